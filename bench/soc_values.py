@@ -78,7 +78,8 @@ KNOWN: Final[Mapping[str, Known]] = {
     "npu.dequantize_int8_gweights_per_s": Known(
         14.0,
         "fitted",
-        "By llm.npu's INT8 rows; float activations, of which nothing is published, are the same.",
+        "By llm.npu's INT8 rows (Table 3): products of 8-bit activations and weights on static scales. "
+        "Others, of which nothing is published, are the same.",
     ),
     "npu.dram_gbps": Known(42.5, "published", "HeteroLLM: one processor, NPU included, reads 40 to 45 GB/s."),
     "npu.row_limit_columns": Known(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_field
+from functools import cached_property
 from typing import Final, TypeAlias
 
 from msgspec.structs import replace
@@ -21,11 +22,14 @@ from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
 from heterollm.solver.plan_records import ChunkSchedule, GroupTimes, PlanEntry
 from heterollm.solver.predict import predict_pass
+from heterollm.solver.request import InFlight
 from heterollm.solver.schedule import Stage, schedule_chunks
 from heterollm.solver.slices import Slices
 from heterollm.solver.solve import Solver
 
 __all__ = [
+    "AUTOMATIC",
+    "WORTH_DOUBLING",
     "PredictedPrompt",
     "plan_flights",
     "predict_prompt",
@@ -41,6 +45,12 @@ SUBMITTED: Final = 3
 PRICES: Final = tuple(2.0 ** (step / 4) for step in range(-8, 21))
 """Prices of the GPU's time, in that of the NPU, that are tried."""
 
+AUTOMATIC: Final = (2, 4, 8, 16)
+"""Numbers of chunks at once that are tried in turn."""
+
+WORTH_DOUBLING: Final = 0.01
+"""Fraction by which twice as many chunks at once must be faster: each takes memory for slots of its own."""
+
 _Fits: TypeAlias = Callable[[OpSpec, Option], bool]
 """Whether the NPU may hold what an option needs."""
 
@@ -51,6 +61,11 @@ class PredictedPrompt:
 
     time_us: float
     npu_idle_us: float
+
+    @property
+    def npu_idle_fraction(self) -> float:
+        """The bubbles: the fraction of the time during which the NPU computes nothing."""
+        return self.npu_idle_us / self.time_us if self.time_us else 0.0
 
 
 def group_times(
@@ -116,7 +131,7 @@ def plan_flights(
     solver: Solver,
     plan: Plan,
     slices: Slices,
-    in_flight: int,
+    in_flight: InFlight,
     prompts: Mapping[int, float],
     costs_at: Callable[[int], Costs],
     weights: Mapping[int, float] | None = None,
@@ -129,9 +144,10 @@ def plan_flights(
 
     Args:
         solver: The solver, with the longest chunk length.
-        plan: Its plan.
+        plan: Its plan, perhaps with a shorter chunk length.
         slices: The resident slices of the plan.
-        in_flight: Most chunks at once.
+        in_flight: Most chunks at once; ``auto`` takes the fewest, of powers of two, after which twice as many
+            are not faster by :data:`WORTH_DOUBLING`.
         prompts: Weights of prompts by length.
         costs_at: Returns costs of passes that begin at a position.
         weights: As for :meth:`heterollm.solver.solve.Solver.slices`.
@@ -139,67 +155,114 @@ def plan_flights(
     Raises:
         PlanError: No processor can compute a group.
     """
-    flown = _best_chunk(solver, slices, in_flight, prompts, costs_at, _anything)
-    if flown is None:
-        return plan
-    shorter = plan
-    if flown.tokens != plan.chunk_length:
-        own = replace_field(solver, chunk_length=flown.tokens)
-        shorter, _ = own.solve(device=plan.device, precision=plan.precision, weights=weights)
-    free, budget = flown.applied(shorter), solver.budget
-    held_bytes = free.npu_bytes(
-        solver.specs,
-        copies_by_length=budget.copies_by_length,
-        activation_bytes=budget.activation_bytes,
-        reuses_io=budget.reuses_io,
-    )
-    if budget.holds(held_bytes):
-        return free
-    resident = {(item.group, item.npu_rows, length) for item in plan.slices for length in item.lengths}
-
-    def is_resident(spec: OpSpec, option: Option) -> bool:
-        own = option.placement
-        return all((spec.group, own.npu_rows, length) in resident for length in own.npu_lengths)
-
-    flown = _best_chunk(solver, slices, in_flight, prompts, costs_at, is_resident)
-    return plan if flown is None else flown.applied(_shortened(plan, flown.tokens))
-
-
-def _best_chunk(
-    solver: Solver,
-    slices: Slices,
-    in_flight: int,
-    prompts: Mapping[int, float],
-    costs_at: Callable[[int], Costs],
-    fits: _Fits,
-) -> _Flown | None:
-    """Return the best chunk for prompts in flight; None where they gain less than the margin of a split."""
     if costs_at(0).overheads.empties_queue:
         # Each wait for one chunk would wait for the kernels of all.
-        return None
-    whole = solver.chunk_length
-    choices = solver.length(whole, slices).choices
-    times = group_times(((one.spec, one.chosen) for one in choices), whole, costs_at)
-    one_by_one = ChunkSchedule("in_order", 1, times)
+        return plan
+    flights = _Flights(solver, plan, slices, prompts, costs_at, weights)
+    if in_flight != "auto":
+        only = flights.best(in_flight)
+        return plan if only is None else only[1]
+    chosen: tuple[float, Plan] | None = None
+    for count in AUTOMATIC:
+        if count // 2 >= flights.most_chunks:
+            break
+        found = flights.best(count)
+        if found is None and count == AUTOMATIC[0]:
+            continue  # too few, perhaps
+        if found is None or (chosen is not None and found[0] > (1.0 - WORTH_DOUBLING) * chosen[0]):
+            break
+        chosen = found
+    return plan if chosen is None else chosen[1]
 
-    def prompt_us(prompt: int, chunk: int, schedule: ChunkSchedule) -> float:
+
+@dataclass(frozen=True)
+class _Flights:
+    """Plans with several chunks at once, against chunk after chunk. Fields are as in :func:`plan_flights`."""
+
+    solver: Solver
+    plan: Plan
+    slices: Slices
+    prompts: Mapping[int, float]
+    costs_at: Callable[[int], Costs]
+    weights: Mapping[int, float] | None
+
+    def best(self, in_flight: int) -> tuple[float, Plan] | None:
+        """Return the time of the prompts in the best plan for so many chunks at once, and that plan.
+
+        The time is relative to one chunk after the other; it is None where the plan gains less than a split
+        must.
+        """
+        flown = self._best_chunk(in_flight, _anything)
+        if flown is None:
+            return None
+        free, budget = flown.applied(self._shorter(flown.tokens)), self.solver.budget
+        held_bytes = free.npu_bytes(
+            self.solver.specs,
+            copies_by_length=budget.copies_by_length,
+            activation_bytes=budget.activation_bytes,
+            reuses_io=budget.reuses_io,
+        )
+        if budget.holds(held_bytes):
+            return self._loss(flown), free
+        held = self.plan.slices
+        resident = {(item.group, item.npu_rows, length) for item in held for length in item.lengths}
+
+        def is_resident(spec: OpSpec, option: Option) -> bool:
+            own = option.placement
+            return all((spec.group, own.npu_rows, length) in resident for length in own.npu_lengths)
+
+        flown = self._best_chunk(in_flight, is_resident)
+        if flown is None:
+            return None
+        return self._loss(flown), flown.applied(_shortened(self.plan, flown.tokens))
+
+    @property
+    def most_chunks(self) -> int:
+        """Chunks of the longest prompt at the shortest length."""
+        return math.ceil(max(self.prompts, default=1) / min(self._offered, default=1))
+
+    @cached_property
+    def _offered(self) -> list[int]:
+        lengths = self.solver.limits.standard_lengths if self.solver.limits else ()
+        return [length for length in lengths if 1 < length <= self.solver.chunk_length]
+
+    @cached_property
+    def _before_us(self) -> dict[int, float]:
+        """The predicted time of each prompt, one chunk after the other."""
+        whole = self.plan.chunk_length
+        choices = self.solver.length(whole, self.slices).choices
+        times = group_times(((one.spec, one.chosen) for one in choices), whole, self.costs_at)
+        one_by_one = ChunkSchedule("in_order", 1, times)
+        return {prompt: self._prompt_us(prompt, whole, one_by_one) for prompt in self.prompts}
+
+    def _best_chunk(self, in_flight: int, fits: _Fits) -> _Flown | None:
+        """Return the best chunk for prompts in flight; None where they gain less than a split must."""
+        found = (_balanced(self.solver, length, in_flight, self.costs_at, fits) for length in self._offered)
+        best = min((one for one in found if one is not None), key=self._loss, default=None)
+        enough = 1.0 - self.solver.objective.margin_fraction
+        return best if best is not None and self._loss(best) <= enough else None
+
+    def _loss(self, flown: _Flown) -> float:
+        """Return the mean time of the prompts, relative to one chunk after the other."""
+        relative = (
+            weight * self._prompt_us(prompt, flown.tokens, flown.schedule) / self._before_us[prompt]
+            for prompt, weight in self.prompts.items()
+        )
+        return sum(relative) / sum(self.prompts.values())
+
+    def _prompt_us(self, prompt: int, chunk: int, schedule: ChunkSchedule) -> float:
         if prompt <= chunk:
-            return solver.length(prompt, slices).time_us
+            return self.solver.length(prompt, self.slices).time_us
         full, left = divmod(prompt, chunk)
-        return predict_prompt(schedule, [chunk] * full + [left] * bool(left), solver.layers).time_us
+        return predict_prompt(schedule, [chunk] * full + [left] * bool(left), self.solver.layers).time_us
 
-    lengths = solver.limits.standard_lengths if solver.limits else ()
-    offered = [length for length in lengths if 1 < length <= solver.chunk_length]
-    found = [own for length in offered if (own := _balanced(solver, length, in_flight, costs_at, fits))]
-    before_us = {prompt: prompt_us(prompt, whole, one_by_one) for prompt in prompts}
-
-    def loss(flown: _Flown) -> float:
-        own_us = {prompt: prompt_us(prompt, flown.tokens, flown.schedule) for prompt in prompts}
-        return sum(weight * own_us[prompt] / before_us[prompt] for prompt, weight in prompts.items())
-
-    best = min(found, key=loss, default=None)
-    enough = (1.0 - solver.objective.margin_fraction) * sum(prompts.values())
-    return best if best is not None and loss(best) <= enough else None
+    def _shorter(self, tokens: int) -> Plan:
+        """Return the plan of prompts in chunks of so many tokens."""
+        plan = self.plan
+        if tokens == plan.chunk_length:
+            return plan
+        own = replace_field(self.solver, chunk_length=tokens)
+        return own.solve(device=plan.device, precision=plan.precision, weights=self.weights)[0]
 
 
 def with_schedule(

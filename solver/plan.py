@@ -216,6 +216,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return any(entry.placement.npu_lengths for entry in self.placed)
 
     @property
+    def has_shadows(self) -> bool:
+        """Whether the GPU multiplies outliers of any operator."""
+        return any(entry.placement.shadow for entry in self.placed)
+
+    @property
     def has_integer_forms(self) -> bool:
         """Whether any NPU graph computes in integers, on calibrated ranges."""
         return any(entry.placement.form in INTEGER_FORMS for entry in self.placed)

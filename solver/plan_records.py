@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -12,7 +12,6 @@ from heterollm.kernels.gpu import SyncChoice
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.placements import Placement
 from heterollm.solver.request import MOST_IN_FLIGHT
-from heterollm.solver.schedule import SchedulePolicy
 
 __all__ = ["ChunkSchedule", "GroupTimes", "PhaseSync", "PlanEntry", "ResidentSlice", "resident_slices"]
 
@@ -87,13 +86,14 @@ class ChunkSchedule(Struct, frozen=True, forbid_unknown_fields=True):
     """The order of several chunks of a long prompt that run at once.
 
     Args:
-        policy: How stages of different chunks are ordered.
+        policy: How stages of different chunks are ordered. No prompt of a model is small enough for the
+            exact search of :data:`heterollm.solver.schedule.SchedulePolicy`.
         in_flight: Most chunks at once, each with slots of its own.
         times: Predicted times of the groups of one layer in a whole chunk.
         entries: Placements of whole chunks while others are in flight; groups without one keep the plan's.
     """
 
-    policy: SchedulePolicy
+    policy: Literal["in_order", "out_of_order"]
     in_flight: Annotated[int, Meta(ge=2, le=MOST_IN_FLIGHT)]
     times: tuple[GroupTimes, ...]
     entries: tuple[PlanEntry, ...] = ()

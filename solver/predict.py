@@ -68,6 +68,12 @@ class PredictedPass:
         """Predicted tokens a second."""
         return self.tokens / self.time_us * 1e6
 
+    def npu_us(self, layers: int) -> float:
+        """Return the time during which the NPU computes so many layers, and the head."""
+        return sum(
+            item.option.npu_us * (1 if item.spec.group == "head" else layers) for item in self.operators
+        )
+
     @property
     def ffn_us(self) -> float:
         """Time of one layer's feed-forward network, its activation included."""

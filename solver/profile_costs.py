@@ -322,7 +322,9 @@ def limits_of(profile: Profile, *, calibrated: bool = False) -> NpuLimits | None
             for form, tile in TILE_OF_INTEGERS.items():
                 # Integer forms have no graphs of other lengths.
                 tiles = [found for size, found in sizes.items() if size[1] % tile == 0 and size[2] == wide]
-                if length % tile == 0 and tiles and all(form in found for found in tiles):
+                if length % tile:
+                    own.discard(form)
+                elif tiles and all(form in found for found in tiles):
                     own.add(form)
         # Where only wide ffns were measured, their forms serve narrow ones too, except for k-splits.
         found = sorted(form for form in own if wide or form not in K_SPLIT_FFNS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
@@ -14,11 +14,16 @@ from heterollm.solver.placements import PLACEMENT_KINDS
 __all__ = [
     "FORBIDDEN",
     "MOST_IN_FLIGHT",
+    "PASSES",
     "SOLVED_LEVELS",
+    "InFlight",
+    "PassName",
     "PlanRequest",
     "RequestedLevel",
     "SolvedLevel",
     "check_forbidden",
+    "check_in_flight",
+    "check_passes",
 ]
 
 SolvedLevel: TypeAlias = Literal["tensor", "block"]
@@ -30,6 +35,13 @@ SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
 RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
 """A level of the solver, or ``auto``: ``block`` where the profile has times of the ffn and the solver uses it
 at any length, else ``tensor``."""
+
+PassName: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
+"""Techniques of llm.npu over a plan of weights of precision ``w8a8``, each with those before: graphs for each
+prompt, which only simulations build; graphs of chunks; outliers of the activations on the GPU (shadow);
+chunks out of order."""
+
+PASSES: Final[tuple[PassName, ...]] = get_args(PassName)
 
 FORBIDDEN: Final = ("gpu", "npu", *PLACEMENT_KINDS[2:])
 """Processors that need not compute linear layers, and kinds of splits that a plan can avoid."""
@@ -51,6 +63,36 @@ def check_forbidden(names: Iterable[str]) -> None:
 MOST_IN_FLIGHT: Final = 16
 """Most chunks at once; each has slots of its own."""
 
+InFlight: TypeAlias = Literal["auto"] | Annotated[int, Meta(ge=1, le=MOST_IN_FLIGHT)]
+"""Chunks of a long prompt at once, or ``auto``: as few as are predicted nearly as fast as the best number."""
+
+
+def check_in_flight(given: InFlight) -> None:
+    """Refuse a number of chunks that cannot run at once.
+
+    Raises:
+        OptionError: It is neither a legal number nor ``auto``.
+    """
+    if given != "auto" and not (isinstance(given, int) and 1 <= given <= MOST_IN_FLIGHT):
+        raise OptionError(
+            f"{given!r:.40} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}, or auto."
+        )
+
+
+def check_passes(given: Sequence[PassName]) -> None:
+    """Refuse names that are no pass, and more than one.
+
+    Raises:
+        OptionError: There is no such pass, or there are several.
+    """
+    for name in given:
+        if name not in PASSES:
+            raise OptionError(f"There is no pass {name!r:.40}.", fix=f"Choose {', '.join(PASSES)}.")
+    if len(given) > 1:
+        raise OptionError(
+            f"The passes {', '.join(given)} are steps of one.", fix="Give the last one: it has those before."
+        )
+
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The options of a plan.
@@ -65,7 +107,8 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
         build_budget_s: Limit of the time for building NPU graphs; the solver then chooses standard lengths
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
-        in_flight: Chunks of a long prompt at once.
+        in_flight: Chunks of a long prompt at once, or ``auto``.
+        passes: Techniques of a paper over the plan, at most one.
 
     Raises:
         OptionError: A field is not legal.
@@ -79,7 +122,8 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     histogram: Mapping[int, Amount] | None = None
     build_budget_s: Amount | None = None
     level: RequestedLevel = "auto"
-    in_flight: Annotated[int, Meta(ge=1, le=MOST_IN_FLIGHT)] = 1
+    in_flight: InFlight = 1
+    passes: tuple[PassName, ...] = ()
 
     def __post_init__(self) -> None:
         if self.level not in ("auto", *SOLVED_LEVELS):
@@ -88,10 +132,8 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
                 fix=f"Choose auto, {' or '.join(SOLVED_LEVELS)}.",
             )
         check_forbidden(self.forbidden)
-        if not 1 <= self.in_flight <= MOST_IN_FLIGHT:
-            raise OptionError(
-                f"{self.in_flight} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}."
-            )
+        check_in_flight(self.in_flight)
+        check_passes(self.passes)
         if self.npu_gib is not None and not 0.0 <= self.npu_gib < math.inf:
             raise OptionError(
                 f"The NPU cannot hold {self.npu_gib} GiB of slices.", fix="Give a number of at least 0."

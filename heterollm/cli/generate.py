@@ -180,12 +180,14 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
         # The imports alone take a moment, and the bar shows it.
         progress("Loading", 0, 1)
         from heterollm.llm import LLM
+        from heterollm.solver import PlanRequest
 
         progress("Loading", 1, 1)
         llm = LLM.load(
             model,
             device=options.device,
             plan=options.plan,
+            request=PlanRequest(passes=tuple(options.passes)) if options.passes else None,
             precision=options.weights.precision,
             group_size=options.weights.group_size,
             symmetric=not options.weights.asymmetric,

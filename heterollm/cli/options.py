@@ -19,6 +19,7 @@ from heterollm.engine import Sync
 from heterollm.kernels.ops import Power, Precision, Scales
 
 __all__ = [
+    "PASSES",
     "PRECISIONS",
     "Context",
     "DeviceOption",
@@ -26,12 +27,15 @@ __all__ = [
     "Format",
     "FormatOption",
     "GroupSize",
+    "InFlightOption",
     "IntegerList",
     "JsonOption",
     "MaybeModel",
     "Model",
     "ModelOptions",
     "Names",
+    "PassName",
+    "PassOption",
     "PowerOption",
     "RowsOption",
     "RunOptions",
@@ -69,6 +73,17 @@ def whole_number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise typer.BadParameter(f"{text!r:.80} is not a whole number.")
     return int(text)
+
+
+def chunk_count(text: str | int) -> Literal["auto"] | int:
+    """Return the number of chunks at once that an option states, or ``auto``; its default is a number.
+
+    Raises:
+        BadParameter: The text is neither.
+    """
+    if isinstance(text, int):
+        return text
+    return "auto" if text == "auto" else whole_number(text)
 
 
 def several(
@@ -134,6 +149,25 @@ SyncOption = Annotated[
 Format: TypeAlias = Literal["table", "md", "csv", "json", "jsonl"]
 FormatOption = Annotated[Format, typer.Option("--format", help="Format of the output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
+InFlightOption = Annotated[
+    Any,
+    typer.Option(
+        help="Chunks of a long prompt at once, 1 to 16, in turns that fill waits; auto: as few as pay.",
+        metavar="N|auto",
+        parser=chunk_count,
+    ),
+]
+PassName: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
+PASSES: tuple[PassName, ...] = get_args(PassName)
+PassOption = Annotated[
+    Sequence[PassName],
+    several(
+        "--pass",
+        help="llm.npu, or its steps llm.npu:chunks and llm.npu:shadow: see docs/llm-npu.md.",
+        names=PASSES,
+        metavar="NAME",
+    ),
+]
 RowsOption = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Append each row as a JSON line.")
 ]
@@ -184,6 +218,7 @@ class ModelOptions:
     ] = "auto"
     weights: WeightOptions = WeightOptions()
     context: Context = None
+    passes: PassOption = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ import typer
 from heterollm.cli.options import (
     Context,
     DeviceOption,
+    InFlightOption,
     IntegerList,
     JsonOption,
     Model,
     Names,
+    PassOption,
     PowerOption,
     ThreadOptions,
     WeightOptions,
@@ -88,9 +90,8 @@ class LimitOptions:
             "such pairs."
         ),
     ] = None
-    in_flight: Annotated[
-        int, typer.Option(min=1, max=16, help="Chunks of a long prompt at once, in turns that fill waits.")
-    ] = 1
+    in_flight: InFlightOption = 1
+    passes: PassOption = ()
     build_budget: Annotated[
         str | None,
         typer.Option(
@@ -167,6 +168,7 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
         build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
         level=level,
         in_flight=limits.in_flight,
+        passes=tuple(limits.passes),
     )
 
 

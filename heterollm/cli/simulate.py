@@ -12,11 +12,14 @@ import typer
 from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import (
+    PASSES,
     Format,
     FormatOption,
+    InFlightOption,
     IntegerList,
     JsonOption,
     Names,
+    PassName,
     RowsOption,
     chosen_format,
     command_group,
@@ -111,9 +114,15 @@ class CaseOptions:
             names=get_args(Lengths),
         ),
     ] = ("auto",)
-    in_flight: Annotated[
-        int, typer.Option(min=1, max=16, help="Chunks of a long prompt at once, in turns that fill waits.")
-    ] = 1
+    in_flight: InFlightOption = 1
+    passes: Annotated[
+        Sequence[Literal["none"] | PassName],
+        several(
+            "--pass",
+            help="none, llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md.",
+            names=("none", *PASSES),
+        ),
+    ] = ("none",)
     sync: Annotated[
         Sequence[Waits],
         several(help="finish (the driver's waits and copies), poll or predict.", names=get_args(Waits)),
@@ -153,6 +162,9 @@ class ModellingOptions:
             "--calibrated", help="Assume stepped scales and calibrated ranges, for integer NPU graphs."
         ),
     ] = False
+    pruned: Annotated[
+        float, typer.Option(help="Assumed share of layers whose outliers llm.npu leaves to the NPU.")
+    ] = 0.85
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compute values, too, from a checkpoint with weights.")
     ] = False
@@ -222,12 +234,14 @@ def _requests(
         prompt=cases.prompt[0],
         decode=cases.decode[0],
         plan_for=cases.plan_for,
+        level=cases.plan[0],
         in_flight=cases.in_flight,
         resolve=cases.resolve,
         overrides=dict(modelling.what_if or ()),
         head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
         every_form=True if modelling.every_form else None,
         calibrated=modelling.calibrated,
+        pruned=modelling.pruned,
         numerics=modelling.numerics,
         trace=trace,
     )
@@ -241,6 +255,7 @@ def _requests(
         policies=cases.length_policy,
         syncs=cases.sync,
         loads=cases.gpu_load or (None,),
+        passes=[() if name == "none" else (name,) for name in cases.passes],
     )
 
 

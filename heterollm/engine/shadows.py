@@ -71,9 +71,9 @@ class ColdProduct:
         self._shadow = shadow
         self._launch = launch
         self._runtime = runtime
-        weights = shadow.cold_weights
-        dtype = np.dtype(np.float32 if shadow.file is None else shadow.file.weights.dtype)
-        self._rows = weights.view(dtype, (COLD_CHANNELS, shadow.hot.rows))
+        # A device that computes nothing has no file, and reads no rows.
+        if shadow.file is not None:
+            self._rows = shadow.cold_weights.view(shadow.file.weights.dtype, (COLD_CHANNELS, shadow.hot.rows))
         self._batch = shadow.found.batch.view(np.int32, (2,))
         self._counts = shadow.found.counts()
 

@@ -16,6 +16,7 @@ __all__ = [
     "HEAD_LAYER",
     "TensorRows",
     "bias_names",
+    "block_norms",
     "embedding_name",
     "expected_tensors",
     "final_norm_name",
@@ -107,6 +108,11 @@ def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
 def layer_norms(config: ModelConfig) -> tuple[Norm, ...]:
     """Return the norms that each layer has."""
     return tuple(_tensors(config).norms)
+
+
+def block_norms(config: ModelConfig) -> int:
+    """Return how many norms a layer has before or behind attention and feed-forward network."""
+    return sum(norm not in HEAD_NORMS for norm in layer_norms(config))
 
 
 def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:

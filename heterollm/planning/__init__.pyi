@@ -8,6 +8,7 @@ from .lengths import LengthChoice as LengthChoice
 from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions
 from .load_options import choose_context as choose_context
+from .passes import fastest_in_flight as fastest_in_flight
 from .planner import ProfiledModel as ProfiledModel
 from .planner import Solved as Solved
 from .planner import solve_plan as solve_plan

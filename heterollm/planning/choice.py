@@ -14,6 +14,7 @@ from heterollm.kernels.ops import Group, OpSpec, Precision
 from heterollm.model import ModelConfig
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
+from heterollm.planning.passes import shadows_under
 from heterollm.solver import (
     LEVELS,
     SOLVED_LEVELS,
@@ -83,9 +84,11 @@ def plan_for(
 
     def solve(level: str) -> Plan | None:
         model = profiled()
-        if model is None:
-            return None
         request = structs.replace(options.request or PlanRequest(), context=context, level=level)
+        if model is None:
+            if request.passes:
+                raise no_profile(device.name, f"The pass {request.passes[0]}")
+            return None
         solved = solve_plan(model, request)
         notes.extend(solved.notes)
         return solved.plan
@@ -108,11 +111,19 @@ def plan_for(
         length_policy=options.length_policy,
         sources=PlanSources(solve, length_costs, sync),
         calibration=calibration,
-        shadows=calibrated_shadows(options.calibration),
+        shadows=shadows_under(options.request, calibrated_shadows(options.calibration)),
     )
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
     return plan, tuple(notes)
+
+
+def no_profile(device: str, what: str) -> OptionError:
+    """Return the error of a plan that needs the profile of a device."""
+    return OptionError(
+        f"{what} needs a profile of the device {device!r} with these threads.",
+        fix=f"Run `heterollm profile MODEL --device {device}` first.",
+    )
 
 
 def choose_plan(
@@ -155,10 +166,7 @@ def choose_plan(
         if solved is not None:
             return with_shadows(solved, shadows)
         if plan != "auto":
-            raise OptionError(
-                f"Plan level {plan!r} needs a profile of the device {device!r} with these threads.",
-                fix=f"Run `heterollm profile MODEL --device {device}` first.",
-            )
+            raise no_profile(device, f"Plan level {plan!r}")
         plan = "gpu"
     if plan in LEVELS:
         found = level_plan(
@@ -172,7 +180,10 @@ def choose_plan(
             length_costs=others.length_costs() if length_policy == "auto" else None,
         )
         found = with_shadows(found, shadows)
-        return structs.replace(found, sync=others.sync()) if found.uses_npu else found
+        if not found.uses_npu:
+            return found
+        key = calibration if found.has_integer_forms else None
+        return structs.replace(found, sync=others.sync(), calibration=key)
     return _checked(_read(Path(plan)), str(plan), specs, device, precision, calibration)
 
 

@@ -13,6 +13,7 @@ from heterollm.kernels.ops import Precision
 from heterollm.model import find_model, op_specs
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.load_options import LoadOptions, choose_context
+from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import ProfiledModel, Solved, solve_plan, stored_profile
 from heterollm.profiler.records import Profile
 from heterollm.solver import PlanRequest, with_shadows
@@ -59,7 +60,8 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
     calibration = calibration_key(options.calibration)
     solved = solve_plan(ProfiledModel(found, config, specs, options.precision, calibration), asked)
-    plan = with_shadows(solved.plan, calibrated_shadows(options.calibration))
+    shadows = shadows_under(options.request, calibrated_shadows(options.calibration))
+    plan = with_shadows(solved.plan, shadows)
     return dataclasses.replace(solved, plan=plan)
 
 

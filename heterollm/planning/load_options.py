@@ -10,6 +10,7 @@ from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
 from heterollm.model import ModelConfig
+from heterollm.planning.passes import check_pass
 from heterollm.solver import LENGTH_POLICIES, LengthPolicy, Plan, PlanRequest
 
 __all__ = ["CHUNK_LENGTH", "LoadKeywords", "LoadOptions", "check_weights", "choose_context"]
@@ -85,6 +86,9 @@ class LoadOptions:
         if self.request is not None and not isinstance(self.request, PlanRequest):
             raise OptionError(f"The request is {self.request!r:.80}.", fix="Give a PlanRequest.")
         check_weights(self.precision, self.group_size, self.symmetric, self.scales)
+        if self.request is not None:
+            level = self.plan if isinstance(self.plan, str) else "of a file"
+            check_pass(self.request, self.precision, level, calibrated=self.calibration is not None)
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
         stepped = self.precision == "w4a16" and self.scales == "stepped"

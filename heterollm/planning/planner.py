@@ -15,17 +15,21 @@ from msgspec import structs
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import OpSpec, Phase, Precision, ffn_specs
-from heterollm.model import ModelConfig, ModelShape, shape_of_specs
+from heterollm.model import ModelConfig, ModelShape, block_norms, shape_of_specs
 from heterollm.planning.load_options import CHUNK_LENGTH
+from heterollm.planning.passes import check_pass, llm_npu_plan, request_of_solver
 from heterollm.solver import (
+    GraphSharing,
     NpuLimits,
     Objective,
     PhaseSync,
     Plan,
     PlanRequest,
     PredictedPass,
+    PredictedPrompt,
     ProfileCosts,
     best_strategy,
+    graph_sharing,
     limits_of,
     power_of,
     predict_pass,
@@ -100,6 +104,17 @@ class ProfiledModel:
             reuses_io=self.profile.reuses_io,
         )
 
+    def sharing(self, plan: Plan, prompt: int) -> GraphSharing:
+        """Return what the chunks of a prompt share under a plan."""
+        return graph_sharing(
+            plan,
+            self.specs,
+            prompt,
+            block_norms(self.config),
+            copies_by_length=self.copies_by_length,
+            activation_bytes=self.profile.graph_activation_bytes,
+        )
+
     @property
     def missing(self) -> frozenset[str]:
         """The operators that the profile has no times of: predictions leave them out."""
@@ -124,21 +139,27 @@ class ProfiledModel:
         costs = self.costs if position is None else self.costs.at(position)
         return predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
 
-    def prompt_us(self, plan: Plan, prompt: int) -> float | None:
+    def prompt(self, plan: Plan, prompt: int) -> PredictedPrompt | None:
         """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above."""
         chunks = list(plan.chunks(prompt))
         if plan.schedule is None or len(chunks) == 1:
             passes = [self.predict(plan, "prefill", tokens, position=first) for first, tokens in chunks]
-            return None if None in passes else sum(found.time_us for found in passes if found is not None)
+            found = [one for one in passes if one is not None]
+            if len(found) < len(passes):
+                return None
+            layers = self.config.layers
+            idle_us = (one.time_us - one.npu_us(layers) for one in found)
+            return PredictedPrompt(sum(one.time_us for one in found), sum(idle_us))
         first, tokens = chunks[-1]
-        last, layers = (
+        last, body = (
             self.predict(plan, "prefill", tokens, position=first, logits=logits) for logits in (True, False)
         )
-        if last is None or layers is None:
+        if last is None or body is None:
             return None
         lengths = [length for _, length in chunks]
         flown = predict_prompt(plan.schedule, lengths, self.config.layers)
-        return flown.time_us + last.time_us - layers.time_us
+        head_us, head_npu_us = last.time_us - body.time_us, last.npu_us(0)
+        return PredictedPrompt(flown.time_us + head_us, flown.npu_idle_us + head_us - head_npu_us)
 
     def npu_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
         """Return the predicted time of a whole group on the NPU in graphs of these lengths, one by one."""
@@ -201,6 +222,7 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
     """
     from heterollm.planning.kept import kept_plan, plan_path
 
+    check_pass(request, model.precision, request.level, calibrated=model.calibration is not None)
     _check_level(model, request)
     notes: tuple[str, ...] = ()
     if model.limits is not None and not model.has_linears:
@@ -259,25 +281,36 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
+    best = best_strategy(model.profile)
+    if request.passes and request.level == "auto" and model.limits is not None:
+        plan = llm_npu_plan(model, request, _prompts(model, request))
+    else:
+        plan = _solved(model, request_of_solver(request), solver)
+    return structs.replace(
+        plan,
+        level="tensor"
+        if request.level == "auto" and plan.level == "block" and not plan.has_ffn
+        else plan.level,
+        sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),
+        request=request,
+        calibration=model.calibration,
+    )
+
+
+def _solved(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
+    """Return the solver's plan."""
     from heterollm.solver import best_chunk, plan_flights
 
     labels, weights = {"device": model.profile.device, "precision": model.precision}, request.histogram
     plan, slices = solver.solve(**labels, weights=weights)
     prompts = _prompts(model, request)
-    if request.in_flight > 1 and plan.uses_npu:
-        plan = plan_flights(solver, plan, slices, request.in_flight, prompts, model.costs.at, weights)
-    elif max(prompts, default=0) > solver.chunk_length:
+    if max(prompts, default=0) > solver.chunk_length:
         chunk_length = best_chunk(solver, prompts, model.costs.at, slices)
         if chunk_length != solver.chunk_length:
-            plan, _ = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
-    best = best_strategy(model.profile)
-    return structs.replace(
-        plan,
-        level="tensor" if request.level == "auto" and not plan.has_ffn else plan.level,
-        sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),
-        request=request,
-        calibration=model.calibration,
-    )
+            plan, slices = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
+    if request.in_flight != 1 and plan.uses_npu:
+        plan = plan_flights(solver, plan, slices, request.in_flight, prompts, model.costs.at, weights)
+    return plan
 
 
 def _length_choice(model: ProfiledModel, request: PlanRequest, solver: Solver) -> LengthChoice | None:

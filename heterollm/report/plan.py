@@ -17,9 +17,9 @@ from heterollm.solver import describe
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
     from heterollm.planning import LengthChoice, ProfiledModel, Solved
-    from heterollm.solver import ChunkSchedule, Plan, PredictedOperator, PredictedPass
+    from heterollm.solver import ChunkSchedule, GraphSharing, Plan, PredictedOperator, PredictedPass
 
-__all__ = ["lengths_table", "pass_table", "plan_report"]
+__all__ = ["lengths_table", "pass_table", "plan_report", "sharing_words"]
 
 
 def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain: bool) -> RenderableType:
@@ -60,6 +60,11 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
         parts.append(slices_table(model, plan))
     if explain and plan.schedule is not None:
         parts.append(flights_table(model, plan, plan.schedule))
+    if explain and plan.uses_npu:
+        parts.append(bubbles_table(model, plan, prompts))
+        longest = max(prompts)
+        if longest > plan.chunk_length:
+            parts.append(Text(sharing_words(model.sharing(plan, longest), longest)))
     if not solved.notes:
         parts.append(Text(verdict(passes)))
     if solved.length_choice is not None:
@@ -119,6 +124,37 @@ def flights_table(model: ProfiledModel, plan: Plan, schedule: ChunkSchedule) -> 
     return made
 
 
+def bubbles_table(model: ProfiledModel, plan: Plan, prompts: Sequence[int]) -> Table:
+    """Return predicted times of prompts and their bubbles, in order and with chunks in flight."""
+    columns = [">prompt", ">chunks", ">one after the other, ms", ">NPU idle"]
+    flown = plan.schedule is not None
+    more = [f">up to {plan.lanes} at once, ms", ">NPU idle"] if flown else []
+    made = table(*columns, *more, title="Bubbles: the share of the prompt without NPU work, predicted")
+    plans = [structs.replace(plan, schedule=None), *([plan] if flown else [])]
+    for prompt in prompts:
+        found = [one for own in plans if (one := model.prompt(own, prompt)) is not None]
+        if len(found) == len(plans):
+            cells = [
+                text for one in found for text in (f"{one.time_us / 1e3:.2f}", f"{one.npu_idle_fraction:.0%}")
+            ]
+            made.add_row(str(prompt), str(len(list(plan.chunks(prompt)))), *cells)
+    return made
+
+
+def sharing_words(sharing: GraphSharing, prompt: int) -> str:
+    """Return what the chunks of a prompt share, as llm.npu counts it and here."""
+    chunks = f"{sharing.chunks} chunk{'s' if sharing.chunks > 1 else ''}"
+    return (
+        f"The layers have {sharing.parts} parts as llm.npu counts them. {sharing.shareable} do not depend on "
+        f"a chunk's position ({sharing.norms} norms, {sharing.linears} linear): all chunks share them; "
+        f"llm.npu builds the other {sharing.attentions}, attention, for each chunk. Here attention is a GPU "
+        "kernel that reads position and length from a buffer, and serves all chunks, too. The "
+        f"{sharing.graphs} NPU graphs of a prompt of {prompt} tokens in {chunks} take "
+        f"{format_bytes(sharing.held_bytes)}; for each chunk apart they would take "
+        f"{format_bytes(sharing.separate_bytes)} ({sharing.saved_fraction:.0%} saved)."
+    )
+
+
 def calibration_words(plan: Plan) -> str:
     """Return a sentence about the calibration of a plan that has one."""
     used = "some NPU graphs compute" if plan.has_integer_forms else "no NPU graph computes"
@@ -131,10 +167,10 @@ def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:
     title = f"Prompt and {decode} decoded tokens, predicted; attention at the middle of each phase"
     made = table(">prompt", ">prefill ms", ">decode ms", ">all ms", title=title)
     for prompt in prompts:
-        prefill_us = model.prompt_us(plan, prompt)
+        found = model.prompt(plan, prompt)
         token = model.predict(plan, "decode", 1, position=prompt + decode // 2)
-        if token is not None and prefill_us is not None:
-            times_us = prefill_us, decode * token.time_us, prefill_us + decode * token.time_us
+        if token is not None and found is not None:
+            times_us = found.time_us, decode * token.time_us, found.time_us + decode * token.time_us
             made.add_row(str(prompt), *(f"{time_us / 1e3:.2f}" for time_us in times_us))
     return made
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from heterollm.kernels.gpu import EXPECTED_CHANNELS
 from heterollm.report.console import section_table, table
+from heterollm.report.plan import sharing_words
 from heterollm.report.tables_sweep import sweep_table
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
         parts.append(Text(result.note))
     if result.calibrated:
         parts.append(Text(ASSUMPTION))
+    if result.passes:
+        parts.append(Text(_assumed(result)))
     rates = table("simulated", "prefill", "decode")
     phases = [result.prefill, result.decode]
     rates.add_row("tokens", *_cells(phases, lambda use: f"{use.tokens}"))
@@ -61,6 +65,7 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
     rates.add_row("energy, J", *_cells(phases, _energy))
     rates.add_row("power, W", *_cells(phases, _power))
     rates.add_row("GPU, NPU, control thread busy", *_cells(phases, _busy))
+    rates.add_row("NPU idle (bubbles)", *_cells(phases, lambda use: f"{use.npu_idle_fraction:.0%}"))
     rates.add_row(
         "bandwidth, GB/s (peak)",
         *_cells(phases, lambda use: f"{use.dram_gbps:.1f} ({use.peak_gbps:.1f})"),
@@ -73,6 +78,8 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
     if result.prefill.frames is not None:
         rates.add_row("frames in time", *_cells(phases, _frames))
     parts += [Text(), rates, Text(f"Time to the first token: {data['ttft_ms']:.1f} ms (simulated).")]
+    if (before := result.in_order) is not None:
+        parts.append(Text(_bubbles(result, before)))
     if not result.graphs.fits:
         parts.append(Text(_refused(result.graphs)))
     slower = result.slowdown()
@@ -122,10 +129,37 @@ def _explanation(result: SimulationResult) -> Iterator[RenderableType]:
         f"The plan has {graphs.count} NPU graphs, which take {graphs.held_gib:.1f} GiB{limit}; "
         f"opening them takes {graphs.opening_s:.1f} s (simulated)."
     )
+    yield Text(sharing_words(result.sharing, result.prefill.tokens))
 
 
 def _ms(times_us: Sequence[float]) -> list[str]:
     return [f"{time_us / 1e3:.1f}" if time_us >= 50 else "" for time_us in times_us]
+
+
+def _assumed(result: SimulationResult) -> str:
+    """Return what is assumed about the weights and the outliers under a pass."""
+    words = (
+        f"Pass {', '.join(result.passes)}. Assumed: weights of 8 bits with one scale for a tensor, static "
+        "ranges of 8 bits that passed their check"
+    )
+    if not result.plan.has_shadows:
+        return f"{words}, and outliers without importance."
+    return (
+        f"{words}, outliers in {EXPECTED_CHANNELS} channels of an operator at once, and {result.pruned:.0%} "
+        "of the layers, those in the middle, with their outliers pruned."
+    )
+
+
+def _bubbles(result: SimulationResult, before: PhaseUse) -> str:
+    """Return what chunks in flight change about the share of the prompt in which the NPU is idle."""
+    after, predicted = result.prefill, result.predicted_npu_idle_fraction
+    plan = "" if predicted is None else f"; the solver predicts {predicted:.0%}"
+    return (
+        f"Prefill with up to {result.plan.lanes} chunks of {result.plan.chunk_length} tokens at once takes "
+        f"{after.elapsed_us / 1e3:.1f} ms, of which the NPU is idle {after.npu_idle_fraction:.0%}{plan}. "
+        f"Chunk after chunk it takes {before.elapsed_us / 1e3:.1f} ms, idle "
+        f"{before.npu_idle_fraction:.0%} (simulated)."
+    )
 
 
 def _refused(graphs: GraphUse) -> str:

@@ -18,7 +18,7 @@ __all__ = [
     "sweep_table",
 ]
 
-CHOICES: Final = ("soc", "plan", "lengths", "sync", "game", "prompt", "decode")
+CHOICES: Final = ("soc", "plan", "pass", "at once", "lengths", "sync", "game", "prompt", "decode")
 """Columns that the table omits if all rows have the same value."""
 
 
@@ -29,7 +29,16 @@ def sweep_table(rows: Sequence[SimulatedRow]) -> Section:
     shared = [name for name in CHOICES if len({line[name] for line in cells}) == 1]
     columns = [name for name in names if name not in shared]
     words = ", ".join(f"{name} {cells[0][name]}" for name in shared if cells[0][name])
-    right = {"prompt", "decode", "ttft ms", "prefill t/s", "decode t/s", "prefill J", "J a token", "W"}
+    right = {
+        "prompt",
+        "decode",
+        "ttft ms",
+        "prefill t/s",
+        "decode t/s",
+        "prefill J",
+        "J a token",
+        "W",
+    }
     return Section(
         f"Simulated, nothing here was measured{f': {words}' if words else ''}",
         tuple(f">{name}" if name in right else name for name in columns),
@@ -92,6 +101,8 @@ def _cells(row: SimulatedRow) -> dict[str, str]:
         "model": Path(row.model).name,
         "soc": Path(row.soc).stem,
         "plan": row.plan_level,
+        "pass": ", ".join(row.passes),
+        "at once": "" if row.lanes in (None, 1) else f"{row.lanes} of {row.chunk_tokens}",
         "lengths": row.length_policy,
         "sync": f"{row.sync}, resolved" if row.resolve else row.sync,
         "game": row.gpu_load or "",

@@ -82,7 +82,7 @@ def _phase_table(phases: Mapping[str, TraceSummary], kind: str) -> Table:
     add_time("GPU busy", lambda one: one.gpu_busy_us)
     add_time("GPU idle", lambda one: one.gpu_idle_us)
     add_time("NPU busy", lambda one: one.npu_busy_us)
-    add_time("NPU idle", lambda one: one.npu_idle_us)
+    add_time("NPU idle (bubbles)", lambda one: one.npu_idle_us)
     add_time("both busy", lambda one: one.overlap_us)
     add_time("both idle", lambda one: one.both_idle_us)
     add_time("synchronisation, critical path", lambda one: one.hand_over_us)

@@ -11,10 +11,11 @@ from msgspec import structs
 
 from heterollm.base import LABEL, Progress, cache_name, cache_root
 from heterollm.kernels.device import Device
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.npu import TILE_OF_INTEGERS
+from heterollm.kernels.ops import Group, OpSpec
 from heterollm.kernels.sim import SIMULATED, clock_of, soc_of
 from heterollm.model import ModelConfig, shape_of_specs
-from heterollm.planning import ProfiledModel, choose_context, solve_plan
+from heterollm.planning import ProfiledModel, choose_context, fastest_in_flight, solve_plan
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import FenceKey, Key, Profile, Record
 from heterollm.solver import (
@@ -27,15 +28,14 @@ from heterollm.solver import (
     PlanRequest,
     RequestedLevel,
     level_plan,
-    predict_prompt,
-    with_schedule,
+    with_shadows,
 )
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import Strategy
     from heterollm.simulate.request import SimulationRequest
 
-__all__ = ["planned", "profile_of", "with_one_strategy"]
+__all__ = ["assumed_shadows", "own_length", "planned", "profile_of", "with_one_strategy"]
 
 ASSUMED: Final = "assumed"
 """Identity of a calibration that nobody made: no load has it, so that no load runs the plan."""
@@ -66,10 +66,20 @@ def planned(
         profile = profile_of(device, model, config, specs, progress)
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
-        calibration = ASSUMED if request.calibrated else None
-        return ProfiledModel(profile, config, tuple(specs), "w4a16", calibration)
+        calibration = ASSUMED if request.calibrated or request.passes else None
+        return ProfiledModel(profile, config, tuple(specs), request.precision, calibration)
 
-    if request.level in SOLVED_LEVELS:
+    if request.naive:
+        length = own_length(request)
+        plan = level_plan(
+            "layer",
+            specs,
+            device=device.name,
+            precision=request.precision,
+            standard_lengths=(length,),
+            chunk_length=length,
+        )
+    elif request.level in SOLVED_LEVELS or request.passes:
         plan = solve_plan(profiled(), plan_request(device, config, request)).plan
     else:
         by_time = request.length_policy == "auto" and request.level != "gpu"
@@ -83,7 +93,7 @@ def planned(
                 cast("PlanLevel", request.level),
                 specs,
                 device=device.name,
-                precision="w4a16",
+                precision=request.precision,
                 standard_lengths=device.standard_lengths,
                 chunk_length=chunk_length,
                 length_policy="padding" if request.level == "gpu" else policy,
@@ -91,24 +101,13 @@ def planned(
             )
 
         plan = rule(longest)
-        if request.in_flight > 1 and plan.uses_npu:
+        if request.in_flight != 1 and plan.uses_npu:
             lengths = [length for length in device.standard_lengths if 1 < length <= longest]
-            plan = _fastest_in_flight([rule(length) for length in lengths], profiled(), request)
+            plans = [rule(length) for length in lengths]
+            plan = fastest_in_flight(profiled(), plan, plans, {request.prompt: 1.0}, request.in_flight)
+    if {"llm.npu:shadow", "llm.npu"}.intersection(request.passes):
+        plan = with_shadows(plan, assumed_shadows(specs, request.pruned))
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
-
-
-def _fastest_in_flight(plans: Sequence[Plan], model: ProfiledModel, request: SimulationRequest) -> Plan:
-    """Return the plan whose chunks, several at once, are predicted to run the prompt fastest."""
-
-    def time_us(plan: Plan) -> float:
-        assert plan.schedule is not None
-        lengths = [length for _, length in plan.chunks(request.prompt)]
-        return predict_prompt(plan.schedule, lengths, model.config.layers).time_us
-
-    costs_at, limits = model.costs.at, model.limits
-    return min(
-        (with_schedule(plan, model.specs, request.in_flight, costs_at, limits) for plan in plans), key=time_us
-    )
 
 
 def plan_request(device: Device, config: ModelConfig, request: SimulationRequest) -> PlanRequest:
@@ -119,17 +118,44 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
         config: The model.
         request: The simulated case.
     """
-    level = cast("RequestedLevel", request.level)
+    level: RequestedLevel = "auto"
+    if request.level in SOLVED_LEVELS:
+        level = cast("RequestedLevel", request.level)
     if request.plan_for == "prompt":
         prompt = request.prompt
-        if request.in_flight == 1:
+        if request.in_flight == 1 and not request.passes:
             prompt = min(prompt, max(device.standard_lengths))
         histogram = {1: float(max(1, request.decode)), prompt: 1.0}
         return PlanRequest(
-            config.max_positions, level=level, histogram=histogram, in_flight=request.in_flight
+            config.max_positions,
+            level=level,
+            histogram=histogram,
+            in_flight=request.in_flight,
+            passes=request.passes,
         )
     context = max(choose_context(config, None), request.prompt + request.decode)
-    return PlanRequest(context, level=level, in_flight=request.in_flight)
+    return PlanRequest(context, level=level, in_flight=request.in_flight, passes=request.passes)
+
+
+def assumed_shadows(specs: Sequence[OpSpec], pruned: float) -> frozenset[tuple[int, Group]]:
+    """Return the operators whose outliers are assumed to matter: those of the first and last layers.
+
+    Such layers have the most important outliers (llm.npu, section 3.3).
+
+    Args:
+        specs: All groups of the model.
+        pruned: Share of the layers without a shadow.
+    """
+    layers = sorted({spec.layer for spec in specs if spec.layer >= 0})
+    kept = round((1.0 - pruned) * len(layers))
+    outer = sorted(layers, key=lambda layer: min(layer, layers[-1] - layer))[:kept]
+    return frozenset((spec.layer, spec.group) for spec in specs if spec.layer in outer)
+
+
+def own_length(request: SimulationRequest) -> int:
+    """Return the length of graphs that are built for the prompt: its own, or whole tiles of integers."""
+    tile = TILE_OF_INTEGERS["static_int8"] if request.passes else 1
+    return -(-request.prompt // tile) * tile
 
 
 def profile_of(

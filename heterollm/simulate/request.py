@@ -9,9 +9,10 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.base import OptionError
 from heterollm.kernels.gpu import Strategy
-from heterollm.kernels.npu import GraphForm
+from heterollm.kernels.npu import STANDARD_LENGTHS, GraphForm
+from heterollm.kernels.ops import Precision
 from heterollm.kernels.sim import GpuLoad, load_soc
-from heterollm.solver import MOST_IN_FLIGHT
+from heterollm.solver import InFlight, PassName, check_in_flight, check_passes
 
 __all__ = [
     "LENGTH_CHOICES",
@@ -60,7 +61,7 @@ class SimulationRequest:
         level: Level of the plan.
         plan_for: What the solver plans for.
         length_policy: How lengths without a graph run; the solver's levels need none.
-        in_flight: Chunks of a long prompt at once.
+        in_flight: Chunks of a long prompt at once, or ``auto``.
         sync: How the processors wait for each other.
         resolve: Whether the plan is solved for ``sync``; otherwise for the fastest strategy.
         load: A game that uses the GPU at the same time.
@@ -73,6 +74,9 @@ class SimulationRequest:
         left_out: Graph forms that the NPU does not offer, to measure their gain.
         calibrated: Whether weights have stepped scales, and every operator ranges that passed their check, so
             that the plan may use integer graphs: an assumption, since nothing is computed.
+        passes: Techniques of a paper over levels ``layer`` and ``tensor``; with those of llm.npu weights have
+            precision ``w8a8``, and their ranges are assumed.
+        pruned: Assumed share of the layers whose outliers llm.npu prunes; the paper's default.
 
     Raises:
         OptionError: A value is not legal.
@@ -85,7 +89,7 @@ class SimulationRequest:
     level: str = "tensor"
     plan_for: PlanFor = "all"
     length_policy: SimulatedLengthPolicy = "auto"
-    in_flight: int = 1
+    in_flight: InFlight = 1
     sync: SimulatedSync = "predict"
     resolve: bool = False
     load: GpuLoad | None = None
@@ -96,6 +100,8 @@ class SimulationRequest:
     trace: bool = False
     left_out: tuple[str, ...] = ()
     calibrated: bool = False
+    passes: tuple[PassName, ...] = ()
+    pruned: float = 0.85
 
     def __post_init__(self) -> None:
         choices: tuple[tuple[str, object, Sequence[object]], ...] = (
@@ -115,10 +121,11 @@ class SimulationRequest:
             raise OptionError(
                 "With numerics the head has 8 bits, as the loader quantises it.", fix="Give 8 head bits."
             )
-        if not 1 <= self.in_flight <= MOST_IN_FLIGHT:
-            raise OptionError(
-                f"{self.in_flight} chunks cannot run at once.", fix=f"Choose 1 to {MOST_IN_FLIGHT}."
-            )
+        check_in_flight(self.in_flight)
+        check_passes(self.passes)
+        self._check_pass()
+        if not 0.0 <= self.pruned <= 1.0:
+            raise OptionError(f"A share of {self.pruned} of the shadows is pruned.", fix="Choose 0 to 1.")
         if self.numerics and self.calibrated:
             raise OptionError(
                 "With numerics ranges are not assumed to be calibrated.",
@@ -129,6 +136,43 @@ class SimulationRequest:
                 f"A prompt of {self.prompt} and {self.decode} tokens after it cannot be simulated.",
                 fix=f"Give 1 to {LONGEST_RUN} and 0 to {LONGEST_RUN}.",
             )
+
+    def _check_pass(self) -> None:
+        """Refuse a pass with other options that it cannot have.
+
+        Raises:
+            OptionError: The level or an option does not go with the pass.
+        """
+        for name in self.passes:
+            if self.level not in (("layer",) if self.naive else ("layer", "tensor")):
+                raise OptionError(
+                    f"The pass {name} is none of level {self.level}.",
+                    fix=f"Choose level layer, the paper's{'' if self.naive else ', or tensor'}.",
+                )
+            if self.calibrated or self.numerics:
+                raise OptionError(
+                    f"The pass {name} assumes weights and ranges of precision w8a8.",
+                    fix="Leave out --calibrated and --numerics.",
+                )
+            if self.in_flight != 1:
+                raise OptionError(
+                    f"The pass {name} has its own number of chunks in flight.", fix="Leave out --in-flight."
+                )
+
+    @property
+    def naive(self) -> bool:
+        """Whether graphs are built for the prompt by the pass ``llm.npu:naive``."""
+        return "llm.npu:naive" in self.passes
+
+    @property
+    def online(self) -> bool:
+        """Whether graphs are built for the prompt, in its time."""
+        return self.naive or (self.length_policy == "online" and self.prompt not in STANDARD_LENGTHS)
+
+    @property
+    def precision(self) -> Precision:
+        """Precision of the linears."""
+        return "w8a8" if self.passes else "w4a16"
 
     @property
     def forms(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from heterollm.base import GIB, Amount, Count
 from heterollm.kernels.device import Device
@@ -20,7 +20,16 @@ from heterollm.kernels.sim import (
 )
 from heterollm.profiler.measure import usage_between
 from heterollm.simulate.account import OperatorUse, time_account
-from heterollm.solver import Placement, Plan, notation
+from heterollm.solver import (
+    GraphSharing,
+    InFlight,
+    PassName,
+    Placement,
+    Plan,
+    graph_sharing,
+    notation,
+    predict_prompt,
+)
 from heterollm.trace import Trace
 
 __all__ = [
@@ -30,6 +39,7 @@ __all__ = [
     "SimulationResult",
     "graphs_of",
     "padding_us",
+    "sharing_of",
     "splits_of",
     "used",
 ]
@@ -92,6 +102,11 @@ class PhaseUse:
         return self.tokens / self.elapsed_us * 1e6
 
     @property
+    def npu_idle_fraction(self) -> float:
+        """The bubbles: the fraction of the time during which no NPU graph runs."""
+        return 1.0 - self.busy_fraction["npu"]
+
+    @property
     def npu_us(self) -> tuple[float, float]:
         """NPU time in integer graphs, and in all graphs."""
         times_us = [
@@ -109,6 +124,7 @@ class PhaseUse:
             "joules": self.energy.middle_joules,
             "joules_high": self.energy.high_joules,
             "busy_fraction": dict(self.busy_fraction),
+            "npu_idle_fraction": self.npu_idle_fraction,
             "dram_gbps": self.dram_gbps,
             "peak_gbps": self.peak_gbps,
             "hand_over_ms": {name: value / 1e3 for name, value in self.lost_us.items()},
@@ -151,19 +167,36 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
         plan: The plan.
         specs: All groups of the model.
     """
-    soc, npu = soc_of(device), device.npu
+    soc = soc_of(device)
     count = sum((held.layers[1] - held.layers[0] + 1) * len(held.lengths) for held in plan.slices)
-    held_bytes = 0
-    if npu is not None:
-        item_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
-        held_bytes = plan.npu_bytes(
-            specs,
-            copies_by_length=npu.copies_by_length,
-            activation_bytes=item_bytes,
-            reuses_io=npu.reuses_io,
-        )
+    held_bytes = plan.npu_bytes(specs, **_counted(device))
     limit_gib = soc.npu.address_space_gib or None
     return GraphUse(count, held_bytes / GIB, limit_gib, count * soc.build.session_us / 1e6)
+
+
+def sharing_of(device: Device, plan: Plan, specs: Sequence[OpSpec], prompt: int, norms: int) -> GraphSharing:
+    """Return what the chunks of a prompt share; the arguments are those of :func:`graph_sharing`."""
+    return graph_sharing(plan, specs, prompt, norms, **_counted(device))
+
+
+class _Counted(TypedDict):
+    """The way in which the memory of a device's graphs counts."""
+
+    copies_by_length: bool
+    activation_bytes: int
+    reuses_io: bool
+
+
+def _counted(device: Device) -> _Counted:
+    npu = device.npu
+    if npu is None:
+        return {"copies_by_length": False, "activation_bytes": 0, "reuses_io": False}
+    item_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
+    return {
+        "copies_by_length": npu.copies_by_length,
+        "activation_bytes": item_bytes,
+        "reuses_io": npu.reuses_io,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +212,12 @@ class SimulationResult:
         sync: How the processors waited for each other.
         plan_for: What the solver planned for.
         length_policy: How lengths without a graph ran.
-        in_flight: Chunks of a long prompt at once.
+        in_flight: Chunks of a long prompt at once, as requested.
         calibrated: Whether ranges for integer graphs were assumed.
+        passes: Techniques of a paper over the plan.
+        pruned: Assumed share of the layers whose outliers are pruned.
         graphs: The NPU's graphs of the plan, for all of its lengths.
+        sharing: What the chunks of the prompt share.
         prefill: The prompt.
         decode: The tokens after the first; None for a simulation of the prompt alone.
         ttft_us: Time to the first token.
@@ -189,6 +225,7 @@ class SimulationResult:
         alone: Prefill and decode without the game; None if no game ran.
         trace: Every pass, where it was recorded.
         splits: The split of each group by phase, as :func:`heterollm.solver.notation` writes it.
+        in_order: The prompt under the plan for one chunk after the other; None without chunks in flight.
     """
 
     device: str
@@ -199,9 +236,12 @@ class SimulationResult:
     sync: str
     plan_for: str
     length_policy: str
-    in_flight: int
+    in_flight: InFlight
     calibrated: bool
+    passes: tuple[PassName, ...]
+    pruned: float
     graphs: GraphUse
+    sharing: GraphSharing
     prefill: PhaseUse
     decode: PhaseUse | None
     ttft_us: float
@@ -209,6 +249,15 @@ class SimulationResult:
     alone: tuple[PhaseUse, PhaseUse | None] | None = None
     trace: Trace | None = None
     splits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    in_order: PhaseUse | None = None
+
+    @property
+    def predicted_npu_idle_fraction(self) -> float | None:
+        """The bubbles that the solver predicts for chunks in flight; None without them."""
+        plan, lengths = self.plan, [length for _, length in self.plan.chunks(self.prefill.tokens)]
+        if plan.schedule is None or len(lengths) == 1:
+            return None
+        return predict_prompt(plan.schedule, lengths, self.sharing.attentions).npu_idle_fraction
 
     @property
     def average_watts(self) -> float:
@@ -253,8 +302,11 @@ class SimulationResult:
             "plan_for": self.plan_for,
             "length_policy": self.length_policy,
             "in_flight": self.in_flight,
+            "lanes": self.plan.lanes,
             "chunk_tokens": self.plan.chunk_length,
             "calibrated": self.calibrated,
+            "passes": list(self.passes),
+            "pruned": self.pruned,
             "npu_graphs": self.graphs.count,
             "npu_gib": self.graphs.held_gib,
             "npu_limit_gib": self.graphs.limit_gib,
@@ -270,6 +322,8 @@ class SimulationResult:
             "average_watts": self.average_watts,
             "prefill": self.prefill.to_dict(),
             "decode": None if decode is None else decode.to_dict(),
+            "predicted_npu_idle_fraction": self.predicted_npu_idle_fraction,
+            "in_order": None if self.in_order is None else self.in_order.to_dict(),
             "slowdown": self.slowdown(),
             **({"tokens": list(self.tokens)} if self.tokens else {}),
         }

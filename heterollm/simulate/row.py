@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from heterollm.base import Amount, Count, InputError, PositiveNumber, decode
 from heterollm.simulate.result import Frames
@@ -30,8 +30,7 @@ class SimulatedRow:
         plan_level: Level of the plan.
         plan_for: What the solver planned for.
         length_policy: How lengths without a graph ran.
-        in_flight: Chunks of a long prompt at once.
-        chunk_tokens: Tokens of such a chunk.
+        in_flight: Chunks of a long prompt at once, as requested.
         sync: How the processors waited for each other.
         resolve: Whether the plan was solved for ``sync``.
         gpu_load: A game that runs at the same time, as ``60fps:5ms``; None without one.
@@ -40,12 +39,16 @@ class SimulatedRow:
         every_form: Whether graphs could have forms that HeteroLLM lacks.
         left_out: Graph forms that the plan could not take.
         calibrated: Whether ranges for integer graphs were assumed.
+        passes: Techniques of a paper over the plan.
+        pruned: Assumed share of the layers whose outliers are pruned.
         prompt_tokens: Tokens of the prompt.
         decode_tokens: Tokens made after the first.
         error: Why the case failed.
         device: Name of the simulated device.
         fingerprint: Fingerprint of the device, its parameters included.
         note: Approximations of the model.
+        lanes: Chunks at once by the plan.
+        chunk_tokens: Tokens of a chunk.
         npu_graphs: Graphs of the plan, for all layers and lengths.
         npu_gib: Memory of their weights, counted for each length, and of their own inputs and outputs.
         npu_limit_gib: Memory that the NPU can address; None without a limit.
@@ -59,6 +62,9 @@ class SimulatedRow:
         average_watts: Power of both phases.
         prefill: Time and resources of the prompt.
         decode: Time and resources of the tokens after it.
+        predicted_npu_idle_fraction: The share of the prompt in which the NPU has nothing to do, as the solver
+            predicts it for chunks in flight; ``prefill`` has the simulated one.
+        in_order: Time and resources of the prompt, one chunk after the other; None without chunks in flight.
         slowdown: Time of each phase with the game over its time without.
         cuts: The plan in words: the split of each group, by phase.
     """
@@ -70,8 +76,7 @@ class SimulatedRow:
     plan_level: str
     plan_for: str
     length_policy: str
-    in_flight: Count = 1
-    chunk_tokens: Count | None = None
+    in_flight: Literal["auto"] | Count = 1
     sync: str
     resolve: bool
     gpu_load: str | None
@@ -80,12 +85,16 @@ class SimulatedRow:
     every_form: bool
     left_out: tuple[str, ...] = ()
     calibrated: bool = False
+    passes: tuple[str, ...] = ()
+    pruned: Amount = 0.85
     prompt_tokens: Count
     decode_tokens: Count
     error: str | None = None
     device: str | None = None
     fingerprint: str | None = None
     note: str | None = None
+    lanes: Count | None = None
+    chunk_tokens: Count | None = None
     npu_graphs: Count | None = None
     npu_gib: Amount | None = None
     npu_limit_gib: PositiveNumber | None = None
@@ -99,6 +108,8 @@ class SimulatedRow:
     average_watts: PositiveNumber | None = None
     prefill: Mapping[str, Any] | None = None
     decode: Mapping[str, Any] | None = None
+    predicted_npu_idle_fraction: Amount | None = None
+    in_order: Mapping[str, Any] | None = None
     slowdown: Mapping[str, float] | None = None
     cuts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -134,6 +145,8 @@ class SimulatedRow:
             every_form=request.forms,
             left_out=request.left_out,
             calibrated=request.calibrated,
+            passes=request.passes,
+            pruned=request.pruned,
             prompt_tokens=request.prompt,
             decode_tokens=request.decode,
             error=error,
@@ -144,7 +157,7 @@ class SimulatedRow:
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, in the order of the fields."""
         found = {name: getattr(self, name) for name in ROW_FIELDS}
-        return found | {"left_out": list(self.left_out)}
+        return found | {"left_out": list(self.left_out), "passes": list(self.passes)}
 
     @classmethod
     def from_dict(cls, data: object) -> SimulatedRow:

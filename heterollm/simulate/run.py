@@ -5,7 +5,7 @@ Only the processors are modelled, and the clock is virtual. Every result is labe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final, cast
 
@@ -15,20 +15,36 @@ from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import (
-    STANDARD_LENGTHS,
     FewerForms,
     FfnRanges,
     LinearRanges,
     NpuBackend,
+    ShadowRanges,
     StaticRanges,
 )
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Group, OpSpec, Phase, Scales, WeightFormat, ffn_specs
 from heterollm.kernels.sim import SIMULATED, SimulatedClock, SimulatedSpan, Simulation, clock_of
-from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, op_specs, shape_only_weights
-from heterollm.simulate.plan import planned, profile_of
+from heterollm.model import (
+    Checkpoint,
+    ModelConfig,
+    block_norms,
+    find_model,
+    load_weights,
+    op_specs,
+    shape_only_weights,
+)
+from heterollm.simulate.plan import assumed_shadows, own_length, planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
-from heterollm.simulate.result import PhaseUse, SimulationResult, graphs_of, padding_us, splits_of, used
+from heterollm.simulate.result import (
+    PhaseUse,
+    SimulationResult,
+    graphs_of,
+    padding_us,
+    sharing_of,
+    splits_of,
+    used,
+)
 from heterollm.solver import SOLVED_LEVELS, Plan
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -66,6 +82,12 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
     device = _open(request)
     run = _Run(device, found.config, specs, plan, request)
     phases = run.measured(report)
+    in_order = None
+    if plan.lanes > 1:
+        before = replace(request, in_flight=1, decode=0, numerics=False, trace=False)
+        opened = _open(replace(before, load=None))
+        plan_before = planned(opened, found.name, found.config, specs, before, report, strategy)
+        in_order, _ = _Run(_open(before), found.config, specs, plan_before, before).measured(report)
     without = None
     if request.load is not None:
         quiet = replace(request, load=None, trace=False)
@@ -83,7 +105,10 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         length_policy=request.length_policy,
         in_flight=request.in_flight,
         calibrated=request.calibrated,
+        passes=request.passes,
+        pruned=request.pruned,
         graphs=graphs_of(device, plan, specs),
+        sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
         prefill=prefill,
         decode=decode,
         ttft_us=prefill.elapsed_us,
@@ -91,6 +116,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         alone=without,
         trace=run.trace,
         splits=splits_of(plan, specs, first),
+        in_order=in_order,
     )
 
 
@@ -110,11 +136,11 @@ def profile_ahead(request: SimulationRequest) -> None:
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    return request.level in SOLVED_LEVELS or by_time
+    return (request.level in SOLVED_LEVELS or by_time) and not request.naive
 
 
 def _open(request: SimulationRequest) -> Device:
-    own = (request.prompt,) if request.length_policy == "online" and request.level in ("npu", "layer") else ()
+    own = (own_length(request),) if request.online and request.level in ("npu", "layer") else ()
     how = Simulation(request.numerics, request.overrides, request.load, own, request.forms)
     device = open_device(f"{SIMULATED}{request.soc}", simulation=how)
     if request.left_out and device.npu is not None:
@@ -123,20 +149,27 @@ def _open(request: SimulationRequest) -> Device:
 
 
 def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...]:
-    """Return the groups at W4A16 in blocks of 128, as in the papers."""
+    """Return the groups in blocks of 128, as in the papers."""
     scales: Scales = "stepped" if request.calibrated else "free"
-    specs = op_specs(config, "w4a16", GROUP_SIZE, True, scales=scales)
+    specs = op_specs(config, request.precision, GROUP_SIZE, True, scales=scales)
     if request.head_bits == 8:
         return specs
     head = specs[-1]
     return (*specs[:-1], replace(head, weight=WeightFormat(4, head.weight.block)))
 
 
-def _assumed_ranges(specs: tuple[OpSpec, ...]) -> dict[tuple[int, Group], StaticRanges]:
+def _assumed_ranges(
+    specs: tuple[OpSpec, ...], shadowed: Collection[tuple[int, Group]]
+) -> dict[tuple[int, Group], StaticRanges]:
     """Return ranges of every operator, on which no time depends."""
-    found: dict[tuple[int, Group], StaticRanges] = {
-        (spec.layer, spec.group): LinearRanges(1.0, 1.0) for spec in specs if spec.weight.scales == "stepped"
-    }
+    found: dict[tuple[int, Group], StaticRanges] = {}
+    for spec in specs:
+        key = spec.layer, spec.group
+        if spec.weight.scales == "tensor":
+            shadow = ShadowRanges(1.0, 1.0) if key in shadowed else None
+            found[key] = LinearRanges(1.0, 1.0, bits=8, shadow=shadow)
+        elif spec.weight.scales == "stepped":
+            found[key] = LinearRanges(1.0, 1.0)
     ffns: dict[tuple[int, Group], StaticRanges] = {
         (ffn.layer, "ffn"): FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for ffn in ffn_specs(specs)
     }
@@ -175,8 +208,7 @@ class _Run:
         flights = self.plan.flights(request.prompt)
         lengths = tuple(dict.fromkeys(sum(length for _, length in flight) for flight in flights))
         # Graphs are built ahead, except with the policy online.
-        online = request.length_policy == "online" and request.prompt not in STANDARD_LENGTHS
-        engine.compile_ahead(cache, () if online else lengths, progress)
+        engine.compile_ahead(cache, () if request.online else lengths, progress)
         if request.trace:
             take_trace(engine)
         ids = np.arange(request.prompt, dtype=np.int32) % self.config.vocab_size
@@ -204,7 +236,7 @@ class _Run:
             weights = shape_only_weights(self.config, self.specs)
         context = request.prompt + request.decode
         observer = Tracer(self.device) if request.trace else None
-        ranges = _assumed_ranges(self.specs) if request.calibrated else {}
+        ranges = _assumed_ranges(self.specs, assumed_shadows(self.specs, request.pruned))
         return Engine(self.device, weights, self.plan, context, progress, observer=observer, ranges=ranges)
 
     def _choose(self, engine: Engine) -> None:

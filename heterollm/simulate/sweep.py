@@ -22,6 +22,7 @@ from heterollm.kernels.sim import GpuLoad
 from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync, SimulationRequest
 from heterollm.simulate.row import SimulatedRow
 from heterollm.simulate.run import needs_profile, profile_ahead, simulate
+from heterollm.solver import PassName
 
 __all__ = ["CLUSTERS", "LARGEST_SWEEP", "Cluster", "expand", "run_case", "run_sweep"]
 
@@ -49,6 +50,7 @@ def expand(
     policies: Sequence[SimulatedLengthPolicy] = (),
     syncs: Sequence[SimulatedSync] = (),
     loads: Sequence[GpuLoad | None] = (),
+    passes: Sequence[tuple[PassName, ...]] = (),
 ) -> tuple[SimulationRequest, ...]:
     """Return the cases of a grid, each once, models first.
 
@@ -65,6 +67,7 @@ def expand(
         policies: How lengths without a graph run.
         syncs: How the processors wait for each other.
         loads: Games that use the GPU at the same time.
+        passes: Techniques of a paper over the plan.
 
     Raises:
         OptionError: A value is not legal, or there are too many cases.
@@ -72,14 +75,15 @@ def expand(
     models, socs, levels = models or (base.model,), socs or (base.soc,), levels or (base.level,)
     prompts, decodes, loads = prompts or (base.prompt,), decodes or (base.decode,), loads or (base.load,)
     policies, syncs = policies or (base.length_policy,), syncs or (base.sync,)
-    lists = models, socs, prompts, decodes, levels, policies, syncs, loads
+    passes = passes or (base.passes,)
+    lists = models, socs, prompts, decodes, levels, policies, syncs, loads, passes
     if (cases := math.prod(map(len, lists))) > LARGEST_SWEEP:
         raise OptionError(
             f"The sweep has {cases} cases, more than {LARGEST_SWEEP}.",
             fix="Give shorter lists, or several sweeps.",
         )
     ways = _ways(levels, policies, syncs)
-    runs = dict.fromkeys(itertools.product(models, socs, prompts, decodes, ways, loads))
+    runs = dict.fromkeys(itertools.product(models, socs, prompts, decodes, ways, loads, passes))
     return tuple(
         replace(
             base,
@@ -91,8 +95,9 @@ def expand(
             length_policy=policy,
             sync=sync,
             load=load,
+            passes=own,
         )
-        for model, soc, prompt, decode, (level, policy, sync), load in runs
+        for model, soc, prompt, decode, (level, policy, sync), load, own in runs
     )
 
 
@@ -159,7 +164,7 @@ def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationReq
     for request in requests:
         if needs_profile(request):
             overrides = tuple(sorted(request.overrides.items()))
-            how = request.head_bits, request.forms, request.left_out, request.calibrated
+            how = request.head_bits, request.forms, request.left_out, request.calibrated, request.precision
             key = request.model, request.soc, how, overrides
             found.setdefault(key, request)
     return list(found.values())

@@ -15,7 +15,14 @@ from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.work import GpuWork, pointwise_work
 
-__all__ = ["GpuOutliers", "HotWeights", "OutlierList", "found_bytes", "outlier_flag_bytes"]
+__all__ = [
+    "EXPECTED_CHANNELS",
+    "GpuOutliers",
+    "HotWeights",
+    "OutlierList",
+    "found_bytes",
+    "outlier_flag_bytes",
+]
 
 FILES: Final = ("outliers.cl",)
 HOT_COUNT, COLD_COUNT, FIRST_FOUND = range(3)

@@ -45,8 +45,10 @@ FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 AS_INTEGERS: Final = " as integers"
 """End of the name of a run of an integer graph."""
 
-BASELINE_FORMS: Final = frozenset({"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first"})
-"""The graph forms that HeteroLLM has."""
+BASELINE_FORMS: Final = frozenset(
+    {"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first", "static_int8"}
+)
+"""The graph forms that HeteroLLM has, and llm.npu."""
 
 
 class SimulatedNpu:
@@ -97,7 +99,8 @@ class SimulatedNpu:
         if isinstance(shape, ScoresShape):  # no time of theirs is known
             return ()
         found = every_form(shape, length, FLOAT_FORMS)
-        if not self._soc.npu.integer_graphs:
+        # Every Hexagon has graphs of 8 bits; llm.npu publishes their times on this chip.
+        if not self._soc.npu.integer_graphs and shape.weight.scales != "tensor":
             found = tuple(form for form in found if form not in INTEGER_FORMS)
         return tuple(form for form in found if self._every_form or form in BASELINE_FORMS)
 

@@ -5,7 +5,8 @@ import functools
 import pytest
 from msgspec import structs
 
-from heterollm.solver import Budget, Plan, Solver, plan_flights, predict_prompt
+from heterollm.base import OptionError, PlanError
+from heterollm.solver import Budget, Plan, PlanRequest, Solver, plan_flights, predict_prompt
 from heterollm.solver.costs import Overheads
 
 PROMPTS = {96: 1.0, 300: 1.0, 1000: 1.0}
@@ -25,14 +26,14 @@ def planned(made):
             return super().between_us(spec, tokens) + (own_us if spec.group == "o" else 0.0)
 
     @functools.cache
-    def plans(seed, level="block", limit=None, attention_us=40.0, overheads=made.free):
+    def plans(seed, level="block", limit=None, attention_us=40.0, overheads=made.free, in_flight=4):
         costs_at = functools.partial(Attention, seed, attention_us, overheads)
         budget = Budget(limit, copies_by_length=True)
         solver = Solver(
             made.model(), made.limits(), costs_at(0), budget=budget, chunk_length=128, level=level
         )
         plan, slices = solver.solve(device="d", precision="fp16")
-        return solver, plan, plan_flights(solver, plan, slices, 4, PROMPTS, costs_at)
+        return solver, plan, plan_flights(solver, plan, slices, in_flight, PROMPTS, costs_at)
 
     return plans
 
@@ -77,3 +78,38 @@ def test_graphs_of_chunks_in_flight_keep_the_budget(planned, fraction):
 def test_without_gain_a_plan_stays_as_it_is(planned, changed):
     _, plan, flown = planned(1, **changed)
     assert flown == plan
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_auto_takes_the_fewest_chunks_that_are_nearly_as_fast_as_more(planned, seed):
+    def prompts_us(count):
+        solver, _, flown = planned(seed, in_flight=count)
+        if flown.schedule is None:
+            return None
+        lengths = [length for _, length in flown.chunks(1000)]
+        return predict_prompt(flown.schedule, lengths, solver.layers).time_us
+
+    _, plan, flown = planned(seed, in_flight="auto")
+    assert flown.lanes in (2, 4, 8, 16)
+    assert flown == planned(seed, in_flight=flown.lanes)[2]
+    assert prompts_us("auto") < prompts_us(max(2, flown.lanes // 2)) * 1.001
+    assert plan.schedule is None
+
+
+@pytest.mark.parametrize("changed", [{"attention_us": 1e6}, {"overheads": Overheads(1e5, 1e5)}])
+def test_auto_keeps_one_chunk_where_more_gain_nothing(planned, changed):
+    _, plan, flown = planned(1, in_flight="auto", **changed)
+    assert flown == plan
+
+
+def test_a_plan_with_the_exact_policy_is_refused_when_it_is_read(planned):
+    _, _, flown = planned(0)
+    text = flown.to_json().replace('"out_of_order"', '"exact"')
+    with pytest.raises(PlanError, match=r"schedule\.policy"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("given", [0, 17, -1, "some", 2.5])
+def test_other_numbers_of_chunks_are_refused(given):
+    with pytest.raises(OptionError, match="cannot run at once"):
+        PlanRequest(in_flight=given)

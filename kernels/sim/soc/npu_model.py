@@ -101,11 +101,6 @@ class NpuWork:
         return self.form in INTEGER_FORMS and not self.static_int8
 
     @property
-    def one_scale(self) -> bool:
-        """Whether 8-bit codes have one scale for a tensor, so that the arrays take them as they are."""
-        return self.bits == 8 and self.form in INTEGER_FORMS
-
-    @property
     def static_int8(self) -> bool:
         """Whether the arrays compute in integers of 8 bits from end to end, without any unpacking."""
         return self.form == "static_int8"
@@ -260,9 +255,10 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
     # The published rate of integer graphs contains long rows.
     spills = spills and not native
     codes_us = 0.0
-    if work.bits <= 8 and not work.one_scale:
+    if work.bits <= 8:
+        # 8-bit codes with one scale need no unpacking; the rate at which they come is llm.npu's, measured so.
         speed = npu.dequantize_gweights_per_s if work.bits == 4 else npu.dequantize_int8_gweights_per_s
-        speed = npu.expand_gweights_per_s if native else speed
+        speed = npu.expand_gweights_per_s if native and work.bits == 4 else speed
         codes_us = weights / (speed * npu.clock_factor * 1e3)
     token_bytes = columns * element_bytes + rows * output_bytes
     first_bytes = packed_bytes + token_bytes * tokens

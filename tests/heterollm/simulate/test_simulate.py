@@ -14,6 +14,8 @@ from heterollm.kernels.sim.soc.parameters import load_soc
 from heterollm.model import find_model
 from heterollm.profiler import compare
 from heterollm.profiler.records import Profile
+from heterollm.report import simulation_report
+from heterollm.report.console import present
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.request import PLAN_LEVELS
 
@@ -358,3 +360,33 @@ def test_parsing():
     assert parse_parameter("gpu.gemm_tflops = 2.5") == ("gpu.gemm_tflops", 2.5)
     with pytest.raises(CheckpointError, match="no folder"):
         find_model("no-such-model")
+
+
+@pytest.fixture(scope="module")
+def flown():
+    return simulate(case("qwen1.5-0.5b", prompt=512, decode=0, level="layer", in_flight="auto"))
+
+
+def test_chunks_in_flight_leave_fewer_bubbles_than_one_after_the_other(flown):
+    assert flown.in_flight == "auto"
+    assert flown.plan.lanes > 1
+    data = json.loads(json.dumps(flown.to_dict()))
+    before, after = data["in_order"], data["prefill"]
+    assert after["milliseconds"] < before["milliseconds"]
+    assert after["npu_idle_fraction"] < before["npu_idle_fraction"]
+    for phase in (before, after):
+        assert phase["npu_idle_fraction"] == pytest.approx(1 - phase["busy_fraction"]["npu"])
+    assert data["predicted_npu_idle_fraction"] == pytest.approx(after["npu_idle_fraction"], abs=0.1)
+    assert (data["lanes"], data["chunk_tokens"]) == (flown.plan.lanes, flown.plan.chunk_length)
+
+
+def test_one_chunk_at_once_is_compared_with_nothing(results):
+    assert all(result.in_order is None for result in results.values())
+
+
+def test_explained_chunks_in_flight_say_what_is_shared(flown, capsys):
+    present(simulation_report(flown, explain=True))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "120 do not depend on a chunk's position" in shown
+    assert f"the NPU is idle {flown.prefill.npu_idle_fraction:.0%}" in shown
+    assert "(simulated)" in shown

@@ -256,7 +256,7 @@ def test_a_context_that_does_not_open_again_is_an_error_and_ends_sharing(qnn, ma
     shards = packaged(npu, [shard_of(make_slice, layer) for layer in range(2)], 1)
     npu.addressable_bytes = shards[0].weight_bytes + sum(LENGTHS) * (256 + 64) * 2
     x, y = np.zeros((32, 256), np.float16), np.zeros((32, 64), np.float16)
-    first, _second = (npu.prepare(shard, 32).bind(x, y) for shard in shards)
+    first, _second = (npu.prepare(shard, 32).bind({"x": x}, {"y": y}) for shard in shards)
     qnn.refusal = "QNN_COMMON_ERROR_MEM_ALLOC"
     loaded = npu.loaded_count
     with pytest.raises(GraphError, match="MEM_ALLOC") as refused:

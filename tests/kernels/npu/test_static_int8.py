@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from heterollm.base import GraphError
 from heterollm.kernels.formats import concatenate_rows, largest_code, linear_errors, quantize, zero_code
-from heterollm.kernels.npu import HostNpu, LinearRanges, LinearShard, QnnNpu, qnn_available
+from heterollm.kernels.npu import (
+    FfnShape,
+    HostNpu,
+    LinearRanges,
+    LinearShape,
+    LinearShard,
+    QnnNpu,
+    qnn_available,
+)
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.qnn import BLOCK_OPTION
 from heterollm.kernels.npu.session import session_options
@@ -43,7 +51,7 @@ def case(rows=(96, 32), columns=256, tokens=64, seed=0, form="static_int8"):
 
 def run(npu, shard, codes, form):
     got = np.zeros((len(codes), shard.rows), shard.ranges.grid.dtype)
-    npu.prepare(shard, len(codes), form).bind(codes, got)()
+    npu.prepare(shard, len(codes), form).bind({"x": codes}, {"y": got})()
     return got
 
 
@@ -155,12 +163,11 @@ def test_onnx_runtime_computes_in_integers(tmp_path):
 def test_weights_with_one_scale_have_integer_forms_alone(make):
     npu = make()
     for length, expected in ((1, ()), (31, ()), (32, ("integer",)), (64, ("static_int8", "integer"))):
-        options = {"columns": 8192, "length": length}
-        assert npu.forms(ONE_SCALE, **options) == expected
-        assert npu.forms(ONE_SCALE, integer_inputs=True, **options) == ()
-        assert not {"static_int8", "integer"}.intersection(npu.forms(WeightFormat(8, 32), **options))
-        ffn = {"width": 256, "integer_inputs": False, "activation": "silu", **options}
-        assert npu.ffn_forms(ONE_SCALE, **ffn) == ()
+        assert npu.forms(LinearShape(ONE_SCALE, 8192), length) == expected
+        assert npu.forms(LinearShape(ONE_SCALE, 8192, integer_inputs=True), length) == ()
+        other = npu.forms(LinearShape(WeightFormat(8, 32), 8192), length)
+        assert not {"static_int8", "integer"}.intersection(other)
+        assert npu.forms(FfnShape(ONE_SCALE, 8192, 256, "silu"), length) == ()
     npu.close()
 
 

@@ -330,3 +330,41 @@ def test_building_is_affine_through_the_published_times() -> None:
     assert build_us(SOC, 1000, 4) == pytest.approx(2_050_000, rel=1e-3)
     with pytest.raises(OptionError):
         build_us(SOC, 0)
+
+
+# -- integer graphs of 8-bit weights -------------------------------------------------------------------
+
+TABLE_3 = [
+    (64, 2048, 2048, 0.9),
+    (64, 2048, 8192, 1.5),
+    (64, 2048, 11008, 2.0),
+    (32, 4096, 4096, 1.7),
+    (32, 4096, 8192, 2.9),
+    (32, 4096, 11008, 4.1),
+]
+"""Tokens, inputs, outputs and milliseconds of INT8 products on this chip: llm.npu, Table 3."""
+
+
+def int8_us(rows: int, columns: int, tokens: int, form: str = "static_int8") -> float:
+    return npu_time(SOC, NpuWork(rows, columns, tokens, 8, 128, form)).busy_us
+
+
+def test_static_int8_has_the_times_of_llm_npu() -> None:
+    """Its engine's cost of a call is its own: the differences of two rows hold without it."""
+    published = [row[3] for row in TABLE_3]
+    modelled = [int8_us(rows, columns, tokens) / 1e3 for tokens, columns, rows, _ in TABLE_3]
+    call_ms = sum(a - b for a, b in zip(published, modelled, strict=True)) / len(TABLE_3)
+    assert 0 < call_ms < 0.6
+    for one, other in zip(published, modelled, strict=True):
+        assert other + call_ms == pytest.approx(one, rel=0.16)
+
+
+def test_static_int8_moves_in_steps_of_64_tokens() -> None:
+    times = {tokens: int8_us(4096, 4096, tokens) for tokens in range(513, 705)}
+    for tokens in range(513, 704):
+        assert (times[tokens] == times[tokens + 1]) is ((tokens - 1) // 64 == tokens // 64), tokens
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 1024])
+def test_16_bit_activations_are_no_faster_than_8(tokens: int) -> None:
+    assert int8_us(4096, 4096, tokens) <= int8_us(4096, 4096, tokens, "integer")

@@ -1,0 +1,145 @@
+"""Passes: techniques of a paper over a plan. llm.npu: graphs of chunks, shadow outliers, chunks out of order.
+
+At level ``auto`` its plan is the paper's: every linear layer of a prompt on the NPU in graphs of one chunk
+length, decode and the head on the GPU. At level ``tensor`` HeteroLLM's splits come on top: the solver decides
+for each operator how many rows the NPU computes in integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from msgspec import structs
+
+from heterollm.base import OptionError
+from heterollm.kernels.ops import Group
+from heterollm.solver import (
+    AUTOMATIC,
+    WORTH_DOUBLING,
+    InFlight,
+    Plan,
+    PlanRequest,
+    level_plan,
+    with_schedule,
+)
+
+if TYPE_CHECKING:
+    from heterollm.planning.planner import ProfiledModel
+
+__all__ = [
+    "check_pass",
+    "fastest_in_flight",
+    "llm_npu_plan",
+    "request_of_solver",
+    "shadows_under",
+]
+
+CHUNK_TOKENS: Final = 256
+"""Chunks of the paper on this program's phone (section 3.2)."""
+
+
+def check_pass(request: PlanRequest, precision: str, level: str, *, calibrated: bool) -> None:
+    """Refuse a pass that the weights or the level cannot have.
+
+    Args:
+        request: The request with its passes.
+        precision: Precision of the weights.
+        level: Level of the plan.
+        calibrated: Whether ranges of the activations are known.
+
+    Raises:
+        OptionError: The pass needs another precision, a calibration, another level, or a simulation.
+    """
+    calibrate = "Run `heterollm calibrate MODEL --precision w8a8 -o FILE`, and give --precision w8a8 "
+    calibrate += "--calibration FILE."
+    for name in request.passes:
+        if name == "llm.npu:naive":
+            raise OptionError(
+                f"The pass {name} builds graphs for each prompt, which only simulations do.",
+                fix="Use `heterollm simulate`, or choose llm.npu:chunks.",
+            )
+        if precision != "w8a8":
+            raise OptionError(
+                f"The pass {name} needs weights of precision w8a8, and these have {precision}.", fix=calibrate
+            )
+        if not calibrated:
+            raise OptionError(f"The pass {name} needs calibrated ranges of the activations.", fix=calibrate)
+        if level not in ("auto", "tensor"):
+            raise OptionError(
+                f"The pass {name} makes the plan, and plan {level!r:.80} is given.",
+                fix="Choose plan auto, which is the paper's, or tensor.",
+            )
+
+
+def request_of_solver(request: PlanRequest) -> PlanRequest:
+    """Return a request with what its pass asks of the solver."""
+    return structs.replace(request, in_flight="auto") if "llm.npu" in request.passes else request
+
+
+def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[int, float]) -> Plan:
+    """Return the plan of llm.npu.
+
+    Args:
+        model: The model on the profiled device.
+        request: The request with its pass.
+        prompts: Weights of prompts by length, for which the number of chunks in flight is chosen.
+    """
+    assert model.limits is not None
+    lengths = [length for length in model.limits.standard_lengths if length <= CHUNK_TOKENS]
+    chunk = min(max(lengths), request.context)
+    plan = level_plan(
+        "layer",
+        model.specs,
+        device=model.profile.device,
+        precision=model.precision,
+        standard_lengths=lengths[-1:],
+        chunk_length=chunk,
+    )
+    if "llm.npu" in request.passes and not model.costs.overheads.empties_queue:
+        plan = fastest_in_flight(model, plan, [plan], prompts, "auto")
+    return plan
+
+
+def shadows_under(
+    request: PlanRequest | None, shadows: Mapping[tuple[int, Group], int]
+) -> Mapping[tuple[int, Group], int]:
+    """Return the shadows of a calibration that a request wants; the pass ``llm.npu:chunks`` has none yet."""
+    return {} if request is not None and "llm.npu:chunks" in request.passes else shadows
+
+
+def fastest_in_flight(
+    model: ProfiledModel,
+    plan: Plan,
+    plans: Sequence[Plan],
+    prompts: Mapping[int, float],
+    in_flight: InFlight,
+) -> Plan:
+    """Return the plan whose chunks, several at once, are predicted to run prompts fastest.
+
+    Args:
+        model: The profiled model.
+        plan: The plan for one chunk after the other, which ``auto`` keeps where it is as fast.
+        plans: Plans of several chunk lengths.
+        prompts: Weights of prompts by length.
+        in_flight: Chunks at once.
+    """
+
+    def loss(plan: Plan) -> float:
+        total = 0.0
+        for prompt, weight in prompts.items():
+            found, before = model.prompt(plan, prompt), before_us[prompt]
+            total += math.inf if found is None or before is None else weight * found.time_us / before.time_us
+        return total
+
+    def fastest(count: int) -> Plan:
+        costs_at, limits = model.costs.at, model.limits
+        return min((with_schedule(one, model.specs, count, costs_at, limits) for one in plans), key=loss)
+
+    before_us = {prompt: model.prompt(plan, prompt) for prompt in prompts}
+    if in_flight != "auto":
+        return fastest(in_flight)
+    found = [(loss(one), one) for one in (plan, *map(fastest, AUTOMATIC))]
+    least = min(own for own, _ in found)
+    return next(one for own, one in found if own <= least * (1.0 + WORTH_DOUBLING))

@@ -1,0 +1,146 @@
+"""The pass llm.npu on the host: plans follow the calibration, and answers stay those of other orders."""
+
+import json
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from heterollm.base import OptionError
+from heterollm.calibration import Policy, calibrate, load_calibration
+from heterollm.cli import main
+from heterollm.kernels.open import open_device
+from heterollm.llm import LLM
+from heterollm.model import ModelConfig, op_specs, shape_of_specs
+from heterollm.planning import LoadOptions
+from heterollm.planning.passes import check_pass
+from heterollm.profiler.measure.linears import code_of
+from heterollm.profiler.predict import fitted_predictor
+from heterollm.profiler.records import LinearKey, Profile, Record, profile_path
+from heterollm.profiler.work import enumerate_points
+from heterollm.solver import Plan, PlanRequest
+
+CONTEXT = 600
+
+
+@pytest.fixture(scope="module")
+def calibration(bundled_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibration") / "calibration.json"
+    calibrate(
+        bundled_model, output=path, precision="w8a8", windows=3, gpu_threads=1, policy=Policy(pruned=0.5)
+    )
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def profiled(bundled_model, tmp_path_factory):
+    """A profile of the host for integer graphs, in which both parts are equally fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        device = open_device("host", gpu_threads=1)
+        config = ModelConfig.from_folder(bundled_model)
+        shape = shape_of_specs(config, op_specs(config, "w8a8", 32, True, float_bits=32), "model")
+        traits = device.gpu.traits
+        points, _ = enumerate_points(
+            [shape],
+            device.npu,
+            cache_bytes=traits.cache_bytes,
+            max_buffer_bytes=traits.max_buffer_bytes,
+        )
+        made = Profile.of(device)
+        for work in points:
+            key = LinearKey(work.processor, work.point, code_of(work.processor))
+            made.add(Record(key, (5.0 + work.point.flops / 1e4,)))
+        made.save(profile_path(device.name, device.fingerprint()))
+        fitted_predictor(made)
+        yield
+
+
+def load(model, calibration, name=None, **options):
+    return LLM.load(
+        model,
+        device="host",
+        gpu_threads=1,
+        precision="w8a8",
+        calibration=calibration,
+        context=CONTEXT,
+        request=None if name is None else PlanRequest(passes=(name,)),
+        **options,
+    )
+
+
+def prefill_placements(plan):
+    return [entry for entry in plan.entries if entry.phase == "prefill" and entry.placement.npu_lengths]
+
+
+@pytest.mark.slow
+def test_plans_have_one_chunk_length_and_the_shadows_of_the_calibration(bundled_model, calibration):
+    linears = load_calibration(calibration).linears
+    shadowed = {(one.layer, one.group) for one in linears if one.int8.activations == "shadow"}
+    assert shadowed
+    for name in ("llm.npu:chunks", "llm.npu:shadow", "llm.npu"):
+        with load(bundled_model, calibration, name) as llm:
+            plan = llm.plan
+        entries = prefill_placements(plan)
+        assert {entry.placement.npu_lengths for entry in entries} == {(256,)}
+        assert {entry.placement.form for entry in entries} == {"static_int8"}
+        assert plan.chunk_length == 256
+        assert plan.request.passes == (name,)
+        found = {
+            (layer, entry.group)
+            for entry in entries
+            if entry.placement.shadow
+            for layer in range(entry.layers[0], entry.layers[1] + 1)
+        }
+        assert found == (set() if name == "llm.npu:chunks" else shadowed)
+
+
+@pytest.mark.slow
+def test_chunks_in_flight_with_shadows_answer_as_one_after_the_other(bundled_model, calibration, tmp_path):
+    ids = np.random.default_rng(0).integers(1, 400, 560).tolist()
+    path = tmp_path / "plan.json"
+    with load(bundled_model, calibration, "llm.npu:shadow") as llm:
+        before = llm.session().prefill(ids).copy()
+        plan = llm.plan
+    times = tuple(
+        {"group": group, "before_us": 50.0, "before_us_per_position": 0.1, "gpu_us": 10.0, "npu_us": 100.0}
+        for group in ("qkv", "o", "gate_up", "down")
+    )
+    text = structs.replace(plan, request=None).to_json()
+    data = json.loads(text) | {
+        "schedule": {"policy": "out_of_order", "in_flight": 3, "times": times, "entries": []}
+    }
+    path.write_text(json.dumps(data))
+    flown = Plan.load(path)
+    assert flown.has_shadows
+    assert flown.lanes == 3
+    with load(bundled_model, calibration, plan=path) as llm:
+        assert np.array_equal(llm.session().prefill(ids), before)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "precision", "level", "calibrated", "message"),
+    [
+        ("llm.npu:naive", "w8a8", "auto", True, "only simulations do"),
+        ("llm.npu", "w4a16", "auto", True, "precision w8a8, and these have w4a16"),
+        ("llm.npu", "w8a8", "auto", False, "needs calibrated ranges"),
+        ("llm.npu:shadow", "w8a8", "gpu", True, "makes the plan, and plan 'gpu' is given"),
+        ("llm.npu", "w8a8", "block", True, "makes the plan, and plan 'block' is given"),
+    ],
+)
+def test_what_a_pass_cannot_have_is_refused(request_of, precision, level, calibrated, message):
+    with pytest.raises(OptionError, match=message):
+        check_pass(PlanRequest(passes=(request_of,)), precision, level, calibrated=calibrated)
+
+
+def test_a_load_refuses_a_pass_before_it_opens_a_device():
+    with pytest.raises(OptionError, match="needs weights of precision w8a8"):
+        LoadOptions(request=PlanRequest(passes=("llm.npu",)))
+
+
+@pytest.mark.slow
+def test_generate_takes_a_pass(bundled_model, calibration, capsys):
+    command = ["generate", str(bundled_model), "import os", "--device", "host", "--gpu-threads", "1"]
+    command += ["--precision", "w8a8", "--calibration", str(calibration), "--context", str(CONTEXT)]
+    assert main([*command, "--pass", "llm.npu", "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().out.strip()

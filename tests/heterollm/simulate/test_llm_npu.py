@@ -1,0 +1,151 @@
+"""The pass llm.npu on simulated SoCs: its steps, its assumptions, and what it refuses."""
+
+import json
+
+import pytest
+
+from heterollm.base import OptionError
+from heterollm.cli import main
+from heterollm.model import find_model, op_specs
+from heterollm.simulate import SimulationRequest, simulate
+from heterollm.simulate.plan import assumed_shadows
+from heterollm.solver import PlanRequest, level_plan, with_shadows
+from heterollm.solver.request import PASSES
+
+SMALL, PAPER = "qwen1.5-0.5b", "snapdragon-8gen3-paper"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
+        yield
+
+
+def case(name, **options):
+    return SimulationRequest(
+        SMALL, soc=PAPER, **({"prompt": 512, "decode": 0, "level": "layer", "passes": (name,)} | options)
+    )
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return {name: simulate(case(name)) for name in PASSES}
+
+
+def npu_lengths(result):
+    return {length for entry in result.plan.entries for length in entry.placement.npu_lengths}
+
+
+def test_every_step_runs_integer_graphs_and_says_so(steps):
+    for name, result in steps.items():
+        data = json.loads(json.dumps(result.to_dict()))
+        assert data["simulated"] is True
+        assert data["passes"] == [name]
+        integer_us, npu_us = result.prefill.npu_us
+        assert integer_us == npu_us > 0
+        assert result.plan.precision == "w8a8"
+
+
+def test_graphs_for_each_prompt_are_built_in_its_time(steps):
+    naive, chunks = steps["llm.npu:naive"], steps["llm.npu:chunks"]
+    assert npu_lengths(naive) == {512}
+    assert npu_lengths(chunks) == {256}
+    built = [span for span in naive.prefill.spans if span.name == "build"]
+    assert built
+    assert naive.prefill.elapsed_us > chunks.prefill.elapsed_us
+    assert not [span for span in chunks.prefill.spans if span.name == "build"]
+
+
+def test_graphs_for_a_prompt_have_whole_tiles():
+    assert npu_lengths(simulate(case("llm.npu:naive", prompt=70))) == {128}
+
+
+def test_shadows_cost_a_little_and_chunks_out_of_order_gain(steps):
+    chunks, shadow, whole = (steps[name] for name in ("llm.npu:chunks", "llm.npu:shadow", "llm.npu"))
+    assert not chunks.plan.has_shadows
+    assert shadow.plan.has_shadows
+    assert whole.plan.has_shadows
+    assert chunks.prefill.elapsed_us < shadow.prefill.elapsed_us < 1.1 * chunks.prefill.elapsed_us
+    assert whole.plan.lanes > 1
+    assert whole.prefill.elapsed_us < shadow.prefill.elapsed_us
+    assert whole.prefill.npu_idle_fraction < shadow.prefill.npu_idle_fraction
+    assert any("outliers" in span.name for span in shadow.prefill.spans)
+    assert not any("outliers" in span.name for span in chunks.prefill.spans)
+
+
+def test_pruning_makes_shadows_cheaper():
+    times = [
+        simulate(case("llm.npu:shadow", prompt=256, pruned=share)).prefill.elapsed_us for share in (0, 0.5, 1)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def test_the_outermost_layers_keep_their_shadows():
+    specs = op_specs(find_model("qwen1.5-1.8b").config, "w8a8", 128, True)
+    found = assumed_shadows(specs, 0.85)
+    assert {layer for layer, _ in found} == {0, 1, 22, 23}
+    assert {group for _, group in found} == {"qkv", "o", "gate_up", "down"}
+    assert not assumed_shadows(specs, 1.0)
+    assert len(assumed_shadows(specs, 0.0)) == 24 * 4
+
+
+def test_only_integer_graphs_of_the_named_operators_get_a_shadow():
+    specs = op_specs(find_model(SMALL).config, "w8a8", 128, True)
+    plan = level_plan("layer", specs, device="d", precision="w8a8", standard_lengths=(256,), chunk_length=256)
+    shadowed = {(0, "qkv"), (3, "qkv"), (23, "down")}
+    found = with_shadows(plan, shadowed)
+    for phase in ("prefill", "decode"):
+        for spec, placement in found.operators(phase, 100, specs):
+            assert placement.shadow == (phase == "prefill" and (spec.layer, spec.group) in shadowed)
+    assert with_shadows(plan, ()) == plan
+
+
+def test_splits_of_heterollm_run_with_integers_of_llm_npu():
+    result = simulate(case("llm.npu", level="tensor", prompt=1024, plan_for="prompt"))
+    forms = {
+        entry.placement.form
+        for entry in result.plan.placed
+        if entry.phase == "prefill" and entry.group != "head"
+    }
+    assert forms <= {"static_int8", None}
+    assert "static_int8" in forms
+    assert any(sum(entry.placement.npu_rows) > 0 for entry in result.plan.placed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"level": "gpu"}, "none of level gpu"),
+        ({"level": "block"}, "none of level block"),
+        ({"passes": ("llm.npu:naive",), "level": "tensor"}, "none of level tensor"),
+        ({"calibrated": True}, "assumes weights"),
+        ({"in_flight": 4}, "number of chunks in flight"),
+        ({"pruned": 1.5}, "is pruned"),
+        ({"passes": ("llm.npu", "llm.npu:chunks")}, "are steps of one"),
+        ({"passes": ("shadowattn",)}, "no pass 'shadowattn'"),
+    ],
+)
+def test_what_a_pass_cannot_have_is_refused(changed, message):
+    with pytest.raises(OptionError, match=message):
+        case("llm.npu", **changed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pass", "llm.npu"], "needs weights of precision w8a8"),
+        (["--pass", "llm.npu:naive", "--precision", "w8a8"], "only simulations do"),
+        (["--pass", "llm.npu", "--precision", "w8a8"], "needs calibrated ranges"),
+    ],
+)
+@pytest.mark.parametrize("command", [["plan", "MODEL"], ["generate", "MODEL", "text"]])
+def test_commands_refuse_a_pass_by_name(command, options, message, capsys):
+    assert main([*command, "--device", "host", *options]) != 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert message in shown.replace(" │ │ ", " ")
+
+
+def test_a_request_holds_its_pass():
+    assert PlanRequest(passes=("llm.npu",)).passes == ("llm.npu",)
