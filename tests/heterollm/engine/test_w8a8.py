@@ -142,8 +142,8 @@ class FloatOnlyNpu:
     name = "Hexagon"
     standard_lengths = (1, 32, 64)
 
-    def forms(self, weight: WeightFormat, **_options: Any) -> tuple[str, ...]:
-        return () if weight.scales == "tensor" else ("matmul_nbits",)
+    def forms(self, shape: LinearShape, _length: int) -> tuple[str, ...]:
+        return () if shape.weight.scales == "tensor" else ("matmul_nbits",)
 
 
 def test_a_device_without_the_forms_is_refused_by_name(
