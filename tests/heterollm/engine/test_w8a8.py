@@ -14,8 +14,7 @@ from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.cli import main
 from heterollm.engine import check_precision
 from heterollm.kernels.formats.tolerances import sqnr_db
-from heterollm.kernels.npu import qnn_available
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.npu import LinearShape, qnn_available
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 
