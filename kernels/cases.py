@@ -107,7 +107,7 @@ def split_segments(
 def summed_segments(
     gpu: GpuRuntime, values: NDArray[Any], added: NDArray[Any], rows: tuple[int, ...], splits: tuple[int, ...]
 ) -> tuple[Segments, NDArray[np.float64]]:
-    """Return segments of a value and of what is added to its leading rows, and the sum."""
+    """Return segments of a value and of another that is added to its leading rows, and the sum."""
     a = split_segments(gpu, added, rows, splits).a
     leading = [np.arange(count) < split for count, split in zip(rows, splits, strict=True)]
     total = values + np.where(np.concatenate(leading), added.astype(np.float64), 0.0)

@@ -58,7 +58,7 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         npu_lengths: Standard lengths that the NPU runs, in order; empty when the GPU computes all.
         form: Form of the NPU graphs; None is the backend's first choice.
         shadow: Whether the NPU's inputs are clamped at the calibration's threshold, while the GPU multiplies
-            what is beyond it in channels with outliers by float weights; for integer forms.
+            the rest of them, in channels with outliers, by float weights; for integer forms.
         predicted_us: Predicted time of the group, if the plan came from a profile.
         rejected: The best rejected options.
     """

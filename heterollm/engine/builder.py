@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from heterollm.engine.lanes import Lane
-from heterollm.engine.shadows import Shadow
+from heterollm.engine.shadows import OutlierShadow
 from heterollm.engine.step import (
     NOT_RUN,
     Action,
@@ -67,7 +67,7 @@ class PlacedOp:
     gpu_output: DeviceMemory
     rounded: RoundedInputs | None
     codes: NpuCodes | None = None
-    shadow: Shadow | None = None
+    shadow: OutlierShadow | None = None
 
     @property
     def npu_source(self) -> SharedArray:

@@ -52,7 +52,7 @@ def shard_ranges(
         ranges: Ranges by layer and group.
         spec: A group of linears, or an ffn operator.
         npu_rows: Leading rows of each member.
-        shadow: Whether inputs are clamped, and the GPU multiplies what is beyond.
+        shadow: Whether inputs are clamped, and the GPU multiplies the rest of them.
     """
     found = ranges.get((spec.layer, spec.group))
     if isinstance(found, LinearRanges):

@@ -1,7 +1,7 @@
 """Shadow outliers: the float weights of channels with outliers, in memory or read when they occur.
 
-The NPU computes with inputs that are clamped at a threshold. At the same time the GPU multiplies what is
-beyond it, in the few channels that have such outliers, by float weights; the output is the sum (llm.npu,
+The NPU computes with inputs that are clamped at a threshold. At the same time the GPU multiplies the rest of
+them, in the few channels that have such outliers, by float weights; the output is the sum (llm.npu,
 equation 1). Weights of hot channels stay in memory. Others are rows of a mapped file. The host knows the
 channels before the NPU's graph runs, and asks the system to read their rows meanwhile; behind the graph it
 copies them and enqueues their product. So reading overlaps the graph without a thread of the engine's.
@@ -21,12 +21,12 @@ from heterollm.kernels.npu import LinearRanges
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ChannelFile, ModelWeights
 
-__all__ = ["ColdProduct", "Shadow", "Shadows"]
+__all__ = ["ColdProduct", "OutlierShadow", "Shadows"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shadow:
-    """What the shadow of one operator in one lane needs.
+class OutlierShadow:
+    """The weights and lists of the shadow of one operator in one lane.
 
     Args:
         hot: Weights of hot channels.
@@ -67,7 +67,7 @@ class ColdProduct:
 
     __slots__ = ("_batch", "_counts", "_launch", "_rows", "_runtime", "_shadow")
 
-    def __init__(self, shadow: Shadow, launch: Launch, runtime: GpuRuntime) -> None:
+    def __init__(self, shadow: OutlierShadow, launch: Launch, runtime: GpuRuntime) -> None:
         self._shadow = shadow
         self._launch = launch
         self._runtime = runtime
@@ -126,7 +126,7 @@ class Shadows:
         self._weights = weights
         self._held: dict[tuple[int, Group], tuple[HotWeights, ChannelFile | None]] = {}
 
-    def of(self, lane: Lane, spec: OpSpec, ranges: LinearRanges) -> Shadow:
+    def of(self, lane: Lane, spec: OpSpec, ranges: LinearRanges) -> OutlierShadow:
         """Return the shadow of an operator in a lane.
 
         Args:
@@ -137,7 +137,7 @@ class Shadows:
         hot, file = self.load(spec, ranges)
         private, shared = lane.private, lane.shared
         found = OutlierList(private[OUTLIER_FLAGS], shared[OUTLIERS], shared[OUTLIER_BATCH])
-        return Shadow(hot, found, shared[COLD_WEIGHTS], file, self.count)
+        return OutlierShadow(hot, found, shared[COLD_WEIGHTS], file, self.count)
 
     def load(self, spec: OpSpec, ranges: LinearRanges) -> tuple[HotWeights, ChannelFile | None]:
         """Return the weights of an operator's hot channels, and the file with all channels."""

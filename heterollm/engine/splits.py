@@ -20,7 +20,7 @@ from heterollm.engine.npu_shards import (
     shard_ranges,
 )
 from heterollm.engine.saturation import SaturationCount
-from heterollm.engine.shadows import ColdProduct, Shadow, Shadows
+from heterollm.engine.shadows import ColdProduct, OutlierShadow, Shadows
 from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
 from heterollm.engine.step import (
     NOT_RUN,
@@ -127,7 +127,7 @@ class SplitEmitter:
                 if used and isinstance(ranges, LinearRanges) and ranges.shadow is not None:
                     self._shadows.load(spec, ranges)
 
-    def shadow(self, lane: Lane, spec: OpSpec, placement: Placement) -> Shadow | None:
+    def shadow(self, lane: Lane, spec: OpSpec, placement: Placement) -> OutlierShadow | None:
         """Return the shadow of an operator in a lane; None without one."""
         ranges = self._ranges.get((spec.layer, spec.group))
         shadowed = placement.shadow and placement.npu_lengths
@@ -295,7 +295,7 @@ class SplitEmitter:
         reads, writes = (codes.outputs, codes.factors), (written, codes.counts)
         builder.kernel("reading of codes", op.layer, launch, reads=reads, writes=writes, ends=False)
 
-    def _find(self, builder: PassBuilder, op: PlacedOp, shadow: Shadow) -> None:
+    def _find(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> None:
         """Append the kernels that list the channels with outliers before the mark, as the host reads it."""
         tokens, found = min(sum(op.placement.npu_lengths), builder.tokens), shadow.found
         finding, listing = self._shadows.kernels.find(op.source, found, shadow.hot, tokens=tokens)
@@ -304,18 +304,18 @@ class SplitEmitter:
         builder.kernel(name, op.layer, finding, reads=(op.source,), writes=flags, ends=False)
         builder.kernel(name, op.layer, listing, reads=flags, writes=(*flags, found.found))
 
-    def _product(self, builder: PassBuilder, op: PlacedOp, shadow: Shadow) -> Step:
+    def _product(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> Step:
         """Return the step that writes the products of hot channels to the NPU's rows in the GPU's slot."""
         launch = self._outlier_launch(builder, op, shadow)
         reads = (op.source, shadow.found.found)
         return builder.prepared("outliers", op.layer, launch, reads, (op.gpu_output,))
 
-    def _cold_product(self, builder: PassBuilder, op: PlacedOp, shadow: Shadow) -> ColdProduct:
+    def _cold_product(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> ColdProduct:
         launch = self._outlier_launch(builder, op, shadow, fetched=shadow.cold_weights)
         return ColdProduct(shadow, launch, self._device.gpu)
 
     def _outlier_launch(
-        self, builder: PassBuilder, op: PlacedOp, shadow: Shadow, fetched: SharedArray | None = None
+        self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow, fetched: SharedArray | None = None
     ) -> Launch:
         return self._shadows.kernels.multiply(
             op.source,

@@ -1,4 +1,4 @@
-"""Launches of shadow outliers: what an integer NPU graph's range cuts off its input, times float weights."""
+"""Launches of shadow outliers: inputs beyond the range of an integer NPU graph, times float weights."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ costs more than saturation does."""
 
 @dataclass(frozen=True, slots=True)
 class ShadowRanges:
-    """Ranges of a linear shard whose large inputs are clamped, while the GPU multiplies what is beyond them.
+    """Ranges of a linear shard whose large inputs are clamped, while the GPU multiplies the rest of them.
 
     Args:
         inputs: Magnitude at which inputs are clamped.
