@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import ablation_table
 import aims
+import llm_npu_tables
 import what_if
 
 from heterollm.benchmarks import BenchRow, best_of, read_rows
@@ -480,6 +481,12 @@ def flights_table() -> str:
     return table(f"simulated | {' | '.join(columns)}", "lrrrrrrrr", lines)
 
 
+def llm_npu_table(name: str) -> str:
+    """The tables of the pass llm.npu."""
+    head, right = llm_npu_tables.HEADS[name]
+    return table(head, right, getattr(llm_npu_tables, name)(one, rows_of("simulated_llm_npu")))
+
+
 def chunk_gain(limit: int) -> str:
     """Return what `block` with k-chunked graphs gains over `tensor`, by where rows begin to spill."""
     found = [
@@ -599,6 +606,10 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (MEASURED, "startup"): startup_table,
     (MEASURED, "gains"): gains_table,
     (DEVICES, "Adreno"): adreno_table,
+    (LLM_NPU, "llm.npu, steps"): lambda: llm_npu_table("steps"),
+    (LLM_NPU, "llm.npu, lengths"): lambda: llm_npu_table("lengths"),
+    (LLM_NPU, "llm.npu, splits"): lambda: llm_npu_table("splits"),
+    (LLM_NPU, "llm.npu, published"): lambda: llm_npu_table("published"),
     (INTEGERS, "integer forms"): integer_forms_table,
     (INTEGERS, "codes"): codes_table,
     (LLM_NPU, "w8a8 perplexity"): w8a8_table,
