@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -89,7 +90,7 @@ def decide(
     def fits(share: float) -> bool:
         rises = loss(_decided(linears, share, policy)) - unpruned
         ratio = 100 * float(np.exp(rises.mean()))
-        error = ratio * float(rises.std()) / len(rises) ** 0.5
+        error = ratio * float(rises.std()) / math.sqrt(len(rises))
         losses.append(LossAtShare(share, ratio - 100, error))
         return ratio - 100 + error <= policy.limit_percent
 
