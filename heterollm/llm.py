@@ -28,10 +28,17 @@ from heterollm.engine import (
 )
 from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights, op_specs
-from heterollm.planning import LoadKeywords, LoadOptions, calibrated_ranges, choose_context, plan_for
+from heterollm.planning import (
+    LoadKeywords,
+    LoadOptions,
+    calibrated_ranges,
+    calibrated_shadows,
+    choose_context,
+    plan_for,
+)
 from heterollm.solver import Plan, check_plan
 from heterollm.text import (
     Generation,
@@ -119,7 +126,7 @@ class LLM:
             check_precision(opened, asked.precision, specs)
             plan, notes = thread.run(lambda: plan_for(asked, opened, config, specs, context))
             # Before weights are read: quantising a model that cannot run would waste time.
-            _check_fit(config, specs, plan, context, opened)
+            _check_fit(config, specs, plan, context, opened, calibrated_shadows(asked.calibration))
             weights = load_weights(
                 checkpoint,
                 config,
@@ -382,7 +389,12 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_fit(
-    config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, context: int, device: Device
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    plan: Plan,
+    context: int,
+    device: Device,
+    hot_channels: Mapping[tuple[int, Group], int],
 ) -> None:
     # A late import, as that of the engine.
     from heterollm.engine import HEAD_ROWS, pool_sizes
@@ -395,5 +407,11 @@ def _check_fit(
         head_rows=HEAD_ROWS,
         activation=config.activation,
     )
-    slots = pool_sizes(config, specs, plan, device.activation_dtype.itemsize)
-    check_memory(memory_need(config, specs, plan, context, slots, device.cache_dtype, device.npu))
+    item_bytes = device.activation_dtype.itemsize
+    slots = pool_sizes(config, specs, plan, item_bytes)
+    need = memory_need(
+        *(config, specs, plan, context, slots, device.cache_dtype, device.npu),
+        hot_channels=hot_channels,
+        item_bytes=item_bytes,
+    )
+    check_memory(need)

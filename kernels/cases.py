@@ -36,7 +36,7 @@ from heterollm.kernels.gpu import (
     SharedArray,
     head_stride,
 )
-from heterollm.kernels.ops import Activation
+from heterollm.kernels.ops import Activation, Join
 
 __all__ = [
     "GUARD",
@@ -50,6 +50,7 @@ __all__ = [
     "slot_values",
     "split_segments",
     "step_slot",
+    "summed_segments",
 ]
 
 Numbers: TypeAlias = tuple[NDArray[Any], NDArray[np.float64]]
@@ -101,6 +102,16 @@ def split_segments(
     dummy = np.full((1, 1), np.nan, values.dtype)
     first, second = (fill_slot(gpu, part if part.size else dummy) for part in (a, b))
     return Segments(first, second, rows, splits)
+
+
+def summed_segments(
+    gpu: GpuRuntime, values: NDArray[Any], added: NDArray[Any], rows: tuple[int, ...], splits: tuple[int, ...]
+) -> tuple[Segments, NDArray[np.float64]]:
+    """Return segments of a value and of another that is added to its leading rows, and the sum."""
+    a = split_segments(gpu, added, rows, splits).a
+    leading = [np.arange(count) < split for count, split in zip(rows, splits, strict=True)]
+    total = values + np.where(np.concatenate(leading), added.astype(np.float64), 0.0)
+    return Segments(a, fill_slot(gpu, values), rows, splits, join="sum"), total
 
 
 def empty_cache(gpu: GpuRuntime, shape: HeadShape, dtype: DTypeLike, layers: int = 2) -> SharedArray:
@@ -171,6 +182,7 @@ class LayerCases:
         activation_dtype: Type of inputs and outputs of linear layers.
         cache_dtype: Type of the KV cache.
         generator: Makes the data.
+        join: How the segments of a linear's output combine.
     """
 
     gpu: GpuRuntime
@@ -178,6 +190,7 @@ class LayerCases:
     activation_dtype: np.dtype[Any]
     cache_dtype: np.dtype[Any]
     generator: np.random.Generator
+    join: Join = "concatenate"
 
     def norm(
         self,
@@ -281,7 +294,7 @@ class LayerCases:
             KernelError: Other positions of the cache were written.
         """
         generator, rows, head_dim = self.generator, shape.rows, shape.head_dim
-        qkv = _random(generator, (tokens, sum(rows)), self.activation_dtype)
+        segments, qkv = self._output(tokens, rows, splits)
         bias, norms = _random(generator, sum(rows)), generator.uniform(0.5, 1.5, (2, head_dim))
         norms = norms.astype(np.float32)
         turned = head_dim if rotary is None else rotary
@@ -292,7 +305,7 @@ class LayerCases:
         queries = GuardedOutput(self.gpu, (tokens, rows[0]), np.float32)
         cache = empty_cache(self.gpu, shape, self.cache_dtype)
         launch = self.layers.rope_and_store(
-            split_segments(self.gpu, qkv, rows, splits),
+            segments,
             self.gpu.upload(bias) if biased else None,
             queries.slot,
             KvLayer(cache, 1),
@@ -302,7 +315,7 @@ class LayerCases:
             tokens=tokens,
         )
         run_launches(self.gpu, [launch])
-        inputs = np.split(qkv.astype(np.float64) + (bias if biased else 0), np.cumsum(rows)[:-1], axis=1)
+        inputs = np.split(qkv + (bias if biased else 0), np.cumsum(rows)[:-1], axis=1)
         exact = [part.reshape(-1, head_dim) for part in inputs]
         if normed:
             exact[:2] = [
@@ -393,11 +406,11 @@ class LayerCases:
             biased: Whether both have a bias.
             scale: Of the inputs.
         """
-        gate_up = _random(self.generator, (tokens, 2 * width), self.activation_dtype, scale)
+        segments, gate_up = self._output(tokens, (width, width), splits, scale)
         bias = _random(self.generator, 2 * width)
         out = GuardedOutput(self.gpu, (tokens, width), self.activation_dtype)
         launch = self.layers.gated_activation(
-            split_segments(self.gpu, gate_up, (width, width), splits),
+            segments,
             out.slot,
             tokens=tokens,
             intermediate=width,
@@ -405,7 +418,7 @@ class LayerCases:
             bias=self.gpu.upload(bias) if biased else None,
         )
         run_launches(self.gpu, [launch])
-        exact = gate_up.astype(np.float64) + (bias if biased else 0)
+        exact = gate_up + (bias if biased else 0)
         gate, up = np.split(exact, 2, axis=1)
         return out.read(), reference_layers.gated_activation(gate, up, activation)
 
@@ -417,13 +430,12 @@ class LayerCases:
         run_launches(self.gpu, [self.layers.soft_cap(slot.slot, cap, rows=rows, vocabulary=vocabulary)])
         return slot.read(), reference_layers.capped(logits, cap)
 
-    def join(self, rows: int, vocabulary: int, split: int) -> Numbers:
+    def logits(self, rows: int, vocabulary: int, split: int) -> Numbers:
         """Join the segments of the logits as float32."""
-        logits = _random(self.generator, (rows, vocabulary), self.activation_dtype)
+        segments, logits = self._output(rows, (vocabulary,), (split,))
         out = GuardedOutput(self.gpu, logits.shape, np.float32)
-        segments = split_segments(self.gpu, logits, (vocabulary,), (split,))
         run_launches(self.gpu, [self.layers.join_logits(segments, out.slot, rows=rows)])
-        return out.read(), logits.astype(np.float64)
+        return out.read(), logits
 
     def codes(self, tokens: int, columns: int, grid: CodeGrid) -> Numbers:
         """Write the codes of a random input, and read them back as if they were an NPU's output."""
@@ -444,19 +456,29 @@ class LayerCases:
         run_launches(self.gpu, launches)
         return out.read(), grid.values(*grid.codes(x), members).astype(np.float64)
 
+    def _output(
+        self, tokens: int, rows: tuple[int, ...], splits: tuple[int, ...], scale: float = 1.0
+    ) -> tuple[Segments, NDArray[np.float64]]:
+        """Return a random output of a linear group, in segments, and its values."""
+        values = _random(self.generator, (tokens, sum(rows)), self.activation_dtype, scale)
+        if self.join == "sum":
+            added = _random(self.generator, values.shape, self.activation_dtype, scale)
+            return summed_segments(self.gpu, values, added, rows, splits)
+        return split_segments(self.gpu, values, rows, splits), values.astype(np.float64)
+
     def _norm_data(
         self, tokens: int, hidden: int, split: int, biased: bool, post: bool, scale: float
     ) -> _NormData:
         """Return the inputs of a norm; see :meth:`norm` for the arguments."""
         weight, own = self.generator.uniform(0.5, 1.5, (2, hidden)).astype(np.float32)
         residual = _random(self.generator, (tokens, hidden))
-        delta = _random(self.generator, (tokens, hidden), self.activation_dtype, scale)
+        segments, delta = self._output(tokens, (hidden,), (split,), scale)
         bias = _random(self.generator, hidden)
         return _NormData(
             residual=residual,
             slot=GuardedOutput(self.gpu, residual.shape, np.float32, residual),
             weight=weight,
-            delta=split_segments(self.gpu, delta, (hidden,), (split,)),
+            delta=segments,
             bias=self.gpu.upload(bias) if biased else None,
             post=self.gpu.upload(own) if post else None,
             total=_added(residual, delta, bias if biased else None, own if post else None),

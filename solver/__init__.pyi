@@ -33,6 +33,7 @@ from .request import PlanRequest as PlanRequest
 from .request import RequestedLevel as RequestedLevel
 from .schedule import Stage as Stage
 from .schedule import schedule_chunks as schedule_chunks
+from .shadows import with_shadows as with_shadows
 from .slices import Budget as Budget
 from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights

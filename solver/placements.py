@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from heterollm.base import Amount, Count, PlanError, Positive
+from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec
 
 __all__ = [
@@ -56,6 +57,8 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         npu_rows: Output rows of each member on the NPU; empty when the GPU computes all.
         npu_lengths: Standard lengths that the NPU runs, in order; empty when the GPU computes all.
         form: Form of the NPU graphs; None is the backend's first choice.
+        shadow: Whether the NPU's inputs are clamped at the calibration's threshold, while the GPU multiplies
+            the rest of them, in channels with outliers, by float weights; for integer forms.
         predicted_us: Predicted time of the group, if the plan came from a profile.
         rejected: The best rejected options.
     """
@@ -63,6 +66,7 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     npu_rows: tuple[Count, ...] = ()
     npu_lengths: tuple[Positive, ...] = ()
     form: str | None = None
+    shadow: bool = False
     predicted_us: Amount | None = None
     rejected: tuple[RejectedOption, ...] = ()
 
@@ -84,6 +88,11 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
             )
         if bool(self.npu_rows) != bool(self.npu_lengths):
             raise PlanError(f"{where}: npu_rows {self.npu_rows} and npu_lengths {self.npu_lengths} disagree.")
+        if self.shadow and self.form not in INTEGER_FORMS:
+            raise PlanError(
+                f"{where}: the form {self.form} clamps no inputs, so that it has no shadow of outliers.",
+                fix=f"Give it a form among {', '.join(sorted(INTEGER_FORMS))}, or no shadow.",
+            )
         if not self.npu_rows:
             return
         if len(self.npu_rows) != len(spec.members):
@@ -114,6 +123,7 @@ class FfnPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     form: str | None = None
     predicted_us: Amount | None = None
     rejected: tuple[RejectedOption, ...] = ()
+    shadow: ClassVar[bool] = False
 
     @property
     def npu_rows(self) -> tuple[int, ...]:

@@ -217,6 +217,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for optional in ("schedule", "calibration"):
             if data[optional] is None:
                 del data[optional]
+        for entry in (*data["entries"], *data.get("schedule", {}).get("entries", ())):
+            if not entry["placement"].get("shadow", True):
+                del entry["placement"]["shadow"]
         return json.dumps(data, indent=1)
 
     @classmethod

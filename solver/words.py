@@ -20,6 +20,7 @@ def describe(placement: Placement, spec: OpSpec, tokens: int) -> str:
         return "GPU"
     lengths = "+".join(map(str, placement.npu_lengths))
     form = f", {placement.form}" if placement.form else ""
+    form += " with shadow outliers" if placement.shadow else ""
     if kind == "npu":
         whole = "whole block: " if spec.then is not None else ""
         return f"{whole}NPU at {lengths}{form}"
@@ -46,7 +47,9 @@ def notation(placement: Placement, spec: OpSpec, tokens: int) -> str:
     if kind == "gpu":
         return "G"
     lengths = "+".join(map(str, placement.npu_lengths))
-    form = "" if placement.form in PLAIN_FORMS else f"({placement.form})"
+    form = (
+        "" if placement.form in PLAIN_FORMS else f"({placement.form}{'+shadow' if placement.shadow else ''})"
+    )
     if kind == "sequence":
         return f"s{lengths}:{tokens - sum(placement.npu_lengths)}{form}"
     at = "" if placement.npu_lengths == (tokens,) else f"@{lengths}"

@@ -32,7 +32,7 @@ FLOORS = (
     ("heterollm.kernels.open",),
     ("heterollm.kernels.sim",),
     ("heterollm.kernels.device",),
-    ("heterollm.kernels.linear_cases",),
+    ("heterollm.kernels.linear_cases", "heterollm.kernels.outlier_cases"),
     ("heterollm.kernels.sync", "heterollm.kernels.cases"),
     ("heterollm.kernels.gpu", "heterollm.kernels.npu"),
     ("heterollm.kernels.formats", "heterollm.kernels.threads"),

@@ -11,7 +11,9 @@ from heterollm.doctor.case import SEED, DoctorCase
 from heterollm.kernels.cases import LayerCases, Numbers
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid
-from heterollm.kernels.gpu import GpuGlue, HeadShape, Scores
+from heterollm.kernels.gpu import GpuGlue, GpuOutliers, HeadShape, Scores
+from heterollm.kernels.ops import Join
+from heterollm.kernels.outlier_cases import OutlierCases
 
 __all__ = ["gpu_layer_cases"]
 
@@ -26,9 +28,9 @@ def gpu_layer_cases(device: Device) -> Iterator[DoctorCase]:
     """Yield every operator, with split inputs where it reads a linear layer's output."""
     layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
 
-    def made() -> LayerCases:
+    def made(join: Join = "concatenate") -> LayerCases:
         generator = np.random.default_rng(SEED)
-        return LayerCases(device.gpu, layers, device.activation_dtype, device.cache_dtype, generator)
+        return LayerCases(device.gpu, layers, device.activation_dtype, device.cache_dtype, generator, join)
 
     yield DoctorCase("GPU", "norm with residual", "5 tokens, split", lambda: made().norm(5, 192, 64)[0])
     yield DoctorCase(
@@ -61,7 +63,20 @@ def gpu_layer_cases(device: Device) -> Iterator[DoctorCase]:
         (STATIC_8_BITS, "static, 8 bits"),
     ):
         yield DoctorCase("GPU", "codes for the NPU", f"5 tokens, {name}", _coded(made, grid))
-    yield DoctorCase("GPU", "join of the logits", "3 tokens, split", lambda: made().join(3, 300, 256))
+    yield DoctorCase("GPU", "join of the logits", "3 tokens, split", lambda: made().logits(3, 300, 256))
+    outliers = GpuOutliers(device.gpu, device.activation_dtype, device.cache_dtype)
+
+    def product() -> Numbers:
+        cases = OutlierCases(device.gpu, outliers, device.activation_dtype, np.random.default_rng(SEED))
+        return cases.product(5, 192, (96, 64), (64, 32), channels=9, hot=8)
+
+    yield DoctorCase("GPU", "shadow outliers", "9 of 192 channels", product)
+    yield DoctorCase("GPU", "norm with residual", "5 tokens, sum", lambda: made("sum").norm(5, 192, 64)[0])
+    yield DoctorCase(
+        "GPU", "RoPE and KV write", "7 tokens, sum", lambda: made("sum").rope(7, 11, SHAPE, (64, 32, 0))[0]
+    )
+    yield DoctorCase("GPU", "gated activation", "5 tokens, sum", lambda: made("sum").gated(5, 160, (64, 64)))
+    yield DoctorCase("GPU", "join of the logits", "3 tokens, sum", lambda: made("sum").logits(3, 300, 256))
 
 
 def _coded(made: Callable[[], LayerCases], grid: CodeGrid) -> Callable[[], Numbers]:

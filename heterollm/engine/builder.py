@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from heterollm.engine.lanes import Lane
+from heterollm.engine.shadows import OutlierShadow
 from heterollm.engine.step import (
     NOT_RUN,
     Action,
@@ -56,6 +57,7 @@ class PlacedOp:
         gpu_output: Slot that the GPU writes.
         rounded: Buffers for the input's int8 codes; None without codes.
         codes: Codes of input and output, where the NPU computes in integers; None elsewhere.
+        shadow: Weights and lists of outliers, where the GPU multiplies them; None elsewhere.
     """
 
     spec: OpSpec
@@ -65,6 +67,7 @@ class PlacedOp:
     gpu_output: DeviceMemory
     rounded: RoundedInputs | None
     codes: NpuCodes | None = None
+    shadow: OutlierShadow | None = None
 
     @property
     def npu_source(self) -> SharedArray:
@@ -271,6 +274,18 @@ class PassBuilder:
         """Append the unmapping of input and output."""
         self._host(op, "release", op.npu_source.release, reads=(op.npu_source,))
         self._host(op, "release", op.npu_target.release, writes=(op.npu_target,))
+
+    def on_host(
+        self,
+        op: PlacedOp,
+        action: Action,
+        run: Call,
+        *,
+        reads: Sequence[Memory] = (),
+        writes: Sequence[Memory] = (),
+    ) -> None:
+        """Append another step of the host."""
+        self._host(op, action, run, reads=reads, writes=writes)
 
     def finish(self) -> None:
         """Append the wait for the whole queue at the end of the pass."""

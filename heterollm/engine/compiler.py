@@ -82,6 +82,7 @@ class Compiler:
             )
         tensors = GlueTensors(device.gpu, weights, context)
         self._splits = SplitEmitter(device, weights, plan, ranges)
+        self._splits.load_shadows(plan)
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
         self._glues = tuple(
             GlueEmitter(device, weights.config, lane, tensors, context) for lane in self.lanes
@@ -254,6 +255,7 @@ class Compiler:
             gpu_output=lane.shared[gpu_output] if gpu_output == "logits" else lane.private[gpu_output],
             rounded=self._rounded(lane, spec, placement),
             codes=self._splits.codes(lane, spec, placement),
+            shadow=self._splits.shadow(lane, spec, placement),
         )
 
     def _rounded(self, lane: Lane, spec: OpSpec, placement: Placement) -> RoundedInputs | None:

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import psutil
 
 from heterollm.base import PAGE_BYTES, DeviceError, format_bytes, round_up
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver import Plan
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ __all__ = ["MemoryNeed", "available_bytes", "check_memory", "memory_need", "retu
 
 USABLE_FRACTION: Final = 0.95
 """Fraction of the available memory that a model may take; the rest is for libraries and the system."""
+
+NO_CHANNELS: Final[Mapping[tuple[int, Group], int]] = MappingProxyType({})
 
 CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -40,17 +43,19 @@ class MemoryNeed:
         npu_graphs: The NPU's graphs: copies of its shards, and inputs and outputs of their own.
         kv_cache: Keys and values of one session.
         slots: Buffers that the processors exchange.
+        hot_weights: Float weights of channels that often have outliers.
     """
 
     gpu_weights: int
     npu_graphs: int
     kv_cache: int
     slots: int
+    hot_weights: int = 0
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.gpu_weights + self.npu_graphs + self.kv_cache + self.slots
+        return self.gpu_weights + self.npu_graphs + self.kv_cache + self.slots + self.hot_weights
 
     def __str__(self) -> str:
         named = {
@@ -58,6 +63,7 @@ class MemoryNeed:
             "graphs on the NPU": self.npu_graphs,
             "KV cache": self.kv_cache,
             "activations": self.slots,
+            "weights of outliers": self.hot_weights,
         }
         return " + ".join(f"{format_bytes(size)} {name}" for name, size in named.items() if size)
 
@@ -70,6 +76,9 @@ def memory_need(
     slots: Mapping[str, int],
     cache_dtype: np.dtype[Any],
     npu: NpuBackend | None = None,
+    *,
+    hot_channels: Mapping[tuple[int, Group], int] = NO_CHANNELS,
+    item_bytes: int = 4,
 ) -> MemoryNeed:
     """Return the bytes that a model needs.
 
@@ -81,6 +90,8 @@ def memory_need(
         slots: Bytes of the buffers that the processors exchange.
         cache_dtype: Element type of the KV cache.
         npu: The NPU, whose open graphs never take more than it can address; None counts each slice once.
+        hot_channels: Channels of operators with a shadow of outliers, whose float weights stay in memory.
+        item_bytes: Size of such a weight.
     """
     head = next(spec for spec in specs if spec.group == "head")
     # The embedding is packed like the head, and is the head where they are tied.
@@ -98,6 +109,20 @@ def memory_need(
         npu_graphs=graphs,
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
         slots=sum(slots.values()),
+        hot_weights=sum(
+            hot_channels.get((spec.layer, spec.group), 0) * spec.rows * item_bytes
+            for spec in specs
+            if _has_shadow(plan, spec)
+        ),
+    )
+
+
+def _has_shadow(plan: Plan, spec: OpSpec) -> bool:
+    return any(
+        entry.placement.shadow
+        and entry.group == spec.group
+        and entry.layers[0] <= spec.layer <= entry.layers[1]
+        for entry in plan.placed
     )
 
 

@@ -40,7 +40,11 @@ __all__ = [
 
 
 def shard_ranges(
-    ranges: Mapping[tuple[int, Group], StaticRanges], spec: OpSpec, npu_rows: tuple[int, ...]
+    ranges: Mapping[tuple[int, Group], StaticRanges],
+    spec: OpSpec,
+    npu_rows: tuple[int, ...],
+    *,
+    shadow: bool = False,
 ) -> StaticRanges | None:
     """Return the calibrated ranges of an operator's shard; None without suitable ones.
 
@@ -48,9 +52,12 @@ def shard_ranges(
         ranges: Ranges by layer and group.
         spec: A group of linears, or an ffn operator.
         npu_rows: Leading rows of each member.
+        shadow: Whether inputs are clamped, and the GPU multiplies the rest of them.
     """
     found = ranges.get((spec.layer, spec.group))
-    return found.of_shard(whole=npu_rows == spec.member_rows) if isinstance(found, FfnRanges) else found
+    if isinstance(found, LinearRanges):
+        return found.of_placement(shadow=shadow)
+    return None if found is None else found.of_shard(whole=npu_rows == spec.member_rows)
 
 
 def form_of_ranges(form: GraphForm | None, ranges: StaticRanges | None) -> GraphForm | None:
@@ -72,12 +79,14 @@ class PlannedGraph:
         npu_rows: Leading rows of each member.
         length: Tokens of one run.
         form: Graph form; None for the backend's first one.
+        shadow: Whether inputs are clamped.
     """
 
     spec: OpSpec
     npu_rows: tuple[int, ...]
     length: int
     form: GraphForm | None
+    shadow: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -102,11 +111,12 @@ def planned_graphs(
             used = entry.group == spec.group and first <= spec.layer <= last
             if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
                 form, rows = cast("GraphForm | None", placement.form), placement.npu_rows
-                own = shard_ranges(ranges, spec, rows)
+                shadow = placement.shadow
                 if form in INTEGER_FORMS:
-                    form = form_of_ranges(form, own) if own is not None else None
+                    own = shard_ranges(ranges, spec, rows, shadow=shadow)
+                    form, shadow = (None, False) if own is None else (form_of_ranges(form, own), shadow)
                 for length in placement.npu_lengths:
-                    yield PlannedGraph(spec, rows, length, form)
+                    yield PlannedGraph(spec, rows, length, form, shadow)
 
 
 def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[PlannedGraph, ...]]:
@@ -161,7 +171,9 @@ def planned_shard(
     weights: ModelWeights, ranges: Mapping[tuple[int, Group], StaticRanges], graph: PlannedGraph
 ) -> NpuShard:
     """Return the shard of a planned graph, with calibrated ranges if it computes in integers."""
-    own = shard_ranges(ranges, graph.spec, graph.npu_rows) if graph.form in INTEGER_FORMS else None
+    own = None
+    if graph.form in INTEGER_FORMS:
+        own = shard_ranges(ranges, graph.spec, graph.npu_rows, shadow=graph.shadow)
     return npu_shard(weights, graph.spec, graph.npu_rows, own)
 
 

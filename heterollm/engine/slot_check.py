@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from heterollm.base import EngineError, OptionError
@@ -171,6 +171,12 @@ def _follow(course: _Course, step: Step) -> None:
             course.flagged = course.enqueued
     elif step.action == "graph":
         _run(course, step)
+    elif step.action in ("read_ahead", "fetch"):
+        _run(course, replace(step, writes=()))
+        if step.action == "fetch":
+            # It may enqueue a kernel, which adds to what earlier kernels have written.
+            course.enqueued += 1
+            course.accesses += [_Access(course.enqueued, step, buffer, True) for buffer in step.writes]
     elif step.action == "mark":
         course.marks[step.lane, step.name] = course.enqueued
     elif step.action == "sent":

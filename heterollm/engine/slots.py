@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, code_bytes
+from heterollm.kernels.gpu import (
+    FACTOR_BYTES,
+    LARGEST_CODE_BYTES,
+    code_bytes,
+    found_bytes,
+    outlier_flag_bytes,
+)
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan
 
 __all__ = [
+    "COLD_CHANNELS",
+    "COLD_WEIGHTS",
     "HEAD_ROWS",
     "INPUT_SLOTS",
     "NPU_CODES",
     "NPU_FACTORS",
     "NPU_OUTPUT_CODES",
+    "OUTLIERS",
+    "OUTLIER_BATCH",
+    "OUTLIER_FLAGS",
     "is_private",
     "lane_slot",
     "pool_sizes",
@@ -40,7 +51,14 @@ INPUT_SLOTS: Final[dict[Group, str]] = {
 NPU_CODES, NPU_OUTPUT_CODES, NPU_FACTORS = "npu_codes_in", "npu_codes_out", "npu_factors"
 """Slots of integer graphs, see :class:`heterollm.kernels.gpu.NpuCodes`; all operators share them."""
 
-PRIVATE_SLOTS: Final = ("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS)
+OUTLIER_FLAGS, OUTLIERS, OUTLIER_BATCH = "outlier_flags", "outliers", "outlier_batch"
+"""Slots of shadow outliers, see :class:`heterollm.kernels.gpu.OutlierList`; all operators share them."""
+
+COLD_WEIGHTS: Final = "cold_weights"
+COLD_CHANNELS: Final = 32
+"""Channels whose weights the slot ``cold_weights`` holds; more are read in several turns."""
+
+PRIVATE_SLOTS: Final = ("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, OUTLIER_FLAGS)
 """Slots that neither the host nor the NPU reads or writes."""
 
 
@@ -79,7 +97,8 @@ def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_by
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not plan.uses_npu:
         sizes["npu_output"] = item_bytes
-    for slot, size in (*_code_sizes(specs, tokens), *_npu_code_sizes(specs, plan)):
+    shadows = _shadow_sizes(specs, plan, item_bytes)
+    for slot, size in (*_code_sizes(specs, tokens), *_npu_code_sizes(specs, plan), *shadows):
         sizes[slot] = max(size, sizes.get(slot, 0))
     return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}
 
@@ -94,6 +113,15 @@ def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, 
             yield NPU_CODES, tokens * spec.columns * LARGEST_CODE_BYTES
             yield NPU_OUTPUT_CODES, tokens * rows * LARGEST_CODE_BYTES
             yield NPU_FACTORS, tokens * FACTOR_BYTES
+
+
+def _shadow_sizes(specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> Iterator[tuple[str, int]]:
+    own = {spec.group: spec for spec in specs}
+    for group in {entry.group for entry in plan.placed if entry.placement.shadow}:
+        yield OUTLIER_FLAGS, outlier_flag_bytes(own[group].columns)
+        yield OUTLIERS, found_bytes(own[group].columns)
+        yield OUTLIER_BATCH, 8
+        yield COLD_WEIGHTS, COLD_CHANNELS * own[group].rows * item_bytes
 
 
 def _code_sizes(specs: Sequence[OpSpec], tokens: int) -> Iterator[tuple[str, int]]:

@@ -20,8 +20,18 @@ from heterollm.engine.npu_shards import (
     shard_ranges,
 )
 from heterollm.engine.saturation import SaturationCount
+from heterollm.engine.shadows import ColdProduct, OutlierShadow, Shadows
 from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
-from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, operator_name, shard_name
+from heterollm.engine.step import (
+    NOT_RUN,
+    Buffer,
+    Call,
+    LinearWork,
+    Operator,
+    Step,
+    operator_name,
+    shard_name,
+)
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     DeviceMemory,
@@ -32,7 +42,14 @@ from heterollm.kernels.gpu import (
     Segments,
     SharedArray,
 )
-from heterollm.kernels.npu import INTEGER_FORMS, GraphForm, NpuGraph, NpuShard, StaticRanges
+from heterollm.kernels.npu import (
+    INTEGER_FORMS,
+    GraphForm,
+    LinearRanges,
+    NpuGraph,
+    NpuShard,
+    StaticRanges,
+)
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import Placement, Plan
@@ -72,9 +89,10 @@ class SplitEmitter:
         self._weights = weights
         self._ranges = ranges
         self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._shadows = Shadows(device, weights)
         self._float_operators: dict[str, None] = {}
         self.saturation = SaturationCount(device.gpu, OPERATORS_OF_A_LAYER * weights.config.layers + 1)
-        self._graphs: dict[tuple[int, Group, tuple[int, ...], str | None, int], NpuGraph] = {}
+        self._graphs: dict[PlannedGraph, NpuGraph] = {}
         packager = device.packager
         if packager is not None and packager.context_layers:
             graphs = planned_graphs(plan, weights.specs, ranges)
@@ -86,30 +104,51 @@ class SplitEmitter:
         """Operators that keep float activations against the plan, and saturated values."""
         names = list(self._float_operators)
         if not names:
-            return self.saturation.notes()
+            return *self.saturation.notes(), *self._shadows.notes()
         shown = ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")
         return (
             f"The calibration has no ranges that suit {len(names)} operators, which compute with float "
             f"activations instead of integers: {shown}.",
             *self.saturation.notes(),
+            *self._shadows.notes(),
         )
 
     def clear(self) -> None:
         """Drop the graphs; no compiled pass may run afterwards."""
         self._graphs.clear()
+        self._shadows.clear()
+
+    def load_shadows(self, plan: Plan) -> None:
+        """Upload the float weights of hot channels, so that no pass is delayed by reading them."""
+        for entry in plan.placed:
+            for spec in self._weights.specs if entry.placement.shadow else ():
+                ranges = self._ranges.get((spec.layer, spec.group))
+                used = spec.group == entry.group and entry.layers[0] <= spec.layer <= entry.layers[1]
+                if used and isinstance(ranges, LinearRanges) and ranges.shadow is not None:
+                    self._shadows.load(spec, ranges)
+
+    def shadow(self, lane: Lane, spec: OpSpec, placement: Placement) -> OutlierShadow | None:
+        """Return the shadow of an operator in a lane; None without one."""
+        ranges = self._ranges.get((spec.layer, spec.group))
+        shadowed = placement.shadow and placement.npu_lengths
+        if not shadowed or not isinstance(ranges, LinearRanges) or ranges.shadow is None:
+            return None
+        return self._shadows.of(lane, spec, ranges)
 
     def codes(self, lane: Lane, spec: OpSpec, placement: Placement) -> NpuCodes | None:
         """Return the codes in a lane of an operator that the NPU computes in integers; None for others."""
-        ranges = self._shard_ranges(spec, placement.npu_rows)
+        ranges = self._ranges_of(spec, placement)
         if not placement.npu_lengths or self._form(spec, placement) not in INTEGER_FORMS or ranges is None:
             return None
         grid = ranges.grid
-        # The inputs of a token with a factor cannot saturate.
-        values = _npu_rows(spec, placement) + (0 if grid.per_token else spec.columns)
+        # The inputs of a token with a factor cannot saturate, and those beyond a shadow's range are not lost.
+        counts_inputs = not (grid.per_token or placement.shadow)
+        values = _npu_rows(spec, placement) + (spec.columns if counts_inputs else 0)
         name = operator_name(spec.group, None if spec.layer < 0 else spec.layer)
         place = self.saturation.place(name, values)
         memory = lane.private[NPU_FACTORS], self.saturation.memory
-        return NpuCodes(lane.shared[NPU_CODES], lane.shared[NPU_OUTPUT_CODES], *memory, place, grid)
+        slots = lane.shared[NPU_CODES], lane.shared[NPU_OUTPUT_CODES]
+        return NpuCodes(*slots, *memory, place, grid, clamps=placement.shadow)
 
     def linear(self, builder: PassBuilder, op: PlacedOp, linear: GpuLinear) -> Segments:
         """Append the steps of a group of linears, whose GPU weights are ``linear``, and return the output."""
@@ -126,15 +165,20 @@ class SplitEmitter:
                 op.gpu_output,
                 tokens=tokens,
                 kept=tuple(zip(placement.npu_rows, rows, strict=True)),
+                in_place=op.shadow is not None,
                 rounded=op.rounded,
                 label=op.name,
             )
             own = self._rows(builder, op, launch, op.gpu_output, placement.npu_rows)
-            self._split(builder, op, own)
-            return Segments(op.npu_output, op.gpu_output, rows, placement.npu_rows)
-        # A sequence split has one segment: the GPU writes the rows after those of the NPU.
-        self._split(builder, op, self._tokens_left(builder, op, linear))
-        return Segments(op.npu_output, op.npu_output, rows, placement.npu_rows)
+        else:
+            # A sequence split has one segment: the GPU writes the rows after those of the NPU.
+            own = self._tokens_left(builder, op, linear)
+        if op.shadow is not None:
+            self._split(builder, op, [self._product(builder, op, op.shadow), *own])
+            return Segments(op.npu_output, op.gpu_output, rows, placement.npu_rows, join="sum")
+        self._split(builder, op, own)
+        other = op.npu_output if placement.npu_rows == rows else op.gpu_output
+        return Segments(op.npu_output, other, rows, placement.npu_rows)
 
     def ffn(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> Segments:
         """Append the steps of an ffn operator and return the output: one array, or two that are to be added.
@@ -148,7 +192,7 @@ class SplitEmitter:
         assert op.spec.then is not None
         rows = op.spec.then.member_rows
         if gpu:
-            return Segments(op.npu_output, op.gpu_output, rows, (0,), join="sum")
+            return Segments(op.npu_output, op.gpu_output, rows, rows, join="sum")
         return Segments(op.npu_output, op.npu_output, rows, rows)
 
     def end(self, builder: PassBuilder, *, waits: bool) -> None:
@@ -186,6 +230,8 @@ class SplitEmitter:
             launch = self._layers.write_codes(op.source, op.codes, tokens=tokens, columns=op.spec.columns)
             writes = codes_of(op.codes)
             builder.kernel("rounding of inputs", op.layer, launch, reads=(op.source,), writes=writes)
+        if op.shadow is not None:
+            self._find(builder, op, op.shadow)
         mapped = not op.source.coherent
         if mapped and not self._device.gpu.maps_beside_kernels:
             # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
@@ -197,7 +243,14 @@ class SplitEmitter:
             self._start(builder, op, gpu)
             if mapped:
                 self._acquire(builder, op)
-        self._graph_runs(builder, op)
+        if op.shadow is None:
+            self._graph_runs(builder, op)
+        else:
+            cold = self._cold_product(builder, op, op.shadow)
+            found = (op.shadow.found.found,)
+            builder.on_host(op, "read_ahead", cold.read_ahead, reads=found)
+            self._graph_runs(builder, op)
+            builder.on_host(op, "fetch", cold, reads=found, writes=(op.gpu_output,))
         if mapped:
             builder.release(op)
         if op.codes is not None:
@@ -227,6 +280,9 @@ class SplitEmitter:
         tokens, item = sum(op.placement.npu_lengths), self._npu_dtype(op).itemsize
         rows = _npu_rows(op.spec, op.placement)
         builder.acquire(op, tokens * op.spec.columns * item, tokens * rows * item)
+        if op.shadow is not None:
+            found = op.shadow.found.found
+            builder.on_host(op, "acquire_to_read", found.acquire_to_read, reads=(found,))
 
     def _read_codes(self, builder: PassBuilder, op: PlacedOp, codes: NpuCodes) -> None:
         """Append the kernel that writes the values of the output's codes to the NPU's slot."""
@@ -238,6 +294,39 @@ class SplitEmitter:
         written = _tokens_of(builder, op.npu_output, row_bytes, 0, tokens)
         reads, writes = (codes.outputs, codes.factors), (written, codes.counts)
         builder.kernel("reading of codes", op.layer, launch, reads=reads, writes=writes, ends=False)
+
+    def _find(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> None:
+        """Append the kernels that list the channels with outliers before the mark, as the host reads it."""
+        tokens, found = min(sum(op.placement.npu_lengths), builder.tokens), shadow.found
+        finding, listing = self._shadows.kernels.find(op.source, found, shadow.hot, tokens=tokens)
+        name: Operator = "finding of outliers"
+        flags = (found.flags,)
+        builder.kernel(name, op.layer, finding, reads=(op.source,), writes=flags, ends=False)
+        builder.kernel(name, op.layer, listing, reads=flags, writes=(*flags, found.found))
+
+    def _product(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> Step:
+        """Return the step that writes the products of hot channels to the NPU's rows in the GPU's slot."""
+        launch = self._outlier_launch(builder, op, shadow)
+        reads = (op.source, shadow.found.found)
+        return builder.prepared("outliers", op.layer, launch, reads, (op.gpu_output,))
+
+    def _cold_product(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> ColdProduct:
+        launch = self._outlier_launch(builder, op, shadow, fetched=shadow.cold_weights)
+        return ColdProduct(shadow, launch, self._device.gpu)
+
+    def _outlier_launch(
+        self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow, fetched: SharedArray | None = None
+    ) -> Launch:
+        return self._shadows.kernels.multiply(
+            op.source,
+            shadow.found,
+            shadow.hot,
+            op.gpu_output,
+            tokens=builder.tokens,
+            covered=min(sum(op.placement.npu_lengths), builder.tokens),
+            npu_rows=op.placement.npu_rows,
+            fetched=fetched,
+        )
 
     def _rows(
         self,
@@ -298,7 +387,7 @@ class SplitEmitter:
     def _form(self, spec: OpSpec, placement: Placement) -> GraphForm | None:
         """Return the planned form for the bits of the ranges, or the default in place of one without."""
         form = cast("GraphForm | None", placement.form)
-        ranges = self._shard_ranges(spec, placement.npu_rows)
+        ranges = self._ranges_of(spec, placement)
         if form not in INTEGER_FORMS or ranges is not None:
             return form_of_ranges(form, ranges)
         self._float_operators[operator_name(spec.group, spec.layer)] = None
@@ -310,15 +399,14 @@ class SplitEmitter:
     def _graph(self, spec: OpSpec, placement: Placement, form: GraphForm | None, length: int) -> NpuGraph:
         npu = self._device.npu
         assert npu is not None  # loading has checked the plan
-        key = (spec.layer, spec.group, placement.npu_rows, form, length)
+        key = PlannedGraph(spec, placement.npu_rows, length, form, placement.shadow and form is not None)
         if key not in self._graphs:
             # The shard is not kept: its stacked members are a second copy of the weights.
-            shard = self._shard(PlannedGraph(spec, placement.npu_rows, length, form))
-            self._graphs[key] = npu.prepare(shard, length, form)
+            self._graphs[key] = npu.prepare(self._shard(key), length, form)
         return self._graphs[key]
 
-    def _shard_ranges(self, spec: OpSpec, npu_rows: tuple[int, ...]) -> StaticRanges | None:
-        return shard_ranges(self._ranges, spec, npu_rows)
+    def _ranges_of(self, spec: OpSpec, placement: Placement) -> StaticRanges | None:
+        return shard_ranges(self._ranges, spec, placement.npu_rows, shadow=placement.shadow)
 
 
 def _tokens_of(builder: PassBuilder, slot: SharedArray, row_bytes: int, first: int, count: int) -> Buffer:

@@ -47,15 +47,17 @@ Operator: TypeAlias = Literal[
     "soft cap",
     "rounding of inputs",
     "reading of codes",
+    "finding of outliers",
+    "outliers",
     "flag",
     "late write",
     "merged",
     "end of pass",
 ]
-"""Groups of linears as in a plan, and glue operators. ``reading of codes`` makes
-floats of an integer graph's output. ``flag`` is a kernel that signals the progress of the
-queue to the host; ``late write`` a delay from the check of buffers; ``merged`` one launch of the kernels that
-:attr:`Step.merged` lists."""
+"""Groups of linears as in a plan, and glue operators. ``reading of codes`` makes floats of an integer graph's
+output; ``outliers`` are the products of inputs beyond its range. ``flag`` is a kernel that signals the
+progress of the queue to the host; ``late write`` a delay from the check of buffers; ``merged`` one launch of
+the kernels that :attr:`Step.merged` lists."""
 
 Action: TypeAlias = Literal[
     "kernel",
@@ -68,10 +70,13 @@ Action: TypeAlias = Literal[
     "acquire",
     "acquire_to_read",
     "release",
+    "read_ahead",
+    "fetch",
 ]
 """Actions of steps. The GPU runs kernels, the NPU graphs. The host marks the place in the queue that a later
 ``wait`` waits for (``sent``: a kernel that was launched before is the mark), flushes the queue, waits for the
-whole queue (``finish``), and maps (``acquire``) and unmaps (``release``) memory."""
+whole queue (``finish``), and maps (``acquire``) and unmaps (``release``) memory. It asks the system for
+the weights of outliers that are not in memory (``read_ahead``), and multiplies them (``fetch``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,4 @@
+from .channel_file import ChannelFile as ChannelFile
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig

@@ -24,6 +24,7 @@ from heterollm.kernels.formats import (
     take_rows,
 )
 from heterollm.kernels.ops import Group, OpSpec, Precision, Scales, WeightFormat
+from heterollm.model.channel_file import ChannelFile, channel_file
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import Norm
@@ -47,7 +48,7 @@ __all__ = ["WEIGHTS_FOLDER", "ModelWeights", "load_weights", "shape_only_weights
 logger = logging.getLogger(__name__)
 
 WEIGHTS_FOLDER = "weights"
-"""Subfolder of the cache for quantised weights."""
+"""Subfolder of the cache for quantised weights, and for float weights by input channel."""
 
 LoadedTensors: TypeAlias = tuple[Mapping[str, LinearWeight], Mapping[str, NDArray[np.float32]]]
 """The linears, and the norms and biases, by tensor name."""
@@ -67,6 +68,7 @@ class ModelWeights:
         head: LM head ``[vocab, hidden]``; the same object as ``embedding`` when tied.
         linears: The linears of the layers by tensor name; unquantised ones are read on access.
         floats: Norms and biases, float32, by tensor name.
+        checkpoint: Source of the float weights; None without values.
     """
 
     config: ModelConfig
@@ -78,6 +80,7 @@ class ModelWeights:
     head: LinearWeight
     linears: Mapping[str, LinearWeight]
     floats: Mapping[str, NDArray[np.float32]]
+    checkpoint: Checkpoint | None = None
 
     @property
     def final_norm(self) -> NDArray[np.float32]:
@@ -95,6 +98,20 @@ class ModelWeights:
         members = linear_rows(self.config, layer)[group].values()
         tensors = {name: self.linears[name] for name in dict.fromkeys(rows.name for rows in members)}
         return tuple(take_rows(tensors[rows.name], [(rows.start, rows.stop)]) for rows in members)
+
+    def channels(self, layer: int, group: Group, dtype: DTypeLike) -> ChannelFile | None:
+        """Return the float weights of a group by input channel, from a cache file; None without values.
+
+        Raises:
+            CheckpointError: A value is beyond the range of the type.
+            CacheError: The file cannot be written.
+        """
+        if self.checkpoint is None:
+            return None
+        name = f"{self.content_key[:32]}.{layer}.{group}.{np.dtype(dtype)}.safetensors"
+        members = tuple(linear_rows(self.config, layer)[group].values())
+        path = cache_root() / WEIGHTS_FOLDER / name
+        return channel_file(path, self.content_key, self.checkpoint, members, dtype)
 
     def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32], ...]:
         """Return the biases ``[n]`` of a group's members, in order; empty for a group without bias."""
@@ -212,7 +229,7 @@ def load_weights(
     else:
         shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
         linears, floats = _quantized_tensors(checkpoint, recipe, shifted, cancelled)
-    return _model_weights(config, specs, content_key, notes, linears, floats)
+    return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint)
 
 
 def shape_only_weights(config: ModelConfig, specs: Sequence[OpSpec]) -> ModelWeights:
@@ -247,6 +264,7 @@ def _model_weights(
     notes: tuple[str, ...],
     linears: Mapping[str, LinearWeight],
     floats: Mapping[str, NDArray[np.float32]],
+    checkpoint: Checkpoint | None = None,
 ) -> ModelWeights:
     shapes = expected_tensors(config)
     sizes = [weight.weight_bytes(*shapes[name]) for name, weight in _formats(config, specs).items()]
@@ -262,6 +280,7 @@ def _model_weights(
         head=embedding if config.tie_word_embeddings else linears[head_name],
         linears=linears,
         floats=floats,
+        checkpoint=checkpoint,
     )
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterollm.base import CalibrationError
-from heterollm.kernels.npu import LinearRanges, StaticRanges
+from heterollm.kernels.npu import LinearRanges, ShadowRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
 
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
 
-__all__ = ["calibrated_ranges", "calibration_key"]
+__all__ = ["calibrated_ranges", "calibrated_shadows", "calibration_key"]
 
 
 def calibration_key(path: str | Path | None) -> str | None:
@@ -29,6 +29,24 @@ def calibration_key(path: str | Path | None) -> str | None:
     from heterollm.calibration import load_calibration
 
     return load_calibration(Path(path)).key
+
+
+def calibrated_shadows(path: str | Path | None) -> dict[tuple[int, Group], int]:
+    """Return the operators that a calibration gives a shadow of outliers, and their hot channels.
+
+    Raises:
+        CalibrationError: The file cannot be read, or is not a calibration.
+    """
+    if path is None:
+        return {}
+    from heterollm.calibration import load_calibration
+
+    found = load_calibration(Path(path))
+    return {
+        (one.layer, one.group): len(one.int8.shadow.hot_channels)
+        for one in found.linears
+        if one.int8 is not None and one.int8.activations == "shadow"
+    }
 
 
 def calibrated_ranges(
@@ -66,6 +84,10 @@ def _decided_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]
         if one.int8.activations == "int16":
             ranges[one.layer, one.group] = one.static_ranges if one.static else one.token_ranges
         else:
-            members = one.outputs if len(one.outputs) > 1 else ()
-            ranges[one.layer, one.group] = LinearRanges(max(one.outputs), one.inputs, 8, members)
+            several, own, shadow = len(one.outputs) > 1, one.int8.shadow, None
+            if own.outliers and min(own.outputs) > 0:
+                members = own.outputs if several else ()
+                shadow = ShadowRanges(own.threshold, max(own.outputs), members, own.hot_channels)
+            members = one.outputs if several else ()
+            ranges[one.layer, one.group] = LinearRanges(max(one.outputs), one.inputs, 8, members, shadow)
     return ranges

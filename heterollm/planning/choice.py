@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
-from heterollm.kernels.ops import OpSpec, Precision
+from heterollm.kernels.ops import Group, OpSpec, Precision
 from heterollm.model import ModelConfig
-from heterollm.planning.calibrated import calibration_key
+from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
 from heterollm.solver import (
     LEVELS,
@@ -24,6 +24,7 @@ from heterollm.solver import (
     PlanRequest,
     level_plan,
     model_shape,
+    with_shadows,
 )
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def plan_for(
         length_policy=options.length_policy,
         sources=PlanSources(solve, length_costs, sync),
         calibration=calibration,
+        shadows=calibrated_shadows(options.calibration),
     )
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
@@ -124,6 +126,7 @@ def choose_plan(
     length_policy: LengthPolicy = "padding",
     sources: PlanSources | None = None,
     calibration: str | None = None,
+    shadows: Collection[tuple[int, Group]] = (),
 ) -> Plan:
     """Return the plan to run: the given one, one from a file, that of a level, or the solver's.
 
@@ -138,6 +141,7 @@ def choose_plan(
         length_policy: How ``npu`` and ``layer`` run lengths that the NPU has no graph for.
         sources: Where solved plans, costs of lengths and ways of waiting come from.
         calibration: Identity of the calibration; None without one.
+        shadows: Operators to which the calibration gives a shadow of outliers, in plans of a level.
 
     Raises:
         OptionError: It is neither a level nor a file, or the level or the policy needs an NPU or a profile.
@@ -149,7 +153,7 @@ def choose_plan(
     if isinstance(plan, str) and plan in ("auto", *SOLVED_LEVELS):
         solved = others.solve(plan)
         if solved is not None:
-            return solved
+            return with_shadows(solved, shadows)
         if plan != "auto":
             raise OptionError(
                 f"Plan level {plan!r} needs a profile of the device {device!r} with these threads.",
@@ -167,6 +171,7 @@ def choose_plan(
             length_policy="padding" if plan == "gpu" else length_policy,
             length_costs=others.length_costs() if length_policy == "auto" else None,
         )
+        found = with_shadows(found, shadows)
         return structs.replace(found, sync=others.sync()) if found.uses_npu else found
     return _checked(_read(Path(plan)), str(plan), specs, device, precision, calibration)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -10,11 +11,11 @@ from heterollm.base import ProfileError
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import find_model, op_specs
-from heterollm.planning.calibrated import calibration_key
+from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.planner import ProfiledModel, Solved, solve_plan, stored_profile
 from heterollm.profiler.records import Profile
-from heterollm.solver import PlanRequest
+from heterollm.solver import PlanRequest, with_shadows
 
 __all__ = ["no_profile", "solve_for"]
 
@@ -57,7 +58,9 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     )
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
     calibration = calibration_key(options.calibration)
-    return solve_plan(ProfiledModel(found, config, specs, options.precision, calibration), asked)
+    solved = solve_plan(ProfiledModel(found, config, specs, options.precision, calibration), asked)
+    plan = with_shadows(solved.plan, calibrated_shadows(options.calibration))
+    return dataclasses.replace(solved, plan=plan)
 
 
 def no_profile(

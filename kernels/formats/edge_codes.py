@@ -62,6 +62,12 @@ class CodeGrid:
         """Element type of the codes."""
         return code_dtype(self.bits)
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest input that codes hold, of tokens with the factor 1."""
+        zero = zero_code(self.bits)
+        return -zero * self.input_step, (zero - 1) * self.input_step
+
     def codes(self, x: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return codes of inputs ``[m, k]`` and the factors ``[m]``, as the GPU's kernels compute them."""
         x, zero = x.astype(np.float32), zero_code(self.bits)

@@ -19,6 +19,11 @@ from .memory import MemoryKind as MemoryKind
 from .memory import SharedArray as SharedArray
 from .memory import aligned_empty as aligned_empty
 from .memory import aligned_zeros as aligned_zeros
+from .outliers import GpuOutliers as GpuOutliers
+from .outliers import HotWeights as HotWeights
+from .outliers import OutlierList as OutlierList
+from .outliers import found_bytes as found_bytes
+from .outliers import outlier_flag_bytes as outlier_flag_bytes
 from .parameters import LEGAL as LEGAL
 from .parameters import KernelParameters as KernelParameters
 from .parameters import KernelStyle as KernelStyle

@@ -60,7 +60,6 @@ class GpuAttention(GlueKernels):
             rotation: Rotation and norms of q and k.
             tokens: Tokens of the pass.
         """
-        qkv.require_concatenated("rope")
         head_dim, turned = shape.head_dim, shape.head_dim if rotation.dim is None else rotation.dim
         if qkv.rows != shape.rows:
             raise KernelError(
@@ -76,7 +75,9 @@ class GpuAttention(GlueKernels):
             return self._kv_defines | ({"PIECES": pieces} if style == "simt" else {})
 
         widths = (head_dim // 2, turned // 2, *qkv.splits)
-        kernel, style, items = self._kernel(("rope.cl",), "rope_and_store", defines, widths=widths)
+        kernel, style, items = self._kernel(
+            ("rope.cl",), "rope_and_store", defines, widths=widths, segments=qkv
+        )
         sizes = [*qkv.splits, shape.heads, shape.kv_heads, head_dim, turned, shape.capacity]
         sizes += [bias is not None, rotation.norms is not None]
         # Absent memory is never read, but OpenCL needs a valid argument.

@@ -32,6 +32,7 @@ class NpuCodes:
         counts: uint32, the counts of all operators.
         place: First word of this operator's counts.
         grid: The grids of the codes.
+        clamps: Whether inputs beyond their range are expected, and not counted.
     """
 
     inputs: SharedArray
@@ -40,11 +41,15 @@ class NpuCodes:
     counts: DeviceMemory
     place: int
     grid: CodeGrid
+    clamps: bool = False
 
     @property
     def defines(self) -> dict[str, str | int]:
         """Defines of the kernels that write the codes of their output."""
-        return {"NPU_CODES": self.grid.bits}
+        defines: dict[str, str | int] = {"NPU_CODES": self.grid.bits}
+        if self.clamps:
+            defines["CLAMPED"] = 1
+        return defines
 
     @property
     def code_bytes(self) -> int:

@@ -112,15 +112,15 @@ class GpuGlue(GpuAttention):
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
         out.require(rows * hidden * self._item_bytes, f"{label} output")
-        split = 0 if delta.join == "sum" else delta.splits[0]
         files = ("codes.h", "rms_norm.cl") if isinstance(rounded, NpuCodes) else ("rms_norm.cl",)
-        kernel, _, items = self._kernel(files, "rms_norm", rounded=rounded, widths=(hidden, split))
+        widths = (hidden, delta.splits[0])
+        kernel, _, items = self._kernel(files, "rms_norm", rounded=rounded, widths=widths, segments=delta)
         arguments = (
             *(residual, weight, out, delta.a, delta.b),
             # Absent memory is never read, but OpenCL needs a valid argument.
             *(weight if extra is None else extra for extra in extras),
             step,
-            *map(np.int32, (-1 if delta.join == "sum" else delta.splits[0], hidden)),
+            *map(np.int32, (delta.splits[0], hidden)),
             np.float32(epsilon),
             *map(np.int32, (mode, *(extra is not None for extra in extras))),
             *(rounded.arguments(rows, hidden, label) if rounded else ()),
@@ -158,7 +158,6 @@ class GpuGlue(GpuAttention):
             rounded: Target of the int8 codes of ``out``; None for no codes.
             label: Name for traces and errors.
         """
-        gate_up.require_concatenated(label)
         if gate_up.rows != (intermediate, intermediate):
             raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
         out.require(tokens * intermediate * self._item_bytes, f"{label} output")
@@ -166,17 +165,19 @@ class GpuGlue(GpuAttention):
         sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
         item, block = self._item_bytes, rounded.block if rounded else 0
         work = functools.partial(pointwise_work, tokens * intermediate, 10, 2 * item, item, block)
-        return self._pointwise("gated_activation", memory, sizes, tokens, label, work, rounded)
+        return self._pointwise(
+            "gated_activation", memory, sizes, tokens, label, work, rounded=rounded, segments=gate_up
+        )
 
     def join_logits(self, head: Segments, out: SharedArray, *, rows: int, label: str = "join") -> Launch:
         """Return the launch that joins the head's segments as float32 ``[rows, vocabulary]``."""
-        head.require_concatenated(label)
         if len(head.rows) != 1:
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
         out.require(rows * head.rows[0] * 4, f"{label} output")
         sizes = (head.splits[0], head.rows[0])
         work = functools.partial(pointwise_work, rows * head.rows[0], 1, self._item_bytes, 4)
-        return self._pointwise("join_logits", (head.a, head.b, out), sizes, rows, label, work)
+        memory = (head.a, head.b, out)
+        return self._pointwise("join_logits", memory, sizes, rows, label, work, segments=head)
 
     def soft_cap(
         self, logits: SharedArray, cap: float, *, rows: int, vocabulary: int, label: str = "soft cap"
@@ -249,12 +250,16 @@ class GpuGlue(GpuAttention):
         rows: int,
         label: str,
         work: Callable[[], GpuWork],
+        *,
         rounded: RoundedInputs | None = None,
+        segments: Segments | None = None,
     ) -> Launch:
         columns = sizes[-1]
         # All sizes but flags are widths of segments and rows.
         widths = sizes[2:] if name == "gated_activation" else sizes
-        kernel, style, items = self._kernel(("pointwise.cl",), name, rounded=rounded, widths=widths)
+        kernel, style, items = self._kernel(
+            ("pointwise.cl",), name, rounded=rounded, widths=widths, segments=segments
+        )
         span = VECTOR_COLUMNS if style == "vector" else 8
         width = round_up(-(-columns // span), items)
         codes = rounded.arguments(rows, columns, label) if rounded else ()

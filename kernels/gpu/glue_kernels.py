@@ -37,15 +37,15 @@ class Segments:
     """The output of a linear group under a row split, or of an ffn under a split of its width.
 
     The first ``splits[j]`` rows of member ``j`` (output columns of the activation) lie in ``a``, the others
-    in ``b``; each segment holds the members in order. An unused segment may be any memory.
+    in ``b``; each segment holds the members in order. An unused segment may be any memory. With the join
+    ``sum`` all rows lie in ``b``, and those in ``a`` are added to them.
 
     Args:
         a: ``[m_padded, sum(splits)]`` in the activation type.
-        b: ``[m, sum(rows) - sum(splits)]`` in the activation type.
+        b: ``[m, sum(rows) - sum(splits)]`` in the activation type; with ``sum`` ``[m, sum(rows)]``.
         rows: Output rows of each member.
-        splits: Rows of each member in ``a``; ignored with ``sum``.
-        join: ``sum`` for one member whose output is ``a + b``, each ``[m, rows]`` (``a`` may have more rows);
-            only norms accept it.
+        splits: Rows of each member in ``a``.
+        join: How the segments combine.
     """
 
     a: DeviceMemory
@@ -59,17 +59,11 @@ class Segments:
             0 <= split <= rows for split, rows in zip(self.splits, self.rows, strict=True)
         ):
             raise KernelError(f"Splits {self.splits} do not lie inside members of {self.rows} rows.")
-        if self.join == "sum" and len(self.rows) != 1:
-            raise KernelError(f"Two segments are summed for one member, not for {len(self.rows)}.")
 
-    def require_concatenated(self, label: str) -> None:
-        """Refuse segments that must be summed.
-
-        Raises:
-            KernelError: They must.
-        """
-        if self.join == "sum":
-            raise KernelError(f"{label}: two segments are to be summed, which only a norm does.")
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """Defines of the kernels that read the segments."""
+        return {"SUM": 1} if self.join == "sum" else {}
 
 
 class GlueKernels:
@@ -110,6 +104,7 @@ class GlueKernels:
         rounded: RoundedInputs | NpuCodes | None = None,
         rounds: Callable[[KernelStyle], bool] = lambda _: True,
         widths: Sequence[int] = (),
+        segments: Segments | None = None,
     ) -> tuple[Any, KernelStyle, int]:
         """Return a kernel of the first variant that builds, its style and its work-items per work-group.
 
@@ -121,6 +116,7 @@ class GlueKernels:
             rounds: Returns whether the kernel of a style writes those codes.
             widths: Elements of every row and segment; if all are whole eights, kernels for GPUs read eight
                 elements at once and never a part of them.
+            segments: The linear's output that the kernel reads, if it reads one.
         """
 
         def build(variant: Variant) -> tuple[Any, KernelStyle, int]:
@@ -129,6 +125,7 @@ class GlueKernels:
             named = tuple(file.replace("{style}", style) for file in files)
             own = self._defines | variant.defines | {"WG": items} | defines(style)
             own |= rounded.defines if rounded and rounds(style) else {}
+            own |= segments.defines if segments else {}
             if style == "simt" and widths and not any(width % 8 for width in widths):
                 own |= whole_eights(variant, has_half=self._runtime.traits.has_half)
             return self._runtime.kernel((*COMMON_FILES, *named), name, own), style, items

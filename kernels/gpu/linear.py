@@ -50,6 +50,7 @@ class _Request:
     tokens: int
     first_token: int
     kept: tuple[RowRange, ...]
+    in_place: bool
     columns: tuple[int, int]
     half_output: bool
     rounded: RoundedInputs | None
@@ -118,7 +119,7 @@ class GpuLinear:
         self._half = np.dtype(activation_dtype) == np.float16
         self._pieces = _upload_pieces(runtime, arrays)
         self._parameters = (np.int32(number_format.block), np.int32(not number_format.symmetric))
-        self._tiles: dict[tuple[RowRange, ...], tuple[_TileMap, ...]] = {}
+        self._tiles: dict[tuple[tuple[RowRange, ...], bool], tuple[_TileMap, ...]] = {}
 
     @classmethod
     def pack(
@@ -172,6 +173,7 @@ class GpuLinear:
         tokens: int,
         first_token: int = 0,
         kept: Sequence[RowRange] | None = None,
+        in_place: bool = False,
         columns: tuple[int, int] | None = None,
         output_dtype: DTypeLike | None = None,
         rounded: RoundedInputs | None = None,
@@ -188,6 +190,7 @@ class GpuLinear:
             first_token: First row to compute; both slots start at token 0.
             kept: Row range of each member, starting at multiples of :data:`ROW_ALIGNMENT`; all rows by
                 default. The output columns are the kept rows of the members in order.
+            in_place: Whether ``y`` has all rows of the members instead, of which the kept ones are written.
             columns: Inputs ``[start, stop)``, for a partial sum: multiples of the scale block and of
                 :data:`COLUMNS_MULTIPLE`; all inputs by default.
             output_dtype: float32 for a float32 output of float16 activations.
@@ -204,7 +207,7 @@ class GpuLinear:
         half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
         ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
         taken = self._check_columns((0, self.columns) if columns is None else columns, label)
-        request = _Request(x, y, tokens, first_token, ranges, taken, half_output, rounded, label)
+        request = _Request(*(x, y, tokens, first_token, ranges, in_place, taken, half_output, rounded, label))
         if rounded is not None:
             if not self.integer_inputs:
                 raise KernelError(f"{label}: inputs that are not rounded cannot be read as int8 codes.")
@@ -255,8 +258,9 @@ class GpuLinear:
         try_linear(pack, self._runtime, variant, self.format, dtype, integer_inputs=self.integer_inputs)
 
     def _launch(self, variant: Variant, request: _Request) -> Launch:
-        rows = sum(stop - start for start, stop in request.kept)
-        tile_maps = self._tile_map(request.kept, request.label)
+        kept_rows = sum(stop - start for start, stop in request.kept)
+        rows = sum(self.member_rows) if request.in_place else kept_rows
+        tile_maps = self._tile_map(request.kept, request.in_place, request.label)
         last = request.first_token + request.tokens
         request.x.require(last * request.width * (2 if self._half else 4), f"{request.label} input")
         request.y.require(last * rows * (2 if request.half_output else 4), f"{request.label} output")
@@ -395,19 +399,21 @@ class GpuLinear:
         assert launch is not None  # a table has rows
         return launch
 
-    def _tile_map(self, kept: tuple[RowRange, ...], label: str) -> tuple[_TileMap, ...]:
-        if kept in self._tiles:
-            return self._tiles[kept]
+    def _tile_map(self, kept: tuple[RowRange, ...], in_place: bool, label: str) -> tuple[_TileMap, ...]:
+        if (kept, in_place) in self._tiles:
+            return self._tiles[kept, in_place]
         if len(kept) != len(self.member_rows):
             raise KernelError(f"{label}: {len(kept)} row ranges for {len(self.member_rows)} members.")
         tiles: list[tuple[int, int, int]] = []
-        first_block = column = 0
+        first_block = column = first_row = 0
         for (start, stop), rows in zip(kept, self.member_rows, strict=True):
             if not 0 <= start <= stop <= rows or (start < stop and start % ROW_ALIGNMENT):
                 raise KernelError(
                     f"{label}: rows [{start}, {stop}) of a member with {rows} rows; a range starts at a "
                     f"multiple of {ROW_ALIGNMENT} and lies inside."
                 )
+            column = first_row + start if in_place else column
+            first_row += rows
             for row in range(start, stop, 64):
                 width = min(64, stop - row)
                 tiles.append((first_block + row // 64, column, width))
@@ -426,8 +432,8 @@ class GpuLinear:
             if own:
                 uploaded = self._runtime.upload(np.array(own, np.int32))
                 maps.append(_TileMap(piece, uploaded, len(own), sum(width for _, _, width, _ in own)))
-        self._tiles[kept] = tuple(maps)
-        return self._tiles[kept]
+        self._tiles[kept, in_place] = tuple(maps)
+        return self._tiles[kept, in_place]
 
 
 def _upload_pieces(

@@ -24,6 +24,7 @@ from .qnn_runtime import qnn_available as qnn_available
 from .qnn_socs import SOCS as SOCS
 from .ranges import FfnRanges as FfnRanges
 from .ranges import LinearRanges as LinearRanges
+from .ranges import ShadowRanges as ShadowRanges
 from .ranges import StaticRanges as StaticRanges
 from .ranges import step_of as step_of
 from .shards import FfnShard as FfnShard

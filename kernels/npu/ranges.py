@@ -10,12 +10,35 @@ from typing import Final, TypeAlias
 from heterollm.base import GraphError
 from heterollm.kernels.formats import CodeBits, CodeGrid, largest_code
 
-__all__ = ["HEADROOM", "FfnRanges", "LinearRanges", "StaticRanges", "step_of"]
+__all__ = ["HEADROOM", "FfnRanges", "LinearRanges", "ShadowRanges", "StaticRanges", "step_of"]
 
 HEADROOM: Final[Mapping[CodeBits, float]] = MappingProxyType({8: 1.0, 16: 1.5})
 """Factor of a range over the largest magnitude seen. One saturated output ruins a token; the lost bit does
 not matter at 16 bits. A percentile in place of the maximum leaves 1 to 36 dB. At 8 bits the lost bit
 costs more than saturation does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowRanges:
+    """Ranges of a linear shard whose large inputs are clamped, while the GPU multiplies the rest of them.
+
+    Args:
+        inputs: Magnitude at which inputs are clamped.
+        outputs: Largest magnitude of the output of clamped inputs, before a bias.
+        members: The same of each member, if each has a grid of its own.
+        hot: Channels that often have larger inputs, whose float weights stay in memory.
+
+    Raises:
+        GraphError: A magnitude is not positive and finite.
+    """
+
+    inputs: float
+    outputs: float
+    members: tuple[float, ...] = ()
+    hot: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check((self.inputs, self.outputs, *self.members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +51,7 @@ class LinearRanges:
         inputs: Largest magnitude of the input; None divides the input by that of each token.
         bits: Of a code; static 8-bit graphs need ``inputs``.
         members: Largest magnitude of the output of each member, if each has a grid of its own.
+        shadow: Ranges of the same shard with a shadow of outliers; None without one.
 
     Raises:
         GraphError: A magnitude is not positive and finite, or 8-bit ranges lack ``inputs``.
@@ -37,11 +61,21 @@ class LinearRanges:
     inputs: float | None = None
     bits: CodeBits = 16
     members: tuple[float, ...] = ()
+    shadow: ShadowRanges | None = None
 
     def __post_init__(self) -> None:
         _check((self.outputs, self.inputs, *self.members))
         if self.bits == 8 and self.inputs is None:
             raise GraphError("Ranges of 8-bit codes lack that of the input: they are static.")
+
+    def of_placement(self, *, shadow: bool) -> LinearRanges | None:
+        """Return the ranges with or without the shadow; None without suitable ones."""
+        if not shadow:
+            return replace(self, shadow=None)
+        if self.shadow is None:
+            return None
+        own = self.shadow
+        return replace(self, inputs=own.inputs, outputs=own.outputs, members=own.members, shadow=None)
 
     @property
     def grid(self) -> CodeGrid:

@@ -82,7 +82,9 @@ static inline void write_codes(__global const act_t *x, int columns, float steps
     value = low ? (float8)-(float)ZERO_CODE : high ? (float8)(ZERO_CODE - 1.0f) : value;
     *(__global code8_t *)(codes + i) = CODES_OF_INTS(ROUND8(value) + ZERO_CODE);
   }
+#ifndef CLAMPED
   // Rounding may exceed the largest magnitude of a token by a part of a step.
   if (!per_token)
     count_ends(outside, counts);
+#endif
 }

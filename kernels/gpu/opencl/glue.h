@@ -2,6 +2,7 @@
 //
 //   WG          work-items of a work-group: 1 where one explicit vector loop is fastest (a CPU), else 64..256
 //   KV_HALF     the KV cache stores half instead of float
+//   SUM         the segments of a linear's output are added (member_row)
 //
 // The step buffer, written by the host once a pass:
 #define STEP_POSITION 0  // position of the pass's first token
@@ -54,17 +55,32 @@ typedef float kv_t;
 #define load_float(p, i) ((p)[i])
 #define store_float(v, p, i) ((p)[i] = (v))
 
-// One row of one member of a split linear group: its columns below `split` lie in `a`, the others in `b`. Both point
-// at the row's first element of that member.
+// One row of one member of a split linear group: its columns below `split` lie in `a`, the others in `b`. With -DSUM
+// all columns lie in `b`, and those in `a` are added. Both point at the row's first element of that member.
 typedef struct {
   __global const act_t *a;
   __global const act_t *b;
   int split;
 } member_row;
 
+// Columns of `b` for `all` columns, of which `a` has `leading`.
+#ifdef SUM
+#define COLUMNS_OF_B(all, leading) (all)
+#else
+#define COLUMNS_OF_B(all, leading) ((all) - (leading))
+#endif
+
 // The columns [column, column + count) of a row, count at most 8, padded with zeros.
 static inline float8 load_member(member_row row, int column, int count) {
-#ifdef WHOLE_EIGHTS
+#if defined(SUM)
+  LOAD_PART(load_act8, load_act, row.b, column, count, value)
+  const int added = min(count, row.split - column);
+  if (added > 0) {
+    LOAD_PART(load_act8, load_act, row.a, column, added, more)
+    value += more;
+  }
+  return value;
+#elif defined(WHOLE_EIGHTS)
   return column < row.split ? load_act8(row.a, column) : load_act8(row.b, column - row.split);
 #else
   if (count == 8 && column + 8 <= row.split)

@@ -14,9 +14,9 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
   size_t token = get_global_id(1);
   int a_columns = gate_split + up_split;
   __global const act_t *a_row = a + token * a_columns;
-  __global const act_t *b_row = b + token * (2 * columns - a_columns);
+  __global const act_t *b_row = b + token * COLUMNS_OF_B(2 * columns, a_columns);
   member_row gates = {a_row, b_row, gate_split};
-  member_row ups = {a_row + gate_split, b_row + (columns - gate_split), up_split};
+  member_row ups = {a_row + gate_split, b_row + COLUMNS_OF_B(columns, gate_split), up_split};
   __global act_t *target = out + token * columns;
   int begin = get_global_id(0) * span, end = min(columns, begin + span);
   for (int i = begin; i < end; i += 8) {
@@ -50,7 +50,7 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
 GROUP_SIZE __kernel void join_logits(__global const act_t *a, __global const act_t *b, __global float *out,
                                      int split, int columns, int span) {
   size_t row = get_global_id(1);
-  member_row logits = {a + row * split, b + row * (columns - split), split};
+  member_row logits = {a + row * split, b + row * COLUMNS_OF_B(columns, split), split};
   __global float *target = out + row * columns;
   int begin = get_global_id(0) * span, end = min(columns, begin + span);
   for (int i = begin; i < end; i += 8) {

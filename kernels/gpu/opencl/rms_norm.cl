@@ -1,7 +1,7 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
-// The delta may be the sum of two segments, and have a bias and a norm of its own: delta / rms(delta) * post.
-// With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h, rounding.h and
-// glue.h, and with NPU_CODES codes.h.
+// The delta may have a bias and a norm of its own: delta / rms(delta) * post.
+// With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
+// rounding.h and glue.h, and with NPU_CODES codes.h.
 
 #define NORM_ONLY 0       // no delta
 #define NORM_ADD 1        // delta is added and the sum stored back
@@ -9,16 +9,11 @@
 
 typedef struct {
   member_row row;
-  __global const act_t *other; // segment to add to the row; null for none
   __global const float *bias;  // null for none
 } norm_delta;
 
 static inline float8 load_delta(norm_delta delta, int i, int count) {
   float8 value = load_member(delta.row, i, count);
-  if (delta.other) {
-    LOAD_PART(load_act8, load_act, delta.other, i, count, more)
-    value += more;
-  }
   if (delta.bias) {
     LOAD_PART(load_float8, load_float, delta.bias, i, count, shift)
     value += shift;
@@ -54,7 +49,7 @@ static inline float group_sum(float value, __local float *sums) {
   return value;
 }
 
-// split: columns of the delta in a; below 0 the delta is the sum of a and b.
+// split: columns of the delta in a.
 GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float *weight,
                                   __global act_t *out, __global const act_t *a, __global const act_t *b,
                                   __global const float *bias, __global const float *post,
@@ -65,9 +60,8 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
   size_t row = mode == NORM_ADD_HEAD ? out_row + step[STEP_HEAD_ROW] : out_row;
   int lane = get_local_id(0);
   __global float *values = residual + row * hidden;
-  int own = split < 0 ? hidden : split;
-  member_row parts = {a + row * own, b + row * (hidden - own), own};
-  norm_delta delta = {parts, split < 0 ? b + row * hidden : 0, has_bias ? bias : 0};
+  member_row parts = {a + row * split, b + row * COLUMNS_OF_B(hidden, split), split};
+  norm_delta delta = {parts, has_bias ? bias : 0};
   float delta_factor = 1.0f;
   if (has_post) {
     float8 squares = 0.0f;

@@ -33,7 +33,7 @@ GROUP_SIZE __kernel void rope_and_store(
     return;
   int q_rows = heads * head_dim, kv_rows = kv_heads * head_dim;
   int a_columns = q_split + k_split + v_split;
-  int b_columns = q_rows + 2 * kv_rows - a_columns;
+  int b_columns = COLUMNS_OF_B(q_rows + 2 * kv_rows, a_columns);
   // A piece is two runs of up to 8 elements, half the rotated (or the unrotated) part of a head apart.
   int normed_head = -1;
   float factor = 1.0f;
@@ -62,7 +62,7 @@ GROUP_SIZE __kernel void rope_and_store(
     int a_before = is_q ? 0 : is_v ? q_split + k_split : q_split;
     int rows_before = is_q ? 0 : is_v ? q_rows + kv_rows : q_rows;
     member_row row = {a + (size_t)token * a_columns + a_before,
-                      b + (size_t)token * b_columns + (rows_before - a_before), split};
+                      b + (size_t)token * b_columns + COLUMNS_OF_B(rows_before, a_before), split};
     int low_at = (rotate ? 0 : rotated) + begin, high_at = low_at + run;
     float8 low = load_member(row, member_head * head_dim + low_at, count);
     float8 high = load_member(row, member_head * head_dim + high_at, count);

@@ -72,6 +72,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "codes for the NPU",
         "soft cap of the logits",
         "join of the logits",
+        "shadow outliers",
         FLAG,
         CLOCKS,
         CORES,

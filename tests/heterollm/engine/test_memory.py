@@ -22,7 +22,7 @@ from heterollm.engine.memory import MemoryNeed
 from heterollm.kernels.npu import LinearShard
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, op_specs
-from heterollm.solver import check_plan, level_plan
+from heterollm.solver import check_plan, level_plan, with_shadows
 
 
 def need_of(bundled_model: Path, level: str, context: int = 100, tied: bool = True) -> tuple[MemoryNeed, int]:
@@ -39,6 +39,21 @@ def need_of(bundled_model: Path, level: str, context: int = 100, tied: bool = Tr
     )
     need = memory_need(config, specs, plan, context, {"a": 1000, "b": 24}, np.dtype(np.float32))
     return need, specs[-1].weight_bytes()
+
+
+def test_the_weights_of_hot_channels_count_where_a_plan_has_shadows(bundled_model: Path) -> None:
+    specs = op_specs(ModelConfig.from_folder(bundled_model), "w8a8", 32, True)
+    plan = level_plan(
+        "npu", specs, device="host", precision="w8a8", standard_lengths=(1, 64), chunk_length=64
+    )
+    hot = {(0, "qkv"): 5, (1, "o"): 3, (2, "down"): 100}
+    config, rest = ModelConfig.from_folder(bundled_model), (100, {}, np.dtype(np.float32))
+    for shadows, weights in ((set(), 0), ({(0, "qkv"), (1, "o")}, 5 * 512 + 3 * 256)):
+        made = with_shadows(plan, shadows)
+        need = memory_need(config, specs, made, *rest, hot_channels=hot, item_bytes=4)
+        assert need.hot_weights == 4 * weights
+        assert need.total - need.hot_weights == memory_need(config, specs, made, *rest).total
+        assert ("weights of outliers" in str(need)) is bool(weights)
 
 
 def test_every_part_is_counted_once(bundled_model: Path) -> None:

@@ -130,7 +130,7 @@ def test_join_logits_copies_every_value(cases, style, dtype):
     made = cases(style, dtype, 5)
     for rows, vocabulary in ((1, 1), (1, 515), (3, 515), (2, 4104)):
         for (split,) in splits_of((vocabulary,)):
-            np.testing.assert_array_equal(*made.join(rows, vocabulary, split))
+            np.testing.assert_array_equal(*made.logits(rows, vocabulary, split))
 
 
 # -- RoPE and the KV cache -----------------------------------------------------------------------------------

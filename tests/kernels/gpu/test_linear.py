@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import KernelError
+from heterollm.kernels.cases import fill_slot
 from heterollm.kernels.formats import (
     QuantizedTensor,
     concatenate_rows,
@@ -125,6 +126,24 @@ def test_a_cut_gives_the_same_bits_as_the_whole(runtime, style, tokens):
     members, x = case.data(np.float32)
     stacked = GpuLinear.pack(runtime, [concatenate_rows(members)], activation_dtype=np.float32)
     np.testing.assert_array_equal(run_linear(runtime, stacked, x, style=style), whole)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_cut_can_lie_in_place_among_all_rows(runtime, style, tokens):
+    case = LinearCase(WeightFormat(8, 32), (192, 101, 30), 160, tokens)
+    members, x = case.data(np.float32)
+    packed = GpuLinear.pack(runtime, members, activation_dtype=np.float32)
+    whole = run_linear(runtime, packed, x, style=style)
+    kept = ((64, 192), (64, 101), (0, 0))
+    source, target = fill_slot(runtime, x), fill_slot(runtime, np.full_like(whole, np.nan))
+    options = {"tokens": tokens, "kept": kept, "style": style, "label": "test"}
+    packed.launch(source, target, in_place=True, **options)()
+    packed.launch(source, runtime.shared((tokens, 165), np.float32), **options)()  # of the same rows
+    runtime.finish()
+    own = np.r_[64:192, 192 + 64 : 293]
+    np.testing.assert_array_equal(target.array[:, own], whole[:, own])
+    assert np.isnan(np.delete(target.array, own, axis=1)).all()
 
 
 @pytest.mark.parametrize("dtype", ACTIVATIONS)

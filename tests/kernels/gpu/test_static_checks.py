@@ -279,7 +279,7 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         exact = before + reference_layers.rms_norm(added + bias.array, post.array, 1e-5)
         exact = reference_layers.rms_norm(exact, weight.array, 1e-5)
         assert linear_errors(out.array, exact).within(gate)
-        total = Segments(slot((tokens, 44), dtype), slot((tokens, 44), dtype), (44,), (0,), join="sum")
+        total = Segments(slot((tokens, 44), dtype), slot((tokens, 44), dtype), (44,), (44,), join="sum")
         before = residual.array.copy()
         layers.rms_norm(residual, weight, out, tokens=tokens, delta=total, bias=bias, **norm)()
         yield

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.base import KernelError
 from heterollm.kernels.formats import (
     concatenate_rows,
     linear_errors,
@@ -21,9 +20,6 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuGlue,
     GpuLinear,
-    HeadShape,
-    KvLayer,
-    Rotation,
     RoundedInputs,
     Segments,
     code_bytes,
@@ -54,7 +50,7 @@ def sum_case(runtime, rng, tokens, hidden, dtype):
     """The two parts, the first with NaN rows behind it as padded NPU output has, and their sum."""
     a, b = (rng.standard_normal((tokens, hidden)).astype(dtype) for _ in range(2))
     padded = np.concatenate([a, np.full((2, hidden), np.nan, dtype)])
-    delta = Segments(upload(runtime, padded), upload(runtime, b), (hidden,), (0,), join="sum")
+    delta = Segments(upload(runtime, padded), upload(runtime, b), (hidden,), (hidden,), join="sum")
     return delta, a.astype(np.float32) + b.astype(np.float32)
 
 
@@ -135,27 +131,6 @@ def test_what_is_rounded_is_the_norm_of_the_sum(runtime, style):
         assert np.any(summed)
 
 
-def test_only_a_norm_adds(runtime):
-    memory = runtime.shared((1, 64), np.float32)
-    with pytest.raises(KernelError, match="summed for one member"):
-        Segments(memory, memory, (16, 16), (0, 0), join="sum")
-    layers = GpuGlue(runtime, np.float32, np.float32)
-    delta = Segments(memory, memory, (16,), (0,), join="sum")
-    step = runtime.shared((STEP_WORDS,), np.int32)
-    for call in (
-        lambda: layers.gated_activation(delta, memory, tokens=1, intermediate=16),
-        lambda: layers.join_logits(delta, memory, rows=1),
-        lambda: layers.rope_and_store(
-            *(delta, None, memory, KvLayer(memory, 0), step),
-            shape=HeadShape(1, 1, 8, 1),
-            rotation=Rotation(memory, memory),
-            tokens=1,
-        ),
-    ):
-        with pytest.raises(KernelError, match="only a norm"):
-            call()
-
-
 # -- the whole block -----------------------------------------------------------------------------------------
 
 
@@ -230,7 +205,7 @@ def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form
     kept = ((cut, width), (cut, width))
     halves = Segments(wide, wide, (rest, rest), (0, 0))
     shape = {"tokens": tokens, "intermediate": rest, "activation": network.activation, "rounded": rounded}
-    total = Segments(y_npu, y_gpu, (hidden,), (0,), join="sum")
+    total = Segments(y_npu, y_gpu, (hidden,), (hidden,), join="sum")
     launches = [
         gate_up.launch(source, wide, tokens=tokens, kept=kept, style=style, label="gate and up"),
         layers.gated_activation(
