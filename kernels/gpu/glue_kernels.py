@@ -110,33 +110,38 @@ class GlueKernels:
         rounded: RoundedInputs | NpuCodes | None = None,
         rounds: Callable[[KernelStyle], bool] = lambda _: True,
         widths: Sequence[int] = (),
+        variants: Sequence[Variant] | None = None,
+        test: Callable[[Variant], None] | None = None,
     ) -> tuple[Any, KernelStyle, int]:
         """Return a kernel of the first variant that builds, its style and its work-items per work-group.
 
         Args:
-            files: Source files after the common ones; ``{style}`` stands for the style.
+            files: Source files after the common ones; ``{style}`` stands for the style's family.
             name: Kernel function.
             defines: Returns the additional defines of a style.
             rounded: Target of the output's codes; None for no codes.
             rounds: Returns whether the kernel of a style writes those codes.
             widths: Elements of every row and segment; if all are whole eights, kernels for GPUs read eight
                 elements at once and never a part of them.
+            variants: Variants to try, best first; by default the device's.
+            test: Raises :class:`BuildError` if a variant computes wrong numbers; called once for each.
         """
 
         def build(variant: Variant) -> tuple[Any, KernelStyle, int]:
             style = variant.style
             items = 1 if style == "vector" else SIMT_ITEMS
-            named = tuple(file.replace("{style}", style) for file in files)
+            family = "vector" if style == "vector" else "simt"
+            named = tuple(file.replace("{style}", family) for file in files)
             own = self._defines | variant.defines | {"WG": items} | defines(style)
             own |= rounded.defines if rounded and rounds(style) else {}
-            if style == "simt" and widths and not any(width % 8 for width in widths):
+            if family == "simt" and widths and not any(width % 8 for width in widths):
                 own |= whole_eights(variant, has_half=self._runtime.traits.has_half)
             return self._runtime.kernel((*COMMON_FILES, *named), name, own), style, items
 
         what = name.replace("_", " ")
         if rounded:
             what += " with uint16 codes" if isinstance(rounded, NpuCodes) else " with int8 codes"
-        return self._runtime.variants.first(what, self._variants, build)
+        return self._runtime.variants.first(what, variants or self._variants, build, test)
 
 
 def _float_bytes(dtype: DTypeLike, what: str) -> int:

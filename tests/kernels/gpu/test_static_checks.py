@@ -58,6 +58,7 @@ SIMT_DEFINES = [
     for defines in LINEAR_DEFINES
     for more in ("", " -DWHOLE_EIGHTS -DASYMMETRIC")
 ]
+IMAGES = [f"-DBITS={bits}{few} -DBLOCK=32 -DWEIGHT_IMAGE" for bits in (4, 8) for few in ("", " -DTOKENS=1")]
 SIMT_INT8_DEFINES = [defines for defines in SIMT_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
 LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
@@ -65,9 +66,10 @@ ATTENTION = (*LAYERS, "attention.h")
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
     ("common.h", "linear.h", "linear_wide.h", "linear_vector.cl"): LINEAR_DEFINES,
-    ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl"): SIMT_DEFINES,
+    ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl"): SIMT_DEFINES + IMAGES,
     ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
-    ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): SIMT_INT8_DEFINES,
+    ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): SIMT_INT8_DEFINES
+    + IMAGES,
     ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8 -DBLOCK=32 -DWHOLE_EIGHTS"],
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
     (*LAYERS, "rms_norm.cl"): [
@@ -88,6 +90,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DGROUP=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
     ],
     (*ATTENTION, "attention_join.cl"): [
