@@ -27,11 +27,15 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Scores,
     Segments,
+    ShapeClass,
     SharedArray,
     Variant,
+    default_parameters,
+    with_numbers,
 )
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.open import open_device
+from heterollm.kernels.ops import WeightFormat
 
 ROWS: Final = 256
 COLUMNS: Final = 2048
@@ -111,6 +115,11 @@ def _weight(bits: int) -> Any:  # noqa: ANN401 - either kind of weight
     return QuantizedTensor(codes, np.zeros((ROWS, groups), np.float16), None, bits, BLOCK)
 
 
+def _shape(bits: int, tokens: int) -> ShapeClass:
+    weight = WeightFormat(bits, BLOCK)
+    return ShapeClass.of(weight, integer_inputs=False, half=True, tokens=tokens)
+
+
 def _record_linears(runtime: ProgramRecorder, slot: SharedArray) -> None:
     def record(
         bits: int,
@@ -144,6 +153,12 @@ def _record_linears(runtime: ProgramRecorder, slot: SharedArray) -> None:
         for step, sums, depth in sizes:
             chosen = KernelParameters(style, True, step, item_tokens=sums, depth_inputs=depth)
             record(4, 64, rounds=rounds, parameters=chosen, note=f" tile {step}x{sums}x{depth}")
+    chosen = with_numbers(default_parameters("simt", _shape(4, 1)), {"subgroup": 1})
+    record(4, 1, parameters=chosen, note=" subgroup")
+    images: tuple[tuple[int, KernelStyle], ...] = ((1, "simt"), (64, "simt"), (64, "half"))
+    for tokens, style in images:
+        chosen = with_numbers(default_parameters(style, _shape(4, tokens)), {"image": 1})
+        record(4, tokens, parameters=chosen, note=" image")
     runtime.traits = replace(runtime.traits, has_integer_dot=False)
     for tokens in (1, 8, 64):
         record(4, tokens, rounds=True, note=" without dp4acc")
@@ -185,8 +200,14 @@ def _record_glue(
         runtime.label = "write_npu_codes f16"
         layers.write_codes(slot, codes, tokens=16, columns=hidden)
         runtime.label = "read_npu_codes f16"
-        layers.read_codes(codes, slot, tokens=16, rows=hidden)
+        layers.read_codes(codes, slot, tokens=16, member_rows=(hidden,))
     else:
+        for tokens in (1, 64):
+            name = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
+            runtime.label = f"{name} coalesced"
+            if name in runtime.programs:
+                options = {"tokens": tokens, "bucket": 512, "parts": 1, "style": "coalesced"}
+                layers.attention(slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
         # Twice the rows of a work-group, to show that it is no better.
         half = runtime.programs.get(f"attention {kind} hd{shape.head_dim} group{shape.group} T64")
         if half is not None:

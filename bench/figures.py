@@ -368,11 +368,14 @@ def adreno_table() -> str:
     kept = json.loads((ROOT / "bench" / "results" / "adreno_static.json").read_text("utf-8"))["tables"]
     fronts = kept["mesa 740"], kept["llvm 740"]
     lines = []
-    for program in (program for program in fronts[0] if program in fronts[1]):
+    for program in dict.fromkeys(program for front in reversed(fronts) for program in front):
         cells = [f"`{program}`"]
         # The other loops multiply and add for something else.
         counts = program.startswith(("linear", "attention ")) and "without" not in program
-        for row in (rows[program] for rows in fronts):
+        for row in (rows.get(program) for rows in fronts):
+            if row is None:
+                cells += ["-"] * 4
+                continue
             cells += [str(row[name]) for name in ("registers", "waves", "private_bytes")]
             cells.append(f"{row['loop_slots'] / row['loop_products']:.2f}" if counts else "-")
         lines.append(cells)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import psutil
 
 from heterollm.base import HeteroLLMError, ProfileError, Progress
@@ -42,7 +43,7 @@ from heterollm.profiler.measure import (
 )
 from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Profile, Record, profile_path
 from heterollm.profiler.runner import ProfileOptions, RunSummary, run_tasks
-from heterollm.profiler.tune import default_jobs, tune
+from heterollm.profiler.tune import default_jobs, tune, tune_attention
 from heterollm.profiler.work import Tier
 from heterollm.profiler.worth import by_worth
 
@@ -249,7 +250,14 @@ def _tune(
     half = device.activation_dtype.itemsize == 2
     jobs = default_jobs(half=half, weight=weight, integer_inputs=integer_inputs or (False,))
     try:
-        return tune(device.gpu, jobs, budget_s=budget_s, progress=report).to_dict()
+        found = tune(device.gpu, jobs, budget_s=budget_s, progress=report).to_dict()
+        compared = tune_attention(
+            device.gpu,
+            dict.fromkeys((shape.heads, shape.kv_heads, shape.head_dim) for shape in shapes),
+            activation_dtype=device.activation_dtype,
+            kv_dtype=device.cache_dtype,
+        )
+        return found | {"attention": [msgspec.to_builtins(chosen) for chosen in compared]}
     except HeteroLLMError as error:
         logger.warning("GPU kernels are not tuned: %s", error.message)
         return {"error": error.message}

@@ -1,3 +1,6 @@
+from .attention_tuning import AttentionClass as AttentionClass
+from .attention_tuning import TunedAttention as TunedAttention
+from .attention_tuning import suits_coalesced as suits_coalesced
 from .binding import OpenClError as OpenClError
 from .codes import COUNT_WORDS as COUNT_WORDS
 from .codes import FACTOR_BYTES as FACTOR_BYTES
@@ -68,6 +71,7 @@ from .traits import DeviceTraits as DeviceTraits
 from .tuning import DeviceTuning as DeviceTuning
 from .tuning import Quarantined as Quarantined
 from .tuning import Tuned as Tuned
+from .tuning import TuningTable as TuningTable
 from .variants import BuildError as BuildError
 from .variants import Variant as Variant
 from .variants import VariantRecord as VariantRecord

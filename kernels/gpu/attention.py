@@ -10,12 +10,14 @@ import numpy as np
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.attention_grid import AttentionGrid
+from heterollm.kernels.gpu.attention_tuning import AttentionClass, suits_coalesced
 from heterollm.kernels.gpu.glue_kernels import Defines, GlueKernels, Segments
 from heterollm.kernels.gpu.heads import HeadShape, KvLayer, Rotation, Scores
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch
+from heterollm.kernels.gpu.self_test import try_attention
 from heterollm.kernels.gpu.variants import Variant
 from heterollm.kernels.gpu.work import attention_work, pointwise_work, rope_work
 
@@ -102,6 +104,7 @@ class GpuAttention(GlueKernels):
         bucket: int,
         parts: int | None = None,
         rounded: RoundedInputs | None = None,
+        style: KernelStyle | None = None,
     ) -> tuple[Launch, ...]:
         """Return the launches of causal attention over the cache; only the first reads the cache.
 
@@ -121,16 +124,17 @@ class GpuAttention(GlueKernels):
             bucket: Largest context length of this launch.
             parts: Parts of the context; by default a number that fits the device.
             rounded: Target of the int8 codes of ``out``; None for no codes.
+            style: Kernel style; by default the tuned one or the device's.
         """
         q.require(tokens * shape.query_columns * 4, "attention query")
         out.require(tokens * shape.query_columns * self._item_bytes, "attention output")
         codes = rounded.arguments(tokens, shape.query_columns, "attention") if rounded else ()
         units = self._runtime.traits.compute_units
         grid = AttentionGrid(shape, tokens, bucket, units, parts, rounded)
-        style, partial, first = self._first(grid, q, cache, out, step, scores, codes)
-        if grid.parts(style) > 1:
-            return first, self._join(grid, style, partial, out, codes)
-        if rounded is None or grid.rounds(style):
+        chosen, partial, first = self._first(grid, q, cache, out, step, scores, codes, style)
+        if grid.parts(chosen) > 1:
+            return first, self._join(grid, chosen, partial, out, codes)
+        if rounded is None or grid.rounds(chosen):
             return (first,)
         return first, self._round(out, rounded, tokens, shape.query_columns)
 
@@ -143,17 +147,30 @@ class GpuAttention(GlueKernels):
         step: SharedArray,
         scores: Scores,
         codes: tuple[Argument, ...],
+        forced: KernelStyle | None,
     ) -> tuple[KernelStyle, Argument, Launch]:
         """Return the kernel style, the target of partial results, and the launch that reads the cache."""
 
         def defines(style: KernelStyle) -> Defines:
-            capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style == "simt" else {}
+            capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style != "vector" else {}
             return grid.defines(style) | self._kv_defines | capped
 
         files = ("attention.h", "attention_{style}.cl")
         widths = (grid.shape.head_dim,)
-        kernel, style, items = self._kernel(files, "attention", defines, grid.rounded, grid.rounds, widths)
-        shape, parts = grid.shape, grid.parts(style)
+        shape = grid.shape
+
+        def test(variant: Variant) -> None:
+            if variant.style == "coalesced" and self._runtime.tests_kernels and forced is None:
+                try_attention(self.attention, self._runtime, shape, self._kv_dtype, self._item_bytes)
+
+        if forced is not None:
+            variants: tuple[Variant, ...] = (Variant(forced),)
+        else:
+            variants = (*self._tuned_variants(shape, grid.tokens), *self._variants)
+        kernel, style, items = self._kernel(
+            files, "attention", defines, grid.rounded, grid.rounds, widths, variants, test
+        )
+        parts = grid.parts(style)
         cap, partial = scores.soft_cap, out if parts == 1 else self._partials(grid, style)
         factor = scores.scale / cap if cap else scores.scale * LOG2_E
         arguments = (
@@ -175,6 +192,12 @@ class GpuAttention(GlueKernels):
         size = grid.tiles(style) * items, shape.kv_heads, parts
         launch = self._runtime.launch(kernel, arguments, size, (items, 1, 1), "attention", work=work)
         return style, partial, launch
+
+    def _tuned_variants(self, shape: HeadShape, tokens: int) -> tuple[Variant, ...]:
+        """Return the tuned variant, unless it is the device's own."""
+        kind = AttentionClass.of(shape.head_dim, shape.group, self._kv_dtype, tokens)
+        tuned = self._runtime.tuning.attention_style(kind)
+        return (Variant("coalesced"),) if tuned == "coalesced" and suits_coalesced(kind) else ()
 
     def _join(
         self,

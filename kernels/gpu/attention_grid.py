@@ -13,7 +13,7 @@ from heterollm.kernels.gpu.rounding import RoundedInputs
 
 __all__ = ["AttentionGrid"]
 
-PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 8}
+PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 8, "coalesced": 8}
 DECODE_ROWS: Final = 8
 FEW_TOKENS: Final = 8
 DECODE_PART_KEYS: Final = 128
@@ -95,4 +95,6 @@ class AttentionGrid:
             own |= {"MICRO": micro, "VECTORS": vectors}
         else:
             own["GROUP"] = self.shape.group
+        if style == "coalesced":
+            own["COALESCED"] = 1
         return own | ({"CODE_HEADS": self.code_heads} if self.rounds(style) else {})

@@ -105,11 +105,13 @@ class GlueKernels:
         rounds: Callable[[KernelStyle], bool] = lambda _: True,
         widths: Sequence[int] = (),
         segments: Segments | None = None,
+        variants: Sequence[Variant] | None = None,
+        test: Callable[[Variant], None] | None = None,
     ) -> tuple[Any, KernelStyle, int]:
         """Return a kernel of the first variant that builds, its style and its work-items per work-group.
 
         Args:
-            files: Source files after the common ones; ``{style}`` stands for the style.
+            files: Source files after the common ones; ``{style}`` stands for the style's family.
             name: Kernel function.
             defines: Returns the additional defines of a style.
             rounded: Target of the output's codes; None for no codes.
@@ -117,16 +119,19 @@ class GlueKernels:
             widths: Elements of every row and segment; if all are whole eights, kernels for GPUs read eight
                 elements at once and never a part of them.
             segments: The linear's output that the kernel reads, if it reads one.
+            variants: Variants to try, best first; by default the device's.
+            test: Raises :class:`BuildError` if a variant computes wrong numbers; called once for each.
         """
 
         def build(variant: Variant) -> tuple[Any, KernelStyle, int]:
             style = variant.style
             items = 1 if style == "vector" else SIMT_ITEMS
-            named = tuple(file.replace("{style}", style) for file in files)
+            family = "vector" if style == "vector" else "simt"
+            named = tuple(file.replace("{style}", family) for file in files)
             own = self._defines | variant.defines | {"WG": items} | defines(style)
             own |= rounded.defines if rounded and rounds(style) else {}
             own |= segments.defines if segments else {}
-            if style == "simt" and widths and not any(width % 8 for width in widths):
+            if family == "simt" and widths and not any(width % 8 for width in widths):
                 own |= whole_eights(variant, has_half=self._runtime.traits.has_half)
             return self._runtime.kernel((*COMMON_FILES, *named), name, own), style, items
 
@@ -134,7 +139,7 @@ class GlueKernels:
         if rounded:
             bits = rounded.grid.bits if isinstance(rounded, NpuCodes) else 0
             what += f" with uint{bits} codes" if bits else " with int8 codes"
-        return self._runtime.variants.first(what, self._variants, build)
+        return self._runtime.variants.first(what, variants or self._variants, build, test)
 
 
 def _float_bytes(dtype: DTypeLike, what: str) -> int:

@@ -14,8 +14,8 @@ from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 
 __all__ = ["Argument", "ChainedLaunch", "Launch", "OpenClLaunch", "host_address"]
 
-Argument: TypeAlias = "cl.Buffer | DeviceMemory | np.generic | cl.LocalMemory | None"
-"""A kernel argument: device memory, a NumPy scalar of the exact type, local memory, or a null pointer."""
+Argument: TypeAlias = "cl.Buffer | cl.Image | DeviceMemory | np.generic | cl.LocalMemory | None"
+"""A kernel argument: device memory, an image, a NumPy scalar of the exact type, local memory, or null."""
 
 
 class Launch(ABC):

@@ -120,6 +120,7 @@ class GpuLinear:
         self._pieces = _upload_pieces(runtime, arrays)
         self._parameters = (np.int32(number_format.block), np.int32(not number_format.symmetric))
         self._tiles: dict[tuple[tuple[RowRange, ...], bool], tuple[_TileMap, ...]] = {}
+        self._images: dict[int, Argument] = {}
 
     @classmethod
     def pack(
@@ -305,7 +306,10 @@ class GpuLinear:
             )
             span = (np.int32(request.first_token), np.int32(request.tokens), np.int32(grid.token_step))
             arguments: tuple[Argument, ...]
-            arguments = (*tiles.piece.buffers, *inputs, request.y, tiles.tiles, *sizes, *part, *span)
+            weights, *others = tiles.piece.buffers
+            if parameters.image:
+                weights = self._image(tiles.piece)
+            arguments = (weights, *others, *inputs, request.y, tiles.tiles, *sizes, *part, *span)
             work = functools.partial(
                 linear_work, self.format, tiles.rows, request.width, request.tokens, item_bytes, output_bytes
             )
@@ -313,6 +317,12 @@ class GpuLinear:
             before = self._runtime.launch(kernel, arguments, *size, request.label, before, work=work)
         assert before is not None  # there is a tile
         return before
+
+    def _image(self, piece: _Piece) -> Argument:
+        """Return the weights of a piece as an image."""
+        if piece.first_tile not in self._images:
+            self._images[piece.first_tile] = self._runtime.word_image(piece.buffers[0])
+        return self._images[piece.first_tile]
 
     def _rounded(self, variant: Variant, request: _Request) -> tuple[RoundedInputs, Launch | None]:
         """Return the codes of the inputs, and the launch that makes them if no earlier kernel did."""

@@ -33,9 +33,10 @@ __all__ = [
     "with_numbers",
 ]
 
-KernelStyle = Literal["vector", "simt", "half"]
+KernelStyle = Literal["vector", "simt", "half", "coalesced"]
 """``vector``: one work-item with explicit vectors, for CPUs; ``simt``: one column per work-item, for GPUs;
-``half``: the same with half arithmetic, for linear layers of many tokens with float16 activations."""
+``half``: the same with half arithmetic, for linear layers of many tokens with float16 activations;
+``coalesced``: the same with neighbours that read neighbouring parts of a key, for attention."""
 
 TokenClass = Literal["one", "few", "many"]
 """Tokens of a launch: one, up to the largest of :data:`FEW_TOKEN_STEPS`, or more."""
@@ -55,6 +56,9 @@ SIMT_ITEM_COLUMNS: Final = 4
 
 SIMT_TILES: Final = (16, 32, 64)
 """Tokens of a work-group of the simt kernels for many tokens."""
+
+INT8_STAGED_WORDS: Final = 96
+"""Words that the simt kernel for a few tokens of int8 inputs stages of each token, at most."""
 
 VECTOR_STRIP_TOKENS: Final = 8
 """Largest strip of tokens that the vector kernels choose by the vector width."""
@@ -79,17 +83,21 @@ LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
         "token_step": FEW_TOKEN_STEPS,
         "items": (1, 2, 4, 8),
         "depth_inputs": (0, 256, 512, 1024),
+        "subgroup": (0, 1),
+        "image": (0, 1),
     },
     ("simt", True): {
         "token_step": SIMT_TILES,
         "item_tokens": (4, 8, 16),
         "depth_inputs": (16, 32),
+        "image": (0, 1),
     },
     ("half", True): {
         "token_step": SIMT_TILES,
         "item_tokens": (4, 8, 16),
         # Half sums are added to float totals after so many products; after 64 they miss the gate of FP16.
         "depth_inputs": (16, 32),
+        "image": (0, 1),
     },
 }
 
@@ -172,6 +180,9 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         part_columns: Columns whose sums a work-item holds in registers; 0 for as many as fit.
         depth_inputs: Inputs whose weights are unpacked at a time (vector) or staged in local memory (simt).
         prefetch_bytes: Distance of the weights' prefetch; 0 for none.
+        subgroup: 1 if the work-items of a subgroup pass the inputs of one token to each other; 0 if they
+            read them from local memory.
+        image: 1 if the weights are read as an image, through a GPU's texture units; 0 if as a buffer.
 
     Raises:
         OptionError: A value is not legal for this kernel.
@@ -185,6 +196,8 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
     part_columns: int = 0
     depth_inputs: int = 0
     prefetch_bytes: int = 0
+    subgroup: int = 0
+    image: int = 0
 
     def __post_init__(self) -> None:
         _check((self.style, self.many) in LEGAL, "a kernel", self.kernel)
@@ -217,6 +230,10 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             # Those of the int8 kernel take twice the registers.
             most = 8 if shape.integer_inputs else 16
             _check(self.item_tokens <= most, f"item_tokens for {shape}", self.item_tokens)
+        if self.subgroup:
+            suits = shape.tokens == "one" and shape.weight.quantized and not shape.integer_inputs
+            _check(suits, f"subgroup for {shape}", self.subgroup)
+        _check(not self.image or shape.weight.quantized, f"image for {shape}", self.image)
         if self.style == "half":
             _check(suits_half(shape), f"a kernel for {shape}", self.kernel)
         if self.style != "vector" and self.many:
@@ -243,7 +260,8 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             # Those of the kernel for floats; that for int8 holds a quarter, and two numbers a token.
             return (2 if self.style == "half" else 4) * self.depth_inputs * (self.token_step + LANES)
         # The sums of the slices follow the inputs in the same memory.
-        return 4 * self.token_step * max(self.depth_inputs, self.items * LANES)
+        staged = 0 if self.subgroup else self.depth_inputs or INT8_STAGED_WORDS
+        return 4 * self.token_step * max(staged, self.items * LANES)
 
     def grid(self, tokens: int, tiles: int) -> LaunchGrid:
         """Return the launch grid of ``tokens`` tokens by ``tiles`` row tiles."""
@@ -253,14 +271,19 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         steps = -(-tokens // step)
         defines: dict[str, str | int] = {"TOKENS": step}
         if self.style == "simt":
-            defines["SLICES"] = self.items
-            if self.depth_inputs:
+            defines |= {"SLICES": self.items} | self._image_define()
+            if self.subgroup:
+                defines["SUBGROUP"] = 1
+            elif self.depth_inputs:
                 defines["STAGED_INPUTS"] = self.depth_inputs
             return LaunchGrid("few", step, (LANES * tiles, self.items * steps), (LANES, self.items), defines)
         defines["PREFETCH_BYTES"] = self.prefetch_bytes
         if self.part_columns:
             defines["PART_COLUMNS"] = self.part_columns
         return LaunchGrid("few", step, (tiles, steps), (1, 1), defines)
+
+    def _image_define(self) -> dict[str, str | int]:
+        return {"WEIGHT_IMAGE": 1} if self.image else {}
 
     def _many_grid(self, tokens: int, tiles: int) -> LaunchGrid:
         defines: dict[str, str | int] = {"DEPTH": self.depth_inputs}
@@ -270,7 +293,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             step = min(self.token_step, next((size for size in SIMT_TILES if tokens <= size), tokens))
             sums = self._sums(step)
             local = LANES // SIMT_ITEM_COLUMNS, step // sums
-            defines |= {"TILE_TOKENS": step, "ITEM_TOKENS": sums}
+            defines |= {"TILE_TOKENS": step, "ITEM_TOKENS": sums} | self._image_define()
             size = local[0] * tiles, local[1] * -(-tokens // step)
             return LaunchGrid("many", step, size, local, defines)
         # Equal steps: a short last step would unpack all weights again for a few tokens.

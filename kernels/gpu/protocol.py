@@ -150,6 +150,13 @@ class GpuRuntime(Protocol):
     def upload(self, array: NDArray[Any]) -> GpuBuffer:
         """Return read-only device memory with an array's content; the array must not change."""
 
+    def word_image(self, buffer: GpuBuffer) -> GpuBuffer:
+        """Return the memory of :meth:`upload` as an image with a texel for each word of 32 bits.
+
+        Raises:
+            BuildError: The device has no images, or none so large.
+        """
+
     def scratch(self, size_bytes: int) -> GpuBuffer:
         """Return zeroed device memory that the host does not access."""
 

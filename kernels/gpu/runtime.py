@@ -283,6 +283,20 @@ class OpenClRuntime:
             return self._buffer(cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, array)
         return self._buffer(cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, array)
 
+    def word_image(self, buffer: cl.Buffer) -> cl.Image:
+        """Return a buffer's words of 32 bits as the texels of an image; see :class:`GpuRuntime`."""
+        texels = buffer.size // 4
+        if texels > self.traits.image_texels:
+            raise BuildError(
+                f"An image of {texels} texels exceeds the limit of {self.traits.name!r}, "
+                f"{self.traits.image_texels}."
+            )
+        word = cl.ImageFormat(cl.channel_order.R, cl.channel_type.UNSIGNED_INT32)
+        try:
+            return cl.create_image(self.context, cl.mem_flags.READ_ONLY, word, (texels,), buffer=buffer)
+        except OpenClError as error:
+            raise BuildError(f"{self.traits.name!r} has no image of {texels} words: {error}.") from error
+
     def scratch(self, size_bytes: int) -> cl.Buffer:
         """Return zeroed device memory that the host does not access; on a CPU unused pages take no memory."""
         size, flags = max(1, size_bytes), cl.mem_flags.READ_WRITE
@@ -521,6 +535,7 @@ def _traits(device: cl.Device, *, coherent: bool) -> DeviceTraits:
         global_bytes=device.global_mem_size,
         local_bytes=device.local_mem_size,
         cache_bytes=_cache_bytes(device),
+        image_texels=device.image_max_buffer_size if device.image_support else 0,
         coherent=coherent,
         extensions=extensions,
     )

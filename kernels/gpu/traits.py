@@ -37,6 +37,8 @@ class DeviceTraits:
     global_bytes: int
     local_bytes: int
     cache_bytes: int
+    image_texels: int
+    """Texels of the largest image over a buffer; 0 without images."""
     coherent: bool
     extensions: tuple[str, ...]
 
@@ -44,7 +46,8 @@ class DeviceTraits:
         """Return the key of tuned parameters; ``target`` is the processor that code is compiled for."""
         limits = self.compute_units, self.max_work_group, self.local_bytes
         driver = self.driver if target is None else f"{self.driver} for {target}"
-        return DeviceIdentity(self.name, self.platform, *limits, driver)
+        features = int(self.has_subgroups), self.image_texels
+        return DeviceIdentity(self.name, self.platform, *limits, driver, *features)
 
 
 @functools.cache

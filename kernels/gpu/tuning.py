@@ -32,7 +32,8 @@ from heterollm.base import (
     locked,
     missing_field,
 )
-from heterollm.kernels.gpu.parameters import KernelParameters, ShapeClass
+from heterollm.kernels.gpu.attention_tuning import AttentionClass, TunedAttention
+from heterollm.kernels.gpu.parameters import KernelParameters, KernelStyle, ShapeClass
 from heterollm.kernels.gpu.sources import kernel_source_hash
 from heterollm.kernels.ops import WeightFormat
 
@@ -71,6 +72,8 @@ class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
         max_work_group: Most work-items of a work-group.
         local_bytes: Local memory of a work-group.
         driver: Version of the driver.
+        subgroups: 1 if work-items of a subgroup can pass values to each other.
+        image_texels: Texels of the largest image over a buffer; 0 without images.
         kernel_source_hash: Hash of the sources in use (:func:`heterollm.kernels.gpu.kernel_source_hash`).
     """
 
@@ -80,6 +83,8 @@ class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
     max_work_group: int
     local_bytes: int
     driver: str
+    subgroups: int = 0
+    image_texels: int = 0
     kernel_source_hash: str = msgspec.field(default_factory=kernel_source_hash)
 
     @property
@@ -94,9 +99,9 @@ class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
         return cache_root() / "tuning" / f"{self.key}.json"
 
     def can_run(self, parameters: KernelParameters) -> bool:
-        """Return whether a work-group of these parameters is within the device's limits."""
-        fits = parameters.work_group() <= self.max_work_group
-        return fits and parameters.local_bytes() <= self.local_bytes
+        """Return whether a work-group of these parameters is within the device's limits and features."""
+        fits = parameters.work_group() <= self.max_work_group and parameters.local_bytes() <= self.local_bytes
+        return fits and parameters.subgroup <= self.subgroups and parameters.image <= self.image_texels
 
 
 class Tuned(Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,6 +153,7 @@ class TuningFile(Struct, frozen=True, forbid_unknown_fields=True):
     identity: dict[str, str | int]
     tuned: tuple[TunedShape, ...]
     quarantined: tuple[Quarantined, ...]
+    attention: tuple[TunedAttention, ...] = ()
 
 
 @dataclass(slots=True)
@@ -158,11 +164,13 @@ class TuningTable:
         identity: The device.
         tuned: Results of searches by shape class.
         quarantined: Parameters that must not be tried.
+        attention: Kernel styles of attention by class.
     """
 
     identity: DeviceIdentity
     tuned: dict[ShapeClass, Tuned] = field(default_factory=dict)
     quarantined: list[Quarantined] = field(default_factory=list)
+    attention: dict[AttentionClass, TunedAttention] = field(default_factory=dict)
 
     def is_quarantined(self, shape: ShapeClass, parameters: KernelParameters) -> bool:
         """Return whether these parameters must not be tried for this shape class."""
@@ -211,6 +219,7 @@ class TuningTable:
             "identity": self.identity,
             "tuned": tuned,
             "quarantined": self.quarantined,
+            "attention": sorted(self.attention.values(), key=lambda chosen: str(chosen.shape)),
         }
         return json.dumps(msgspec.to_builtins(content), indent=1) + "\n"
 
@@ -244,6 +253,7 @@ class TuningTable:
             if entry.shape in table.tuned:
                 raise OptionError(f"It names {entry.shape} twice.")
             table.keep(entry.shape, Tuned(entry.parameters, entry.tuned_us, entry.default_us))
+        table.attention = {chosen.shape: chosen for chosen in file.attention}
         return table
 
 
@@ -281,6 +291,11 @@ class DeviceTuning:
             return None
         tuned = self.table.tuned.get(shape)
         return None if tuned is None else tuned.parameters
+
+    def attention_style(self, shape: AttentionClass) -> KernelStyle | None:
+        """Return the tuned kernel style of a class of attention, or None."""
+        chosen = self.table.attention.get(shape) if self.enabled else None
+        return None if chosen is None else chosen.style
 
     def quarantine(self, shape: ShapeClass, parameters: KernelParameters, reason: str) -> None:
         """Quarantine parameters in this process and, if the cache is writable, in the file."""

@@ -232,6 +232,10 @@ class SimulatedRuntime:
         """Return the real device's memory with an array's content, or a placeholder."""
         return NOTHING if self.real is None else self.real.upload(array)
 
+    def word_image(self, buffer: GpuBuffer) -> GpuBuffer:
+        """Return the real device's image over a buffer, or a placeholder."""
+        return NOTHING if self.real is None else self.real.word_image(buffer)
+
     def scratch(self, size_bytes: int) -> GpuBuffer:
         """Return device memory that the host does not access, or a placeholder."""
         return NOTHING if self.real is None else self.real.scratch(size_bytes)
@@ -342,6 +346,7 @@ def _traits(soc: SocParameters, real: GpuRuntime | None) -> DeviceTraits:
         global_bytes=16 * GIB,
         local_bytes=32 << 10,
         cache_bytes=cache_bytes,
+        image_texels=1 << 27,
         coherent=coherent,
         extensions=(),
     )

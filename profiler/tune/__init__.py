@@ -1,4 +1,4 @@
-"""Searches the parameters of linear kernels on a device."""
+"""Searches the parameters of linear kernels on a device, and the style of attention."""
 
 from __future__ import annotations
 

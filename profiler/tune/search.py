@@ -17,7 +17,7 @@ from heterollm.base import OptionError
 from heterollm.kernels.gpu import BuildError, KernelParameters, differences, with_numbers
 from heterollm.profiler.measure import Measurement, Timer, measure_interleaved
 
-__all__ = ["MARGIN_FRACTION", "SearchResult", "Trial", "search"]
+__all__ = ["DUEL_REPEATS", "MARGIN_FRACTION", "SearchResult", "Trial", "is_faster", "search"]
 
 Trial: TypeAlias = Callable[[KernelParameters], Callable[[], object]]
 """Builds and checks parameters and returns the call to time; raises BuildError where they fail."""
@@ -118,7 +118,7 @@ def search(
         best = min(finalists, key=lambda finalist: times[finalist].median_us)
         winner_us = default_us = times[default].median_us
         best_us = times[best].median_us
-        if _is_faster(times[best], times[default], margin_fraction):
+        if is_faster(times[best], times[default], margin_fraction):
             winner, winner_us = best, best_us
     counts = race.tried, race.failed, left_out
     return SearchResult(winner, winner_us, default_us, best, best_us, *counts)
@@ -194,8 +194,8 @@ class _Race:
         return times
 
 
-def _is_faster(candidate: Measurement, default: Measurement, margin_fraction: float) -> bool:
-    """Whether a candidate wins by the margin, and not only because others used the machine meanwhile.
+def is_faster(candidate: Measurement, default: Measurement, margin_fraction: float) -> bool:
+    """Return whether a candidate wins by the margin, and not only because others used the machine meanwhile.
 
     Samples were taken in turns, so a round's two are of one moment: a real winner wins most rounds.
     """

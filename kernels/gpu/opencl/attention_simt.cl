@@ -2,6 +2,8 @@
 //
 //   GROUP      query heads that share a key head: the argument `group`, known when compiling
 //   SOFT_CAP   there is a cap of the scores
+//   COALESCED  neighbouring work-items read neighbouring 16 bytes of a key, which reach the key's own work-item through
+//              local memory; HEAD_DIM is a multiple of KEY_RUN
 //
 // Each pass takes as many keys as the group has work-items. A work-item computes the scores of one key and the weighted
 // sum of one column of the head; queries, scores and row sums lie in local memory.
@@ -30,6 +32,39 @@
 #define LANE_14 z
 #define LANE_15 w
 
+#ifdef COALESCED
+// Elements of all keys that are staged at a time: 64 bytes, a line of a cache.
+#define KEY_RUN (4 * PIECE)
+#ifdef KV_HALF
+#define PIECE 8  // elements in 16 bytes
+#ifdef HAS_HALF
+#define STAGED_EIGHT(p) convert_float8(as_half8((p)[0]))
+#else
+#define STAGED_EIGHT(p) vload_half8(0, (__local const half *)(p))
+#endif
+#else
+#define PIECE 4
+#define STAGED_EIGHT(p) (float8)(as_float4((p)[0]), as_float4((p)[1]))
+#endif
+#if HEAD_DIM % KEY_RUN
+#error A head is no multiple of KEY_RUN.
+#endif
+#define RUN_PIECES 4
+// One more piece a key, so that neighbours read other banks.
+#define STAGED_ROW (RUN_PIECES + 1)
+// The scores take the place of the keys that they were computed from.
+#define SCORE_VECTORS (ROW_VECTORS > STAGED_ROW ? ROW_VECTORS : STAGED_ROW)
+#else
+#define SCORE_VECTORS ROW_VECTORS
+#endif
+
+// Elements of a key that are read at once.
+#if HEAD_DIM % 32 == 0 && ROWS <= 2
+#define KEY_STEP 32
+#else
+#define KEY_STEP 8
+#endif
+
 #define CLEAR_SCORE(r) float4 score##r = 0.0f;
 #define ADD_LOW(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4], piece.lo, score##r);
 #define ADD_HIGH(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4 + 1], piece.hi, score##r);
@@ -46,6 +81,9 @@
     const bool seen = key < tile.stop && key <= token && (window <= 0 || key > token - window);              \
     score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(sum) : NO_SCORE;                                       \
   }
+// Rows that only fill the last vector have scores, too: finite ones.
+#define CLEAR_LAST_SCORES                                                                                    \
+  for (int r = ROWS; r < SCORE_ROW; ++r) score_slots[lane * SCORE_ROW + r] = 0.0f;
 #define STORE_ROW(r)                                                                                         \
   if (r < tile.rows) {                                                                                       \
     const uint row = tile.first_row + r;                                                                     \
@@ -72,7 +110,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
                                    float scale, float cap CODE_ARGUMENTS) {
-  __local float4 queries[ROWS * QUERY_VECTORS], scores[WG * ROW_VECTORS], decays[ROW_VECTORS];
+  __local float4 queries[ROWS * QUERY_VECTORS], scores[WG * SCORE_VECTORS], decays[ROW_VECTORS];
   __local float *query_slots = (__local float *)queries, *score_slots = (__local float *)scores;
   __local float *decay = (__local float *)decays;
   __local float reduced[ROWS * TEAM], largest[ROWS], total[ROWS];
@@ -101,24 +139,48 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   // By four rows, then columns.
   float4 sums[ROW_VECTORS * COLUMNS];
   UNROLL for (int i = 0; i < ROW_VECTORS * COLUMNS; ++i) sums[i] = 0.0f;
-  // Rows that only fill the last vector have scores, too: finite ones.
-  for (int r = ROWS; r < SCORE_ROW; ++r) score_slots[lane * SCORE_ROW + r] = 0.0f;
+#ifndef COALESCED
+  CLEAR_LAST_SCORES
+#endif
   if (lane < SCORE_ROW) decay[lane] = 0.0f;
   barrier(CLK_LOCAL_MEM_FENCE);
 
   for (int first = tile.start; first < tile.stop; first += WG) {
     int key = first + lane, count = min(WG, tile.stop - first);
-    __global const kv_t *key_row = keys + (uint)min(key, tile.stop - 1) * HEAD_DIM;
     REPEAT(ROWS, CLEAR_SCORE)
-    for (uint d = 0; d + 8 <= HEAD_DIM; d += 8) {
-      const float8 piece = load_kv8(key_row, d);
-      REPEAT(ROWS, ADD_LOW)
-      REPEAT(ROWS, ADD_HIGH)
+#ifdef COALESCED
+    __local uint4 *staged = (__local uint4 *)scores;
+    for (uint run = 0; run < HEAD_DIM; run += KEY_RUN) {
+      UNROLL for (uint turn = 0; turn < RUN_PIECES; ++turn) {
+        const uint i = turn * WG + lane, staged_key = i / RUN_PIECES, piece = i % RUN_PIECES;
+        const uint row = min(first + (int)staged_key, tile.stop - 1);
+        staged[staged_key * STAGED_ROW + piece] =
+            *(__global const uint4 *)(keys + (row * HEAD_DIM + run + piece * PIECE));
+      }
+      barrier(CLK_LOCAL_MEM_FENCE);
+      for (uint d = run; d < run + KEY_RUN; d += 8) {
+        const float8 piece = STAGED_EIGHT(staged + lane * STAGED_ROW + (d - run) / PIECE);
+        REPEAT(ROWS, ADD_LOW)
+        REPEAT(ROWS, ADD_HIGH)
+      }
+      barrier(CLK_LOCAL_MEM_FENCE);
     }
+    CLEAR_LAST_SCORES
+#else
+    // With few rows no compiler knows the end, so none reads the whole key at once, which would take most registers.
+    const uint whole = ROWS > 2 ? HEAD_DIM / 8 * 8 : HEAD_DIM / 8 * 8 * (uint)group / GROUP;
+    __global const kv_t *key_row = keys + (uint)min(key, tile.stop - 1) * HEAD_DIM;
+    for (uint step = 0; step < whole; step += KEY_STEP)
+      UNROLL for (uint d = step; d < step + KEY_STEP; d += 8) {
+        const float8 piece = load_kv8(key_row, d);
+        REPEAT(ROWS, ADD_LOW)
+        REPEAT(ROWS, ADD_HIGH)
+      }
     for (uint d = HEAD_DIM / 8 * 8; d < HEAD_DIM; ++d) {
       const float one = load_kv(key_row, d);
       REPEAT(ROWS, ADD_ONE)
     }
+#endif
     REPEAT(ROWS, KEEP_SCORE)
     barrier(CLK_LOCAL_MEM_FENCE);
 

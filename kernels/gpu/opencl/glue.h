@@ -13,7 +13,11 @@
 
 #ifdef KV_HALF
 typedef half kv_t;
+#ifdef HAS_HALF
+#define load_kv(p, i) (float)(p)[i]
+#else
 #define load_kv(p, i) load_half(p, i)
+#endif
 #define load_kv8(p, i) load_half8(p, i)
 #define store_kv(v, p, i) store_half(v, p, i)
 #define store_kv8(v, p, i) store_half8(v, p, i)

@@ -9,6 +9,9 @@
 // tiles: one entry per row tile in use: (row tile, its first output column, columns in use, 0).
 //
 // A launch may take a range of inputs: `columns` of the weight_columns of the layout, from first_column on.
+//
+// With -DWEIGHT_IMAGE the words of BITS 4 or 8 are the texels of an image over their buffer, which a GPU reads through
+// the cache of its texture units.
 #define LANES 64
 
 #if BITS == 4
@@ -23,7 +26,12 @@ typedef uint weight_t;
 typedef half weight_t;
 #define WORD_INPUTS 1
 #define load_weight8(p, i) load_half8(p, i)
+#ifdef HAS_HALF
+// A constant index is a part of the address; vload_half takes ten instructions for it on Mesa.
+#define load_weight(p, i) (float)(p)[i]
+#else
 #define load_weight(p, i) load_half(p, i)
+#endif
 #else
 typedef float weight_t;
 #define WORD_INPUTS 1
@@ -31,6 +39,19 @@ typedef float weight_t;
 #define load_weight(p, i) ((p)[i])
 #endif
 #define CODE_MASK ((1u << (BITS & 15)) - 1u)
+
+// The argument of the weights, a place among them, and the word that lies `offset` behind a place.
+#ifdef WEIGHT_IMAGE
+#define WEIGHTS __read_only image1d_buffer_t weights
+typedef uint weight_place;
+#define PLACE(offset) (uint)(offset)
+#define WORD(place, offset) read_imageui(weights, (int)((place) + (offset))).x
+#else
+#define WEIGHTS __global const weight_t *restrict weights
+typedef __global const weight_t *weight_place;
+#define PLACE(offset) (weights + (offset))
+#define WORD(place, offset) (place)[offset]
+#endif
 
 #if defined(OUT_FLOAT) || !defined(ACT_HALF)
 typedef float out_t;
@@ -55,7 +76,7 @@ static inline size_t first_group(uint row_tile, uint weight_columns, uint first_
 // x is [tokens][columns] and y [tokens][rows], both from first_token on. Float weights use no block, scales or zeros;
 // zeros are read if asymmetric is not 0. Second grid dimension: steps of token_step tokens.
 #define LINEAR_ARGUMENTS                                                                                     \
-  __global const weight_t *restrict weights, __global const half *restrict scales,                           \
-      __global const uchar *restrict zeros, __global const act_t *restrict x, __global out_t *restrict y,    \
-      __global const int4 *restrict tiles, int columns, int rows, int block, int asymmetric,                 \
-      int weight_columns, int first_column, int first_token, int tokens, int token_step
+  WEIGHTS, __global const half *restrict scales, __global const uchar *restrict zeros,                       \
+      __global const act_t *restrict x, __global out_t *restrict y, __global const int4 *restrict tiles,     \
+      int columns, int rows, int block, int asymmetric, int weight_columns, int first_column,                \
+      int first_token, int tokens, int token_step

@@ -14,8 +14,7 @@
 // codes; both start with the first token to compute and have memory for seven tokens after the last. The other
 // arguments are those of LINEAR_ARGUMENTS.
 #define INT8_ARGUMENTS                                                                                       \
-  __global const weight_t *restrict weights, __global const half *restrict scales,                           \
-      __global const uchar *restrict zeros, __global const uint *restrict x_codes,                           \
-      __global const float2 *restrict x_blocks, __global out_t *restrict y,                                  \
-      __global const int4 *restrict tiles, int columns, int rows, int block, int asymmetric,                 \
-      int weight_columns, int first_column, int first_token, int tokens, int token_step
+  WEIGHTS, __global const half *restrict scales, __global const uchar *restrict zeros,                       \
+      __global const uint *restrict x_codes, __global const float2 *restrict x_blocks,                       \
+      __global out_t *restrict y, __global const int4 *restrict tiles, int columns, int rows, int block,     \
+      int asymmetric, int weight_columns, int first_column, int first_token, int tokens, int token_step

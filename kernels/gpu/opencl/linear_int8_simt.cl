@@ -21,6 +21,20 @@ static inline int DOT4(uint codes, uint input) {
 
 #ifdef TOKENS
 
+// The words of sixteen inputs of a column.
+#if BITS == 4
+#define LOAD_QUADS                                                                                           \
+  const uint q0 = WORD(source, 0), q1 = WORD(source, LANES);                                                 \
+  const uint4 quads = (uint4)(QUAD(q0, 0), QUAD(q0, 1), QUAD(q1, 0), QUAD(q1, 1));
+#else
+#define LOAD_QUADS                                                                                           \
+  const uint4 quads =                                                                                        \
+      (uint4)(WORD(source, 0), WORD(source, LANES), WORD(source, 2 * LANES), WORD(source, 3 * LANES));
+#endif
+#define QUADS_ROWS (16 / WORD_INPUTS * LANES)
+
+#if TOKENS <= 2
+#define STAGED_WORDS 0
 #define CLEAR_TOTAL(t) float total##t = 0.0f;
 #define CLEAR_SUM(t) int sum##t = 0;
 #define ADD_QUADS(t)                                                                                         \
@@ -34,16 +48,55 @@ static inline int DOT4(uint codes, uint input) {
     const float2 input = x_blocks[t * blocks + b];                                                           \
     total##t = FMA(FMA(-zero, input.y, (float)sum##t), scale * input.x, total##t);                           \
   }
+#else
+// The tokens of a word of inputs are staged as a vector, and so are the sums: an address for each token would take
+// more registers than the sums.
+#define STAGED_INPUTS 256
+#define STAGED_BLOCKS (STAGED_INPUTS / BLOCK)
+// The words of the inputs, and behind them the scales and the sums of their blocks.
+#define STAGED_WORDS (TOKENS * (STAGED_INPUTS / 4 + 2 * STAGED_BLOCKS))
+#define VECTOR_OF(type, count) type##count
+#define VECTOR(type, count) VECTOR_OF(type, count)
+typedef VECTOR(float, TOKENS) tokens_t;
+typedef VECTOR(int, TOKENS) sums_t;
+typedef VECTOR(uint, TOKENS) words_t;
+#define CONVERT_SUMS VECTOR(convert_float, TOKENS)
+#define DOTS(q, v) (int4)(DOT4(q, v.x), DOT4(q, v.y), DOT4(q, v.z), DOT4(q, v.w))
+#if TOKENS == 8
+#define ADD_QUAD(q, v)                                                                                       \
+  {                                                                                                          \
+    const words_t four = v;                                                                                  \
+    sums.lo += DOTS(q, four.lo);                                                                            \
+    sums.hi += DOTS(q, four.hi);                                                                            \
+  }
+#else
+#define ADD_QUAD(q, v)                                                                                       \
+  {                                                                                                          \
+    const words_t four = v;                                                                                  \
+    sums += DOTS(q, four);                                                                                  \
+  }
+#endif
+#define total0 totals.s0
+#define total1 totals.s1
+#define total2 totals.s2
+#define total3 totals.s3
+#define total4 totals.s4
+#define total5 totals.s5
+#define total6 totals.s6
+#define total7 totals.s7
+#endif
 
 __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int8_simt_few(INT8_ARGUMENTS) {
-  __local float partial[PARTIAL_FLOATS];
+  // The sums of the slices follow the inputs in the same memory.
+  __local uint16 staged[(STAGED_WORDS > PARTIAL_FLOATS ? STAGED_WORDS : PARTIAL_FLOATS) / 16];
+  __local float *partial = (__local float *)staged;
   const uint lane = get_local_id(0), slice = get_local_id(1);
   const int4 tile = tiles[get_group_id(0)];
   const uint token = get_group_id(1) * TOKENS;
   const uint count = min((uint)TOKENS, tokens - token);
   // Rows past the last token are read, but their sums are not stored.
   const uint vectors = (uint)columns / 16, blocks = (uint)columns / BLOCK;
-  weights += first_weight(tile.x, weight_columns, first_column) + lane;
+  const weight_place words = PLACE(first_weight(tile.x, weight_columns, first_column) + lane);
   const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + lane;
   scales += groups;
 #ifdef ASYMMETRIC
@@ -51,24 +104,63 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
 #endif
   x_codes += (size_t)token * (vectors * 4);
   x_blocks += (size_t)token * blocks;
+#if TOKENS <= 2
   REPEAT(TOKENS, CLEAR_TOTAL)
   for (uint b = slice; b < blocks; b += SLICES) {
     const uint group = b * LANES;
     const float scale = load_half(scales, group), zero = ZERO(group);
-    __global const weight_t *source = weights + b * (BLOCK / WORD_INPUTS * LANES);
+    weight_place source = words + b * (BLOCK / WORD_INPUTS * LANES);
     REPEAT(TOKENS, CLEAR_SUM)
     __global const uint4 *inputs = CODE_VECTORS(x_codes) + b * (BLOCK / 16);
-    for (uint k = 0; k < BLOCK; k += 16, source += 16 / WORD_INPUTS * LANES, inputs++) {
-#if BITS == 4
-      const uint q0 = source[0], q1 = source[LANES];
-      const uint4 quads = (uint4)(QUAD(q0, 0), QUAD(q0, 1), QUAD(q1, 0), QUAD(q1, 1));
-#else
-      const uint4 quads = (uint4)(source[0], source[LANES], source[2 * LANES], source[3 * LANES]);
-#endif
+    for (uint k = 0; k < BLOCK; k += 16, source += QUADS_ROWS, inputs++) {
+      LOAD_QUADS
       REPEAT(TOKENS, ADD_QUADS)
     }
     REPEAT(TOKENS, ADD_BLOCK)
   }
+#else
+  __local uint *inputs = (__local uint *)staged;
+  __local float *input_scales = (__local float *)(inputs + TOKENS * (STAGED_INPUTS / 4));
+  __local float *input_sums = input_scales + TOKENS * STAGED_BLOCKS;
+  tokens_t totals = 0.0f;
+  for (uint start = 0; start < blocks; start += STAGED_BLOCKS) {
+    const uint depth = min((uint)STAGED_BLOCKS, blocks - start);
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint i = slice * LANES + lane; i < depth * (BLOCK / 16 * TOKENS); i += LANES * SLICES) {
+      const uint t = i % TOKENS, vector = i / TOKENS;
+      const uint4 input = CODE_VECTORS(x_codes)[t * vectors + start * (BLOCK / 16) + vector];
+      __local uint *slot = inputs + vector * (4 * TOKENS) + t;
+      slot[0] = input.x;
+      slot[TOKENS] = input.y;
+      slot[2 * TOKENS] = input.z;
+      slot[3 * TOKENS] = input.w;
+    }
+    for (uint i = slice * LANES + lane; i < depth * TOKENS; i += LANES * SLICES) {
+      const float2 input = x_blocks[i % TOKENS * blocks + start + i / TOKENS];
+      input_scales[i] = input.x;
+      input_sums[i] = input.y;
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint b = slice; b < depth; b += SLICES) {
+      const uint group = (start + b) * LANES;
+      const float scale = load_half(scales, group), zero = ZERO(group);
+      weight_place source = words + group * (BLOCK / WORD_INPUTS);
+      __local const words_t *input = (__local const words_t *)inputs + b * (BLOCK / 4);
+      sums_t sums = 0;
+      for (uint k = 0; k < BLOCK; k += 16, source += QUADS_ROWS, input += 4) {
+        LOAD_QUADS
+        ADD_QUAD(quads.x, input[0])
+        ADD_QUAD(quads.y, input[1])
+        ADD_QUAD(quads.z, input[2])
+        ADD_QUAD(quads.w, input[3])
+      }
+      const tokens_t factors = ((__local const tokens_t *)input_scales)[b] * scale;
+      const tokens_t shares = ((__local const tokens_t *)input_sums)[b];
+      totals = FMA(FMA(shares, (tokens_t)(-zero), CONVERT_SUMS(sums)), factors, totals);
+    }
+  }
+  barrier(CLK_LOCAL_MEM_FENCE);
+#endif
   STORE_SLICES(partial)
 }
 #else
@@ -118,7 +210,8 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
   x_codes += (size_t)token * stride + (min(item / ROW_RUNS, count - 1) * stride + item % ROW_RUNS * 4);
   x_blocks += (size_t)token * blocks + min(item, count - 1) * blocks;
-  weights += first_weight(tile.x, weight_columns, first_column) + item / LANES * RUN_ROWS + lane;
+  weight_place words =
+      PLACE(first_weight(tile.x, weight_columns, first_column) + item / LANES * RUN_ROWS + lane);
   const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + column;
   scales += groups;
 #ifdef ASYMMETRIC
@@ -136,16 +229,16 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
     }
     if (ITEMS <= WEIGHT_RUNS || item < WEIGHT_RUNS)
       UNROLL for (uint turn = 0; turn < TURNS(WEIGHT_RUNS); turn++) {
-        __global const weight_t *q = weights + turn * (ITEMS / LANES) * RUN_ROWS;
+        const weight_place place = words + turn * (ITEMS / LANES) * RUN_ROWS;
         __local uint4 *slot = values + item + turn * ITEMS;
 #if BITS == 4
-        const uint low = q[0], high = q[LANES];
+        const uint low = WORD(place, 0), high = WORD(place, LANES);
         slot[0] = (uint4)(QUAD(low, 0), QUAD(low, 1), QUAD(high, 0), QUAD(high, 1));
 #else
-        slot[0] = (uint4)(q[0], q[LANES], q[2 * LANES], q[3 * LANES]);
+        slot[0] = (uint4)(WORD(place, 0), WORD(place, LANES), WORD(place, 2 * LANES), WORD(place, 3 * LANES));
 #endif
       }
-    weights += DEPTH / WORD_INPUTS * LANES;
+    words += DEPTH / WORD_INPUTS * LANES;
     // The block's own numbers are needed once a block, not once a step.
     const uint b = start / BLOCK;
     if ((DEPTH == BLOCK || start % BLOCK == 0) && item < TILE_TOKENS)

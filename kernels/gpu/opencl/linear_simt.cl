@@ -2,13 +2,17 @@
 //
 //   HALF_SUMS   many tokens: multiplies halves, at twice the rate of floats on a GPU whose sums are halves, too; act_t
 //               is half and the device has cl_khr_fp16
+//   SUBGROUP    one token: its inputs lie in the registers of a subgroup, whose work-items pass them to each other, in
+//               place of local memory; the device has subgroups
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
 #ifdef TOKENS
 
 // Tuned: inputs held in local memory at a time; a multiple of every block.
-#ifndef STAGED_INPUTS
+#ifdef SUBGROUP
+#define STAGED_INPUTS 0
+#elif !defined(STAGED_INPUTS)
 #define STAGED_INPUTS (TOKENS == 1 ? 1024 : 256)
 #endif
 #define STAGED_FLOATS (TOKENS * STAGED_INPUTS)
@@ -18,7 +22,7 @@
 // Inputs whose weights are read before they are used, so that several reads are in flight.
 #if BITS > 8
 #define STEP 16
-#define RUN 4
+#define RUN (TOKENS <= 2 ? 8 : 4)
 #elif BITS == 8 || BLOCK == 16
 #define STEP BLOCK
 #define RUN 16
@@ -27,14 +31,41 @@
 #define RUN 32
 #endif
 
+#ifdef SUBGROUP
+#ifdef cl_khr_subgroups
+#pragma OPENCL EXTENSION cl_khr_subgroups : enable
+#endif
+#ifdef cl_qcom_reqd_sub_group_size
+#pragma OPENCL EXTENSION cl_qcom_reqd_sub_group_size : enable
+// 64 work-items: a slice. The full size is two slices.
+#define SUBGROUP_SIZE __attribute__((qcom_reqd_sub_group_size("half")))
+#else
+#define SUBGROUP_SIZE
+#endif
+// Each of the first work-items holds eight inputs of a run.
+#define HOLDERS (RUN / 8)
+#define LOAD_INPUTS(k)                                                                                       \
+  const float8 own = load_act8(x, k);                                                                        \
+  const uint from = 0;
+#define INPUTS(t, at) passed((at) % 2 ? own.hi : own.lo, (at) / 2)
+static inline float4 passed(float4 own, uint holder) {
+  return (float4)(sub_group_broadcast(own.x, holder), sub_group_broadcast(own.y, holder),
+                  sub_group_broadcast(own.z, holder), sub_group_broadcast(own.w, holder));
+}
+#else
+#define SUBGROUP_SIZE
+#define LOAD_INPUTS(k) const uint from = (k) / 4;
+#define INPUTS(t, at) staged[t * STAGED_ROW + (at)]
+#endif
+
 #if TOKENS <= 2
 // A whole run at once. The sums of a block are vectors, as vectors of inputs are read; they are added up at its end.
 #define CLEAR_TOTAL(t) float total##t = 0.0f;
 #define CLEAR_TOTALS REPEAT(TOKENS, CLEAR_TOTAL)
 #define CLEAR_DOT(t) float4 dot##t = 0.0f;
 #define CLEAR_DOTS REPEAT(TOKENS, CLEAR_DOT)
-#define ADD_LOW(t) dot##t = FMA(staged[t * STAGED_ROW + at], low, dot##t);
-#define ADD_HIGH(t) dot##t = FMA(staged[t * STAGED_ROW + at + 1], high, dot##t);
+#define ADD_LOW(t) dot##t = FMA(INPUTS(t, at), low, dot##t);
+#define ADD_HIGH(t) dot##t = FMA(INPUTS(t, at + 1), high, dot##t);
 #define ADD_FOUR REPEAT(TOKENS, ADD_LOW)
 #define ADD_SCALED(t) total##t = FMA(across(dot##t), scale, total##t);
 #define ADD_DOT(t) total##t += across(dot##t);
@@ -90,13 +121,18 @@ typedef FLOATS(TOKENS) tokens_t;
 #define NEXT_CODES(q, at) (uint4)((q).yzw, 0)
 #endif
 #if RUN / WORD_INPUTS == 4
-#define LOAD_RUN(p) (uint4)((p)[0], (p)[LANES], (p)[2 * LANES], (p)[3 * LANES])
+#define LOAD_RUN(p) (uint4)(WORD(p, 0), WORD(p, LANES), WORD(p, 2 * LANES), WORD(p, 3 * LANES))
 #else
-#define LOAD_RUN(p) (uint4)((p)[0], (p)[LANES], 0, 0)
+#define LOAD_RUN(p) (uint4)(WORD(p, 0), WORD(p, LANES), 0, 0)
 #endif
+#else
+#define LOAD_FOUR(p, i)                                                                                      \
+  (float4)(load_weight(p, (i) * LANES), load_weight(p, ((i) + 1) * LANES),                                   \
+           load_weight(p, ((i) + 2) * LANES), load_weight(p, ((i) + 3) * LANES))
 #endif
 
-__kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_simt_few(LINEAR_ARGUMENTS) {
+SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_simt_few(
+    LINEAR_ARGUMENTS) {
   // The sums of the slices follow the inputs in the same memory.
   __local float4 staged[(STAGED_FLOATS > PARTIAL_FLOATS ? STAGED_FLOATS : PARTIAL_FLOATS) / 4];
   const uint lane = get_local_id(0), slice = get_local_id(1);
@@ -104,7 +140,7 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
   const uint token = get_group_id(1) * TOKENS;
   const uint count = min((uint)TOKENS, tokens - token);
   x += (size_t)(first_token + token) * columns;
-  weights += first_weight(tile.x, weight_columns, first_column) + lane;
+  const weight_place words = PLACE(first_weight(tile.x, weight_columns, first_column) + lane);
 #if BITS <= 8
   const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + lane;
   scales += groups;
@@ -113,6 +149,11 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
 #endif
 #endif
   CLEAR_TOTALS
+#ifdef SUBGROUP
+  x += get_sub_group_local_id() % HOLDERS * 8;
+  const uint start = 0, depth = columns;
+  {
+#else
   for (uint start = 0; start < columns; start += STAGED_INPUTS) {
     const uint depth = min((uint)STAGED_INPUTS, columns - start);
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -142,8 +183,9 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
       }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
+#endif
     for (uint g = slice * STEP; g < depth; g += SLICES * STEP) {
-      __global const weight_t *source = weights + (start + g) / WORD_INPUTS * LANES;
+      weight_place source = words + (start + g) / WORD_INPUTS * LANES;
       CLEAR_DOTS
 #if BITS <= 8
       const uint group = (start + g) / BLOCK * LANES;
@@ -151,11 +193,12 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
       for (uint k = g; k < g + STEP; k += RUN, source += RUN / WORD_INPUTS * LANES) {
 #if TOKENS <= 2
         const uint4 q = LOAD_RUN(source);
-        MULTIPLY(q.x, k / 4)
-        MULTIPLY(q.y, (k + WORD_INPUTS) / 4)
+        LOAD_INPUTS(k)
+        MULTIPLY(q.x, from)
+        MULTIPLY(q.y, from + WORD_INPUTS / 4)
 #if RUN / WORD_INPUTS == 4
-        MULTIPLY(q.z, (k + 2 * WORD_INPUTS) / 4)
-        MULTIPLY(q.w, (k + 3 * WORD_INPUTS) / 4)
+        MULTIPLY(q.z, from + 2 * WORD_INPUTS / 4)
+        MULTIPLY(q.w, from + 3 * WORD_INPUTS / 4)
 #endif
 #else
         uint4 q = LOAD_RUN(source);
@@ -169,15 +212,22 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
       }
       ADD_ALL_SCALED
 #else
-      for (uint at = g / 4; at < min(g + STEP, depth) / 4; at++, source += RUN * LANES) {
-        const float4 low = (float4)(load_weight(source, 0), load_weight(source, LANES),
-                                    load_weight(source, 2 * LANES), load_weight(source, 3 * LANES));
+      for (uint at = g / 4; at < min(g + STEP, depth) / 4; at += RUN / 4, source += RUN * LANES) {
+        const float4 low = LOAD_FOUR(source, 0);
+#if TOKENS <= 2
+        const float4 high = LOAD_FOUR(source, 4);
+        REPEAT(TOKENS, ADD_HIGH)
+#endif
         ADD_FOUR
       }
       ADD_ALL
 #endif
     }
   }
+#ifdef SUBGROUP
+  // A subgroup that spans slices, or is too small, has passed wrong inputs: its numbers must not pass for right ones.
+  if (sub_group_broadcast(slice, 0) != slice || get_sub_group_size() < HOLDERS) total0 = NAN;
+#endif
   __local float *partial = (__local float *)staged;
   barrier(CLK_LOCAL_MEM_FENCE);
   STORE_SLICES(partial)
@@ -192,7 +242,7 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_sim
 typedef half element_t;
 typedef half4 element4_t;
 typedef half8 element8_t;
-#define LOAD_INPUTS(p) (*(__global const half8 *)(p))
+#define LOAD_RUN(p) (*(__global const half8 *)(p))
 // Sums of halves lose the 1e-6 gate within some 64 products, so they are added to float totals every DEPTH inputs,
 // which is at most 32. The weights are unpacked with their scale, so that a sum is as large as a part of an output,
 // which a half holds.
@@ -204,7 +254,7 @@ typedef half8 element8_t;
 typedef float element_t;
 typedef float4 element4_t;
 typedef float8 element8_t;
-#define LOAD_INPUTS(p) load_act8(p, 0)
+#define LOAD_RUN(p) load_act8(p, 0)
 #define CLEAR_TOTAL(r) element4_t sum##r = 0.0f;
 #define BEGIN_SUM(r)
 #define FLUSH_SUM(r)
@@ -249,7 +299,7 @@ typedef float8 element8_t;
       x + (min((item + n * ITEMS) / ROW_RUNS, count - 1) * columns + item % ROW_RUNS * 8);
 #define STAGE_INPUTS(n)                                                                                      \
   if (ITEMS <= INPUT_RUNS || item < INPUT_RUNS) {                                                            \
-    const element8_t v = LOAD_INPUTS(source##n);                                                             \
+    const element8_t v = LOAD_RUN(source##n);                                                             \
     source##n += DEPTH;                                                                                      \
     input_slot[n * (ITEMS / ROW_RUNS)] = v.lo;                                                               \
     input_slot[n * (ITEMS / ROW_RUNS) + TILE_TOKENS] = v.hi;                                                 \
@@ -275,7 +325,8 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   const uint token = get_group_id(1) * token_step;
   const uint count = min((uint)token_step, tokens - token);
   x += (size_t)(first_token + token) * columns;
-  weights += first_weight(tile.x, weight_columns, first_column) + item / LANES * UNPACKED_ROWS + lane;
+  weight_place words =
+      PLACE(first_weight(tile.x, weight_columns, first_column) + item / LANES * UNPACKED_ROWS + lane);
 #if BITS <= 8
   const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + lane;
   scales += groups;
@@ -301,32 +352,33 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
 #endif
     if (ITEMS <= WEIGHT_RUNS || item < WEIGHT_RUNS)
       UNROLL for (uint turn = 0; turn < TURNS(WEIGHT_RUNS); turn++) {
-        __global const weight_t *q = weights + turn * (ITEMS / LANES) * UNPACKED_ROWS;
+        const weight_place place = words + turn * (ITEMS / LANES) * UNPACKED_ROWS;
         __local element4_t *slot = value_slot + turn * (ITEMS / LANES) * (UNPACKED / 4 * LANES);
 #if BITS <= 8
+        const uint q = WORD(place, 0);
 #ifdef HALF_SUMS
-        const half2 a = PAIR(q[0], 0), b = PAIR(q[0], 1);
+        const half2 a = PAIR(q, 0), b = PAIR(q, 1);
 #if BITS == 4
-        const half2 c = PAIR(q[0], 2), d = PAIR(q[0], 3);
+        const half2 c = PAIR(q, 2), d = PAIR(q, 3);
         slot[0] = (half4)(a.x, b.x, c.x, d.x);
         slot[LANES] = (half4)(a.y, b.y, c.y, d.y);
 #else
         slot[0] = (half4)(a.x, b.x, a.y, b.y);
 #endif
 #else
-        slot[0] = FMA(CODES_LOW(q[0]), FACTORS_LOW * scale, (float4)shift);
+        slot[0] = FMA(CODES_LOW(q), FACTORS_LOW * scale, (float4)shift);
 #if BITS == 4
-        slot[LANES] = FMA(CODES_HIGH(q[0]), FACTORS_HIGH * scale, (float4)shift);
+        slot[LANES] = FMA(CODES_HIGH(q), FACTORS_HIGH * scale, (float4)shift);
 #endif
 #endif
 #elif defined(HALF_SUMS)
-        slot[0] = (half4)(q[0], q[LANES], q[2 * LANES], q[3 * LANES]);
+        slot[0] = (half4)(place[0], place[LANES], place[2 * LANES], place[3 * LANES]);
 #else
-        slot[0] = (float4)(load_weight(q, 0), load_weight(q, LANES), load_weight(q, 2 * LANES),
-                           load_weight(q, 3 * LANES));
+        slot[0] = (float4)(load_weight(place, 0), load_weight(place, LANES), load_weight(place, 2 * LANES),
+                           load_weight(place, 3 * LANES));
 #endif
       }
-    weights += DEPTH / WORD_INPUTS * LANES;
+    words += DEPTH / WORD_INPUTS * LANES;
     barrier(CLK_LOCAL_MEM_FENCE);
     REPEAT(ITEM_TOKENS, BEGIN_SUM)
     __local const element4_t *value = own_values, *input = own_inputs;

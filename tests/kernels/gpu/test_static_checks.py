@@ -29,16 +29,21 @@ from heterollm.kernels.gpu import (
     GpuGlue,
     GpuLinear,
     HeadShape,
+    KernelStyle,
     KvLayer,
     OpenClRuntime,
     Rotation,
     RoundedInputs,
     Scores,
     Segments,
+    ShapeClass,
     SharedArray,
+    Variant,
     code_bytes,
+    default_parameters,
     head_stride,
     list_opencl_devices,
+    with_numbers,
 )
 from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.sources import read_sources
@@ -58,6 +63,7 @@ SIMT_DEFINES = [
     for defines in LINEAR_DEFINES
     for more in ("", " -DWHOLE_EIGHTS -DASYMMETRIC")
 ]
+IMAGES = [f"-DBITS={bits}{few} -DBLOCK=32 -DWEIGHT_IMAGE" for bits in (4, 8) for few in ("", " -DTOKENS=1")]
 SIMT_INT8_DEFINES = [defines for defines in SIMT_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
 LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
@@ -65,9 +71,10 @@ ATTENTION = (*LAYERS, "attention.h")
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
     ("common.h", "linear.h", "linear_wide.h", "linear_vector.cl"): LINEAR_DEFINES,
-    ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl"): SIMT_DEFINES,
+    ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl"): SIMT_DEFINES + IMAGES,
     ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
-    ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): SIMT_INT8_DEFINES,
+    ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): SIMT_INT8_DEFINES
+    + IMAGES,
     ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8 -DBLOCK=32 -DWHOLE_EIGHTS"],
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
     (*LAYERS, "rms_norm.cl"): [
@@ -96,6 +103,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DGROUP=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
     ],
     (*ATTENTION, "attention_join.cl"): [
@@ -172,6 +180,13 @@ def test_the_integer_dot_product_of_opencl_3_compiles(clang):
         assert compiler_says(clang, read_sources(files), *options) == "", defines
 
 
+def test_subgroups_compile(clang):
+    files = ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl")
+    for bits, more in itertools.product((4, 8), ("", "-DWEIGHT_IMAGE", "-DASYMMETRIC -DACT_HALF")):
+        options = ["-DTOKENS=1", "-DSUBGROUP", "-DBLOCK=32", f"-DBITS={bits}", *more.split()]
+        assert compiler_says(clang, read_sources(files), "-cl-std=CL3.0", *options) == "", options
+
+
 @pytest.mark.parametrize("standard", ["CL2.0", "CL3.0"])
 def test_the_flag_in_shared_virtual_memory_compiles(clang, standard):
     assert compiler_says(clang, read_sources(SOURCES), f"-cl-std={standard}", "-DSVM_ATOMICS") == ""
@@ -221,14 +236,43 @@ def range_launches(runtime: OpenClRuntime) -> Iterator[None]:
         yield from exact_launches(runtime, case, (1, 5, 9), np.float32)
 
 
+def variant_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Weights as images, and attention whose neighbours read the keys of each other."""
+    for bits, tokens, rounds in ((4, 1, False), (8, 9, False), (4, 5, True)):
+        number_format = WeightFormat(bits, 16, symmetric=False)
+        shape = ShapeClass.of(number_format, integer_inputs=rounds, half=False, tokens=tokens)
+        parameters = with_numbers(default_parameters("simt", shape), {"image": 1})
+        case = LinearCase(number_format, (70, 3), 48, tokens, integer_inputs=rounds)
+        variants = (Variant("simt", parameters=parameters),)
+        yield from exact_launches(runtime, case, (tokens,), np.float32, variants)
+    heads, length = HeadShape(3, 1, 32, 67), 3
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = heads.capacity - length, length, 0
+    for dtype in (np.float32, np.float16):
+        *_, end = heads.layer_offsets(0, dtype)
+        q, cache = runtime.shared((length, 96), np.float32), runtime.shared((end,), dtype)
+        q.array[...] = cache.array[...] = 0.5
+        out = runtime.shared((length, 96), dtype)
+        options = {"shape": heads, "scores": Scores(0.2), "tokens": length, "bucket": 67, "parts": 1}
+        layers = GpuGlue(runtime, dtype, dtype, style="simt")
+        for launch in layers.attention(q, KvLayer(cache, 0), out, step, **options, style="coalesced"):
+            launch()
+            yield
+        np.testing.assert_allclose(out.array, 0.5, rtol=1e-3)
+
+
 def exact_launches(
-    runtime: OpenClRuntime, case: LinearCase, tokens: tuple[int, ...], dtype: type
+    runtime: OpenClRuntime,
+    case: LinearCase,
+    tokens: tuple[int, ...],
+    dtype: type,
+    styles: tuple[KernelStyle | Variant, ...] = ("vector", "simt"),
 ) -> Iterator[None]:
     """A case in each style, on slots of the exact size: the simulator tells of any byte beyond them."""
     for own in (replace(case, tokens=count) for count in tokens):
         members, x = own.data(dtype)
         packed = GpuLinear.pack(runtime, members, activation_dtype=dtype, integer_inputs=case.integer_inputs)
-        for style in ("vector", "simt"):
+        for style in styles:
             x_slot, y = fill_slot(runtime, x), runtime.shared((len(x), sum(case.rows)), dtype)
             options = {"tokens": len(x), "columns": case.inputs, "style": style}
             packed.launch(x_slot, y, **options, label="linear")()
@@ -427,6 +471,7 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     # Add a generator for new kernel files: it enqueues one small launch and yields, again and again.
     "linear": linear_launches,
     "ranges": range_launches,
+    "variants": variant_launches,
     "layers": layer_launches,
     "rounding": rounding_launches,
     "hand-overs": hand_over_launches,

@@ -417,7 +417,7 @@ def test_tuned_parameters_that_do_not_build_fall_to_the_default_for_good(tuned_r
 
 def sources(style, integer_inputs):
     common, source = ("linear_wide.h", style) if style == "vector" else ("linear_tiles.h", "simt")
-    return read_sources((f"linear_{'int8_' if integer_inputs else ''}{source}.cl", common))
+    return read_sources((f"linear_{'int8_' if integer_inputs else ''}{source}.cl", common, "linear.h"))
 
 
 def test_every_tuned_define_is_in_the_sources():
