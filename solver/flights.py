@@ -29,6 +29,7 @@ __all__ = [
     "PredictedPrompt",
     "plan_flights",
     "predict_prompt",
+    "shortened",
     "with_schedule",
 ]
 
@@ -162,7 +163,7 @@ def plan_flights(
         return all((spec.group, own.npu_rows, length) in resident for length in own.npu_lengths)
 
     flown = _best_chunk(solver, slices, in_flight, prompts, costs_at, is_resident)
-    return plan if flown is None else flown.applied(_shortened(plan, flown.tokens))
+    return plan if flown is None else flown.applied(shortened(plan, flown.tokens))
 
 
 def _best_chunk(
@@ -282,7 +283,7 @@ def _anything(_spec: OpSpec, _option: Option) -> bool:
     return True
 
 
-def _shortened(plan: Plan, tokens: int) -> Plan:
+def shortened(plan: Plan, tokens: int) -> Plan:
     """Return a plan with shorter chunks, and without entries for longer ones."""
     entries = tuple(
         replace(entry, lengths=(entry.lengths[0], min(entry.lengths[1], tokens)))

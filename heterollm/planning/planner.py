@@ -259,7 +259,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
-    from heterollm.solver import best_chunk, plan_flights
+    from heterollm.solver import plan_chunks, plan_flights
 
     labels, weights = {"device": model.profile.device, "precision": model.precision}, request.histogram
     plan, slices = solver.solve(**labels, weights=weights)
@@ -267,9 +267,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
     if request.in_flight > 1 and plan.uses_npu:
         plan = plan_flights(solver, plan, slices, request.in_flight, prompts, model.costs.at, weights)
     elif max(prompts, default=0) > solver.chunk_length:
-        chunk_length = best_chunk(solver, prompts, model.costs.at, slices)
-        if chunk_length != solver.chunk_length:
-            plan, _ = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
+        plan = plan_chunks(solver, plan, slices, prompts, model.costs.at, weights)
     best = best_strategy(model.profile)
     return structs.replace(
         plan,
