@@ -1,7 +1,15 @@
-"""The choice of the chunk length of long prompts."""
+"""The choice of the chunk length of long prompts, and of the slices that the NPU holds for it.
+
+The slices were chosen for the longest chunk. For a shorter one the search chooses again, without knowing long
+prompts: it may use the memory of longer graphs better, or serve chunks worse. Whole plans with either slices
+are compared. Slices of their own for every chunk length would take a search each; for Llama-3-8B on a
+simulated SoC, within 0.5 to 4 GiB, no shorter chunk with slices of its own makes prompts as fast as the
+longest chunk, since a pass may run in several short graphs anyway.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
@@ -10,12 +18,62 @@ from heterollm.base import OptionError
 from heterollm.kernels.ops import Group
 from heterollm.solver.candidates import Splits
 from heterollm.solver.costs import CachedCosts, Costs
+from heterollm.solver.flights import shortened
+from heterollm.solver.plan import Plan
+from heterollm.solver.predict import predict_pass
+from heterollm.solver.slices import Slices
 from heterollm.solver.solve import Solver
 
-__all__ = ["best_chunk"]
+__all__ = ["best_chunk", "plan_chunks"]
 
 GAIN_FRACTION: Final = 0.1
 """A shorter chunk must be this much faster, as predictions of different lengths have different errors."""
+
+
+def plan_chunks(
+    solver: Solver,
+    plan: Plan,
+    slices: Slices,
+    prompts: Mapping[int, float],
+    costs_at: Callable[[int], Costs],
+    weights: Mapping[int, float] | None = None,
+) -> tuple[Plan, Slices]:
+    """Return the plan with the best chunk length and its slices: the given one, or one with shorter chunks.
+
+    Args:
+        solver: The solver, with the longest chunk length.
+        plan: Its plan.
+        slices: The resident slices of the plan.
+        prompts: Weights of prompts by length.
+        costs_at: Returns costs of passes that begin at a position, on which attention depends.
+        weights: As for :meth:`heterollm.solver.solve.Solver.slices`.
+
+    Raises:
+        OptionError: A prompt has no tokens.
+        PlanError: No processor can compute a group.
+    """
+    chunk = best_chunk(solver, prompts, costs_at, slices)
+    if chunk == solver.chunk_length:
+        return plan, slices
+    own, own_slices = replace(solver, chunk_length=chunk).solve(
+        device=plan.device, precision=plan.precision, weights=weights
+    )
+
+    def prompt_us(one: Plan, prompt: int) -> float:
+        passes = (
+            predict_pass(one, solver.specs, costs_at(first), "prefill", tokens, logits=False)
+            for first, tokens in one.chunks(prompt)
+        )
+        return sum(math.inf if found is None else found.time_us for found in passes)
+
+    whole_us = {prompt: prompt_us(plan, prompt) for prompt in prompts}
+
+    def total(one: Plan) -> float:
+        return sum(weight * prompt_us(one, prompt) / whole_us[prompt] for prompt, weight in prompts.items())
+
+    shorter = min(((own, own_slices), (shortened(plan, chunk), slices)), key=lambda found: total(found[0]))
+    gains = total(shorter[0]) < (1.0 - GAIN_FRACTION) * sum(prompts.values())
+    return shorter if gains else (plan, slices)
 
 
 def best_chunk(

@@ -33,6 +33,7 @@ __all__ = [
     "PredictedPrompt",
     "plan_flights",
     "predict_prompt",
+    "shortened",
     "with_schedule",
 ]
 
@@ -214,7 +215,7 @@ class _Flights:
         flown = self._best_chunk(in_flight, is_resident)
         if flown is None:
             return None
-        return self._loss(flown), flown.applied(_shortened(self.plan, flown.tokens))
+        return self._loss(flown), flown.applied(shortened(self.plan, flown.tokens))
 
     @property
     def most_chunks(self) -> int:
@@ -345,7 +346,7 @@ def _anything(_spec: OpSpec, _option: Option) -> bool:
     return True
 
 
-def _shortened(plan: Plan, tokens: int) -> Plan:
+def shortened(plan: Plan, tokens: int) -> Plan:
     """Return a plan with shorter chunks, and without entries for longer ones."""
     entries = tuple(
         replace(entry, lengths=(entry.lengths[0], min(entry.lengths[1], tokens)))

@@ -53,7 +53,12 @@ FEW_TOKENS: Final = 16
 """Decode passes up to this length, as in speculative decoding, have entries of their own."""
 
 FAR_OVER: Final = 1.5
-"""Factor on the budget above which graphs of roughly chosen slices do not fit once rows are refined."""
+"""Factor on the budget above which only decode is refined before the search under the budget.
+
+No exact bound is known: refined slices could still fit. Either way the plan keeps the budget and serves all
+lengths. If everything is refined first, passes change by less than 2 % on made-up devices (a test), and by
+nothing for Llama-3-8B within 3.5 to 20 GiB; within 1 GiB its decode is 7.7 % slower (simulated).
+"""
 
 SHARED_LOSS_FRACTION: Final = 0.01
 """Largest extra cost of a placement that several lengths share."""

@@ -32,6 +32,20 @@ os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split_threads().gpu_core
 os.environ.setdefault("POCL_CACHE_DIR", POCL_CACHE.name)
 
 
+@pytest.fixture(scope="module")
+def host():
+    """The ``host`` device, opened once for the tests of a file."""
+    from heterollm.base import DeviceError
+    from heterollm.kernels.open import open_device
+
+    try:
+        device = open_device("host")
+    except DeviceError as error:
+        pytest.skip(f"needs the host device: {error}")
+    yield device
+    device.close()
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--processor",

@@ -299,15 +299,13 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
 
 def _solved(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
     """Return the solver's plan."""
-    from heterollm.solver import best_chunk, plan_flights
+    from heterollm.solver import plan_chunks, plan_flights
 
     labels, weights = {"device": model.profile.device, "precision": model.precision}, request.histogram
     plan, slices = solver.solve(**labels, weights=weights)
     prompts = _prompts(model, request)
     if max(prompts, default=0) > solver.chunk_length:
-        chunk_length = best_chunk(solver, prompts, model.costs.at, slices)
-        if chunk_length != solver.chunk_length:
-            plan, slices = replace(solver, chunk_length=chunk_length).solve(**labels, weights=weights)
+        plan, slices = plan_chunks(solver, plan, slices, prompts, model.costs.at, weights)
     if request.in_flight != 1 and plan.uses_npu:
         plan = plan_flights(solver, plan, slices, request.in_flight, prompts, model.costs.at, weights)
     return plan

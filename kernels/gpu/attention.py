@@ -168,7 +168,7 @@ class GpuAttention(GlueKernels):
         else:
             variants = (*self._tuned_variants(shape, grid.tokens), *self._variants)
         kernel, style, items = self._kernel(
-            files, "attention", defines, grid.rounded, grid.rounds, widths, variants, test
+            files, "attention", defines, grid.rounded, grid.rounds, widths, variants=variants, test=test
         )
         parts = grid.parts(style)
         cap, partial = scores.soft_cap, out if parts == 1 else self._partials(grid, style)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import DeviceError, KernelError
-from heterollm.kernels.gpu import SOURCES, GpuRuntime, SharedArray
+from heterollm.kernels.gpu import SOURCES, FlagWord, GpuRuntime, SharedArray, is_complete
 
 __all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus", "stale_memory"]
 
@@ -22,7 +22,10 @@ LITMUS_QUICK_ROUNDS: Final = 500
 
 WORDS: Final = 4096
 TIMEOUT_S: Final = 1.0
-"""Longest wait for a flag; a busy machine can delay a kernel of some microseconds."""
+"""Longest wait for the flag of a kernel that has ended."""
+
+GUARD_S: Final = 600.0
+"""Longest wait for a kernel to end; a busy machine can delay one of some microseconds by seconds."""
 
 MOST_UNSEEN: Final = 3
 """Lost flags after which the test ends early."""
@@ -80,16 +83,13 @@ def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: fl
     while done < rounds and unseen < MOST_UNSEEN and time.perf_counter() < end_s:
         done += 1
         calls[0]()
-        flag.send()
-        number, give_up = flag.sent, time.perf_counter() + TIMEOUT_S
-        while not (seen := flag.reached(number)) and time.perf_counter() < give_up:
-            pass
+        seen = _seen(flag, flag.send())
         data.acquire_to_read()
         if not seen:
             unseen += 1
             stale += 1
             runtime.finish()
-            if not flag.reached(number):
+            if not flag.reached(flag.sent):
                 flag.resynchronise()
         elif not (fresh := data.array == first + done).all():
             stale += 1
@@ -102,6 +102,19 @@ def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: fl
             calls[1]()
     runtime.finish()
     return Litmus(done, stale, stale_bytes)
+
+
+def _seen(flag: FlagWord, event: Any) -> bool:  # noqa: ANN401 - an OpenCL event
+    """Return whether the host sees the flag of the last kernel within the timeout after its end."""
+    guard_s = time.perf_counter() + GUARD_S
+    give_up_s, ended = time.perf_counter() + TIMEOUT_S, False
+    while not flag.reached(flag.sent):
+        if (now_s := time.perf_counter()) < give_up_s:
+            continue
+        if ended or now_s >= guard_s:
+            return False
+        ended, give_up_s = is_complete(event), now_s + TIMEOUT_S
+    return True
 
 
 def stale_memory(runtime: GpuRuntime) -> str:

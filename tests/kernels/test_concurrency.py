@@ -3,25 +3,13 @@
 import numpy as np
 import pytest
 
-from heterollm.base import DeviceError
 from heterollm.kernels.formats import linear_errors, quantize
 from heterollm.kernels.formats.quantized_tensor import take_rows
 from heterollm.kernels.gpu import GpuLinear, is_complete
 from heterollm.kernels.npu import LinearShard
-from heterollm.kernels.open import open_device
 from heterollm.kernels.sync.faults import Gate
 
 SIZE, TOKENS = 256, 64
-
-
-@pytest.fixture(scope="module")
-def device():
-    try:
-        opened = open_device("host")
-    except DeviceError as error:
-        pytest.skip(f"needs the host device: {error}")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +20,9 @@ def weight():
 
 @pytest.mark.parametrize("eighths", [2, 4, 6])
 @pytest.mark.parametrize("kind", ["row", "sequence"])
-def test_both_shards_run_at_once(device, weight, kind, eighths):
+def test_both_shards_run_at_once(host, weight, kind, eighths):
     """A row split gives the NPU some of the rows, a sequence split the first 64 tokens."""
-    gpu, npu = device.gpu, device.npu
+    gpu, npu = host.gpu, host.npu
     rows = SIZE * eighths // 8 if kind == "row" else SIZE
     tokens = TOKENS if kind == "row" else TOKENS + TOKENS * eighths // 8
     linear = GpuLinear.pack(gpu, [weight], activation_dtype=np.float32)

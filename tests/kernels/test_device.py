@@ -35,16 +35,6 @@ class FakeDevice:
     max_compute_units: int = 6
 
 
-@pytest.fixture(scope="module")
-def host():
-    try:
-        device = open_device("host")
-    except DeviceError as error:
-        pytest.skip(f"needs an OpenCL runtime: {error}")
-    yield device
-    device.close()
-
-
 def status(name):
     return next(entry for entry in list_devices() if entry.name == name)
 

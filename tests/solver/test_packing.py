@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import heterollm.solver.solve as solve
 from heterollm.base import PlanError
 from heterollm.solver import Budget, Objective, Solver
 from heterollm.solver.candidates import few_leading_lengths_for, few_lengths_for
@@ -236,6 +237,24 @@ def test_sequences_with_few_lengths_cover_the_pass(tokens):
         assert tokens == 1 or 1 not in cover
     for lead in few_leading_lengths_for(tokens, (1, 32, 64, 256)):
         assert sum(lead) < tokens
+
+
+@pytest.mark.parametrize(("seed", "part"), [(3, 0.3), (1, 1.5), (7, 2.0), (5, 0.7)])
+def test_rows_that_are_refined_under_the_budget_alone_lose_little(made, seed, part, monkeypatch):
+    """Where rough graphs are far over the budget, only decode is refined before it counts."""
+    specs = made.model(hidden=2048, keys=512, wide=6144, vocabulary=4096)
+    budget = Budget(int(part * sum(spec.weight_bytes() for spec in specs)), True, 2)
+    solver = Solver(
+        specs, made.limits(), made.proportional(seed), budget=budget, chunk_length=256, head_rows=1
+    )
+    passes = (1, 20, 32, 64, 100, 128, 192, 256)
+    times = []
+    for factor in (solve.FAR_OVER, math.inf):
+        monkeypatch.setattr(solve, "FAR_OVER", factor)
+        slices = solver.slices()
+        times.append([solver.length(tokens, slices).time_us for tokens in passes])
+    ratios = [own / refined for own, refined in zip(*times, strict=True)]
+    assert sum(ratios) / len(ratios) < 1.02, ratios
 
 
 @pytest.mark.parametrize("seed", range(4))

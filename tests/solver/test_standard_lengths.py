@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from heterollm.base import OptionError, PlanError
-from heterollm.solver import Solver, best_chunk, choose_lengths
+from heterollm.solver import Budget, Solver, best_chunk, choose_lengths, plan_chunks, predict_pass
 from heterollm.solver.candidates import npu_lengths_for
 from heterollm.solver.costs import Overheads
+from heterollm.solver.flights import shortened
 
 AVAILABLE = (32, 64, 128, 256, 512)
 
@@ -140,6 +141,43 @@ def test_no_chunk_that_was_tried_is_faster_by_the_margin(made, tokens):
             found == 128 and bar <= min(times.values())
         )
         assert found == 128 or times[found] < bar
+
+
+@pytest.mark.parametrize("seed", [1, 2, 7, 9, 10, 11, 13])
+def test_a_plan_with_shorter_chunks_is_the_fastest_of_both_slices_or_not_taken(made, seed, monkeypatch):
+    """Under a budget for graphs, where slices for shorter chunks differ from those of the longest."""
+
+    class Costs(made.costs):
+        def between_us(self, spec, tokens):
+            return super().between_us(spec, tokens) + (20_000.0 if tokens > 32 else 0.0)
+
+    budget = Budget(300_000 * (1 + seed % 4), copies_by_length=True, activation_bytes=2)
+    costs = Costs(seed, overheads=Overheads())
+    solver = Solver(made.model(), made.limits((1, 32, 64)), costs, budget=budget, chunk_length=128)
+    plan, slices = solver.solve(device="d", precision="fp16")
+    prompts = {300: 1.0, 1000: 2.0}
+
+    def total(one):
+        return sum(
+            weight
+            * sum(predicted_us(one, tokens) for _, tokens in one.chunks(prompt))
+            / sum(predicted_us(plan, tokens) for _, tokens in plan.chunks(prompt))
+            for prompt, weight in prompts.items()
+        )
+
+    def predicted_us(one, tokens):
+        return predict_pass(one, solver.specs, costs, "prefill", tokens, logits=False).time_us
+
+    for chunk in (32, 64):
+        monkeypatch.setattr("heterollm.solver.chunks.best_chunk", lambda *_, chunk=chunk: chunk)
+        own, _ = replace(solver, chunk_length=chunk).solve(device="d", precision="fp16")
+        given = shortened(plan, chunk)
+        least = min(total(own), total(given))
+        assert (least < 0.9 * 3.0) is (chunk == 32)
+        found, _ = plan_chunks(solver, plan, slices, prompts, lambda _: costs)
+        assert found in ((own, given) if least < 0.9 * 3.0 else (plan,))
+        assert total(found) == pytest.approx(least if least < 0.9 * 3.0 else 3.0)
+        assert found.npu_bytes(solver.specs, copies_by_length=True, activation_bytes=2) <= budget.npu_bytes
 
 
 def test_chunks_of_no_prompt_are_refused(made):

@@ -23,22 +23,28 @@ BEGIN = """
 import hashlib, json, sys, time
 from pathlib import Path
 model, meeting, mine, other = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-def meet():
-    (meeting / mine).touch()
+def meet(place=""):
+    (meeting / (mine + place)).touch()
+    wait_for_other(place)
+def wait_for_other(place):
     end = time.monotonic() + 600
-    while not (meeting / other).exists():
+    while not (meeting / (other + place)).exists():
         assert time.monotonic() < end, "the other process did not come"
         time.sleep(0.001)
 """
 LOAD = """
 from heterollm import LLM
 from heterollm.model import weight_cache
-write, written = weight_cache._write, []
+write, locked, written = weight_cache._write, weight_cache.locked, []
 def counted(*arguments):
     written.append(1)
-    time.sleep(0.3)  # long enough for the other to find the file missing, too
+    wait_for_other("at the lock")
     return write(*arguments)
-weight_cache._write = counted
+def asking(path):
+    # The process has found the file missing.
+    (meeting / (mine + "at the lock")).touch()
+    return locked(path)
+weight_cache._write, weight_cache.locked = counted, asking
 meet()
 with LLM.load(model, device="host", plan="layer") as llm:
     logits = llm.session().prefill(json.loads(sys.argv[5]))

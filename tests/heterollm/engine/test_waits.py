@@ -14,7 +14,6 @@ from heterollm.engine.step import Step
 from heterollm.engine.waits import Fences, default_sync
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import Strategy
-from heterollm.kernels.open import open_device
 from heterollm.kernels.threads import ThreadSplit
 from heterollm.llm import LLM
 from heterollm.solver import PhaseSync, Plan
@@ -183,11 +182,6 @@ def test_a_new_length_finds_nothing_out(load: Callable[..., LLM], monkeypatch: p
 
 
 # -- the strategy of a device -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def host() -> Device:
-    return open_device("host")
 
 
 def like(host: Device, *, gpu: tuple[int, ...], npu: tuple[int, ...], coherent: bool = True) -> Any:

@@ -178,7 +178,8 @@ def test_long_prompts_run_in_the_chunks_that_the_solver_chose(profile, monkeypat
         asked.append((dict(prompts), costs_at(700).position, set(slices)))
         return 128
 
-    monkeypatch.setattr("heterollm.solver.best_chunk", best_chunk)
+    monkeypatch.setattr("heterollm.solver.chunks.best_chunk", best_chunk)
+    monkeypatch.setattr("heterollm.solver.chunks.GAIN_FRACTION", -math.inf)
     made = solved(profile, context=1024, level="tensor")
     assert made.plan.chunk_length == 128
     assert [length for _, length in made.plan.chunks(300)] == [128, 128, 44]

@@ -18,6 +18,7 @@ import pytest
 import heterollm.kernels
 from heterollm.base import DeviceError, EngineError, FenceError, HeteroLLMError, KernelError, OptionError
 from heterollm.kernels.gpu import STRATEGIES, HostClock, OpenClRuntime, WaitPrediction
+from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.memory import MEMORY_KINDS
 from heterollm.kernels.gpu.waiting import sleep_overshoot_us
 from heterollm.kernels.npu import HostNpu
@@ -356,6 +357,22 @@ def test_the_litmus_test_counts_lost_flags(fresh, monkeypatch):
     kernel = fresh.kernel(("sync.cl",), "raise_flag")
     flag.launch = fresh.launch(kernel, (elsewhere,), (1,), (1,), "wrong flag")
     assert flag_litmus(fresh, 1000) == (3, 3, 0)
+
+
+def test_the_litmus_test_waits_for_a_kernel_that_is_late(fresh, monkeypatch):
+    """On a machine that is too busy to run it: the kernel has not ended at several timeouts."""
+    monkeypatch.setattr(litmus, "TIMEOUT_S", 0.0)
+    flag, looks = fresh.flag, [False] * 5
+    assert flag is not None
+    reached, number = FlagWord.reached, flag.sent + 2
+
+    def late(self, wanted):
+        return reached(self, wanted) and (wanted != number or not looks)
+
+    monkeypatch.setattr(FlagWord, "reached", late)
+    monkeypatch.setattr(litmus, "is_complete", lambda event: looks.pop() if looks else True)
+    assert flag_litmus(fresh, 3) == (3, 0, 0)
+    assert not looks
 
 
 # -- prediction --------------------------------------------------------------------------------------
