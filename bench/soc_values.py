@@ -45,6 +45,11 @@ FREE: Final[Mapping[str, tuple[float, float]]] = {
 }
 """What the fit may change, and within which bounds."""
 
+SCORES_NOTE: Final = (
+    "Least squares of 2, 3 and 4 ms for 1, 2 and 4 heads of 128 queries, 2048 keys and 64 elements on an 8 "
+    "Gen 3 (shadowAttn, section 3.4). Other sizes are extrapolated."
+)
+
 KNOWN: Final[Mapping[str, Known]] = {
     "gpu.dram_gbps": Known(
         44.0, "fitted", "So that decoding moves 43.3 on average (HeteroLLM v2); within its 40 to 45."
@@ -138,6 +143,8 @@ KNOWN: Final[Mapping[str, Known]] = {
     "npu.io_by_graph": Known(
         0, "published", "HeteroLLM, section 4.3: all graphs use a few buffers of one pool."
     ),
+    "npu.scores_start_us": Known(1350.0, "published", SCORES_NOTE),
+    "npu.scores_tops": Known(0.0522, "published", SCORES_NOTE),
     "npu.shared_contexts": Known(0, "prior", "HeteroLLM says nothing of it; without a limit it is the same."),
     "memory.fine_grained_svm": Known(1, "published", "HeteroLLM: a mapped pool, which no pass maps again."),
     "hand_over.finish_us": Known(400.0, "published", "HeteroLLM v2: clFinish takes about 400 us."),
@@ -258,6 +265,7 @@ ELITE_RATIOS: Final[Mapping[str, tuple[float, str]]] = {
     "gpu.attention_tflops": (GPU_RATIO, "Qualcomm: Adreno 40 % faster."),
     "npu.array_tflops": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.int16_tflops": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
+    "npu.scores_tops": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.expand_gweights_per_s": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.dequantize_gweights_per_s": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),
     "npu.dequantize_int8_gweights_per_s": (NPU_RATIO, "Qualcomm: Hexagon 45 % faster."),

@@ -27,7 +27,6 @@ from .ranges import step_of as step_of
 from .shapes import FfnShape as FfnShape
 from .shapes import GraphShape as GraphShape
 from .shapes import LinearShape as LinearShape
-from .shapes import ScoresShape as ScoresShape
 from .shards import FfnShard as FfnShard
 from .shards import GraphShard as GraphShard
 from .shards import LinearShard as LinearShard

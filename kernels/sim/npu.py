@@ -22,8 +22,6 @@ from heterollm.kernels.npu import (
     NamedArrays,
     NpuBackend,
     NpuGraph,
-    NpuShard,
-    ScoresShape,
     ScoresShard,
     ShardKey,
     TimeKind,
@@ -34,7 +32,7 @@ from heterollm.kernels.npu import (
     graph_tensors,
 )
 from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
-from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
+from heterollm.kernels.sim.soc.npu_model import NpuWork, ScoresWork, npu_time, scores_time
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
@@ -92,12 +90,10 @@ class SimulatedNpu:
         self._settle = settle
         self._every_form = every_form
         self._built: dict[ShardKey, set[tuple[int, GraphForm]]] = {}
-        self._shapes: set[NpuWork] = set()
+        self._shapes: set[NpuWork | ScoresWork] = set()
 
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
-        if isinstance(shape, ScoresShape):  # no time of theirs is known
-            return ()
         found = every_form(shape, length, FLOAT_FORMS)
         # Every Hexagon has graphs of 8 bits; llm.npu publishes their times on this chip.
         if not self._soc.npu.integer_graphs and shape.weight.scales != "tensor":
@@ -119,7 +115,6 @@ class SimulatedNpu:
             built.add((length, chosen))
             self.compiled_count += 1
             self._clock.work(self._soc.build.session_us, "open")
-        assert not isinstance(shard, ScoresShard)  # it has no form
         work = npu_work(shard, length, chosen)
         if work not in self._shapes or (is_new and not self._soc.build.shared_graphs):
             self._shapes.add(work)
@@ -176,7 +171,7 @@ class SimulatedGraph:
         soc: SocParameters,
         clock: SimulatedClock,
         label: str,
-        work: NpuWork,
+        work: NpuWork | ScoresWork,
         tensors: GraphTensors,
         real: NpuGraph | None,
         settle: Callable[[], None],
@@ -187,7 +182,7 @@ class SimulatedGraph:
         self._label = label
         self._real = real
         self._settle = settle
-        self._time = npu_time(soc, work)
+        self._time = scores_time(soc, work) if isinstance(work, ScoresWork) else npu_time(soc, work)
 
     def bind(self, inputs: NamedArrays, outputs: NamedArrays) -> Callable[[], None]:
         """Return a call that takes the modelled time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
@@ -207,7 +202,7 @@ class SimulatedGraph:
         return call
 
 
-def npu_work(shard: NpuShard, length: int, form: GraphForm) -> NpuWork:
+def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | ScoresWork:
     """Return the work of a run of a shard.
 
     Args:
@@ -215,6 +210,8 @@ def npu_work(shard: NpuShard, length: int, form: GraphForm) -> NpuWork:
         length: Tokens, padding included.
         form: Graph form.
     """
+    if isinstance(shard, ScoresShard):
+        return ScoresWork(shard.heads, length, shard.keys, shard.head_dim)
     weight = shard.format
     return NpuWork(
         rows=shard.rows,

@@ -21,7 +21,7 @@ from heterollm.base import OptionError
 from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["NpuBound", "NpuTime", "NpuWork", "npu_time"]
+__all__ = ["NpuBound", "NpuTime", "NpuWork", "ScoresWork", "npu_time", "scores_time"]
 
 NpuBound = Literal["fixed", "unpack", "memory", "array", "spill", "vector"]
 
@@ -107,6 +107,28 @@ class NpuWork:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoresWork:
+    """One run of a graph of attention scores.
+
+    Args:
+        heads: Heads.
+        tokens: Queries of each head, padding included.
+        keys: Keys of each head.
+        head_dim: Elements of a query and of a key.
+    """
+
+    heads: int
+    tokens: int
+    keys: int
+    head_dim: int
+
+    @property
+    def io_bytes(self) -> int:
+        """Bytes of queries, keys and scores."""
+        return self.heads * ((self.tokens + self.keys) * self.head_dim + self.tokens * self.keys)
+
+
+@dataclass(frozen=True, slots=True)
 class NpuTime:
     """The time of a run while nothing else runs. Its stages overlap, so that their sum exceeds the whole.
 
@@ -178,7 +200,8 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
     # The activation of a block reads gate and up and writes their product.
     gated_bytes = 3 * work.width * work.tokens * FLOAT_BYTES
     gated_us = gated_bytes / (soc.npu.vector_gbps * soc.npu.clock_factor * 1e3)
-    copy_us = _copy_us(soc, work)
+    edge_bytes = 1 if work.static_int8 else FLOAT_BYTES
+    copy_us = _copied_us(soc, (work.columns + work.rows) * work.tokens * edge_bytes)
     fixed_us = soc.npu.execute_us + copy_us
     parts: dict[NpuBound, float] = {
         "fixed": fixed_us,
@@ -203,12 +226,32 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
     )
 
 
-def _copy_us(soc: SocParameters, work: NpuWork) -> float:
+def scores_time(soc: SocParameters, work: ScoresWork) -> NpuTime:
+    """Return what one run of a graph of attention scores takes on a modelled NPU."""
+    npu = soc.npu
+    operations = 2 * work.heads * work.tokens * work.keys * work.head_dim
+    array_us = npu.scores_start_us + operations / (npu.scores_tops * npu.clock_factor * 1e6)
+    memory_us = work.io_bytes / (npu.dram_gbps * 1e3)
+    copy_us = _copied_us(soc, work.io_bytes)
+    fixed_us = npu.execute_us + copy_us
+    return NpuTime(
+        alone_us=fixed_us + max(array_us, memory_us),
+        fixed_us=fixed_us,
+        copy_us=copy_us,
+        array_us=array_us,
+        dequantise_us=0.0,
+        memory_us=memory_us,
+        spill_us=0.0,
+        vector_us=0.0,
+        spill_bytes=0.0,
+        dram_bytes=work.io_bytes,
+        bound="array" if array_us >= memory_us else "memory",
+    )
+
+
+def _copied_us(soc: SocParameters, io_bytes: int) -> float:
     """Return the time in which the driver copies the inputs and outputs of a run."""
-    if not soc.npu.io_copy_gbps:
-        return 0.0
-    moved_bytes = (work.columns + work.rows) * work.tokens * (1 if work.static_int8 else FLOAT_BYTES)
-    return moved_bytes / (soc.npu.io_copy_gbps * 1e3)
+    return io_bytes / (soc.npu.io_copy_gbps * 1e3) if soc.npu.io_copy_gbps else 0.0
 
 
 def _products(work: NpuWork) -> list[tuple[int, int, int]]:

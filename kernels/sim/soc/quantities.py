@@ -39,6 +39,9 @@ ratio; the author of the file."""
 INTEGER_PARAMETERS: Final[tuple[str, ...]] = ("npu.expand_gweights_per_s", "npu.integer_weight_bytes")
 """Parameters of graphs with integer activations alone."""
 
+SCORES_PARAMETERS: Final[tuple[str, ...]] = ("npu.scores_start_us", "npu.scores_tops")
+"""Parameters of attention scores, which no plan has yet."""
+
 
 def quantity(unit: str, meaning: str, low: float, high: float) -> Meta:
     """Return the annotation of a parameter.
@@ -138,6 +141,12 @@ class NpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
     ]
     integer_weight_bytes: Annotated[
         float, quantity("byte", "size of a weight of such graphs, its share of scales included", 0.5, 4)
+    ]
+    scores_start_us: Annotated[
+        float, quantity("us", "starting a graph of attention scores, beyond running any graph", 0, 1e6)
+    ]
+    scores_tops: Annotated[
+        float, quantity("TOP/s", "arithmetic of attention scores in 8-bit integers", 1e-4, 1e5)
     ]
     io_copy_gbps: Annotated[
         float, quantity("GB/s", "copies of a graph's inputs and outputs; 0 where none are made", 0, 10_000)
@@ -278,7 +287,7 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
         """Return a short hash of all values: equal hashes mean equal modelled times."""
         values = self.values()
         # No time depends on these.
-        unused = () if self.npu.integer_graphs else INTEGER_PARAMETERS
+        unused = SCORES_PARAMETERS + (() if self.npu.integer_graphs else INTEGER_PARAMETERS)
         if not self.hand_over.maps_beside_kernels:
             unused += ("hand_over.maps_beside_kernels",)
         # Without sharing, profiles and rows stay valid that were made before the parameter existed.

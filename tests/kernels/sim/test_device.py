@@ -18,9 +18,10 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.npu import LinearShape, LinearShard
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.score_cases import ScoresCase
 from heterollm.kernels.sim import Simulation, clock_of, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time
-from heterollm.kernels.sim.soc.npu_model import npu_time
+from heterollm.kernels.sim.soc.npu_model import ScoresWork, npu_time, scores_time
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sync import prepare_fence, refused_strategies, strategies_for
 
@@ -134,6 +135,22 @@ def test_what_a_real_graph_refuses_is_refused(simulated):
         graph.bind({"x": x}, {"y": np.zeros((32, 128), np.float16)})
     with pytest.raises(GraphError, match="overlap"):
         graph.bind({"x": x}, {"y": x})
+
+
+def test_attention_scores_take_their_time_and_have_the_numbers_of_a_real_graph():
+    device = open_device(NAME, simulation=Simulation(numerics=True))
+    case = ScoresCase(2, 128, 256, 64)
+    found, exact = case.on_npu(device.npu)
+    assert np.abs(found - exact).max() <= 1
+    shard, inputs, _ = case.data()
+    call = device.npu.prepare(shard, 128).bind(inputs, {"scores": np.zeros(exact.shape, np.uint8)})
+    begin_us = clock_of(device).now_us
+    call()
+    time = scores_time(soc_of(device), ScoresWork(2, 128, 256, 64))
+    assert clock_of(device).now_us - begin_us == pytest.approx(time.alone_us)
+    baseline = open_device(NAME, simulation=Simulation(every_form=False))
+    with pytest.raises(GraphError, match="cannot compute scores of 2 heads"):
+        baseline.npu.prepare(shard, 128)
 
 
 def test_own_forms_can_be_left_out_and_lengths_added():

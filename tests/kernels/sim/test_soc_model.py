@@ -17,7 +17,14 @@ from heterollm.kernels.npu import GraphForm
 from heterollm.kernels.sim import SocParameters, Usage, energy, soc_names
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.memory_model import granted_gbps, shared_rates, together_us
-from heterollm.kernels.sim.soc.npu_model import BLOCK_FORMS, SLICE_FORMS, NpuWork, npu_time
+from heterollm.kernels.sim.soc.npu_model import (
+    BLOCK_FORMS,
+    SLICE_FORMS,
+    NpuWork,
+    ScoresWork,
+    npu_time,
+    scores_time,
+)
 from heterollm.kernels.sim.soc.parameters import load_soc
 from heterollm.kernels.sim.soc.power_model import build_us
 
@@ -40,6 +47,24 @@ def npu_us(
 
 def test_every_form_is_known() -> None:
     assert set(get_args(GraphForm)) == SLICE_FORMS | BLOCK_FORMS | {"scores"}
+
+
+@pytest.mark.parametrize(("heads", "published_us"), [(1, 2000), (2, 3000), (4, 4000)])
+def test_attention_scores_take_what_shadowattn_measured(heads: int, published_us: float) -> None:
+    found = scores_time(SOC, ScoresWork(heads, 128, 2048, 64))
+    assert found.alone_us == pytest.approx(published_us, rel=0.09)
+    assert found.dram_bytes == heads * (128 * 64 + 2048 * 64 + 128 * 2048)
+
+
+@given(*[st.integers(1, 4096)] * 4)
+def test_attention_scores_take_longer_for_more(heads: int, tokens: int, keys: int, head_dim: int) -> None:
+    work = ScoresWork(heads, tokens, keys, head_dim)
+    for soc in EVERY:
+        time = scores_time(soc, work)
+        assert time.alone_us > time.fixed_us >= soc.npu.execute_us
+        for name in ("heads", "tokens", "keys", "head_dim"):
+            more = replace(work, **{name: 2 * getattr(work, name)})
+            assert scores_time(soc, more).alone_us > time.alone_us
 
 
 def test_time_moves_in_steps_of_32_tokens_where_arrays_are_the_limit() -> None:
