@@ -64,12 +64,16 @@ def checked(seed: int = 0) -> LinearCalibration:
     check.read(spec, x, x @ weight.T)
     found = check.linears[0, "qkv"]
     assert found.int8 is not None
-    # An oracle of its own: codes, exact products, and what lies beyond the threshold in floats.
-    shadow, exact = found.int8.shadow, (x.astype(np.float64) @ weight.T)
+    # An oracle of its own: codes, exact products, each member's grid, and the rest in floats.
+    shadow, exact = found.int8.shadow, x.astype(np.float64) @ weight.T
     limit = shadow.threshold
     codes = np.rint(np.clip(x, -limit, limit).astype(np.float64) / (limit / 127))
-    y = np.rint(codes * (limit / 127) @ weight.T / (max(shadow.outputs) / 127))
-    y = np.clip(y, -128, 127) * (max(shadow.outputs) / 127) + (x - np.clip(x, -limit, limit)) @ weight.T
+    parts = np.split(codes * (limit / 127) @ weight.T, [32, 40], axis=1)
+    steps = [largest / 127 for largest in shadow.outputs]
+    rounded = [
+        np.clip(np.rint(part / step), -128, 127) * step for part, step in zip(parts, steps, strict=True)
+    ]
+    y = np.concatenate(rounded, axis=1) + (x - np.clip(x, -limit, limit)) @ weight.T
     tokens = np.square(y - exact).sum(axis=1) / np.square(exact).sum(axis=1)
     assert shadow.errors is not None
     assert shadow.errors.token_nmse == pytest.approx(tokens.mean(), rel=0.02)
