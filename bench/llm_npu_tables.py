@@ -1,4 +1,4 @@
-"""Tables of docs/llm-npu.md from simulated rows: the steps of the pass, lengths, splits, and the paper's numbers."""
+"""Tables of docs/llm-npu.md from simulated rows."""
 
 from __future__ import annotations
 
