@@ -1,7 +1,7 @@
 """Variants of the kernels for GPUs: weights as images, inputs passed in subgroups, keys that neighbours read.
 
-PoCL's wheel has images but no subgroups. Intel's runtime has both; it runs this file as a script, in a process
-of its own.
+PoCL's wheel has images but no subgroups. Intel's runtime has both; it runs this file as a script, in a
+process of its own.
 """
 
 import dataclasses
