@@ -1,7 +1,6 @@
 from .candidates import NpuLimits as NpuLimits
 from .chain import Choice as Choice
 from .check import check_plan as check_plan
-from .chunks import best_chunk as best_chunk
 from .chunks import plan_chunks as plan_chunks
 from .costs import WRITTEN_BY_NORMS as WRITTEN_BY_NORMS
 from .costs import CachedCosts as CachedCosts

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from heterollm.base import OptionError, PlanError
-from heterollm.solver import Budget, Solver, best_chunk, choose_lengths, plan_chunks, predict_pass
+from heterollm.solver import Budget, Solver, choose_lengths
 from heterollm.solver.candidates import npu_lengths_for
+from heterollm.solver.chunks import best_chunk, plan_chunks
 from heterollm.solver.costs import Overheads
 from heterollm.solver.flights import shortened
+from heterollm.solver.predict import predict_pass
 
 AVAILABLE = (32, 64, 128, 256, 512)
 
