@@ -37,6 +37,7 @@ FLIGHTS: Final = "docs/chunks-in-flight.md"
 PAPER_MAP: Final = "docs/paper-map.md"
 DEVICES: Final = "docs/devices-and-drivers.md"
 INTEGERS: Final = "docs/integer-activations.md"
+LLM_NPU: Final = "docs/llm-npu.md"
 
 Row = Mapping[str, Any]
 
@@ -564,6 +565,22 @@ def integer_perplexity_table() -> str:
     return table(head, "llr" + "r" * (len(kinds) + 1), lines)
 
 
+def w8a8_table() -> str:
+    """Perplexity of models at precision w8a8."""
+    rows = [row for row in rows_of("integer_forms") if row["kind"] == "w8a8 perplexity"]
+    kinds = list(dict.fromkeys(row["weights"] for row in rows))
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = [one(rows, model=model, weights=kind) for kind in kinds]
+        first = found[0]["perplexity"]
+        values = (
+            f"{row['perplexity']:.3f} ({100 * (row['perplexity'] / first - 1):+.2f} %)" for row in found
+        )
+        lines.append((model, str(found[0]["windows"]), *values, str(found[-1]["operators in 16 bits"])))
+    head = " | ".join(("model", "windows", *kinds, "of them in 16 bits"))
+    return table(head, "lr" + "r" * (len(kinds) + 1), lines)
+
+
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
@@ -584,6 +601,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (DEVICES, "Adreno"): adreno_table,
     (INTEGERS, "integer forms"): integer_forms_table,
     (INTEGERS, "codes"): codes_table,
+    (LLM_NPU, "w8a8 perplexity"): w8a8_table,
     (INTEGERS, "integer perplexity"): integer_perplexity_table,
 }
 """Tables by page and name."""

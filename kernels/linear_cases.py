@@ -21,9 +21,16 @@ from heterollm.kernels.cases import (
     fill_slot,
     run_launches,
 )
-from heterollm.kernels.formats import LinearWeight, concatenate_rows, random_weight, reference
+from heterollm.kernels.formats import LinearWeight, concatenate_rows, random_weight, reference, zero_code
 from heterollm.kernels.gpu import GpuLinear, GpuRuntime, KernelStyle, RoundedInputs, Variant
-from heterollm.kernels.npu import GraphForm, LinearShard, NpuBackend, NpuShard
+from heterollm.kernels.npu import (
+    INTEGER_FORMS,
+    GraphForm,
+    LinearRanges,
+    LinearShard,
+    NpuBackend,
+    NpuShard,
+)
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["EMBEDDINGS", "LINEARS", "LinearCase", "embed", "run_linear", "run_part"]
@@ -32,6 +39,7 @@ FORMATS: Final = (
     *(WeightFormat(4, block, symmetric) for symmetric in (True, False) for block in (32, 64, 128)),
     WeightFormat(8, 32),
     WeightFormat(8, 32, symmetric=False),
+    WeightFormat(8, 32, scales="tensor"),
     WeightFormat(16),
     WeightFormat(32),
 )
@@ -127,6 +135,8 @@ class LinearCase:
         weight = concatenate_rows(members)
         key = f"case {self.seed} {self.weight} {self.rows} {self.columns}"
         part = LinearShard(weight, 0, "o", ranges, key, integer_inputs=self.integer_inputs)
+        if form in INTEGER_FORMS:
+            return run_codes(npu, part, x, length, form)
         return run_part(npu, part, x, length, form), self.exact(members, x)
 
     def on_both(
@@ -225,6 +235,29 @@ def run_part(
     y = np.full((length, part.rows), np.nan, npu.activation_dtype)
     npu.prepare(part, length, form).bind(padded, y)()
     return y[: len(x)]
+
+
+def run_codes(npu: NpuBackend, part: LinearShard, x: NDArray[Any], length: int, form: GraphForm) -> Numbers:
+    """Return the output codes of an integer graph beside exact ones, which stand for all within one step.
+
+    Args:
+        npu: The device.
+        part: Part of a linear layer; its ranges are those of ``x`` and of its output.
+        x: The activations ``[tokens, inputs]``.
+        length: Standard length of the graph; rows behind the tokens have the largest code.
+        form: Form of the graph.
+    """
+    exact = reference.linear(x, [part.weight])
+    largest = float(np.abs(exact).max()), float(np.abs(x).max())
+    ranges = LinearRanges(*largest, bits=8 if form == "static_int8" else 16)
+    grid, zero = ranges.grid, zero_code(ranges.bits)
+    padded, y = (np.full((length, width), 2 * zero - 1, grid.dtype) for width in (x.shape[1], part.rows))
+    padded[: len(x)] = grid.codes(x)[0]
+    npu.prepare(replace(part, ranges=ranges), length, form).bind(padded, y)()
+    centred = (padded[: len(x)].astype(np.float64) - zero) * grid.input_step
+    expected = np.clip(reference.linear(centred, [part.weight]) / grid.output_step, -zero, zero - 1)
+    found = y[: len(x)].astype(np.float64) - zero
+    return np.where(np.abs(found - expected) <= 1, expected, found), expected
 
 
 def embed(

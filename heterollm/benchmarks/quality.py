@@ -21,7 +21,8 @@ DECODED_TOKENS: Final = 8
 EXACT_DB: Final = 90.0
 HALF_DB: Final = 45.0
 ROUNDED_DB: Final = 28.0
-"""Gates for logits: float32, half, inputs rounded to int8."""
+STATIC_DB: Final = 20.0
+"""Gates for logits: float32, half, inputs rounded to int8 for each block, and on one static grid."""
 
 
 def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
@@ -66,6 +67,8 @@ def judge(
 def _weights(configuration: Configuration) -> tuple[str, int, str]:
     if configuration.precision == "fp16":
         return "fp16", 0, ""
+    if configuration.precision == "w8a8":
+        return "w8", configuration.group_size, ""
     return "w4", configuration.group_size, configuration.scales
 
 
@@ -84,4 +87,6 @@ def _gate_db(configuration: Configuration, facts: Facts) -> float:
         return facts.gate_db
     if configuration.precision == "w4a8":
         return ROUNDED_DB
+    if configuration.precision == "w8a8" and configuration.plan_level != "gpu":
+        return STATIC_DB
     return HALF_DB if facts.description.get("activation_dtype") == "float16" else EXACT_DB

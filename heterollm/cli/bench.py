@@ -88,7 +88,7 @@ class ConfigurationOptions:
     sync: Annotated[
         Names, several(help="How to wait for the GPU, as for generate.", names=get_args(Sync))
     ] = ("auto",)
-    precision: Annotated[Names, several(help="w4a16, w4a8, fp16.", names=PRECISIONS)] = ("w4a16",)
+    precision: Annotated[Names, several(help="w4a16, w4a8, w8a8, fp16.", names=PRECISIONS)] = ("w4a16",)
     threads: Annotated[str | None, typer.Option(help="Splits of the cores, GPU first: 1+1,2+0.")] = None
     gpu_threads: Annotated[IntegerList | None, numbers(help="Threads of the GPU.")] = None
     npu_threads: Annotated[IntegerList | None, numbers(help="Threads of the NPU.")] = None

@@ -74,7 +74,7 @@ class ShapeOptions:
     precision: Annotated[
         list[str] | None,
         typer.Option(
-            help="w4a16 (default), w4a8 or fp16; may be given several times.",
+            help="w4a16 (default), w4a8, w8a8 or fp16; may be given several times.",
             parser=one_of(PRECISIONS),
             autocompletion=lambda incomplete: cli_complete.beginning(incomplete, PRECISIONS),
             metavar="NAME",

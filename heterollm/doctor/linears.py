@@ -23,6 +23,9 @@ AGREEMENT: Final = "w4a8, GPU and NPU agree"
 LENGTHS: Final = (1, 32, 256)
 """Standard lengths to check; each has its own graph."""
 
+LENGTHS_OF_INTEGERS: Final = (32, 64)
+"""The same of integer graphs, of 16 bits and of 8."""
+
 PADDING: Final = 5
 """Padded rows of a graph."""
 
@@ -60,8 +63,9 @@ def npu_cases(device: Device, npu: NpuBackend) -> Iterator[DoctorCase]:
 def _npu_linear(device: Device, npu: NpuBackend, case: LinearCase) -> Iterator[DoctorCase]:
     # The emulator takes a second for each graph.
     most = 2 if npu.time_kind == "emulated" or case.integer_inputs else 3
-    lengths = [length for length in npu.standard_lengths if length in LENGTHS][:most]
     integer = case.integer_inputs
+    wanted = LENGTHS_OF_INTEGERS if case.weight.scales == "tensor" else LENGTHS
+    lengths = [length for length in npu.standard_lengths if length in wanted][:most]
     legal = {
         length: npu.forms(case.weight, columns=case.columns, length=length, integer_inputs=integer)
         for length in lengths

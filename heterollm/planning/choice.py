@@ -172,7 +172,10 @@ def choose_plan(
             length_costs=others.length_costs() if length_policy == "auto" else None,
         )
         found = with_shadows(found, shadows)
-        return structs.replace(found, sync=others.sync()) if found.uses_npu else found
+        if not found.uses_npu:
+            return found
+        key = calibration if found.has_integer_forms else None
+        return structs.replace(found, sync=others.sync(), calibration=key)
     return _checked(_read(Path(plan)), str(plan), specs, device, precision, calibration)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from heterollm.kernels.npu import INTEGER_FORMS
+from heterollm.kernels.npu import INTEGER_FORMS, TILE_OF_INTEGERS
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat, ffn_spec
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver.candidates import NpuLimits, candidates
@@ -59,6 +59,27 @@ def test_a_decoded_token_may_run_in_an_integer_graph_of_32() -> None:
         one.check(GATE_UP, 1)
     plain = limits_of(profile())
     assert {one.npu_lengths for one in candidates(GATE_UP, 1, plain)} == {(), (1,)}
+
+
+def test_weights_with_one_scale_have_static_int8_alone() -> None:
+    """At multiples of 64, with a calibration; the head beside them, of the same layout, keeps its form."""
+    weight = WeightFormat(8, 32, scales="tensor")
+    layer, head = replace(GATE_UP, weight=weight), replace(GATE_UP, group="head", weight=WeightFormat(8, 32))
+    made = profile()
+    for spec, forms in ((layer, ("static_int8", "integer")), (head, ("matmul_nbits",))):
+        for length in (1, 32, 64):
+            for form in forms:
+                if length % TILE_OF_INTEGERS.get(form, 1) == 0:
+                    point = LinearPoint.of(spec, length, form=form)
+                    made.add(Record(LinearKey("npu", point, "code"), (10.0,)))
+    for calibrated in (True, False):
+        limits = limits_of(made, calibrated=calibrated)
+        for length in LENGTHS:  # 256 was not measured
+            legal = calibrated and length % 64 == 0
+            assert limits.forms(layer, length) == (("static_int8",) if legal else ())
+        assert limits.forms(head, 32) == ("matmul_nbits",)
+    placed = {(one.form, one.npu_lengths) for one in candidates(layer, 1, limits_of(made, calibrated=True))}
+    assert placed == {(None, ()), ("static_int8", (64,))}
 
 
 def test_shards_of_an_ffn_have_integer_forms_too() -> None:

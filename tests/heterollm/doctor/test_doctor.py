@@ -57,7 +57,8 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         part: {check.operator for check in diagnosis.checks if check.part == part} for part in ("GPU", "NPU")
     }
     linears = {f"linear int4 block {block}{kind}" for block in (32, 64, 128) for kind in ("", " asymmetric")}
-    linears |= {"linear int8 block 32", "linear int8 block 32 asymmetric", "linear f16", "linear f32"}
+    linears |= {f"linear int8 block 32{kind}" for kind in ("", " asymmetric", ", one scale")}
+    linears |= {"linear f16", "linear f32"}
     rounded = {"linear int4 block 32, w4a8", "linear int8 block 32, w4a8"}
     assert operators["NPU"] == linears | rounded | {AGREEMENT, CLOCKS}
     assert operators["GPU"] == linears | rounded | {
@@ -84,6 +85,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
     for form in ("matmul_nbits", "activation_first", "weight_first", "conv_1x1"):
         assert {f"{form}, 1 token", f"{form}, 32 tokens", f"{form}, 256 tokens"} <= npu_cases
     assert {case for case in npu_cases if case.startswith("token_tiles")} == {"token_tiles, 256 tokens"}
+    assert {"integer, 32 tokens", "integer, 64 tokens", "static_int8, 64 tokens"} <= npu_cases
 
 
 def test_a_real_device_does_no_work_for_simulated_ones(device, monkeypatch):

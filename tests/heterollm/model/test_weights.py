@@ -95,6 +95,33 @@ def test_stepped_scales_have_a_cache_file_of_their_own(folders, cache):
     assert len(files(cache)) == 2
 
 
+def test_each_tensor_has_one_scale_at_w8a8(folders, cache):
+    folder = folders / "llama"
+    weights = load(folder, precision="w8a8")
+    assert len({load(folder, precision=name).content_key for name in ("w4a16", "w8a8", "fp16")}) == 3
+    checkpoint = Checkpoint(folder)
+    for spec in weights.specs:
+        assert spec.weight.bits == 8
+        assert (spec.weight.scales == "tensor") == (spec.group != "head")
+        names = linear_names(weights.config, spec.layer)[spec.group]
+        for weight, name in zip(weights.linear(spec.layer, spec.group), names.values(), strict=True):
+            assert weight_format(weight) == spec.weight
+            if spec.weight.scales == "tensor":
+                assert len(np.unique(weight.scales)) == 1
+                expected = quantize(checkpoint.read(name), bits=8, block=weight.block, scale_kind="tensor")
+                np.testing.assert_array_equal(weight.codes, expected.codes)
+                np.testing.assert_array_equal(weight.scales, expected.scales)
+    assert weight_format(weights.embedding) == WeightFormat(8, 32)
+    assert_same(load(folder, precision="w8a8"), weights)  # from the cache
+
+
+def test_the_one_scale_is_that_of_all_slabs(folders, cache, monkeypatch):
+    whole = load(folders / "llama", precision="w8a8")
+    monkeypatch.setattr("heterollm.model.weight_cache.SLAB_WEIGHTS", 64 * 7)
+    monkeypatch.setenv("HETEROLLM_CACHE", str(cache / "other"))
+    assert_same(load(folders / "llama", precision="w8a8"), whole)
+
+
 def test_norms_and_biases_stay_as_they_are(folders, cache):
     for family in ("llama", "qwen2"):
         checkpoint = Checkpoint(folders / family)
