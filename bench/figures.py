@@ -572,6 +572,22 @@ def integer_perplexity_table() -> str:
     return table(head, "llr" + "r" * (len(kinds) + 1), lines)
 
 
+def w8a8_table() -> str:
+    """Perplexity of models at precision w8a8."""
+    rows = [row for row in rows_of("integer_forms") if row["kind"] == "w8a8 perplexity"]
+    kinds = list(dict.fromkeys(row["weights"] for row in rows))
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = [one(rows, model=model, weights=kind) for kind in kinds]
+        first = found[0]["perplexity"]
+        values = (
+            f"{row['perplexity']:.3f} ({100 * (row['perplexity'] / first - 1):+.2f} %)" for row in found
+        )
+        lines.append((model, str(found[0]["windows"]), *values, str(found[-1]["operators in 16 bits"])))
+    head = " | ".join(("model", "windows", *kinds, "of them in 16 bits"))
+    return table(head, "lr" + "r" * (len(kinds) + 1), lines)
+
+
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
@@ -596,6 +612,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (LLM_NPU, "llm.npu, published"): lambda: llm_npu_table("published"),
     (INTEGERS, "integer forms"): integer_forms_table,
     (INTEGERS, "codes"): codes_table,
+    (LLM_NPU, "w8a8 perplexity"): w8a8_table,
     (INTEGERS, "integer perplexity"): integer_perplexity_table,
 }
 """Tables by page and name."""

@@ -2,6 +2,7 @@
 
     python bench/integer_forms.py linears --size 1024 --out bench/results/integer_forms.jsonl
     python bench/integer_forms.py perplexity MODEL --windows 20 --out bench/results/integer_forms.jsonl
+    python bench/integer_forms.py w8a8 MODEL --windows 20 --out bench/results/integer_forms.jsonl
     python bench/integer_forms.py codes --out bench/results/integer_forms.jsonl
 
 The first runs one weight in each form on Qualcomm's emulator: NMSE against float64 of the same weights, and
@@ -14,7 +15,10 @@ The second runs the model's integer graphs on ranges calibrated with other windo
 on ONNX Runtime's CPU provider by default, which multiplies values on the 16-bit grids in float32, or with
 `--device emulator` on Qualcomm's emulator.
 
-The third times the GPU's kernels that write and read codes, in pairs, beside those that they follow.
+The third runs the model at precision w8a8 on ONNX Runtime's CPU provider, which multiplies its 8-bit integers
+exactly: with float activations, with all activations in 8 bits, and with 16 bits below a limit.
+
+The fourth times the GPU's kernels that write and read codes, in pairs, beside those that they follow.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 import heterollm
-from heterollm.calibration import calibrate
+from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.data import bundled_model
 from heterollm.kernels.formats import CodeGrid, linear_errors, quantize
 from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GpuGlue, NpuCodes
@@ -78,7 +82,7 @@ def linears(size: int, tails: bool, outliers: bool) -> Iterator[dict[str, Any]]:
     made = np.abs(seen @ exact).max(axis=1)
     relative = LinearRanges(float((made / np.abs(seen).max(axis=1)).max()))
     # The same graph serves a static grid: all tokens have the factor that ends the range of the input.
-    static = HEADROOM * float(np.abs(seen).max())
+    static = HEADROOM[16] * float(np.abs(seen).max())
     on_static = LinearRanges(float(made.max()) / static)
     npu = QnnNpu(emulator=True)
     for length in LENGTHS:
@@ -257,6 +261,50 @@ def models(model: Path, text: Path, count: int, device: str) -> Iterator[dict[st
                 }
 
 
+def eight_bits(model: Path, text: Path, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the perplexity of a model at precision w8a8; the last tenth of the text calibrates."""
+    words = text.read_text("utf-8")
+    begin = len(words) * 9 // 10
+    with tempfile.TemporaryDirectory() as folder:
+        last = Path(folder) / "last.txt"
+        last.write_text(words[begin:], "utf-8")
+        cases: dict[str, dict[str, Any]] = {
+            "float weights": {"plan": "gpu", "precision": "fp16"},
+            "w4a16": {"plan": "gpu"},
+            "w8a8, float activations": {"plan": "gpu", "precision": "w8a8"},
+        }
+        for name, limit_db in (("8-bit activations", None), ("16 bits below 30 dB", 30.0)):
+            file = Path(folder) / f"{name}.json"
+            calibrate(
+                model,
+                [last],
+                output=file,
+                precision="w8a8",
+                policy=Policy(limit_db, pruned=1.0),
+                gpu_threads=1,
+            )
+            cases[f"w8a8, {name}"] = {"plan": "npu", "precision": "w8a8", "calibration": file}
+        for name, options in cases.items():
+            wide = 0
+            if "calibration" in options:
+                decided = load_calibration(options["calibration"]).activations().values()
+                wide = sum(kind == "int16" for kind in decided)
+            with LLM.load(model, device="host", context=WINDOW, **options) as llm:
+                ids = llm.tokenizer.encode(words[:begin], add_bos=False)
+                windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW, WINDOW)][:count]
+                yield {
+                    "kind": "w8a8 perplexity",
+                    "model": model.name,
+                    "text": text.name,
+                    "windows": len(windows),
+                    "weights": name,
+                    "device": "host",
+                    "perplexity": perplexity(llm, windows),
+                    "operators in 16 bits": wide,
+                    "notes": [note for note in llm.notes if "ranges" in note],
+                }
+
+
 def codes() -> Iterator[dict[str, Any]]:
     """Yield the times of the kernels that write and read codes, beside a norm without codes."""
     with_device = open_device("host", gpu_threads=1, npu_threads=0)
@@ -311,8 +359,12 @@ def main() -> None:
     second.add_argument("--text", type=Path, default=bundled_model() / "held_out.txt")
     second.add_argument("--windows", type=int, default=40)
     second.add_argument("--device", choices=("host", "emulator"), default="host")
-    third = commands.add_parser("codes")
-    for one in (first, second, third):
+    third = commands.add_parser("w8a8")
+    third.add_argument("model", type=Path)
+    third.add_argument("--text", type=Path, default=bundled_model() / "held_out.txt")
+    third.add_argument("--windows", type=int, default=40)
+    fourth = commands.add_parser("codes")
+    for one in (first, second, third, fourth):
         one.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.command == "linears":
@@ -320,6 +372,8 @@ def main() -> None:
         rows = (row for tails in both for outliers in both for row in linears(asked.size, tails, outliers))
     elif asked.command == "perplexity":
         rows = models(asked.model, asked.text, asked.windows, asked.device)
+    elif asked.command == "w8a8":
+        rows = eight_bits(asked.model, asked.text, asked.windows)
     else:
         rows = codes()
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
