@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from heterollm.base import OptionError
 from heterollm.calibration.int8_records import Activations, Decision, LossAtShare
@@ -14,8 +17,8 @@ from heterollm.calibration.records import LinearCalibration
 
 __all__ = ["Loss", "Policy", "decide"]
 
-Loss = Callable[[Sequence[LinearCalibration]], float]
-"""Returns the perplexity of calibration text with the decided activations of operators."""
+Loss = Callable[[Sequence[LinearCalibration]], NDArray[np.float64]]
+"""Returns the negative log-likelihood of each token of calibration text with the decided activations."""
 
 LOSS_LIMIT_PERCENT: Final = 1.0
 """The loss that llm.npu reports."""
@@ -85,9 +88,11 @@ def decide(
     losses: list[LossAtShare] = []
 
     def fits(share: float) -> bool:
-        percent = 100 * (loss(_decided(linears, share, policy)) / unpruned - 1)
-        losses.append(LossAtShare(share, percent))
-        return percent <= policy.limit_percent
+        rises = loss(_decided(linears, share, policy)) - unpruned
+        ratio = 100 * float(np.exp(rises.mean()))
+        error = ratio * float(rises.std()) / math.sqrt(len(rises))
+        losses.append(LossAtShare(share, ratio - 100, error))
+        return ratio - 100 + error <= policy.limit_percent
 
     low, high = 0.0, 1.0
     if fits(high):

@@ -146,10 +146,12 @@ class LossAtShare(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         pruned: Share of the shadows that were pruned.
         loss_percent: Rise of the perplexity of calibration text over that with all shadows, in percent.
+        error_percent: Its standard error, as if tokens were independent.
     """
 
     pruned: Share
     loss_percent: Number
+    error_percent: Amount
 
 
 class Decision(Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,7 +160,8 @@ class Decision(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         pruned: Share of the shadows that are pruned, those first that take least error away.
         int16_limit_db: Operators below this signal-to-noise ratio have 16 bits; None for none.
-        loss_limit_percent: The largest rise of perplexity that pruning may cost; None if the share was given.
+        loss_limit_percent: The largest rise of perplexity, its standard error added, that pruning may cost;
+            None if the share was given.
         losses: The shares that were tried, in that order.
     """
 

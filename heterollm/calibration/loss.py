@@ -1,4 +1,4 @@
-"""Measures perplexity with decided activations: 8-bit outputs replace those of the engine's kernels."""
+"""Measures the loss of decided activations: 8-bit outputs replace those of the engine's kernels."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class LossMeter:
         self._logits = np.empty((windows.shape[1], weights.config.vocab_size), np.float32)
         self._done, self._planned = 0, 0
 
-    def perplexity(self, linears: Sequence[LinearCalibration]) -> float:
-        """Return the perplexity of the windows with the activations that the records decide."""
+    def surprises(self, linears: Sequence[LinearCalibration]) -> NDArray[np.float64]:
+        """Return the negative log-likelihood of each token with the activations that the records decide."""
         self._decided = {(one.layer, one.group): one for one in linears}
         self._observer.reader = self._replaced
         self._planned += len(self._windows)
-        total = 0.0
+        found = []
         for ids in self._windows:
             self._progress("Measuring the loss", self._done, self._planned)
             self._engine.prefill(self._engine.new_cache(), 0, ids, "prefill", self._logits)
-            total += _surprise(self._logits, ids)
+            found.append(_surprises(self._logits, ids))
             self._done += 1
         self._observer.reader = None
-        return float(np.exp(total / (self._windows.size - len(self._windows))))
+        return np.concatenate(found)
 
     def _replaced(self, spec: OpSpec, x: Floats, _y: Floats) -> Floats | None:
         one = self._decided[spec.layer, spec.group]
@@ -79,9 +79,9 @@ class LossMeter:
         )
 
 
-def _surprise(logits: Floats, ids: NDArray[np.int32]) -> float:
-    """Return the negative log-likelihood of all ids but the first, summed."""
+def _surprises(logits: Floats, ids: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Return the negative log-likelihood of all ids but the first."""
     scores = logits[:-1].astype(np.float64)
     scores -= scores.max(axis=1, keepdims=True)
-    sums = np.log(np.exp(scores).sum(axis=1))
-    return float((sums - scores[np.arange(len(scores)), ids[1:]]).sum())
+    found: NDArray[np.float64] = np.log(np.exp(scores).sum(axis=1))
+    return found - scores[np.arange(len(scores)), ids[1:]]

@@ -33,7 +33,7 @@ WINDOW_TOKENS: Final = 512
 CHECKED_TOKENS: Final = 64
 """Tokens of the last window that are computed on their grids."""
 
-LOSS_WINDOWS: Final = 2
+LOSS_WINDOWS: Final = 4
 """Last windows of the text, on which the loss of pruned shadows is measured; no range is of the last one."""
 
 CALIBRATED: Final[tuple[Precision, ...]] = ("w4a16", "w8a8")
@@ -203,7 +203,7 @@ class _Run:
 
     def _decide(self, parts: Ids, policy: Policy) -> None:
         meter = LossMeter(self._engine, self._observer, self._weights, parts, self._progress)
-        linears, decision = decide(self._state.linears, policy, meter.perplexity)
+        linears, decision = decide(self._state.linears, policy, meter.surprises)
         self._store(linears=linears, decision=decision)
 
     def _prefill(self, ids: Ids) -> None:

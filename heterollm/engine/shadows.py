@@ -172,7 +172,4 @@ class Shadows:
         """Return a sentence on the channels that were read from disk; none if there were none."""
         if not self.count.channels:
             return ()
-        return (
-            f"The weights of {self.count.channels} channels with outliers were read from disk, one after the "
-            "other. Calibrate with text of this kind to keep them in memory.",
-        )
+        return (f"The weights of {self.count.channels} rarer channels with outliers were read from disk.",)

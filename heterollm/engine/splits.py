@@ -247,12 +247,15 @@ class SplitEmitter:
             self._graph_runs(builder, op)
         else:
             cold = self._cold_product(builder, op, op.shadow)
-            found = (op.shadow.found.found,)
-            builder.on_host(op, "read_ahead", cold.read_ahead, reads=found)
+            found = op.shadow.found.found
+            builder.on_host(op, "read_ahead", cold.read_ahead, reads=(found,))
             self._graph_runs(builder, op)
-            builder.on_host(op, "fetch", cold, reads=found, writes=(op.gpu_output,))
+            builder.on_host(op, "fetch", cold, reads=(found,), writes=(op.gpu_output,))
         if mapped:
             builder.release(op)
+            if op.shadow is not None:
+                found = op.shadow.found.found
+                builder.on_host(op, "release", found.release, reads=(found,))
         if op.codes is not None:
             self._read_codes(builder, op, op.codes)
         if gpu or op.codes is not None:

@@ -78,9 +78,15 @@ def _int8(found: Calibration) -> list[RenderableType]:
         Text(f"{decided}; {decision.pruned:.0%} of the shadows pruned"),
     ]
     if decision.losses:
-        tried = ", ".join(f"{one.pruned:.0%}: {one.loss_percent:+.1f} %" for one in decision.losses)
+        tried = ", ".join(
+            f"{one.pruned:.0%}: {one.loss_percent:+.1f} ({one.error_percent:.1f}) %"
+            for one in decision.losses
+        )
         limit = decision.loss_limit_percent
-        lines.append(Text(f"Perplexity over that with all shadows (limit {limit:g} %), by share: {tried}"))
+        lines += [
+            Text("Rise of the perplexity over that with all shadows (standard error) by share; at most"),
+            Text(f"{limit:g} % with the error added: {tried}"),
+        ]
     return lines
 
 

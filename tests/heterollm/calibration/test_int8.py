@@ -139,19 +139,26 @@ def test_shadows_that_take_least_error_away_are_pruned_first() -> None:
 def test_the_largest_share_within_the_limit_is_found(tolerated: int, limit: float) -> None:
     """The loss passes the limit with one operator more than ``tolerated``."""
 
-    def perplexity(linears: Sequence[LinearCalibration]) -> float:
+    def loss(linears: Sequence[LinearCalibration]) -> np.ndarray:
         pruned = kinds(linears).count("int8")
-        return 10 * (1 + limit / 100 * (0.5 if pruned <= tolerated else 2))
+        rise = 0.5 if pruned <= tolerated else 2
+        return np.full(40, np.log1p(rise * limit / 100) if pruned else 0.0)
 
-    def started(linears: Sequence[LinearCalibration]) -> float:
-        return 10.0 if "int8" not in kinds(linears) else perplexity(linears)
-
-    decided, decision = decide(
-        records([0.1 + place for place in range(16)]), Policy(None, None, limit), started
-    )
+    decided, decision = decide(records([0.1 + place for place in range(16)]), Policy(None, None, limit), loss)
     assert kinds(decided).count("int8") == tolerated
     assert decision.loss_limit_percent == limit
     assert all(one.loss_percent <= limit for one in decision.losses if one.pruned <= decision.pruned)
+
+
+def test_a_loss_that_is_not_known_well_enough_prunes_nothing() -> None:
+    """Tokens that gain as much as others lose: no loss on average, with a standard error beyond the limit."""
+
+    def loss(linears: Sequence[LinearCalibration]) -> np.ndarray:
+        return np.resize([-1.0, 1.0], 100) * ("int8" in kinds(linears)) - 0.005
+
+    decided, decision = decide(records([0.1, 0.2, 0.3]), Policy(loss_limit_percent=5), loss)
+    assert set(kinds(decided)) == {"shadow"}
+    assert all(one.error_percent == pytest.approx(10, abs=1) for one in decision.losses if one.loss_percent)
 
 
 def test_a_file_has_checked_records_and_heads(calibrated: Path, bundled_model: Path) -> None:

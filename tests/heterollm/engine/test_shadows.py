@@ -196,6 +196,11 @@ def test_every_split_has_its_shadow(
     llm = host_llm(injected, plan=plan, **options)
     got = answers(llm, ids)
     np.testing.assert_array_equal(answers(llm, ids), got)
+    reading = (step for step in llm.steps("prefill", 5) if step.touches("outliers"))
+    listed = Counter(step.action for step in reading if step.processor == "host")
+    assert listed["fetch"] == listed["read_ahead"] > 0
+    if kind == "mapped":
+        assert listed["acquire_to_read"] == listed["release"] == listed["fetch"]
     without = with_shadows(plan, {(-1, "qkv")})
     assert sqnr_db(got, exact) > sqnr_db(answers(host_llm(injected, plan=without, **options), ids), exact) + 8
 

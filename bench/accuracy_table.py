@@ -1,0 +1,87 @@
+"""The tables of bench/accuracy.py's rows, which bench/figures.py writes into docs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["accuracy_lines", "importance_lines", "outlier_lines"]
+
+Row = Mapping[str, Any]
+BAND = 5
+"""Layers of a line."""
+
+
+def accuracy_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the columns, and a line of perplexity changes for each method."""
+    latest = {(row["model"], row["strength"], _name(row)): row for row in rows if row["kind"] == "accuracy"}
+    models = list(dict.fromkeys((model, strength) for model, strength, _ in latest))
+    lines: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(name for *_, name in latest):
+        found = [latest.get((*model, name)) for model in models]
+        lines.append((name, *("" if row is None else _cell(row) for row in found)))
+    columns = ["method"]
+    for model, strength in models:
+        columns.append(f"{model}, outliers x{strength:g}" if strength != 1 else model)
+    return columns, lines
+
+
+def outlier_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the outlier channels of each kind of operator of a model: figures 10 and 11 of the paper."""
+    operators = _operators(rows)
+    lines = []
+    for group in dict.fromkeys(one["group"] for one in operators):
+        own = [one for one in operators if one["group"] == group]
+        shares = [100 * one["outlier_channels"] / one["channels"] for one in own]
+        ever = [100 * one["channels_ever"] / one["channels"] for one in own]
+        hot = [100 * one["hot_channels"] / one["channels"] for one in own]
+        lines.append(
+            (
+                f"`{group}`",
+                str(own[0]["channels"]),
+                f"{_mean([one['outlier_channels'] for one in own]):.1f} ({_mean(shares):.1f} %)",
+                f"{_mean(ever):.1f} %",
+                f"{_mean(hot):.1f} % ({max(hot):.1f} %)",
+            )
+        )
+    return lines
+
+
+def importance_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the largest importance of each kind of operator in bands of layers: figure 12 of the paper."""
+    operators = _operators(rows)
+    groups = list(dict.fromkeys(one["group"] for one in operators))
+    last = max(one["layer"] for one in operators)
+    lines = []
+    for first in range(0, last + 1, BAND):
+        band = [one for one in operators if first <= one["layer"] < first + BAND]
+        largest = [max(one["importance"] for one in band if one["group"] == group) for group in groups]
+        lines.append((f"{first} to {min(first + BAND - 1, last)}", *(f"{value:,.0f}" for value in largest)))
+    return ["layers", *(f"`{group}`" for group in groups)], lines
+
+
+def _operators(rows: Sequence[Row]) -> list[Row]:
+    found: list[Row] = [row for row in rows if row["kind"] == "outliers"][-1]["operators"]
+    return found
+
+
+def _name(row: Row) -> str:
+    if row["method"] != "shadow":
+        return str(row["method"])
+    if row["pruned"] == 0:
+        return "shadow, none pruned"
+    ranking = "" if row["pruned"] == 100 else f" by {row['ranking']}"
+    kind = ", clamped without it" if row["scale"] == "threshold" else ""
+    return f"shadow, {row['pruned']} % pruned{ranking}{kind}"
+
+
+def _cell(row: Row) -> str:
+    if "change_percent" not in row:
+        return f"{row['perplexity']:.3f}"
+    change, error = row["change_percent"], row["standard_error_percent"]
+    digits = 1 if abs(change) < 100 else 0
+    return f"{change:+,.{digits}f} ({error:,.{digits}f}) %, {100 * row['top_1_agreement']:.0f} %"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
