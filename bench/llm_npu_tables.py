@@ -1,4 +1,4 @@
-"""Tables of docs/llm-npu.md from simulated rows."""
+"""Tables of docs/llm-npu.md from simulated rows: steps of the pass, lengths, splits, the paper's numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def _row(find: Find, rows: Sequence[Row], model: str, soc: str, prompt: int, **a
 
 
 def _rate(row: Row) -> str:
-    return f"{row['prefill_tokens_per_second']:.0f}"
+    limit = row["npu_limit_gib"]
+    too_large = limit is not None and row["npu_gib"] > limit
+    return f"{row['prefill_tokens_per_second']:.0f}{'†' if too_large else ''}"
 
 
 def steps(find: Find, rows: Sequence[Row]) -> list[list[str]]:

@@ -34,7 +34,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "Names",
-    "PassName",
+    "PassChoice",
     "PassOption",
     "PowerOption",
     "RowsOption",
@@ -157,10 +157,10 @@ InFlightOption = Annotated[
         parser=chunk_count,
     ),
 ]
-PassName: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
-PASSES: tuple[PassName, ...] = get_args(PassName)
+PassChoice: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
+PASSES: tuple[PassChoice, ...] = get_args(PassChoice)
 PassOption = Annotated[
-    Sequence[PassName],
+    Sequence[PassChoice],
     several(
         "--pass",
         help="llm.npu, or its steps llm.npu:chunks and llm.npu:shadow: see docs/llm-npu.md.",

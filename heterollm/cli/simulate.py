@@ -19,7 +19,7 @@ from heterollm.cli.options import (
     IntegerList,
     JsonOption,
     Names,
-    PassName,
+    PassChoice,
     RowsOption,
     chosen_format,
     command_group,
@@ -116,7 +116,7 @@ class CaseOptions:
     ] = ("auto",)
     in_flight: InFlightOption = 1
     passes: Annotated[
-        Sequence[Literal["none"] | PassName],
+        Sequence[Literal["none"] | PassChoice],
         several(
             "--pass",
             help="none, llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md.",

@@ -9,10 +9,10 @@ from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions
 from .load_options import choose_context as choose_context
 from .passes import fastest_in_flight as fastest_in_flight
-from .planner import ProfiledModel as ProfiledModel
 from .planner import Solved as Solved
 from .planner import solve_plan as solve_plan
 from .planner import stored_profile as stored_profile
+from .profiled_model import ProfiledModel as ProfiledModel
 from .profiling import KeptRecords as KeptRecords
 from .profiling import ProfilingResult as ProfilingResult
 from .profiling import ProfilingSession as ProfilingSession

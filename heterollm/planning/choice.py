@@ -30,7 +30,7 @@ from heterollm.solver import (
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
-    from heterollm.planning.planner import ProfiledModel
+    from heterollm.planning.profiled_model import ProfiledModel
 
 __all__ = ["PlanSources", "choose_plan", "plan_for"]
 
@@ -70,7 +70,8 @@ def plan_for(
     """
     # A late import: rule levels need neither profile nor solver.
     from heterollm.engine import default_sync
-    from heterollm.planning.planner import ProfiledModel, solve_plan, stored_profile
+    from heterollm.planning.planner import solve_plan, stored_profile
+    from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.solver import best_strategy
 
     notes: list[str] = []

@@ -14,7 +14,8 @@ from heterollm.model import find_model, op_specs
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
-from heterollm.planning.planner import ProfiledModel, Solved, solve_plan, stored_profile
+from heterollm.planning.planner import Solved, solve_plan, stored_profile
+from heterollm.planning.profiled_model import ProfiledModel
 from heterollm.profiler.records import Profile
 from heterollm.solver import PlanRequest, with_shadows
 

@@ -26,7 +26,7 @@ from heterollm.solver import (
 )
 
 if TYPE_CHECKING:
-    from heterollm.planning.planner import ProfiledModel
+    from heterollm.planning.profiled_model import ProfiledModel
 
 __all__ = [
     "check_pass",

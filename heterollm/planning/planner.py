@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,26 +11,16 @@ from msgspec import structs
 
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
-from heterollm.kernels.ops import OpSpec, Phase, Precision, ffn_specs
-from heterollm.model import ModelConfig, ModelShape, block_norms, shape_of_specs
 from heterollm.planning.load_options import CHUNK_LENGTH
 from heterollm.planning.passes import check_pass, llm_npu_plan, request_of_solver
+from heterollm.planning.profiled_model import ProfiledModel
 from heterollm.solver import (
-    GraphSharing,
-    NpuLimits,
     Objective,
     PhaseSync,
     Plan,
     PlanRequest,
-    PredictedPass,
-    PredictedPrompt,
-    ProfileCosts,
     best_strategy,
-    graph_sharing,
-    limits_of,
     power_of,
-    predict_pass,
-    predict_prompt,
 )
 
 if TYPE_CHECKING:
@@ -42,153 +29,9 @@ if TYPE_CHECKING:
     from heterollm.profiler.records import Profile
     from heterollm.solver import Solver
 
-__all__ = ["ProfiledModel", "Solved", "solve_plan", "stored_profile"]
+__all__ = ["Solved", "solve_plan", "stored_profile"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ProfiledModel:
-    """A model on a profiled device, for solving plans and predicting passes.
-
-    Args:
-        profile: The device's profile.
-        config: The model.
-        specs: Every group of the model.
-        precision: Precision of the linears.
-        calibration: Identity of its calibration, whose ranges integer graphs need; None without one.
-    """
-
-    profile: Profile
-    config: ModelConfig
-    specs: tuple[OpSpec, ...]
-    precision: Precision
-    calibration: str | None = None
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        """The shape of the model, on which its times depend."""
-        return shape_of_specs(self.config, self.specs, "model")
-
-    @cached_property
-    def costs(self) -> ProfileCosts:
-        """Times of the model's operators, by the profile."""
-        return ProfileCosts(self.profile, self.shape)
-
-    @cached_property
-    def limits(self) -> NpuLimits | None:
-        """Limits of the NPU; None without an NPU."""
-        return limits_of(self.profile, calibrated=self.calibration is not None)
-
-    @cached_property
-    def has_ffn(self) -> bool:
-        """Whether the profile has times of the model's feed-forward network as one operator."""
-        return self._measured(ffn_specs(self.specs)[:1])
-
-    @cached_property
-    def has_linears(self) -> bool:
-        """Whether the profile has times of the model's linear layers on the NPU."""
-        return self._measured(self.specs)
-
-    @property
-    def copies_by_length(self) -> bool:
-        """Whether each length of a resident slice holds weights of its own."""
-        return self.profile.copies_by_length
-
-    def npu_bytes(self, plan: Plan) -> int:
-        """Return the bytes that the NPU's graphs of a plan take: weights, inputs and outputs."""
-        return plan.npu_bytes(
-            self.specs,
-            copies_by_length=self.copies_by_length,
-            activation_bytes=self.profile.graph_activation_bytes,
-            reuses_io=self.profile.reuses_io,
-        )
-
-    def sharing(self, plan: Plan, prompt: int) -> GraphSharing:
-        """Return what the chunks of a prompt share under a plan."""
-        return graph_sharing(
-            plan,
-            self.specs,
-            prompt,
-            block_norms(self.config),
-            copies_by_length=self.copies_by_length,
-            activation_bytes=self.profile.graph_activation_bytes,
-        )
-
-    @property
-    def missing(self) -> frozenset[str]:
-        """The operators that the profile has no times of: predictions leave them out."""
-        return frozenset(self.costs.missing)
-
-    def predict(
-        self, plan: Plan, phase: Phase, tokens: int, *, position: int | None = None, logits: bool = True
-    ) -> PredictedPass | None:
-        """Return the predicted time of a pass; None where the profile knows nothing of some operator.
-
-        Args:
-            plan: The plan.
-            phase: Prefill or decode.
-            tokens: Tokens of the pass.
-            position: Position where it begins; by default that of an empty session, or a typical one of
-                decode.
-            logits: Whether the head computes one position.
-
-        Raises:
-            PlanError: The plan has no entry for the pass.
-        """
-        costs = self.costs if position is None else self.costs.at(position)
-        return predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
-
-    def prompt(self, plan: Plan, prompt: int) -> PredictedPrompt | None:
-        """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above."""
-        chunks = list(plan.chunks(prompt))
-        if plan.schedule is None or len(chunks) == 1:
-            passes = [self.predict(plan, "prefill", tokens, position=first) for first, tokens in chunks]
-            found = [one for one in passes if one is not None]
-            if len(found) < len(passes):
-                return None
-            layers = self.config.layers
-            idle_us = (one.time_us - one.npu_us(layers) for one in found)
-            return PredictedPrompt(sum(one.time_us for one in found), sum(idle_us))
-        first, tokens = chunks[-1]
-        last, body = (
-            self.predict(plan, "prefill", tokens, position=first, logits=logits) for logits in (True, False)
-        )
-        if last is None or body is None:
-            return None
-        lengths = [length for _, length in chunks]
-        flown = predict_prompt(plan.schedule, lengths, self.config.layers)
-        head_us, head_npu_us = last.time_us - body.time_us, last.npu_us(0)
-        return PredictedPrompt(flown.time_us + head_us, flown.npu_idle_us + head_us - head_npu_us)
-
-    def npu_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
-        """Return the predicted time of a whole group on the NPU in graphs of these lengths, one by one."""
-        if self.limits is None:
-            return math.inf
-        costs, forms = self.costs, self.limits.forms
-        return sum(
-            min(
-                (costs.npu_us(spec, spec.member_rows, length, form) for form in forms(spec, length)),
-                default=math.inf,
-            )
-            for length in lengths
-        )
-
-    def unmeasured(self, what: str) -> ProfileError:
-        """Return the error of a profile that lacks something at the model's precision."""
-        formats = " and ".join(dict.fromkeys(str(spec.weight) for spec in self.specs))
-        return ProfileError(
-            f"The profile of {self.profile.device} has no {what} of its NPU at precision {self.precision} "
-            f"({formats} weights).",
-            fix=f"Run `heterollm profile MODEL --device {self.profile.device} "
-            f"--precision {self.precision} --update`, with the same --group-size.",
-        )
-
-    def _measured(self, specs: Sequence[OpSpec]) -> bool:
-        limits = self.limits
-        # Layers are alike: one spec of each group is enough.
-        each = {spec.group: spec for spec in specs}.values()
-        return limits is not None and any(limits.runs(spec) for spec in each)
 
 
 @dataclass(frozen=True, slots=True)

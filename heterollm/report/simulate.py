@@ -137,7 +137,7 @@ def _ms(times_us: Sequence[float]) -> list[str]:
 
 
 def _assumed(result: SimulationResult) -> str:
-    """Return what is assumed about the weights and the outliers under a pass."""
+    """Return a sentence about the assumptions under a pass."""
     words = (
         f"Pass {', '.join(result.passes)}. Assumed: weights of 8 bits with one scale for a tensor, static "
         "ranges of 8 bits that passed their check"

@@ -19,6 +19,7 @@ from heterollm.kernels.npu import (
     GraphShape,
     GraphShard,
     GraphTensors,
+    LinearShape,
     NamedArrays,
     NpuBackend,
     NpuGraph,
@@ -96,7 +97,8 @@ class SimulatedNpu:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
         found = every_form(shape, length, FLOAT_FORMS)
         # Every Hexagon has graphs of 8 bits; llm.npu publishes their times on this chip.
-        if not self._soc.npu.integer_graphs and shape.weight.scales != "tensor":
+        eight_bits = isinstance(shape, LinearShape) and shape.weight.scales == "tensor"
+        if not (eight_bits or self._soc.npu.integer_graphs):
             found = tuple(form for form in found if form not in INTEGER_FORMS)
         return tuple(form for form in found if self._every_form or form in BASELINE_FORMS)
 

@@ -144,3 +144,14 @@ def test_generate_takes_a_pass(bundled_model, calibration, capsys):
     command += ["--precision", "w8a8", "--calibration", str(calibration), "--context", str(CONTEXT)]
     assert main([*command, "--pass", "llm.npu", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+def test_plan_explains_a_pass(bundled_model, calibration, capsys):
+    command = ["plan", str(bundled_model), "--device", "host", "--gpu-threads", "1", "--precision", "w8a8"]
+    command += ["--calibration", str(calibration), "--context", str(CONTEXT), "--prompt", "64,512"]
+    assert main([*command, "--pass", "llm.npu", "--explain"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "level layer, predicted from the profile" in shown
+    assert "Bubbles: the share of the prompt without NPU work, predicted" in shown
+    assert "do not depend on a chunk's position" in shown
