@@ -135,6 +135,21 @@ def test_other_weights_and_missing_operators_are_refused(
         LLM.load(bundled_model, precision="w8a8", **options)
 
 
+def test_the_command_line_runs_from_calibration_to_answer(
+    bundled_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "calibration.json")
+    options = ["--windows", "2", "--pruned", "1", "--gpu-threads", "1", "-o", file]
+    assert main(["calibrate", str(bundled_model), "--precision", "w8a8", *options]) == 0
+    assert "load the model with --precision w8a8" in " ".join(capsys.readouterr().out.split())
+    words = ["generate", str(bundled_model), "def add(a, b):", "--max-new-tokens", "4", "--device", "host"]
+    assert main([*words, "--precision", "w8a8", "--calibration", file, "--plan", "npu", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["precision"], answer["plan"]) == ("w8a8", "npu")
+    assert main([*words, "--precision", "w8a8", "--plan", "npu"]) != 0
+    assert "heterollm calibrate MODEL --precision w8a8" in " ".join(capsys.readouterr().err.split())
+
+
 class FloatOnlyNpu:
     """An NPU without the forms."""
 
