@@ -77,7 +77,7 @@ class Linears:
     def __post_init__(self) -> None:
         parts = [module.weight.detach() for module in self.modules]
         self.weight = torch.cat(parts)
-        # Codes and scales of precision w8a8, which has the scale of least squared error.
+        # Codes and scales of precision w8a8.
         int8 = [quantize(part.numpy(), bits=8, block=32, scale_kind="tensor").dequantize() for part in parts]
         self.by_tensor = torch.from_numpy(np.concatenate(int8))
         self.by_row = rounded(self.weight, self.weight.abs().amax(1, keepdim=True))
@@ -269,15 +269,7 @@ def gain(one: Linears) -> float:
 def cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Mapping[Key, Method] | Method]]:
     """Yield names, options and methods."""
     yield "W8A8 per tensor, static", {}, static
-    yield "W8A8 per channel, static", {}, static_by_row
-    yield "W8A8 per tensor, a scale for each token", {}, by_token
-    yield "SmoothQuant", {}, smooth
-    yield "LLM.int8()", {}, llm_int8
     yield "A16W8 per tensor, static", {}, int16
-    ranked = model.ranked(error)
-    worst = ranked[len(ranked) - max(1, round(len(ranked) * WORST_PERCENT / 100)) :]
-    mixed = {key: int16 if key in worst else static for key in model.groups}
-    yield f"W8A8 per tensor, the worst {len(worst)} operators at 16 bits", {}, mixed
     rankings = {"importance": model.ranked(importance), "error": model.ranked(gain)}
     for ranking, keys in rankings.items():
         for share in SHARES:
@@ -289,6 +281,14 @@ def cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Mapping[Key, Meth
             if ranking == "importance" and share >= SHARES[-2]:
                 plan = {key: clamped if key in pruned else shadow for key in keys}
                 yield "shadow", {"pruned": share, "ranking": ranking, "scale": "threshold"}, plan
+    yield "LLM.int8()", {}, llm_int8
+    yield "SmoothQuant", {}, smooth
+    yield "W8A8 per channel, static", {}, static_by_row
+    yield "W8A8 per tensor, a scale for each token", {}, by_token
+    ranked = model.ranked(error)
+    worst = ranked[len(ranked) - max(1, round(len(ranked) * WORST_PERCENT / 100)) :]
+    mixed = {key: int16 if key in worst else static for key in model.groups}
+    yield f"W8A8 per tensor, the worst {len(worst)} operators at 16 bits", {}, mixed
 
 
 def surprises(logits: Tensor, ids: Sequence[int]) -> float:

@@ -852,6 +852,13 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
     )
     yield PAPER_MAP, f"2.2 times of the other models come out as {driver_gains()} |"
     yield "docs/soc-model.md", f"fast synchronisation, and simulated as {driver_gains()} times."
+    own = [row for row in rows_of("accuracy") if row["kind"] == "runtime"]
+    kept, gone = (one(own, method="shadow", pruned=share) for share in (0, 100))
+    yield (
+        LLM_NPU,
+        f"the perplexity of {kept['windows']} windows rises by {kept['change_percent']:.1f} % with all "
+        f"shadows, and by {gone['change_percent']:.1f} % with none.",
+    )
     most = emulated("activation_first", 32) / emulated("weight_first", 32)
     yield PAPER_MAP, f"reproduced in the emulator at `fp16` ({most:.0f} times at 32 tokens)"
 
