@@ -2,7 +2,7 @@
 // Follows common.h, rounding.h and glue.h. Rows of inputs are whole eights; rows of outputs need not be.
 //
 //   factors   one float a token: the largest magnitude of its input, or 1
-//   counts    two words of an operator: codes at the end of their range, and tokens
+//   counts    two words of an operator: codes at the end of their range, and tokens; with -DCLAMPED inputs do not count
 
 #define ZERO_CODE (1 << (NPU_CODES - 1))
 #define LARGEST_CODE (2 * ZERO_CODE - 1)
@@ -82,9 +82,12 @@ static inline void write_codes(__global const act_t *x, int columns, float steps
     value = low ? (float8)-(float)ZERO_CODE : high ? (float8)(ZERO_CODE - 1.0f) : value;
     *(__global code8_t *)(codes + i) = CODES_OF_INTS(ROUND8(value) + ZERO_CODE);
   }
-#ifndef CLAMPED
+#ifdef CLAMPED
+  const int counted = 0;
+#else
   // Rounding may exceed the largest magnitude of a token by a part of a step.
-  if (!per_token)
-    count_ends(outside, counts);
+  const int counted = !per_token;
 #endif
+  if (counted)
+    count_ends(outside, counts);
 }

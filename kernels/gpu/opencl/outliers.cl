@@ -38,7 +38,9 @@ GROUP_SIZE __kernel void find_outliers(__global const act_t *restrict x, __globa
 // always the same.
 GROUP_SIZE __kernel void list_outliers(__global uint *flags, __global const int *restrict place, __global int *found,
                                        int words) {
+#if WG > 1
   __local int2 counts[WG];
+#endif
   const int lane = get_local_id(0), own = (words + WG - 1) / WG;
   const int begin = min(words, lane * own), end = min(words, begin + own);
   int2 mine = 0;

@@ -21,9 +21,9 @@ from heterollm.calibration.records import Calibration, LinearCalibration
 from heterollm.engine import shadows
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.formats.tolerances import sqnr_db
-from heterollm.kernels.ops import Phase
+from heterollm.kernels.ops import Member, OpSpec, Phase, WeightFormat
 from heterollm.llm import LLM
-from heterollm.solver import ChunkSchedule, GroupTimes, Plan, model_shape, with_shadows
+from heterollm.solver import ChunkSchedule, GroupTimes, Plan, describe, model_shape, with_shadows
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
 
@@ -309,6 +309,11 @@ def test_plans_say_where_shadows_are() -> None:
         ((2, 3), True),
         ((4, 5), False),
     ]
+    spec = OpSpec("o", 2, (Member("o", 128),), 64, WeightFormat(8, 32, scales="tensor"), "x", "y")
+    shown = [
+        describe(one.placement, spec, 64).endswith("static_int8 with shadow outliers") for one in made.entries
+    ]
+    assert shown == [False, True, False]
     assert Plan.from_json(made.to_json()) == made
     assert '"shadow"' not in plan.to_json()
     ffn = structs.replace(entry, group="ffn", placement=FfnPlacement(64, (64,), "ffn_integer"))

@@ -75,9 +75,10 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64",
         "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64 -DWHOLE_EIGHTS",
+        "-DWG=1 -DSUM",
     ],
     (*LAYERS, "codes.h", "rms_norm.cl"): [
-        "-DWG=1 -DNPU_CODES=16",
+        "-DWG=1 -DNPU_CODES=16 -DCLAMPED",
         "-DWG=1 -DNPU_CODES=8",
         "-DWG=64 -DNPU_CODES=16 -DWHOLE_EIGHTS",
     ],
@@ -86,8 +87,24 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DNPU_CODES=8",
         "-DWG=64 -DNPU_CODES=16 -DWHOLE_EIGHTS",
     ],
-    (*LAYERS, "pointwise.cl"): ["-DWG=1", "-DWG=64", "-DWG=64 -DCODE_BITS=8 -DCODE_BLOCK=128 -DWHOLE_EIGHTS"],
-    (*LAYERS, "rope.cl"): ["-DWG=1", "-DWG=64 -DKV_HALF", "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS"],
+    (*LAYERS, "pointwise.cl"): [
+        "-DWG=1",
+        "-DWG=64",
+        "-DWG=64 -DCODE_BITS=8 -DCODE_BLOCK=128 -DWHOLE_EIGHTS",
+        "-DWG=64 -DSUM -DWHOLE_EIGHTS",
+    ],
+    (*LAYERS, "rope.cl"): [
+        "-DWG=1",
+        "-DWG=64 -DKV_HALF",
+        "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS",
+        "-DWG=64 -DSUM",
+    ],
+    (*LAYERS, "outliers.cl"): [
+        "-DWG=1",
+        "-DWG=1 -DTOKENS=1 -DFETCHED",
+        "-DWG=64 -DTOKENS=4",
+        "-DWG=64 -DTOKENS=4 -DFETCHED -DWHOLE_EIGHTS",
+    ],
     (*ATTENTION, "attention_vector.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
