@@ -6,10 +6,12 @@ rest of the model in float32. Thresholds, outlier channels and errors come from 
 
     python bench/accuracy.py --out bench/results/accuracy.jsonl
     python bench/accuracy.py FOLDER --windows 4 --out bench/results/accuracy.jsonl
+    python bench/accuracy.py --runtime --out bench/results/accuracy.jsonl
 
 The first runs the bundled model after outlier channels were put into it by a rescale that preserves its
 function: some weights of each norm times a strength, and the columns of the next linears that read them
-divided by it. The second runs a checkpoint as it is.
+divided by it. The second runs a checkpoint as it is. The third runs one of the first's models through
+heterollm itself, on `host`, with all shadows and with none.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,16 +32,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import heterollm
+from heterollm.calibration import Policy, calibrate
 from heterollm.calibration.int8_check import Int8Statistics, int8_checked
 from heterollm.calibration.int8_records import Int8Calibration
 from heterollm.data import bundled_model
 from heterollm.kernels.formats import quantize
 from heterollm.kernels.ops import Member
+from heterollm.llm import LLM
 
 WINDOW = 512
 CALIBRATION_WINDOWS = 4
 CHECKED_TOKENS = 64
 STRENGTHS = (1, 8, 32, 128)
+RUNTIME_STRENGTH = 32
 OUTLIER_CHANNELS = 3
 SMOOTH_POWER = 0.5
 LLM_INT8_THRESHOLD = 6.0
@@ -71,7 +77,7 @@ class Linears:
     def __post_init__(self) -> None:
         parts = [module.weight.detach() for module in self.modules]
         self.weight = torch.cat(parts)
-        # Codes and scales of precision w8a8, which has the scale of least squared error.
+        # Codes and scales of precision w8a8.
         int8 = [quantize(part.numpy(), bits=8, block=32, scale_kind="tensor").dequantize() for part in parts]
         self.by_tensor = torch.from_numpy(np.concatenate(int8))
         self.by_row = rounded(self.weight, self.weight.abs().amax(1, keepdim=True))
@@ -226,6 +232,10 @@ class Model:
         self.method = method
         return self._model(torch.tensor([list(ids)])).logits[0]
 
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint."""
+        self._model.save_pretrained(folder)
+
     def calibrate(self, windows: Sequence[Sequence[int]]) -> None:
         """Measure on all windows but the last, which checks."""
         for ids in windows[:-1]:
@@ -259,15 +269,7 @@ def gain(one: Linears) -> float:
 def cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Mapping[Key, Method] | Method]]:
     """Yield names, options and methods."""
     yield "W8A8 per tensor, static", {}, static
-    yield "W8A8 per channel, static", {}, static_by_row
-    yield "W8A8 per tensor, a scale for each token", {}, by_token
-    yield "SmoothQuant", {}, smooth
-    yield "LLM.int8()", {}, llm_int8
     yield "A16W8 per tensor, static", {}, int16
-    ranked = model.ranked(error)
-    worst = ranked[len(ranked) - max(1, round(len(ranked) * WORST_PERCENT / 100)) :]
-    mixed = {key: int16 if key in worst else static for key in model.groups}
-    yield f"W8A8 per tensor, the worst {len(worst)} operators at 16 bits", {}, mixed
     rankings = {"importance": model.ranked(importance), "error": model.ranked(gain)}
     for ranking, keys in rankings.items():
         for share in SHARES:
@@ -279,6 +281,14 @@ def cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Mapping[Key, Meth
             if ranking == "importance" and share >= SHARES[-2]:
                 plan = {key: clamped if key in pruned else shadow for key in keys}
                 yield "shadow", {"pruned": share, "ranking": ranking, "scale": "threshold"}, plan
+    yield "LLM.int8()", {}, llm_int8
+    yield "SmoothQuant", {}, smooth
+    yield "W8A8 per channel, static", {}, static_by_row
+    yield "W8A8 per tensor, a scale for each token", {}, by_token
+    ranked = model.ranked(error)
+    worst = ranked[len(ranked) - max(1, round(len(ranked) * WORST_PERCENT / 100)) :]
+    mixed = {key: int16 if key in worst else static for key in model.groups}
+    yield f"W8A8 per tensor, the worst {len(worst)} operators at 16 bits", {}, mixed
 
 
 def surprises(logits: Tensor, ids: Sequence[int]) -> float:
@@ -326,6 +336,44 @@ def rows(folder: Path, strength: float, count: int) -> Iterator[dict[str, Any]]:
         }
 
 
+def runtime_rows(folder: Path, strength: float, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the perplexity of a model in heterollm on ``host``, with its own calibration."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = (bundled_model() / "held_out.txt").read_text("utf-8")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    with tempfile.TemporaryDirectory() as made:
+        Model(folder, strength).save(Path(made))
+        tokenizer.save_pretrained(made)
+        last = Path(made) / "last.txt"
+        last.write_text(tokenizer.decode(ids[-CALIBRATION_WINDOWS * WINDOW :]), "utf-8")
+        plain: list[float] = []
+        for name, pruned in (("float", None), ("shadow", 0), ("shadow", 100)):
+            options: dict[str, Any] = {"plan": "gpu", "precision": "fp16"}
+            if pruned is not None:
+                file, policy = Path(made) / f"{pruned}.json", Policy(pruned=pruned / 100)
+                calibrate(made, [last], output=file, precision="w8a8", gpu_threads=1, policy=policy)
+                options = {"plan": "npu", "precision": "w8a8", "calibration": file}
+            found = []
+            with LLM.load(made, device="host", context=WINDOW, **options) as llm:
+                session = llm.session()
+                for at in range(0, count * WINDOW, WINDOW):
+                    session.reset()
+                    window = ids[at : at + WINDOW]
+                    logits = torch.from_numpy(session.prefill(window, all_logits=True).copy())
+                    found.append(surprises(logits, window))
+            plain = plain or found
+            yield {
+                "kind": "runtime",
+                "model": folder.name,
+                "strength": strength,
+                "windows": count,
+                "method": name,
+                "pruned": pruned,
+                "perplexity": float(np.exp(np.mean(found))),
+                "change_percent": 100 * float(np.exp(np.mean(found) - np.mean(plain)) - 1),
+            }
+
+
 def outliers(model: Model) -> Iterator[dict[str, Any]]:
     """Yield the outliers of each operator, as in the paper's figures 10 to 12."""
     for (layer, group), one in model.groups.items():
@@ -349,13 +397,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", default=bundled_model(), help="default: bundled")
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--runtime", action="store_true", help="through heterollm itself")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     asked = parser.parse_args()
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)  # noqa: S603
     stated = {"bench": "accuracy", "version": heterollm.__version__, "commit": found.stdout.strip()}
-    for strength in STRENGTHS if asked.model == bundled_model() else (1,):
-        for row in rows(asked.model, strength, asked.windows):
+    measured, strengths = (runtime_rows, (RUNTIME_STRENGTH,)) if asked.runtime else (rows, STRENGTHS)
+    for strength in strengths if asked.model == bundled_model() else (1,):
+        for row in measured(asked.model, strength, asked.windows):
             shown = {name: value for name, value in row.items() if name not in ("operators", "seconds")}
             words = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in shown.values())
             print(" | ".join(words), flush=True)

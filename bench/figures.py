@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ablation_table
+import accuracy_table
 import aims
 import llm_npu_tables
 import what_if
@@ -38,6 +39,7 @@ FLIGHTS: Final = "docs/chunks-in-flight.md"
 PAPER_MAP: Final = "docs/paper-map.md"
 DEVICES: Final = "docs/devices-and-drivers.md"
 INTEGERS: Final = "docs/integer-activations.md"
+LLM_NPU: Final = "docs/llm-npu.md"
 LLM_NPU: Final = "docs/llm-npu.md"
 
 Row = Mapping[str, Any]
@@ -588,6 +590,36 @@ def w8a8_table() -> str:
     return table(head, "lr" + "r" * (len(kinds) + 1), lines)
 
 
+# -- 8-bit activations ------------------------------------------------------------------------------------
+
+PUBLISHED: Final = "SmolLM2-135M-Instruct"
+
+
+def accuracy_tables(model: str) -> Callable[[], str]:
+    """Return a table of the perplexity of a model with 8-bit activations, made when it is called."""
+
+    def made() -> str:
+        own = [row for row in rows_of("accuracy") if row["model"] == model]
+        columns, lines = accuracy_table.accuracy_lines(own)
+        return table(" | ".join(columns), "l" + "r" * (len(columns) - 1), lines)
+
+    return made
+
+
+def outlier_table() -> str:
+    """Outlier channels of the published model."""
+    own = [row for row in rows_of("accuracy") if row["model"] == PUBLISHED]
+    head = "operators | inputs | outlier channels of 512 tokens | that ever have one | hot channels (most)"
+    return table(head, "lrrrr", accuracy_table.outlier_lines(own))
+
+
+def importance_table() -> str:
+    """Importance of the published model's outliers by layer."""
+    own = [row for row in rows_of("accuracy") if row["model"] == PUBLISHED]
+    columns, lines = accuracy_table.importance_lines(own)
+    return table(" | ".join(columns), "l" + "r" * (len(columns) - 1), lines)
+
+
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
@@ -614,6 +646,10 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (INTEGERS, "codes"): codes_table,
     (LLM_NPU, "w8a8 perplexity"): w8a8_table,
     (INTEGERS, "integer perplexity"): integer_perplexity_table,
+    (LLM_NPU, "accuracy of the bundled model"): accuracy_tables("tiny_python_lm"),
+    (LLM_NPU, "accuracy of a published model"): accuracy_tables(PUBLISHED),
+    (LLM_NPU, "outlier channels"): outlier_table,
+    (LLM_NPU, "importance"): importance_table,
 }
 """Tables by page and name."""
 

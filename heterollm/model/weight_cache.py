@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, EngineError, atomic_path, locked
-from heterollm.kernels.formats import Magnitudes, QuantizedTensor, best_tensor_scale, quantize
+from heterollm.kernels.formats import QuantizedTensor, largest_weight, quantize, scale_of_largest
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.threads import allowed_cores
 from heterollm.model.checkpoint import Checkpoint
@@ -188,7 +188,7 @@ def _quantized_slabs(
 ) -> Generator[tuple[str, int, QuantizedTensor], None, None]:
     """Quantise all tensors on all cores; yield the name, first row and result of each slab of rows.
 
-    Tensors with one scale are read twice: first for their magnitudes.
+    Tensors with one scale are read twice: first for their largest weight.
     """
     slabs = [
         (name, start, min(start + rows_at_once, rows))
@@ -199,11 +199,11 @@ def _quantized_slabs(
     ]
 
     whole = [slab for slab in slabs if recipe.formats[slab[0]].scales == "tensor"]
-    found: dict[str, Magnitudes] = {}
-    for (name, *_), magnitudes in _in_parallel(lambda slab: _magnitudes(checkpoint, slab), whole):
+    found: dict[str, float] = {}
+    for (name, *_), largest in _in_parallel(lambda slab: _largest(checkpoint, slab), whole):
         _check_not_stopped(cancelled)
-        found[name] = found[name] + magnitudes if name in found else magnitudes
-    tensor_scales = {name: best_tensor_scale(magnitudes) for name, magnitudes in found.items()}
+        found[name] = max(found.get(name, 0.0), largest)
+    tensor_scales = {name: scale_of_largest(largest) for name, largest in found.items()}
 
     def work(slab: Slab) -> QuantizedTensor:
         name, start, stop = slab
@@ -225,11 +225,11 @@ def _check_not_stopped(cancelled: threading.Event | None) -> None:
         raise EngineError("Quantising was stopped.")
 
 
-def _magnitudes(checkpoint: Checkpoint, slab: Slab) -> Magnitudes:
+def _largest(checkpoint: Checkpoint, slab: Slab) -> float:
     name, start, stop = slab
     values = checkpoint.read(name, (start, stop))
     with _naming(name):
-        return Magnitudes.of(values)
+        return largest_weight(values)
 
 
 def _quantize_rows(

@@ -26,8 +26,8 @@ from .shape_only import shape_only_weight as shape_only_weight
 from .stepped_scales import LARGEST_MULTIPLE as LARGEST_MULTIPLE
 from .stepped_scales import row_steps as row_steps
 from .tensor_scale import TENSOR_VERSION as TENSOR_VERSION
-from .tensor_scale import Magnitudes as Magnitudes
-from .tensor_scale import best_tensor_scale as best_tensor_scale
+from .tensor_scale import largest_weight as largest_weight
+from .tensor_scale import scale_of_largest as scale_of_largest
 from .tolerances import LINEAR_NMSE as LINEAR_NMSE
 from .tolerances import SINGLE_FACTOR as SINGLE_FACTOR
 from .tolerances import ComputeType as ComputeType

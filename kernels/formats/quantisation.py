@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from heterollm.base import CheckpointError, OptionError
 from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
 from heterollm.kernels.formats.stepped_scales import LARGEST_MULTIPLE, choose_steps, nearest_multiples
-from heterollm.kernels.formats.tensor_scale import Magnitudes, best_tensor_scale, tensor_codes
+from heterollm.kernels.formats.tensor_scale import largest_weight, scale_of_largest, tensor_codes
 from heterollm.kernels.ops import ScaleKind
 
 __all__ = ["MINIMUM_BLOCK", "QUANTIZER_VERSION", "STEPPED_VERSION", "effective_block", "quantize"]
@@ -99,7 +99,7 @@ def quantize(
         scale_kind: ``stepped`` for scales of which each is 1 to 16 times one positive number of its row, and
             16 occurs, with the least squared error under this constraint (4 symmetric bits only); ``tensor``
             for one positive scale (8 symmetric bits only).
-        tensor_scale: That one scale, if ``weight`` is part of a tensor; default the best one for ``weight``.
+        tensor_scale: That one scale, if ``weight`` is part of a tensor; default that of ``weight``.
 
     Raises:
         OptionError: ``bits`` or ``block`` is not legal for this shape, or ``scale_kind`` for this format.
@@ -118,7 +118,7 @@ def quantize(
     if scale_kind == "tensor":
         if bits != 8 or not symmetric:
             raise OptionError("One scale for a tensor is for symmetric weights of 8 bits only.")
-        scale = best_tensor_scale(Magnitudes.of(weight)) if tensor_scale is None else tensor_scale
+        scale = scale_of_largest(largest_weight(weight)) if tensor_scale is None else tensor_scale
         same = np.full((rows, columns // block), scale, np.float16)
         return QuantizedTensor(tensor_codes(weight, scale, block), same, None, 8, block, "tensor")
     blocks = np.ascontiguousarray(weight, np.float32).reshape(-1, block)

@@ -6,46 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterollm.base import CheckpointError, OptionError
-from heterollm.kernels.formats import Magnitudes, best_tensor_scale, quantize, random_weight, weight_format
+from heterollm.kernels.formats import quantize, random_weight, weight_format
 from heterollm.kernels.ops import WeightFormat
 
 
-def error_of(values, scale=None):
-    made = quantize(values, bits=8, block=32, scale_kind="tensor", tensor_scale=scale)
-    return float(np.square(made.dequantize().astype(np.float64) - values).sum())
-
-
-@given(
-    tails=st.sampled_from([None, 3, 5]),
-    rows=st.integers(16, 80),
-    magnitude=st.floats(-12, 6),
-    seed=st.integers(0, 99),
-)
-def test_no_other_scale_has_a_clearly_smaller_error(tails, rows, magnitude, seed):
-    generator = np.random.default_rng(seed)
-    size = (rows, 96)
-    values = generator.standard_normal(size) if tails is None else generator.standard_t(tails, size)
-    values = (values * 2.0**magnitude).astype(np.float32)
-    largest = float(np.abs(values).max()) / 127
-    others = [error_of(values, float(np.float16(cut * largest))) for cut in np.linspace(0.2, 1.0, 33)]
-    assert error_of(values) <= 1.1 * min(others)
-
-
-@pytest.mark.parametrize(("tails", "gain_db"), [(None, 1.2), (5, 3.0), (3, 4.0)])
-def test_clipping_the_largest_weights_gains(tails, gain_db):
-    """Measured with a million weights: 1.6 dB with normal ones, 4.7 and 5.0 with heavy tails."""
-    generator = np.random.default_rng(0)
-    size = (1024, 1024)
-    values = generator.standard_normal(size) if tails is None else generator.standard_t(tails, size)
-    values = values.astype(np.float32)
-    by_maximum = error_of(values, float(np.float16(np.abs(values).max() / 127)))
-    assert 10 * np.log10(by_maximum / error_of(values)) > gain_db
-
-
-def test_counts_of_parts_add_up():
-    values = np.random.default_rng(1).standard_normal((64, 32), np.float32)
-    parts = Magnitudes.of(values[:20]) + Magnitudes.of(values[20:])
-    assert best_tensor_scale(parts) == best_tensor_scale(Magnitudes.of(values))
+@given(rows=st.integers(16, 80), magnitude=st.floats(-12, 6), seed=st.integers(0, 99))
+def test_the_scale_reaches_to_the_largest_weight(rows, magnitude, seed):
+    """A few huge weights make the huge activations of published models; clipping them ruins these."""
+    values = np.random.default_rng(seed).standard_normal((rows, 96)).astype(np.float32)
+    values[rows // 2, 5] = -60
+    values *= np.float32(2.0**magnitude)
+    made = quantize(values, bits=8, block=32, scale_kind="tensor").dequantize()
+    step = np.abs(values).max() / 127
+    assert np.abs(made - values).max() <= 0.6 * step
 
 
 def test_codes_are_symmetric_and_scales_alike():
