@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_pass",
+    "faster_plan",
     "fastest_in_flight",
     "llm_npu_plan",
     "request_of_solver",
@@ -109,6 +110,18 @@ def shadows_under(
     return {} if request is not None and "llm.npu:chunks" in request.passes else shadows
 
 
+def faster_plan(model: ProfiledModel, plan: Plan, other: Plan, prompts: Mapping[int, float]) -> Plan:
+    """Return the other plan if it is predicted to run prompts faster, relative to the first one's times.
+
+    Args:
+        model: The profiled model.
+        plan: The plan to compare with.
+        other: The other plan.
+        prompts: Weights of prompts by length.
+    """
+    return other if _Loss(model, plan, prompts)(other) < 1.0 else plan
+
+
 def fastest_in_flight(
     model: ProfiledModel,
     plan: Plan,
@@ -126,20 +139,38 @@ def fastest_in_flight(
         in_flight: Chunks at once.
     """
 
-    def loss(plan: Plan) -> float:
-        total = 0.0
-        for prompt, weight in prompts.items():
-            found, before = model.prompt(plan, prompt), before_us[prompt]
-            total += math.inf if found is None or before is None else weight * found.time_us / before.time_us
-        return total
-
     def fastest(count: int) -> Plan:
         costs_at, limits = model.costs.at, model.limits
         return min((with_schedule(one, model.specs, count, costs_at, limits) for one in plans), key=loss)
 
-    before_us = {prompt: model.prompt(plan, prompt) for prompt in prompts}
+    loss = _Loss(model, plan, prompts)
     if in_flight != "auto":
         return fastest(in_flight)
     found = [(loss(one), one) for one in (plan, *map(fastest, AUTOMATIC))]
     least = min(own for own, _ in found)
     return next(one for own, one in found if own <= least * (1.0 + WORTH_DOUBLING))
+
+
+class _Loss:
+    """The time of prompts under a plan, relative to that under a first plan.
+
+    Args:
+        model: The profiled model.
+        plan: The first plan.
+        prompts: Weights of prompts by length.
+    """
+
+    def __init__(self, model: ProfiledModel, plan: Plan, prompts: Mapping[int, float]) -> None:
+        self._model = model
+        self._prompts = prompts
+        self._before = {prompt: model.prompt(plan, prompt) for prompt in prompts}
+
+    def __call__(self, plan: Plan) -> float:
+        """Return the mean of the relative times; infinity where the profile lacks one."""
+        total = 0.0
+        for prompt, weight in self._prompts.items():
+            found, before = self._model.prompt(plan, prompt), self._before[prompt]
+            if found is None or before is None:
+                return math.inf
+            total += weight * found.time_us / before.time_us
+        return total / sum(self._prompts.values()) if total else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from msgspec import structs
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
 from heterollm.planning.load_options import CHUNK_LENGTH
-from heterollm.planning.passes import check_pass, llm_npu_plan, request_of_solver
+from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.planning.profiled_model import ProfiledModel
 from heterollm.solver import (
     Objective,
@@ -124,11 +125,15 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
-    best = best_strategy(model.profile)
-    if request.passes and request.level == "auto" and model.limits is not None:
-        plan = llm_npu_plan(model, request, _prompts(model, request))
+    best, prompts = best_strategy(model.profile), _prompts(model, request)
+    if not request.passes or model.limits is None:
+        plan = _solved(model, request, solver, prompts)
     else:
-        plan = _solved(model, request_of_solver(request), solver)
+        plan = llm_npu_plan(model, request, prompts)
+        if request.level != "auto":
+            solved = _solved(model, request_of_solver(request), solver, prompts)
+            fits = solver.budget.holds(model.npu_bytes(plan))
+            plan = faster_plan(model, solved, plan, prompts) if fits else solved
     return structs.replace(
         plan,
         level="tensor"
@@ -140,13 +145,14 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
     )
 
 
-def _solved(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
+def _solved(
+    model: ProfiledModel, request: PlanRequest, solver: Solver, prompts: Mapping[int, float]
+) -> Plan:
     """Return the solver's plan."""
     from heterollm.solver import plan_chunks, plan_flights
 
     labels, weights = {"device": model.profile.device, "precision": model.precision}, request.histogram
     plan, slices = solver.solve(**labels, weights=weights)
-    prompts = _prompts(model, request)
     if max(prompts, default=0) > solver.chunk_length:
         plan, slices = plan_chunks(solver, plan, slices, prompts, model.costs.at, weights)
     if request.in_flight != 1 and plan.uses_npu:
