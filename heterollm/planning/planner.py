@@ -145,9 +145,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
     )
 
 
-def _solved(
-    model: ProfiledModel, request: PlanRequest, solver: Solver, prompts: Mapping[int, float]
-) -> Plan:
+def _solved(model: ProfiledModel, request: PlanRequest, solver: Solver, prompts: Mapping[int, float]) -> Plan:
     """Return the solver's plan."""
     from heterollm.solver import plan_chunks, plan_flights
 
