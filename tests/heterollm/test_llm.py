@@ -281,7 +281,7 @@ def test_what_is_no_way_to_answer(llm: LLM, options: dict[str, Any]) -> None:
         ({"plan": "fast"}, "'fast' is neither a plan level nor a plan file"),
         ({"plan": 3}, "plan is 3"),
         ({"plan": None}, "plan is None"),
-        ({"precision": "w8a8"}, "no precision 'w8a8'"),
+        ({"precision": "w2a2"}, "no precision 'w2a2'"),
         ({"precision": None}, "no precision None"),
         ({"group_size": 48}, "group_size is 48"),
         ({"group_size": 32.0}, "group_size is 32.0"),

@@ -143,6 +143,7 @@ def test_options_reach_the_model(run, fake):
         "sync": "poll",
         "allow_fallback": True,
         "trace": False,
+        "request": None,
     }
     assert fake.prompt == "hello"
     assert fake.options == {
@@ -262,7 +263,7 @@ def test_an_unknown_device_and_an_unknown_precision(run, bundled_model):
     assert "toaster" in panel_of(err)
     code, _, err = run("generate", bundled_model, "hello", "--precision", "w2a2")
     assert code == 2
-    assert "'w2a2' is not one of 'w4a16', 'w4a8', 'fp16'" in panel_of(err)
+    assert "'w2a2' is not one of 'w4a16', 'w4a8', 'w8a8', 'fp16'" in panel_of(err)
 
 
 def test_an_unknown_plan(run, bundled_model):

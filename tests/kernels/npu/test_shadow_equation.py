@@ -84,7 +84,7 @@ def computed(runtime, npu, x, floats, weight, ranges, *, shadow):
         product = outliers.multiply(source, found, hot, b, tokens=TOKENS, covered=TOKENS, npu_rows=MEMBERS)
         run_launches(runtime, [*finding, product])
     shard = LinearShard(weight, 0, "qkv", tuple((0, rows) for rows in MEMBERS), "equation 1", ranges=own)
-    npu.prepare(shard, TOKENS, "static_int8").bind(inputs.array, outputs.array)()
+    npu.prepare(shard, TOKENS, "static_int8").bind({"x": inputs.array}, {"y": outputs.array})()
     npu.release(shard)
     logits = runtime.shared((TOKENS, ROWS), np.float32)
     joined = Segments(a, b, (ROWS,), (ROWS,), join="sum" if shadow else "concatenate")

@@ -177,35 +177,6 @@ def test_integers_are_faster_on_the_arrays_only() -> None:
     assert plain.dequantise_us == integer.dequantise_us
 
 
-@pytest.mark.parametrize(
-    ("tokens", "columns", "rows", "published_ms"),
-    [
-        (64, 2048, 2048, 0.9),
-        (64, 2048, 8192, 1.5),
-        (64, 2048, 11008, 2.0),
-        (32, 4096, 4096, 1.7),
-        (32, 4096, 8192, 2.9),
-        (32, 4096, 11008, 4.1),
-    ],
-)
-def test_static_int8_is_two_to_three_times_faster_than_llm_npus_table_3(
-    tokens: int, columns: int, rows: int, published_ms: float
-) -> None:
-    """docs/llm-npu.md says so; the chip's stated rate of integers is not what the paper measured."""
-    modelled_us = npu_time(load_soc("snapdragon-8gen3"), NpuWork(rows, columns, tokens, 8, 32, "static_int8"))
-    assert 2.0 < 1e3 * published_ms / modelled_us.alone_us < 3.3
-
-
-def test_8_bit_activations_are_faster_than_16_in_tiles_of_64() -> None:
-    def time_us(form: str, tokens: int) -> float:
-        return npu_time(SOC, NpuWork(2048, 2048, tokens, 8, 32, form)).array_us
-
-    assert time_us("static_int8", 64) < time_us("integer", 64)
-    assert time_us("static_int8", 32) == time_us("static_int8", 64) < time_us("static_int8", 65)
-    work = NpuWork(2048, 2048, 64, 8, 32, "static_int8")
-    assert npu_time(SOC, work).dequantise_us == 0
-
-
 @given(
     SIZES, SIZES, TOKENS, st.sampled_from(sorted(SLICE_FORMS | BLOCK_FORMS)), st.sampled_from([4, 8, 16, 32])
 )
