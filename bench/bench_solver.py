@@ -57,7 +57,7 @@ class FormulaCosts:
             weights += int(own * member_rows[0] * spec.then.rows)
         return 110.0 + slower * weights * max(1 / 30.7e3, 2 * length / 5.6e6)
 
-    def slowdown(self, spec: OpSpec, tokens: int) -> Slowdown:
+    def slowdown(self, spec: OpSpec, tokens: int, *_: object) -> Slowdown:
         """A little, where both compute rather than read."""
         return Slowdown(1.06, 1.06) if tokens * spec.columns > 1 << 16 else Slowdown()
 

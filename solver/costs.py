@@ -152,8 +152,7 @@ class CachedCosts:
         key = spec.group, tokens, form, length
         found = self._slowdowns.get(key)
         if found is None:
-            named = (form, length) if form else ()
-            found = self._slowdowns[key] = self._costs.slowdown(spec, tokens, *named)
+            found = self._slowdowns[key] = self._costs.slowdown(spec, tokens, form, length)
         return found
 
     def codes_us(

@@ -33,7 +33,7 @@ class RandomCosts:
             return math.inf
         return self._draw("npu", spec.group, member_rows, length, form)
 
-    def slowdown(self, spec, tokens):
+    def slowdown(self, spec, tokens, form="", length=0):
         return self._slowdown
 
     def between_us(self, spec, tokens):

@@ -364,7 +364,7 @@ class Mirror:
     def npu_us(self, spec, rows, length, form):
         return self.shard_us("a" if self.swapped else "b", spec, rows, length)
 
-    def slowdown(self, spec, tokens):
+    def slowdown(self, spec, tokens, form="", length=0):
         first, second = self.own_slowdown
         return Slowdown(second, first) if self.swapped else Slowdown(first, second)
 

@@ -195,7 +195,7 @@ class Swapped:
     def npu_us(self, spec, member_rows, length, form):
         return self.costs.gpu_us(spec, member_rows, length)
 
-    def slowdown(self, spec, tokens):
+    def slowdown(self, spec, tokens, form="", length=0):
         found = self.costs.slowdown(spec, tokens)
         return Slowdown(found.npu, found.gpu)
 

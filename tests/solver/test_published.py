@@ -61,7 +61,7 @@ class Published:
     def npu_us(self, spec, member_rows, length, form):
         return self._us("npu", spec, member_rows, length)
 
-    def slowdown(self, spec, tokens):
+    def slowdown(self, spec, tokens, form="", length=0):
         # In decode bandwidth adds up (43.3 and 15.8 of 59 GB/s); 1.06 is fitted to prefill (facts).
         return Slowdown() if tokens == 1 else Slowdown(1.06, 1.06)
 
@@ -221,7 +221,7 @@ def test_600_tokens(solver):
     """
 
     class Undisturbed(Published):
-        def slowdown(self, spec, tokens):
+        def slowdown(self, spec, tokens, form="", length=0):
             return Slowdown()
 
     whole_only = {spec.group: [spec.member_rows] for spec in solver.specs}

@@ -60,7 +60,7 @@ class Snapdragon:
         tiles_us = column_tiles * token_tiles * (32 * row_tiles + TILE_LOAD) * 2048 / OPERATIONS
         return max(streamed_us, tiles_us)
 
-    def slowdown(self, spec, tokens):
+    def slowdown(self, spec, tokens, form="", length=0):
         if tokens > 1:
             return Slowdown(1.06, 1.06)
         # What spills leaves the GPU little bandwidth; cuts of a block at one token have short rows.

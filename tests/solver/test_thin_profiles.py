@@ -50,7 +50,7 @@ class Law:
     def npu_us(self, spec, member_rows, length, form):
         return self.us("npu", sum(member_rows), spec.columns, length)
 
-    def slowdown(self, spec, tokens):
+    def slowdown(self, spec, tokens, form="", length=0):
         return Slowdown()
 
     def between_us(self, spec, tokens):

@@ -91,7 +91,7 @@ class Rates:
         slower = 3.5 if spec.columns > 4096 and form != "k_chunked" else 1.0
         return 110.0 + slower * sum(member_rows) * spec.columns * max(1 / 30.7e3, 2 * length / 5.6e6)
 
-    def slowdown(self, spec, tokens):
+    def slowdown(self, spec, tokens, form="", length=0):
         return Slowdown()
 
     def between_us(self, spec, tokens):

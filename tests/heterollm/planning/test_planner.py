@@ -429,7 +429,7 @@ def test_runners_up_are_ordered_by_all_that_they_cost() -> None:
         def npu_us(self, spec, member_rows, length, form):
             return 80.0 if sum(member_rows) == spec.rows else 30.0
 
-        def slowdown(self, spec, tokens):
+        def slowdown(self, spec, tokens, form="", length=0):
             return Slowdown()
 
         def between_us(self, spec, tokens):
