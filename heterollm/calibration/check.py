@@ -6,17 +6,16 @@ from collections.abc import Mapping
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
 from heterollm.calibration.int8_check import int8_checked
 from heterollm.calibration.observer import Floats
 from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
 from heterollm.kernels.formats import (
-    LARGEST_CODE,
     ZERO_CODE,
     LinearWeight,
     QuantizedTensor,
     linear_errors,
+    on_grid,
     reference_layers,
 )
 from heterollm.kernels.npu import FfnRanges, LinearRanges, step_of
@@ -112,7 +111,7 @@ def _on_grids(ranges: LinearRanges, weight: Floats, x: Floats) -> Floats:
     grid = ranges.grid
     codes, factors = grid.codes(x)
     values: Floats = (codes.astype(np.float32) - np.float32(ZERO_CODE)) * np.float32(grid.input_step)
-    y: Floats = _on_grid(values @ weight.T, grid.output_step) * factors[:, None]
+    y: Floats = on_grid(values @ weight.T, grid.output_step, 16) * factors[:, None]
     return y
 
 
@@ -164,12 +163,7 @@ def _ffn_errors(
 
 
 def _rounded(values: Floats, magnitude: float) -> Floats:
-    return _on_grid(values, step_of(magnitude))
-
-
-def _on_grid(values: Floats, step: float) -> Floats:
-    codes: NDArray[np.float64] = np.clip(np.rint(values / step), -ZERO_CODE, LARGEST_CODE)
-    return (codes * step).astype(np.float32)
+    return on_grid(values, step_of(magnitude), 16)
 
 
 def _errors(actual: Floats, expected: Floats) -> RangeErrors:

@@ -10,7 +10,6 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from heterollm.calibration.int8_records import (
-    LARGEST_INT8,
     Activations,
     ChannelOutliers,
     Int8Calibration,
@@ -18,6 +17,7 @@ from heterollm.calibration.int8_records import (
     Shadow,
     choose_shadow,
 )
+from heterollm.kernels.formats import largest_code, on_grid
 from heterollm.kernels.ops import Member
 
 __all__ = ["Int8Statistics", "int8_checked", "int8_output"]
@@ -152,9 +152,7 @@ def _residual(x: Floats, threshold: float) -> Floats:
 
 def _rounded(values: Floats, magnitude: float) -> Floats:
     """Return values on a grid of 8 bits whose largest code stands for a magnitude."""
-    step = np.float32(max(magnitude, SMALLEST) / LARGEST_INT8)
-    rounded: Floats = np.clip(np.rint(values / step), -LARGEST_INT8 - 1, LARGEST_INT8) * step
-    return rounded
+    return on_grid(values, max(magnitude, SMALLEST) / largest_code(8), 8)
 
 
 def _members_rounded(y: Floats, magnitudes: Sequence[float], member_rows: Sequence[int]) -> Floats:

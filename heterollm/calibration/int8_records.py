@@ -12,7 +12,6 @@ from heterollm.base import Amount, Count, Number, Positive, PositiveNumber
 
 __all__ = [
     "HOT_SHARE",
-    "LARGEST_INT8",
     "Activations",
     "ChannelOutliers",
     "Decision",
@@ -24,7 +23,6 @@ __all__ = [
     "int8_mistakes",
 ]
 
-LARGEST_INT8: Final = 127
 HOT_SHARE: Final = 0.8
 """Share of the outliers that hot channels cover."""
 

@@ -25,14 +25,13 @@ from heterollm.base import (
     save_file,
 )
 from heterollm.calibration.int8_records import (
-    LARGEST_INT8,
     Activations,
     ChannelOutliers,
     Decision,
     Int8Calibration,
     int8_mistakes,
 )
-from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR
+from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, largest_code
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, Precision
 
@@ -129,7 +128,7 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
         """
         if self.int8 is None or not self.int8.shadow.threshold:
             return 0.0
-        return self.inputs * LARGEST_INT8 / self.int8.shadow.threshold
+        return self.inputs * largest_code(8) / self.int8.shadow.threshold
 
     @property
     def percentiles(self) -> dict[float, float]:

@@ -6,6 +6,7 @@ from .edge_codes import CodeBits as CodeBits
 from .edge_codes import CodeGrid as CodeGrid
 from .edge_codes import code_dtype as code_dtype
 from .edge_codes import largest_code as largest_code
+from .edge_codes import on_grid as on_grid
 from .edge_codes import zero_code as zero_code
 from .quantisation import QUANTIZER_VERSION as QUANTIZER_VERSION
 from .quantisation import STEPPED_VERSION as STEPPED_VERSION

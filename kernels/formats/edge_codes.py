@@ -8,7 +8,16 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LARGEST_CODE", "ZERO_CODE", "CodeBits", "CodeGrid", "code_dtype", "largest_code", "zero_code"]
+__all__ = [
+    "LARGEST_CODE",
+    "ZERO_CODE",
+    "CodeBits",
+    "CodeGrid",
+    "code_dtype",
+    "largest_code",
+    "on_grid",
+    "zero_code",
+]
 
 CodeBits: TypeAlias = Literal[8, 16]
 
@@ -34,6 +43,13 @@ def largest_code(bits: CodeBits) -> int:
 def code_dtype(bits: CodeBits) -> np.dtype[Any]:
     """Return the element type of codes."""
     return np.dtype(np.uint8 if bits == 8 else np.uint16)
+
+
+def on_grid(values: NDArray[np.float32], step: float, bits: CodeBits) -> NDArray[np.float32]:
+    """Return values rounded to a grid and clipped at its ends."""
+    codes = np.clip(np.rint(values / np.float32(step)), -zero_code(bits), largest_code(bits))
+    rounded: NDArray[np.float32] = codes * np.float32(step)
+    return rounded
 
 
 @dataclass(frozen=True, slots=True)
