@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +26,7 @@ def calibration_key(path: str | Path | None) -> str | None:
     """
     if path is None:
         return None
-    # A late import: most loads have no calibration.
-    from heterollm.calibration import load_calibration
-
-    return load_calibration(Path(path)).key
+    return _loaded(path).key
 
 
 def calibrated_shadows(path: str | Path | None) -> dict[tuple[int, Group], int]:
@@ -39,12 +37,9 @@ def calibrated_shadows(path: str | Path | None) -> dict[tuple[int, Group], int]:
     """
     if path is None:
         return {}
-    from heterollm.calibration import load_calibration
-
-    found = load_calibration(Path(path))
     return {
         (one.layer, one.group): len(one.int8.shadow.hot_channels)
-        for one in found.linears
+        for one in _loaded(path).linears
         if one.int8 is not None and one.int8.activations == "shadow"
     }
 
@@ -60,9 +55,7 @@ def calibrated_ranges(
     """
     if path is None:
         return {}
-    from heterollm.calibration import load_calibration
-
-    found = load_calibration(Path(path))
+    found = _loaded(path)
     found.check_weights(weights.content_key)
     ranges = _decided_ranges(found) if found.precision == "w8a8" else found.ranges()
     for spec in weights.specs:
@@ -73,6 +66,25 @@ def calibrated_ranges(
                 fix="Calibrate with other text, or choose plan gpu.",
             )
     return ranges
+
+
+def _loaded(path: str | Path) -> Calibration:
+    """Return the calibration of a file; a load asks several times, and reads an unchanged file once."""
+    path = Path(path)
+    try:
+        stat = path.stat()
+        version = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    except OSError:  # reading the file says what is wrong
+        version = None
+    return _read(path, version)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, _version: tuple[int, int, int] | None) -> Calibration:
+    # A late import: most loads have no calibration.
+    from heterollm.calibration import load_calibration
+
+    return load_calibration(path)
 
 
 def _decided_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
