@@ -1,190 +1,85 @@
 """What do 8-bit activations cost a model, and what do shadows of outliers repair (llm.npu, section 3.3)?
 
-Perplexity and top-1 agreement against float weights, on windows of the bundled held-out text; other windows
-calibrate. Linears are computed in torch on integer grids (exact products of codes, summed in float32), the
+Perplexity and top-1 agreement against float weights, on windows of text; other windows calibrate. Linears are
+computed in torch on integer grids (bench/accuracy_methods.py: exact products of codes, sums in float32), the
 rest of the model in float32. Thresholds, outlier channels and errors come from heterollm's own calibration.
 
     python bench/accuracy.py --out bench/results/accuracy.jsonl
-    python bench/accuracy.py FOLDER --windows 4 --out bench/results/accuracy.jsonl
+    python bench/accuracy.py FOLDER --windows 8 --text code --out bench/results/accuracy.jsonl
+    python bench/accuracy.py FOLDER --windows 8 --text prose --out bench/results/accuracy.jsonl
     python bench/accuracy.py --runtime --out bench/results/accuracy.jsonl
 
 The first runs the bundled model after outlier channels were put into it by a rescale that preserves its
 function: some weights of each norm times a strength, and the columns of the next linears that read them
-divided by it. The second runs a checkpoint as it is. The third runs one of the first's models through
-heterollm itself, on `host`, with all shadows and with none.
+divided by it. The second and third run a checkpoint as it is, calibrated on code and prose alike. The last
+runs one of the first's models through heterollm itself, on `host`, with all shadows and with none.
+
+Code is the bundled held-out text; prose are the paragraphs of Python's own language reference, as
+`pydoc_data.topics` has them.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import platform
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
+import accuracy_methods as methods
 import numpy as np
 import torch
+from accuracy_methods import Linears, Method
+from perplexity import llm_surprises
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import heterollm
 from heterollm.calibration import Policy, calibrate
-from heterollm.calibration.int8_check import Int8Statistics, int8_checked
-from heterollm.calibration.int8_records import Int8Calibration
 from heterollm.data import bundled_model
-from heterollm.kernels.formats import quantize
-from heterollm.kernels.ops import Member
 from heterollm.llm import LLM
+from heterollm.text.likelihood import perplexity, surprises, top_1_agreement
 
 WINDOW = 512
-CALIBRATION_WINDOWS = 4
-CHECKED_TOKENS = 64
+CALIBRATION_WINDOWS = 8
+RANKED_TOKENS = 256
+"""Tokens of calibration windows on which each group alone loses its shadow."""
+
 STRENGTHS = (1, 8, 32, 128)
 RUNTIME_STRENGTH = 32
 OUTLIER_CHANNELS = 3
-SMOOTH_POWER = 0.5
-LLM_INT8_THRESHOLD = 6.0
-SHARES = (0, 25, 50, 75, 85, 100)
+SHARES = (25, 50, 75, 85)
+PAPER_SHARE = 85
+INT16_LIMITS_DB = (20.0, 25.0)
 WORST_PERCENT = 8
 GROUPS = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
 GROUPS |= {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 Key = tuple[int, str]
-Method = Callable[["Linears", Tensor], Tensor]
+Choice = Mapping[Key, Method] | Method
 
 
-def rounded(values: Tensor, largest: Tensor | float, bits: int = 8) -> Tensor:
-    """Return values on a symmetric grid that reaches to the largest magnitude."""
-    top = (1 << (bits - 1)) - 1
-    step = torch.as_tensor(largest).clamp_min(1e-30) / top
-    return torch.clamp(torch.round(values / step), -top - 1, top) * step
+def code() -> tuple[str, str]:
+    """Return the name and the text of Python code."""
+    return "held_out.txt", (bundled_model() / "held_out.txt").read_text("utf-8")
 
 
-@dataclass
-class Linears:
-    """Linears of a layer that read the same input."""
-
-    modules: list[nn.Linear]
-    calibrated: Int8Calibration | None = None
-    statistics: Int8Statistics | None = None
-    channels: Tensor = field(default_factory=lambda: torch.zeros(1))
-    outputs: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        parts = [module.weight.detach() for module in self.modules]
-        self.weight = torch.cat(parts)
-        # Codes and scales of precision w8a8.
-        int8 = [quantize(part.numpy(), bits=8, block=32, scale_kind="tensor").dequantize() for part in parts]
-        self.by_tensor = torch.from_numpy(np.concatenate(int8))
-        self.by_row = rounded(self.weight, self.weight.abs().amax(1, keepdim=True))
-        self.rows = [len(part) for part in parts]
-        self.outputs = [0.0] * len(parts)
-        members = [Member(str(place), rows) for place, rows in enumerate(self.rows)]
-        self.statistics = Int8Statistics(members, self.weight.shape[1])
-
-    @property
-    def inputs(self) -> float:
-        """The largest input."""
-        return float(self.channels.max())
-
-    def of_rows(self, outputs: Sequence[float]) -> Tensor:
-        """Return magnitudes of members for each output row."""
-        return torch.tensor(outputs).repeat_interleave(torch.tensor(self.rows))
-
-    def measure(self, x: Tensor) -> Tensor:
-        """Add an input to the statistics, and return the output."""
-        y = x @ self.weight.T
-        self.channels = torch.maximum(self.channels, x.abs().amax(0))
-        parts = torch.split(y.abs(), self.rows, dim=1)
-        self.outputs = [max(old, float(part.max())) for old, part in zip(self.outputs, parts, strict=True)]
-        assert self.statistics is not None
-        self.statistics.add(x.numpy(), y.numpy(), self.weight.numpy())
-        self.calibrated = self.statistics.record()
-        return y
-
-    def check(self, x: Tensor) -> Tensor:
-        """Measure the errors of all thresholds, choose one, and return the output."""
-        assert self.calibrated is not None
-        part, weight = x[:CHECKED_TOKENS].numpy(), self.by_tensor.numpy()
-        self.calibrated = int8_checked(
-            *(self.calibrated, weight, part),
-            inputs=self.inputs,
-            outputs=self.outputs,
-            member_rows=self.rows,
-        )
-        factors = self.channels.clamp_min(1e-5) ** SMOOTH_POWER
-        factors /= self.weight.abs().amax(0).clamp_min(1e-5) ** (1 - SMOOTH_POWER)
-        self.smooth = factors / factors.mean()
-        self.smooth_weight = self.weight * self.smooth
-        self.smooth_weight = rounded(self.smooth_weight, self.smooth_weight.abs().max())
-        return x @ self.weight.T
+def prose() -> tuple[str, str]:
+    """Return the name and the text of English prose: whole paragraphs, each once."""
+    parts = chain.from_iterable(topics[name].split("\n\n") for name in sorted(topics))
+    lines = dict.fromkeys(" ".join(part.split()) for part in parts)
+    found = [line for line in lines if line[:1].isupper() and line.endswith(".") and len(line) > WINDOW // 4]
+    return f"pydoc topics of Python {platform.python_version()}", "\n\n".join(found)
 
 
-# -- methods: a group and its input give its output -----------------------------------------------------
-
-
-def exact(one: Linears, x: Tensor) -> Tensor:
-    """Compute with floats."""
-    return x @ one.weight.T
-
-
-def static(one: Linears, x: Tensor) -> Tensor:
-    """Compute with static 8-bit grids, one scale for each weight."""
-    return rounded(rounded(x, one.inputs) @ one.by_tensor.T, one.of_rows(one.outputs))
-
-
-def static_by_row(one: Linears, x: Tensor) -> Tensor:
-    """Compute with static 8-bit grids, a scale for each output row of a weight."""
-    return rounded(rounded(x, one.inputs) @ one.by_row.T, one.of_rows(one.outputs))
-
-
-def int16(one: Linears, x: Tensor) -> Tensor:
-    """Compute with static 16-bit grids."""
-    return rounded(rounded(x, 1.5 * one.inputs, 16) @ one.by_tensor.T, 1.5 * one.of_rows(one.outputs), 16)
-
-
-def by_token(one: Linears, x: Tensor) -> Tensor:
-    """Compute with 8-bit inputs with a scale for each token, float outputs."""
-    return rounded(x, x.abs().amax(1, keepdim=True)) @ one.by_tensor.T
-
-
-def smooth(one: Linears, x: Tensor) -> Tensor:
-    """Compute with static 8-bit grids after factors moved from inputs into weights."""
-    if len(one.modules) == 1:  # no norm before it could take the factors
-        return static(one, x)
-    largest = float((one.channels / one.smooth).max())
-    return rounded(rounded(x / one.smooth, largest) @ one.smooth_weight.T, one.of_rows(one.outputs))
-
-
-def llm_int8(one: Linears, x: Tensor) -> Tensor:
-    """Compute with 8-bit inputs by token and weights by row, columns of large inputs in floats."""
-    large = x.abs().amax(0) > LLM_INT8_THRESHOLD
-    rest = x * ~large
-    largest = rest.abs().amax(1, keepdim=True)
-    return rounded(rest, largest) @ one.by_row.T + x[:, large] @ one.weight[:, large].T
-
-
-def clamped(one: Linears, x: Tensor) -> Tensor:
-    """The shadow's NPU part alone: outliers are cut off."""
-    assert one.calibrated is not None
-    shadow = one.calibrated.shadow
-    return rounded(rounded(x, shadow.threshold) @ one.by_tensor.T, one.of_rows(shadow.outputs))
-
-
-def shadow(one: Linears, x: Tensor) -> Tensor:
-    """Compute with clamped 8-bit inputs, and the rest in floats with float weights."""
-    assert one.calibrated is not None
-    limit = one.calibrated.shadow.threshold
-    channels = x.abs().amax(0) > limit
-    rest = x[:, channels] - x[:, channels].clamp(-limit, limit)
-    return clamped(one, x) + rest @ one.weight[:, channels].T
-
-
-# -- models ---------------------------------------------------------------------------------------------
+TEXTS = {"code": code, "prose": prose}
 
 
 class Model:
@@ -198,7 +93,8 @@ class Model:
     def __init__(self, folder: Path, strength: float) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.groups: dict[Key, Linears] = {}
-        self.method: Mapping[Key, Method] | Method = exact
+        self.losses: dict[Key, float] = {}
+        self.method: Choice = methods.exact
         generator = np.random.default_rng(0)
         for number, layer in enumerate(self._model.model.layers):
             blocks = (layer.self_attn, layer.self_attn, layer.mlp, layer.mlp)
@@ -227,108 +123,165 @@ class Model:
             module.forward = lambda _x, place=place: made[place]  # type: ignore[method-assign]
 
     @torch.no_grad()
-    def logits(self, ids: Sequence[int], method: Mapping[Key, Method] | Method) -> Tensor:
-        """Return the logits of a window."""
+    def logits(
+        self, ids: Sequence[int], method: Choice, state: Tensor | None = None, first: int = 0
+    ) -> Tensor:
+        """Return the logits of a window, from the state before a layer if there is one."""
         self.method = method
-        return self._model(torch.tensor([list(ids)])).logits[0]
+        if state is None:
+            return self._model(torch.tensor([list(ids)]), use_cache=False).logits[0]
+        layers = self._model.model.layers
+        self._model.model.layers = layers[first:]
+        try:
+            return self._model(inputs_embeds=state, use_cache=False).logits[0]
+        finally:
+            self._model.model.layers = layers
+
+    @torch.no_grad()
+    def states(self, ids: Sequence[int], method: Choice) -> tuple[Tensor, ...]:
+        """Return the state before each layer of a window."""
+        self.method = method
+        made = self._model.model(torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True)
+        return tuple(made.hidden_states)
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint."""
         self._model.save_pretrained(folder)
 
-    def calibrate(self, windows: Sequence[Sequence[int]]) -> None:
-        """Measure on all windows but the last, which checks."""
+    def calibrate(self, windows: Sequence[Sequence[int]], ranked: int) -> None:
+        """Measure on all windows but the last, which checks; the last some rank the groups by loss.
+
+        Args:
+            windows: Token ids.
+            ranked: Windows that rank.
+        """
         for ids in windows[:-1]:
             self.logits(ids, Linears.measure)
         self.logits(windows[-1], Linears.check)
+        self.losses = dict.fromkeys(self.groups, 0.0)
+        for ids in windows[-ranked:]:
+            part = ids[:RANKED_TOKENS]
+            states = self.states(part, methods.shadow)
+            whole = surprises(self.logits(part, methods.shadow).numpy(), part).mean()
+            for key in self.groups:
+                without = dict.fromkeys(self.groups, methods.shadow) | {key: methods.static}
+                logits = self.logits(part, without, states[key[0]], key[0])
+                self.losses[key] += float(surprises(logits.numpy(), part).mean() - whole) / ranked
 
     def ranked(self, measure: Callable[[Linears], float]) -> list[Key]:
         """Return the groups by a measure, the least first."""
         return sorted(self.groups, key=lambda key: measure(self.groups[key]))
 
+    def below(self, limit_db: float, plan: Mapping[Key, Method]) -> list[Key]:
+        """Return the groups to which a plan's 8 bits leave a smaller signal-to-noise ratio."""
+        return [key for key, one in self.groups.items() if _sqnr_db(one, plan[key]) < limit_db]
 
-def importance(one: Linears) -> float:
-    """Return the largest input over the step, as the paper ranks."""
+
+def _sqnr_db(one: Linears, method: Method) -> float:
     assert one.calibrated is not None
-    return one.inputs / one.calibrated.shadow.threshold * 127
+    errors = one.calibrated.errors_of("shadow" if method is methods.shadow else "int8")
+    assert errors is not None
+    return errors.sqnr_db
 
 
-def error(one: Linears) -> float:
-    """Return the mean token's error of 8 bits."""
-    assert one.calibrated is not None
-    assert one.calibrated.errors is not None
-    return one.calibrated.errors.token_nmse
-
-
-def gain(one: Linears) -> float:
-    """Return the error that the shadow takes away."""
-    assert one.calibrated is not None
-    return one.calibrated.gain
-
-
-def cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Mapping[Key, Method] | Method]]:
+def cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Choice]]:
     """Yield names, options and methods."""
-    yield "W8A8 per tensor, static", {}, static
-    yield "A16W8 per tensor, static", {}, int16
-    rankings = {"importance": model.ranked(importance), "error": model.ranked(gain)}
-    for ranking, keys in rankings.items():
-        for share in SHARES:
-            if ranking != "importance" and share in (0, 100):
-                continue
-            pruned = set(keys[: round(len(keys) * share / 100)])
-            plan = {key: static if key in pruned else shadow for key in keys}
-            yield "shadow", {"pruned": share, "ranking": ranking, "scale": "maximum"}, plan
-            if ranking == "importance" and share >= SHARES[-2]:
-                plan = {key: clamped if key in pruned else shadow for key in keys}
-                yield "shadow", {"pruned": share, "ranking": ranking, "scale": "threshold"}, plan
-    yield "LLM.int8()", {}, llm_int8
-    yield "SmoothQuant", {}, smooth
-    yield "W8A8 per channel, static", {}, static_by_row
-    yield "W8A8 per tensor, a scale for each token", {}, by_token
-    ranked = model.ranked(error)
+    yield "W8A8 per tensor, static", {}, methods.static
+    yield "W8A8 per channel, static", {}, methods.static_by_row
+    yield "SmoothQuant", {}, methods.smooth
+    yield "LLM.int8()", {}, methods.llm_int8
+    yield from shadow_cases(model)
+    yield "W8A8 per tensor, a scale for each token", {}, methods.by_token
+    yield "A16W8 per tensor, static", {}, methods.int16
+    ranked = model.ranked(methods.error)
     worst = ranked[len(ranked) - max(1, round(len(ranked) * WORST_PERCENT / 100)) :]
-    mixed = {key: int16 if key in worst else static for key in model.groups}
+    mixed = {key: methods.int16 if key in worst else methods.static for key in model.groups}
     yield f"W8A8 per tensor, the worst {len(worst)} operators at 16 bits", {}, mixed
+    # Parts of the others, which say where their loss comes from.
+    for name, method in (("W8A8 per tensor, static", methods.static), ("SmoothQuant", methods.smooth)):
+        apart = {key: methods.int16 if key[1] == "down" else method for key in model.groups}
+        yield f"{name}, `down` at 16 bits", {}, apart
+    yield "SmoothQuant, weights per channel", {}, methods.smooth_by_row
+    yield "shadow, none pruned, outputs in floats", {}, methods.shadow_with_float_outputs
 
 
-def surprises(logits: Tensor, ids: Sequence[int]) -> float:
-    """Return the mean negative log-likelihood of a window."""
-    return float(nn.functional.cross_entropy(logits[:-1], torch.tensor(list(ids)[1:])))
+def shadow_cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Choice]]:
+    """Yield shadows pruned in several orders, and with 16 bits."""
+    order = sorted(model.groups, key=lambda key: model.losses[key])
+    rankings = {"importance": model.ranked(methods.importance), "error": model.ranked(methods.gain)}
+    rankings["loss"] = order
+
+    def plan(keys: Sequence[Key], share: int, instead: Method) -> dict[Key, Method]:
+        pruned = set(keys[: round(len(keys) * share / 100)])
+        return {key: instead if key in pruned else methods.shadow for key in keys}
+
+    def options(share: int, ranking: str = "importance", scale: str = "maximum") -> dict[str, Any]:
+        return {"pruned": share, "ranking": ranking, "scale": scale}
+
+    yield "shadow", options(0), methods.shadow
+    for share in SHARES:
+        for ranking, keys in rankings.items():
+            yield "shadow", options(share, ranking), plan(keys, share, methods.static)
+    yield "shadow", options(100), methods.static
+    for share in (PAPER_SHARE, 100):
+        clamped = plan(rankings["importance"], share, methods.clamped)
+        yield "shadow", options(share, scale="threshold"), clamped
+    for share, limits in ((0, INT16_LIMITS_DB), (PAPER_SHARE, INT16_LIMITS_DB[-1:])):
+        for limit_db in limits:
+            pruned = plan(rankings["error"], share, methods.static)  # as the product decides
+            wide = model.below(limit_db, pruned)
+            stated = {"int16_limit_db": limit_db, "int16_operators": len(wide), "operators": len(pruned)}
+            yield "shadow", options(share, "error") | stated, pruned | dict.fromkeys(wide, methods.int16)
 
 
-def rows(folder: Path, strength: float, count: int) -> Iterator[dict[str, Any]]:
+def windows_of(folder: Path, text: str, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the first windows of a text, and the last ones, which calibrate."""
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+    found = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)]
+    if len(found) < count + CALIBRATION_WINDOWS:
+        raise SystemExit(f"The text has {len(found)} windows.")
+    return found[:count], found[-CALIBRATION_WINDOWS:]
+
+
+def rows(folder: Path, strength: float, count: int, tested: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the outliers of a model, then its rows."""
     model = Model(folder, strength)
-    text = (bundled_model() / "held_out.txt").read_text("utf-8")
-    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
-    windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)]
-    if len(windows) < count + CALIBRATION_WINDOWS:
-        raise SystemExit(f"The text has {len(windows)} windows.")
-    model.calibrate(windows[-CALIBRATION_WINDOWS:])
-    windows = windows[:count]
+    # The bundled model knows no prose.
+    known = ("code",) if folder == bundled_model() else tuple(TEXTS)
+    found = {name: windows_of(folder, TEXTS[name]()[1], count) for name in known}
+    last = zip(*(calibrating for _, calibrating in found.values()), strict=True)
+    model.calibrate(list(chain.from_iterable(last))[-CALIBRATION_WINDOWS:], len(known))
     common = {"model": folder.name, "strength": strength, "windows": count}
-    common |= {"calibration_windows": CALIBRATION_WINDOWS, "window_tokens": WINDOW}
+    common |= {"calibration_windows": CALIBRATION_WINDOWS, "calibration_texts": list(known)}
+    common |= {"window_tokens": WINDOW}
     yield {"kind": "outliers", **common, "operators": list(outliers(model))}
-    plain, choices = [], []
-    for window in windows:
-        logits = model.logits(window, exact)
-        plain.append(surprises(logits, window))
-        choices.append(logits.argmax(1))
-    yield {"kind": "accuracy", **common, "method": "float", "perplexity": float(np.exp(np.mean(plain)))}
+    for name in tested:
+        windows = found[name][0]
+        key = hashlib.sha256(np.array(windows, np.int32).tobytes()).hexdigest()[:16]
+        yield from text_rows(model, windows, {**common, "text": TEXTS[name]()[0], "text_key": key})
+
+
+def text_rows(
+    model: Model, windows: Sequence[Sequence[int]], common: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of floats, then one of each method."""
+    floats = [model.logits(ids, methods.exact).numpy() for ids in windows]
+    plain = [surprises(logits, ids) for logits, ids in zip(floats, windows, strict=True)]
+    yield {"kind": "accuracy", **common, "method": "float", "perplexity": perplexity(plain)}
     for name, options, method in cases(model):
         begin, found, agreed = time.perf_counter(), [], []
-        for window, chosen in zip(windows, choices, strict=True):
-            logits = model.logits(window, method)
-            found.append(surprises(logits, window))
-            agreed.append(float((logits.argmax(1) == chosen).double().mean()))
-        rise = np.array(found) - plain
+        for ids, reference in zip(windows, floats, strict=True):
+            logits = model.logits(ids, method).numpy()
+            found.append(surprises(logits, ids))
+            agreed.append(top_1_agreement(logits, reference))
+        rise = np.array([one.mean() for one in found]) - [one.mean() for one in plain]
         ratio = float(np.exp(rise.mean()))
         yield {
             "kind": "accuracy",
             **common,
             "method": name,
             **options,
-            "perplexity": float(np.exp(np.mean(found))),
+            "perplexity": perplexity(found),
             "change_percent": 100 * (ratio - 1),
             "standard_error_percent": 100 * ratio * float(rise.std(ddof=1)) / len(rise) ** 0.5,
             "top_1_agreement": float(np.mean(agreed)),
@@ -336,32 +289,27 @@ def rows(folder: Path, strength: float, count: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def runtime_rows(folder: Path, strength: float, count: int) -> Iterator[dict[str, Any]]:
+def runtime_rows(
+    folder: Path, strength: float, count: int, _tested: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Yield the perplexity of a model in heterollm on ``host``, with its own calibration."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = (bundled_model() / "held_out.txt").read_text("utf-8")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    windows, last = windows_of(folder, code()[1], count)
     with tempfile.TemporaryDirectory() as made:
         Model(folder, strength).save(Path(made))
         tokenizer.save_pretrained(made)
-        last = Path(made) / "last.txt"
-        last.write_text(tokenizer.decode(ids[-CALIBRATION_WINDOWS * WINDOW :]), "utf-8")
+        text = Path(made) / "last.txt"
+        text.write_text(tokenizer.decode(list(chain.from_iterable(last))), "utf-8")
         plain: list[float] = []
         for name, pruned in (("float", None), ("shadow", 0), ("shadow", 100)):
             options: dict[str, Any] = {"plan": "gpu", "precision": "fp16"}
             if pruned is not None:
                 file, policy = Path(made) / f"{pruned}.json", Policy(pruned=pruned / 100)
-                calibrate(made, [last], output=file, precision="w8a8", gpu_threads=1, policy=policy)
+                calibrate(made, [text], output=file, precision="w8a8", gpu_threads=1, policy=policy)
                 options = {"plan": "npu", "precision": "w8a8", "calibration": file}
-            found = []
             with LLM.load(made, device="host", context=WINDOW, **options) as llm:
-                session = llm.session()
-                for at in range(0, count * WINDOW, WINDOW):
-                    session.reset()
-                    window = ids[at : at + WINDOW]
-                    logits = torch.from_numpy(session.prefill(window, all_logits=True).copy())
-                    found.append(surprises(logits, window))
-            plain = plain or found
+                found = perplexity(llm_surprises(llm, windows))
+            plain = plain or [found]
             yield {
                 "kind": "runtime",
                 "model": folder.name,
@@ -369,8 +317,8 @@ def runtime_rows(folder: Path, strength: float, count: int) -> Iterator[dict[str
                 "windows": count,
                 "method": name,
                 "pruned": pruned,
-                "perplexity": float(np.exp(np.mean(found))),
-                "change_percent": 100 * float(np.exp(np.mean(found) - np.mean(plain)) - 1),
+                "perplexity": found,
+                "change_percent": 100 * (found / plain[0] - 1),
             }
 
 
@@ -386,9 +334,10 @@ def outliers(model: Model) -> Iterator[dict[str, Any]]:
             "outlier_channels": chosen.window_channels / (CALIBRATION_WINDOWS - 1),
             "channels_ever": len(chosen.outliers),
             "hot_channels": len(chosen.hot_channels),
-            "importance": importance(one),
-            "error": error(one),
-            "gain": gain(one),
+            "importance": methods.importance(one),
+            "error": methods.error(one),
+            "gain": methods.gain(one),
+            "loss": model.losses[layer, group],
         }
 
 
@@ -397,6 +346,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", default=bundled_model(), help="default: bundled")
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--text", choices=TEXTS, default="code")
     parser.add_argument("--runtime", action="store_true", help="through heterollm itself")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     asked = parser.parse_args()
@@ -405,7 +355,7 @@ def main() -> None:
     stated = {"bench": "accuracy", "version": heterollm.__version__, "commit": found.stdout.strip()}
     measured, strengths = (runtime_rows, (RUNTIME_STRENGTH,)) if asked.runtime else (rows, STRENGTHS)
     for strength in strengths if asked.model == bundled_model() else (1,):
-        for row in measured(asked.model, strength, asked.windows):
+        for row in measured(asked.model, strength, asked.windows, [asked.text]):
             shown = {name: value for name, value in row.items() if name not in ("operators", "seconds")}
             words = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in shown.values())
             print(" | ".join(words), flush=True)

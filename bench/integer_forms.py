@@ -28,7 +28,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ import onnx
 from msgspec import structs
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
+from perplexity import perplexity
 
 import heterollm
 from heterollm.calibration import Policy, calibrate, load_calibration
@@ -206,18 +207,6 @@ def integer_plan(plan: Plan) -> Plan:
             placed = structs.replace(placed, npu_lengths=lengths, form="integer")
         entries.append(structs.replace(entry, placement=placed))
     return structs.replace(plan, entries=tuple(entries), slices=())
-
-
-def perplexity(llm: LLM, windows: Sequence[Sequence[int]]) -> float:
-    """Return the perplexity of windows of token ids, each from an empty session."""
-    session, total = llm.session(), 0.0
-    for ids in windows:
-        session.reset()
-        scores = session.prefill(ids, all_logits=True)[:-1].astype(np.float64)
-        scores -= scores.max(axis=1, keepdims=True)
-        sums = np.log(np.exp(scores).sum(axis=1))
-        total += float((sums - scores[np.arange(len(scores)), np.asarray(ids)[1:]]).sum())
-    return float(np.exp(total / sum(len(ids) - 1 for ids in windows)))
 
 
 def models(model: Path, text: Path, count: int, device: str) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 import heterollm
 from heterollm.llm import LLM
+from heterollm.text import likelihood
 
 WINDOW = 512
 WINDOWS = 79
@@ -54,22 +55,18 @@ def windows(llm: LLM, count: int) -> list[list[int]]:
     return [ids[first : first + WINDOW] for first in range(0, count * WINDOW, WINDOW)]
 
 
-def surprise(logits: NDArray[Any], ids: Sequence[int]) -> float:
-    """Return the negative log-likelihood of ``ids[1:]`` summed, given the logits of every position."""
-    scores = logits[:-1].astype(np.float64)
-    scores -= scores.max(axis=1, keepdims=True)
-    total = np.log(np.exp(scores).sum(axis=1))
-    return float((total - scores[np.arange(len(scores)), np.asarray(ids)[1:]]).sum())
-
-
 def perplexity(llm: LLM, texts: Sequence[Sequence[int]]) -> float:
     """Return the perplexity of a loaded model on windows of token ids."""
-    session = llm.session()
-    total = 0.0
+    return likelihood.perplexity(llm_surprises(llm, texts))
+
+
+def llm_surprises(llm: LLM, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
+    """Return the surprises of a loaded model on windows of token ids, each from an empty session."""
+    session, found = llm.session(), []
     for ids in texts:
         session.reset()
-        total += surprise(session.prefill(ids, all_logits=True), ids)
-    return float(np.exp(total / sum(len(ids) - 1 for ids in texts)))
+        found.append(likelihood.surprises(session.prefill(ids, all_logits=True), ids))
+    return found
 
 
 def transformers_perplexity(texts: Sequence[Sequence[int]]) -> float:
@@ -78,11 +75,11 @@ def transformers_perplexity(texts: Sequence[Sequence[int]]) -> float:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-    total = 0.0
-    for ids in texts:
-        with torch.no_grad():
-            total += surprise(model(torch.tensor([list(ids)])).logits[0].numpy(), ids)
-    return float(np.exp(total / sum(len(ids) - 1 for ids in texts)))
+    with torch.no_grad():
+        found = [
+            likelihood.surprises(model(torch.tensor([list(ids)])).logits[0].numpy(), ids) for ids in texts
+        ]
+    return likelihood.perplexity(found)
 
 
 def rows(device: str, plan: str, count: int, reference: bool) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from heterollm.benchmarks.cases import Configuration
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.rows import LogitsCheck
+from heterollm.text import top_1_agreement
 
 __all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "judge", "sqnr_db"]
 
@@ -58,7 +59,7 @@ def judge(
                 quality_reference=reference.label,
                 logits_sqnr_db=ratio_db if math.isfinite(ratio_db) else None,
                 quality_gate_db=gate_db,
-                top_1_agreement=float(np.mean(np.argmax(values, axis=-1) == np.argmax(exact, axis=-1))),
+                top_1_agreement=top_1_agreement(values, exact),
                 quality_passed=ratio_db >= gate_db,
             )
     return found

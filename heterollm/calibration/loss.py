@@ -15,6 +15,7 @@ from heterollm.calibration.records import LinearCalibration
 from heterollm.engine import Engine
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelWeights
+from heterollm.text import surprises
 
 __all__ = ["LossMeter"]
 
@@ -58,7 +59,7 @@ class LossMeter:
         for ids in self._windows:
             self._progress("Measuring the loss", self._done, self._planned)
             self._engine.prefill(self._engine.new_cache(), 0, ids, "prefill", self._logits)
-            found.append(_surprises(self._logits, ids))
+            found.append(surprises(self._logits, ids))
             self._done += 1
         self._observer.reader = None
         return np.concatenate(found)
@@ -77,11 +78,3 @@ class LossMeter:
             outputs=one.outputs,
             member_rows=spec.member_rows,
         )
-
-
-def _surprises(logits: Floats, ids: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the negative log-likelihood of all ids but the first."""
-    scores = logits[:-1].astype(np.float64)
-    scores -= scores.max(axis=1, keepdims=True)
-    found: NDArray[np.float64] = np.log(np.exp(scores).sum(axis=1))
-    return found - scores[np.arange(len(scores)), ids[1:]]

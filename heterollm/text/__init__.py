@@ -1,4 +1,4 @@
-"""Tokenizes and decodes text, samples tokens, and runs the token loop of answers and dialogues."""
+"""Tokenizes and decodes text, measures its likelihood, samples tokens, and runs the token loop of answers."""
 
 from __future__ import annotations
 

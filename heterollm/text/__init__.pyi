@@ -4,6 +4,8 @@ from .generation import Generation as Generation
 from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
+from .likelihood import surprises as surprises
+from .likelihood import top_1_agreement as top_1_agreement
 from .sampling import SamplingOptions as SamplingOptions
 from .tokenizer import Message as Message
 from .tokenizer import NoTokenizer as NoTokenizer
