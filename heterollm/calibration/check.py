@@ -7,13 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 from msgspec import structs
 
+from heterollm.calibration.float_weights import as_floats
 from heterollm.calibration.int8_check import int8_checked
 from heterollm.calibration.observer import Floats
 from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
 from heterollm.kernels.formats import (
     ZERO_CODE,
-    LinearWeight,
-    QuantizedTensor,
     linear_errors,
     on_grid,
     reference_layers,
@@ -22,7 +21,7 @@ from heterollm.kernels.npu import FfnRanges, LinearRanges, step_of
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 
-__all__ = ["RangeCheck", "as_floats", "group_floats", "largest_partial", "silu"]
+__all__ = ["RangeCheck", "largest_partial", "silu"]
 
 WORST = RangeErrors(1.0, 1.0, 1.0)
 """Errors of an operator that no range can serve: all of its values were 0."""
@@ -130,16 +129,6 @@ def largest_partial(product: Floats, down: Floats) -> float:
         total += product[:, first : first + step] @ down[:, first : first + step].T
         largest = max(largest, float(total.max()), -float(total.min()))
     return largest
-
-
-def as_floats(weight: LinearWeight) -> Floats:
-    """Return a weight's values."""
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.astype(np.float32)
-
-
-def group_floats(weights: ModelWeights, spec: OpSpec) -> Floats:
-    """Return the values of a group's weight ``[n, k]``."""
-    return np.concatenate([as_floats(member) for member in weights.linear(spec.layer, spec.group)])
 
 
 def _ffn_errors(

@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import Progress
-from heterollm.calibration.check import group_floats
+from heterollm.calibration.float_weights import FloatWeights
 from heterollm.calibration.int8_check import int8_output
 from heterollm.calibration.observer import ActivationObserver, Floats
 from heterollm.calibration.records import LinearCalibration
 from heterollm.engine import Engine
 from heterollm.kernels.ops import OpSpec
-from heterollm.model import ModelWeights
 from heterollm.text import surprises
 
 __all__ = ["LossMeter"]
@@ -28,7 +27,8 @@ class LossMeter:
     Args:
         engine: An engine at level ``gpu``.
         observer: Its observer.
-        weights: The model's weights.
+        weights: Float weights of the linears.
+        vocabulary: Number of logits.
         windows: Token ids ``[windows, tokens]``.
         progress: Called after each window.
     """
@@ -37,7 +37,8 @@ class LossMeter:
         self,
         engine: Engine,
         observer: ActivationObserver,
-        weights: ModelWeights,
+        weights: FloatWeights,
+        vocabulary: int,
         windows: NDArray[np.int32],
         progress: Progress,
     ) -> None:
@@ -47,7 +48,7 @@ class LossMeter:
         self._windows = windows
         self._progress = progress
         self._decided: dict[tuple[int, str], LinearCalibration] = {}
-        self._logits = np.empty((windows.shape[1], weights.config.vocab_size), np.float32)
+        self._logits = np.empty((windows.shape[1], vocabulary), np.float32)
         self._done, self._planned = 0, 0
 
     def surprises(self, linears: Sequence[LinearCalibration]) -> NDArray[np.float64]:
@@ -68,10 +69,9 @@ class LossMeter:
         one = self._decided[spec.layer, spec.group]
         if one.int8 is None or one.int8.activations in (None, "int16"):
             return None
-        weight = group_floats(self._weights, spec)
         return int8_output(
             x,
-            weight,
+            self._weights.of(spec),
             one.int8,
             one.int8.activations,
             inputs=one.inputs,

@@ -12,8 +12,9 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from heterollm.base import CalibrationError, InputError, OptionError, Progress, check_target, silent
-from heterollm.calibration.check import RangeCheck, as_floats, group_floats, largest_partial, silu
+from heterollm.calibration.check import RangeCheck, largest_partial, silu
 from heterollm.calibration.decision import Policy, decide
+from heterollm.calibration.float_weights import FloatWeights, as_floats
 from heterollm.calibration.loss import LossMeter
 from heterollm.calibration.observer import ActivationObserver, Floats, HeadStatistics, LinearStatistics
 from heterollm.calibration.records import Calibration, FfnCalibration, load_calibration
@@ -139,6 +140,7 @@ class _Run:
         self._output = output
         self._progress = progress
         self._weights = weights
+        self._floats = FloatWeights(weights)
         self._specs: dict[tuple[int, Group], OpSpec] = {
             (spec.layer, spec.group): spec for spec in weights.specs if spec.group != "head"
         }
@@ -202,7 +204,8 @@ class _Run:
         )
 
     def _decide(self, parts: Ids, policy: Policy) -> None:
-        meter = LossMeter(self._engine, self._observer, self._weights, parts, self._progress)
+        vocabulary = self._weights.config.vocab_size
+        meter = LossMeter(self._engine, self._observer, self._floats, vocabulary, parts, self._progress)
         linears, decision = decide(self._state.linears, policy, meter.surprises)
         self._store(linears=linears, decision=decision)
 
@@ -216,7 +219,7 @@ class _Run:
             raise CalibrationError(
                 f"{spec.layer}.{spec.group} has values that are not finite.", fix="The checkpoint is damaged."
             )
-        self._linears[spec.layer, spec.group].add(x, y, lambda: group_floats(self._weights, spec))
+        self._linears[spec.layer, spec.group].add(x, y, lambda: self._floats.of(spec))
         config = self._weights.config
         plain = config.activation == "silu" and not self._weights.bias(spec.layer, "gate_up")
         plain &= self._state.precision != "w8a8"  # which has no graphs of whole ffns

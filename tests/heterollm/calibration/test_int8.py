@@ -17,6 +17,7 @@ from heterollm.base import CalibrationError, OptionError
 from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.calibration.check import RangeCheck
 from heterollm.calibration.decision import decide
+from heterollm.calibration.float_weights import FloatWeights
 from heterollm.calibration.int8_records import ChannelOutliers, Int8Calibration, Int8Errors, Shadow
 from heterollm.calibration.observer import LinearStatistics
 from heterollm.calibration.records import LinearCalibration
@@ -287,6 +288,22 @@ def test_damaged_records_are_refused(
     path.write_text(json.dumps(data))
     with pytest.raises(CalibrationError, match=named):
         load_calibration(path)
+
+
+def test_weights_that_fit_are_made_once() -> None:
+    weight = np.arange(12, dtype=np.float16).reshape(4, 3)
+    made: list[int] = []
+
+    def linear(layer: int, _group: str) -> tuple[np.ndarray, ...]:
+        made.append(layer)
+        return (weight + layer,)
+
+    floats = FloatWeights(SimpleNamespace(linear=linear), kept_bytes=2 * 4 * weight.size)  # type: ignore[arg-type]
+    specs = [OpSpec("o", layer, (Member("o", 4),), 3, WeightFormat(32), "x", "y") for layer in range(3)]
+    for _ in range(4):
+        for spec in specs:
+            assert np.array_equal(floats.of(spec), weight.astype(np.float32) + spec.layer)
+    assert made == [0, 1, 2, 2, 2, 2]  # the third does not fit
 
 
 def test_heads_in_disorder_are_refused(calibrated: Path, tmp_path: Path) -> None:
