@@ -154,6 +154,7 @@ def _setup(run: BenchRun, state: State, facts: Facts | None) -> Setup:
         engine_version=facts.engine_version,
         device=facts.device,
         fingerprint=facts.fingerprint or None,
+        calibration=facts.calibration,
         model_type=facts.model_type,
         model_size=facts.model_size,
         model_n_params=facts.model_n_params,

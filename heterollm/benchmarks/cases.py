@@ -7,18 +7,19 @@ The words are those of llama-bench (https://github.com/ggml-org/llama.cpp/tree/m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, cast, get_args
 
 from heterollm.base import OptionError
 from heterollm.benchmarks.plugins import check_engine
-from heterollm.engine import SYNC_OPTIONS
+from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.kernels.threads import split_threads
-from heterollm.solver import LENGTH_POLICIES
+from heterollm.planning import LoadKeywords, LoadOptions
+from heterollm.solver import LENGTH_POLICIES, LengthPolicy, PassName, PlanRequest
 
 __all__ = [
     "LEVEL_NAMES",
@@ -34,6 +35,10 @@ __all__ = [
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
 COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy has an effect."""
+
+NONE: Final = "none"
+PASS_LEVELS: Final = ("auto", "tensor")
+"""Levels whose plan a pass makes."""
 
 Threads: TypeAlias = tuple[int, int]
 """Threads of the GPU and of the NPU."""
@@ -86,6 +91,8 @@ class Configuration:
         group_size: Weights that share a scale.
         scales: Scales of 4-bit weights.
         power: Clocks and cores asked for; empty for other engines.
+        calibration: File of a calibration; empty without NPU graphs of integers.
+        pass_name: A pass over the plan, such as ``llm.npu``; empty for none.
         baseline: Whether the bench added the configuration for comparison.
     """
 
@@ -99,6 +106,8 @@ class Configuration:
     group_size: int = 32
     scales: Scales = "free"
     power: Power | Literal[""] = "burst"
+    calibration: str = ""
+    pass_name: PassName | Literal[""] = ""
     baseline: bool = False
 
     @property
@@ -113,7 +122,7 @@ class Configuration:
             weights = "4-bit" if self.precision == "w4a16" else self.precision
             threads = "" if self.threads is None else f", {self.n_threads} threads"
             return f"{self.engine} {weights}{threads}"
-        parts = [self.plan_level]
+        parts = [self.plan_level, *([self.pass_name] if self.pass_name else [])]
         if self.plan_level in COVERED:
             parts.append(self.length_policy)
         if self.sync != "auto":
@@ -123,6 +132,26 @@ class Configuration:
             parts.append(f"power {self.power}")
         kind = "" if self.scales == "free" else f" {self.scales}"
         return f"{' '.join(parts)} {self.precision}{kind}{split}"
+
+    @property
+    def load_keywords(self) -> LoadKeywords:
+        """Options of a load of heterollm itself."""
+        gpu_threads, npu_threads = self.threads or (None, None)
+        policy = "padding" if self.length_policy == "auto" else self.length_policy
+        return {
+            "device": self.device,
+            "plan": self.plan_level,
+            "request": PlanRequest(passes=(self.pass_name,)) if self.pass_name else None,
+            "precision": self.precision,
+            "group_size": self.group_size,
+            "scales": self.scales,
+            "calibration": self.calibration or None,
+            "gpu_threads": gpu_threads,
+            "npu_threads": npu_threads,
+            "sync": cast("Sync", self.sync),
+            "power": self.power or "burst",
+            "length_policy": cast("LengthPolicy", policy),
+        }
 
 
 def cases_of(
@@ -174,12 +203,15 @@ def expand(
     group_size: int = 32,
     scales: Scales = "free",
     power: Power = "burst",
+    calibration: str | Path | None = None,
+    passes: Sequence[str] = (NONE,),
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
 
     Options that do not apply to a configuration stay at their defaults, so that no two are equal: length
-    policies apply to ``npu`` and ``layer`` only, syncs to levels that use the NPU (``operator`` to all), and
-    neither to other engines. Levels that need an NPU skip splits without one.
+    policies apply to ``npu`` and ``layer`` only, syncs to levels that use the NPU (``operator`` to all), a
+    calibration to integers on the NPU, passes (``none`` for no pass) to ``auto`` and ``tensor`` at ``w8a8``,
+    and none of them to other engines. Levels that need an NPU skip splits without one.
 
     Raises:
         OptionError: A value is not legal, or no configuration is left.
@@ -189,6 +221,7 @@ def expand(
     _check(policies, LENGTH_POLICIES, "length policy")
     _check(syncs, SYNC_OPTIONS, "sync")
     _check(precisions, get_args(Precision), "precision")
+    _check(passes, (NONE, *get_args(PassName)), "pass")
     for level in levels:
         if level not in LEVEL_NAMES and not _is_file(level):
             raise OptionError(
@@ -206,16 +239,28 @@ def expand(
             threads=split,
             device=device,
             group_size=group_size,
-            scales="free" if engine != "self" or precision == "fp16" else scales,
+            scales="free" if engine != "self" or precision in ("fp16", "w8a8") else scales,
             power=power,
         )
-        found += [_foreign(base)] if engine != "self" else _own(base, levels, policies, syncs)
+        if engine != "self":
+            found.append(_foreign(base))
+            continue
+        grid = itertools.product(levels, policies, syncs, passes)
+        found += filter(None, (_own(base, *one, calibration) for one in grid))
     unique = tuple(dict.fromkeys(found))
     if not unique:
         raise OptionError(
             f"No configuration is left: {', '.join(levels)} with threads {_words(splits)}.",
             fix="Levels other than gpu need at least one NPU thread.",
         )
+    if set(passes) - {NONE} - {one.pass_name for one in unique}:
+        raise OptionError(
+            f"No configuration has the pass {', '.join(passes)}.",
+            fix="Choose --plan auto or tensor, --precision w8a8 and --calibration FILE, with an NPU thread.",
+        )
+    for one in unique:
+        if one.engine == "self":
+            LoadOptions(**one.load_keywords)
     return unique
 
 
@@ -236,6 +281,8 @@ def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuratio
             plan_level="gpu",
             length_policy="auto",
             sync="auto",
+            calibration="",
+            pass_name="",
             threads=(sum(one.threads), 0),
             baseline=True,
         )
@@ -246,19 +293,29 @@ def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuratio
 
 
 def _own(
-    base: Configuration, levels: Sequence[str], policies: Sequence[str], syncs: Sequence[str]
-) -> Iterator[Configuration]:
+    base: Configuration,
+    level: str,
+    policy: str,
+    sync: str,
+    pass_name: str,
+    calibration: str | Path | None,
+) -> Configuration | None:
+    """Return a configuration of heterollm itself; None for a level that needs an NPU where there is none."""
     without_npu = base.threads is not None and base.threads[1] == 0
-    for level, policy, sync in itertools.product(levels, policies, syncs):
-        if without_npu and level not in ("gpu", "auto"):
-            continue
-        uses_npu = level != "gpu" and not without_npu
-        yield replace(
-            base,
-            plan_level=level,
-            length_policy=policy if level in COVERED else "auto",
-            sync=sync if uses_npu or sync == "operator" else "auto",
-        )
+    if without_npu and level not in ("gpu", "auto"):
+        return None
+    uses_npu = level != "gpu" and not without_npu
+    int8 = base.precision == "w8a8"
+    integers = level != "gpu" and (int8 or (base.precision == "w4a16" and base.scales == "stepped"))
+    passable = uses_npu and int8 and level in PASS_LEVELS
+    return replace(
+        base,
+        plan_level=level,
+        length_policy=policy if level in COVERED else "auto",
+        sync=sync if uses_npu or sync == "operator" else "auto",
+        calibration=str(calibration) if integers and calibration is not None else "",
+        pass_name=cast("PassName", pass_name) if passable and pass_name != NONE else "",
+    )
 
 
 def _foreign(base: Configuration) -> Configuration:

@@ -77,6 +77,7 @@ class Facts:
         gate_db: Least signal to noise of its logits; by default the gate of its precision.
         description: The device, or the build of the engine.
         notes: Remarks on its numbers.
+        calibration: Identity of the calibration that the plan's integers need; None without integers.
     """
 
     engine_version: str
@@ -92,6 +93,7 @@ class Facts:
     gate_db: float | None = None
     description: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    calibration: str | None = None
 
 
 class BenchEngine(Protocol):

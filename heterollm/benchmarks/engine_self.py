@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,12 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts, FoundFields, Ids, Job
 from heterollm.benchmarks.shares import predicted_us, shares_of
 from heterollm.benchmarks.work import ceilings_of, work_of
-from heterollm.engine import Session, Sync
+from heterollm.engine import Session
 from heterollm.kernels.ops import OpSpec
 from heterollm.llm import LLM
 from heterollm.model import op_specs
-from heterollm.planning import ProfiledModel, stored_profile
+from heterollm.planning import LoadKeywords, ProfiledModel, stored_profile
 from heterollm.profiler.measure import simulated_meters
-from heterollm.solver import LengthPolicy
 from heterollm.trace import save_trace, summarise
 
 __all__ = ["SelfEngine"]
@@ -44,25 +43,9 @@ class SelfEngine:
 
     def __init__(self, job: Job) -> None:
         asked = job.configuration
-        gpu_threads, npu_threads = asked.threads or (None, None)
         self._asked = asked
-        self._llm = LLM.load(
-            job.model,
-            device=asked.device,
-            plan=asked.plan_level,
-            precision=asked.precision,
-            group_size=asked.group_size,
-            scales=asked.scales,
-            context=job.context,
-            gpu_threads=gpu_threads,
-            npu_threads=npu_threads,
-            sync=cast("Sync", asked.sync),
-            power=asked.power or "burst",
-            trace=job.trace,
-            length_policy="padding"
-            if asked.length_policy == "auto"
-            else cast("LengthPolicy", asked.length_policy),
-        )
+        options: LoadKeywords = {**asked.load_keywords, "context": job.context, "trace": job.trace}
+        self._llm = LLM.load(job.model, **options)
         self._sessions: dict[int, Session] = {}
         device = self._llm.device
         self._meter = simulated_meters(device)[0] if device.is_simulated else None
@@ -82,6 +65,7 @@ class SelfEngine:
             device=device.name,
             time_kind=device.time_kind,
             fingerprint=device.fingerprint(),
+            calibration=llm.plan.calibration,
             model_type=f"{config.family} {self._specs[0].weight}, head {head.weight}",
             model_size=size + (0 if config.tie_word_embeddings else head.weight_bytes()),
             model_n_params=sum(spec.rows * spec.columns for spec in self._specs) + embedding,
@@ -218,4 +202,6 @@ class SelfEngine:
         profile = stored_profile(self._llm.device)
         if profile is None:
             return None
-        return ProfiledModel(profile, self._llm.config, self._specs, self._asked.precision)
+        return ProfiledModel(
+            profile, self._llm.config, self._specs, self._asked.precision, self._llm.plan.calibration
+        )

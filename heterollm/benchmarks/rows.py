@@ -58,6 +58,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_size: Count = 0
     scales: Literal["", "free", "stepped"] = ""
     power: str = ""
+    pass_name: str = ""
     n_threads: Count | None = None
     gpu_threads: Count | None = None
     npu_threads: Count | None = None
@@ -89,6 +90,7 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine_version: str | None = None
     device: str | None = None
     fingerprint: str | None = None
+    calibration: str | None = None
     model_filename: str = ""
     model_type: str | None = None
     model_size: Count | None = None
@@ -330,6 +332,7 @@ def asked_of(configuration: Configuration, case: Case, *, seed: int, repetitions
         group_size=configuration.group_size,
         scales=configuration.scales,
         power=configuration.power,
+        pass_name=configuration.pass_name,
         n_threads=configuration.n_threads,
         gpu_threads=None if split is None else split[0],
         npu_threads=None if split is None else split[1],

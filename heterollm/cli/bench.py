@@ -12,7 +12,9 @@ import typer
 from heterollm.base import FAILED, OptionError
 from heterollm.cli.complete import PLANS
 from heterollm.cli.options import (
+    PASSES,
     PRECISIONS,
+    CalibrationOption,
     DeviceOption,
     FormatOption,
     GroupSize,
@@ -95,6 +97,11 @@ class ConfigurationOptions:
     device: DeviceOption = "auto"
     group_size: GroupSize = 32
     scales: ScalesOption = "free"
+    calibration: CalibrationOption = None
+    passes: Annotated[
+        Names,
+        several("--pass", help="none, llm.npu, llm.npu:chunks, llm.npu:shadow.", names=("none", *PASSES)),
+    ] = ("none",)
     power: PowerOption = "burst"
 
 
@@ -229,6 +236,8 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
             group_size=grid.group_size,
             scales=grid.scales,
             power=grid.power,
+            calibration=grid.calibration,
+            passes=grid.passes,
         )
     )
 

@@ -21,6 +21,7 @@ from heterollm.kernels.ops import Power, Precision, Scales
 __all__ = [
     "PASSES",
     "PRECISIONS",
+    "CalibrationOption",
     "Context",
     "DeviceOption",
     "DeviceOptions",
@@ -141,6 +142,9 @@ GroupSize = Annotated[Literal[32, 64, 128], typer.Option(help="Weights that shar
 ScalesOption = Annotated[
     Scales, typer.Option(help="Scales of 4-bit weights; stepped: as integer NPU graphs need.")
 ]
+CalibrationOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File of `calibrate`, for integer NPU graphs.")
+]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]
 PowerOption = Annotated[Power, typer.Option(help="Clocks and cores to ask for on snapdragon.")]
 SyncOption = Annotated[
@@ -198,10 +202,7 @@ class WeightOptions:
     group_size: GroupSize = 32
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Give 4-bit weights zero points.")] = False
     scales: ScalesOption = "free"
-    calibration: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File of `calibrate`, for integer NPU graphs."),
-    ] = None
+    calibration: CalibrationOption = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.children import Child
 from heterollm.benchmarks.profile_first import profile_command
 from heterollm.benchmarks.rows import BenchRow
+from heterollm.calibration import Policy, calibrate
 from heterollm.cli import main
 from heterollm.kernels.threads import allowed_cores
 
@@ -71,6 +72,20 @@ def test_a_small_bench_from_end_to_end(bundled_model, capsys, tmp_path):
     assert npu["account"]["padded_tokens"] == 12
 
 
+@pytest.mark.slow
+@two_cores
+def test_rows_name_the_calibration_of_their_integers(bundled_model, capsys, tmp_path):
+    file = tmp_path / "calibration.json"
+    policy = Policy(pruned=1.0)
+    made = calibrate(bundled_model, output=file, precision="w8a8", windows=2, gpu_threads=1, policy=policy)
+    options = ["-p", 64, "-n", 0, "-r", 1, "--device", "host", "--no-trace", "--plan", "gpu,layer", "--json"]
+    assert bench(bundled_model, *options, "--precision", "w8a8", "--calibration", file) == 0
+    rows = {row["asked"]["asked_level"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["layer"]["setup"]["calibration"] == made.key
+    assert rows["layer"]["quality"]["quality_passed"]
+    assert rows["gpu"]["setup"]["calibration"] is None
+
+
 def test_a_bench_in_which_nothing_works_fails(bundled_model, capsys):
     assert bench(bundled_model, "-p", 8, "-n", 0, "-r", 1, "--device", "snapdragon", "--no-trace") == 1
     assert "failed" in capsys.readouterr().out
@@ -82,6 +97,7 @@ def test_a_bench_in_which_nothing_works_fails(bundled_model, capsys):
         (["-p", "0", "-n", "0"], "nothing to measure"),
         (["--threads", "1"], "--threads is '1'"),
         (["--threads", "1+0", "--gpu-threads", "1"], "already names GPU and NPU"),
+        (["--precision", "w8a8", "--plan", "layer"], "heterollm calibrate MODEL --precision w8a8 -o FILE"),
         (["--plan", "fast"], "neither a plan level nor a plan file"),
         (["--engine", "self,vllm"], "no engine 'vllm'"),
         (["-p", "99999"], "the model has only"),

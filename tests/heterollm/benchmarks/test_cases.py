@@ -7,6 +7,7 @@ from heterollm.benchmarks import Configuration, cases_of, expand, parse_threads,
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.rows import asked_of
 from heterollm.kernels.threads import allowed_cores
+from heterollm.solver import PlanRequest
 
 two_cores = pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores to split")
 
@@ -90,6 +91,43 @@ def test_other_engines_come_once_for_each_number_of_threads():
     assert len(found) == 5
 
 
+def test_passes_and_calibrations_count_where_the_npu_computes_in_integers():
+    found = expand(
+        levels=["gpu", "layer", "auto"],
+        precisions=["w8a8"],
+        threads=[(1, 1)],
+        calibration="ranges.json",
+        passes=["none", "llm.npu:chunks", "llm.npu"],
+    )
+    assert [one.label for one in found] == [
+        "gpu w8a8, 1+1",
+        "layer padding w8a8, 1+1",
+        "auto w8a8, 1+1",
+        "auto llm.npu:chunks w8a8, 1+1",
+        "auto llm.npu w8a8, 1+1",
+    ]
+    assert [one.calibration for one in found] == ["", *["ranges.json"] * 4]
+    assert found[-1].load_keywords["request"] == PlanRequest(passes=("llm.npu",))
+    [whole] = with_baseline(found[-1:])[1:]
+    assert whole.label == "gpu w8a8, 2+0"
+    assert not whole.calibration
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"levels": ["layer"]}, "heterollm calibrate MODEL --precision w8a8"),
+        ({"levels": ["auto"], "passes": ["llm.npu"]}, "--calibration FILE"),
+        ({"levels": ["layer"], "passes": ["llm.npu"], "calibration": "c.json"}, "--plan auto or tensor"),
+        ({"levels": ["auto"], "passes": ["llm.npu:naive"], "calibration": "c.json"}, "heterollm simulate"),
+    ],
+)
+def test_what_a_pass_lacks_is_told_before_anything_is_loaded(options, fix):
+    with pytest.raises(OptionError) as told:
+        expand(precisions=["w8a8"], threads=[(1, 1)], **options)
+    assert fix in told.value.fix
+
+
 def test_a_grid_is_everything_with_everything():
     found = expand(
         levels=["npu", "layer"], policies=["padding", "pipe"], precisions=["w4a16", "w4a8"], threads=[(1, 1)]
@@ -105,6 +143,7 @@ def test_a_grid_is_everything_with_everything():
         ("policies", "none"),
         ("syncs", "hope"),
         ("precisions", "w2"),
+        ("passes", "llm.gpu"),
         ("levels", "x" * 5000),
     ],
 )
