@@ -320,6 +320,57 @@ def test_plans_say_where_shadows_are() -> None:
     assert with_shadows(structs.replace(plan, entries=(ffn,), slices=()), {(0, "ffn")}).entries == (ffn,)
 
 
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        ("o", "the calibration found no outliers in its input"),
+        ("gate_up", "the calibration keeps its activations in 16 bits"),
+        ("qkv", "no calibration is given"),
+    ],
+)
+def test_a_shadow_without_outliers_is_refused_before_weights_are_read(
+    group: str,
+    reason: str,
+    injected: Path,
+    calibrated: Calibration,
+    host_llm: Callable[..., LLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without(one: LinearCalibration) -> LinearCalibration:
+        int8, place = one.int8, (one.layer, one.group)
+        if place == (2, "gate_up"):
+            int8 = structs.replace(int8, activations="int16")
+        elif place == (2, "o"):
+            own = structs.replace(int8.shadow, outliers=(), most_channels=0)
+            int8 = structs.replace(int8, activations="int8", shadows=(own,), chosen=0)
+        return structs.replace(one, int8=int8)
+
+    path = changed(calibrated, tmp_path / "calibration.json", without)
+    options: dict[str, Any] = {**W8A8, "calibration": path}
+    if group == "qkv":
+        options = {"device": "host", "precision": "w4a16"}
+    given = {name: value for name, value in options.items() if name != "calibration"}
+    specs = host_llm(injected, plan="gpu", **given)._weights.specs
+    own = next(spec for spec in specs if spec.group == group)
+    form = "integer" if group == "qkv" else "static_int8"
+    at = RowsPlacement(own.member_rows, (64,), form, shadow=True)
+    entries = [PlanEntry("prefill", (2, 64), (1, 3), group, at)]
+    for phase in PHASES:
+        entries += [
+            PlanEntry(phase, (1, 64), (spec.layer, spec.layer), spec.group, GPU_ONLY) for spec in specs
+        ]
+    key = load_calibration(path).key if "calibration" in options else None
+    precision = options["precision"]
+    plan = Plan("edited", "host", precision, model_shape(specs), 64, tuple(entries), calibration=key)
+    monkeypatch.setattr(heterollm.llm, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    layer = 1 if group == "qkv" else 2
+    expected = f"shadow of outliers for {group} of layer {layer}, and {reason}"
+    with pytest.raises(PlanError, match=expected) as caught:
+        LLM.load(injected, plan=plan, **options)
+    assert f"entries of {group} for layer {layer}" in caught.value.fix
+
+
 def test_a_shadow_needs_clamped_inputs(injected: Path, host_llm: Callable[..., LLM]) -> None:
     spec = host_llm(injected, plan="gpu", **W8A8)._weights.specs[1]
     with pytest.raises(PlanError, match="clamps no inputs"):
