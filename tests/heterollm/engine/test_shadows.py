@@ -228,6 +228,30 @@ def test_channels_that_are_not_in_memory_count_too(
     assert sqnr_db(results[0], results[1]) > 45
 
 
+def test_a_trace_shows_the_kernels_of_channels_that_are_not_in_memory(
+    injected: Path, calibrated: Calibration, ids: list[int], tmp_path: Path
+) -> None:
+    path = with_hot(calibrated, tmp_path / "cold.json", 1)
+    with LLM.load(injected, plan="npu", calibration=path, trace=True, **W8A8) as llm:
+        llm.take_trace()
+        llm.session().prefill(ids[:70])
+        steps, trace = llm.steps("prefill", 70), llm.take_trace()
+    fetches = [span for span in trace.spans if span.operator == "fetch"]
+    assert len(fetches) == sum(step.action == "fetch" for step in steps)
+    cold = {
+        track: [span for span in trace.spans if span.operator == "cold outliers" and span.track == track]
+        for track in ("engine", "gpu")
+    }
+    # An operator without such channels in this text has no kernel.
+    assert 0 < len(cold["gpu"]) == len(cold["engine"])
+    for launch, kernel in zip(cold["engine"], cold["gpu"], strict=True):
+        (around,) = (
+            one for one in fetches if one.begin_ns <= launch.begin_ns and launch.end_ns <= one.end_ns
+        )
+        assert launch.layer == kernel.layer == around.layer
+        assert kernel.category == "other"
+
+
 def test_chunks_in_flight_give_the_bits_of_one_after_the_other(
     injected: Path,
     calibrated: Calibration,
