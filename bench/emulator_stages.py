@@ -22,7 +22,7 @@ import numpy as np
 from conditions import conditions
 
 from heterollm.kernels.npu import GraphForm, LinearShard
-from heterollm.report.plots import new_figure, save_png, step_curves
+from heterollm.report.figures import new_figure, save_png, step_curves
 
 SIZE: Final = 256
 TOKENS: Final = (1, 4, 8, 12, 16, 20, 24, 28, 31, 32, 33, 36, 48, 63, 64, 65, 80, 96, 97, 112, 128)

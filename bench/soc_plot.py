@@ -14,7 +14,7 @@ from emulator_stages import HERE, NAMES, SIZE, TOKENS, read_times
 
 from heterollm.kernels.sim import SocParameters
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
-from heterollm.report.plots import new_figure, save_png, step_curves
+from heterollm.report.figures import new_figure, save_png, step_curves
 
 __all__ = ["draw", "emulated_curves", "modelled_curves"]
 

@@ -11,6 +11,7 @@ from .precision import check_precision as check_precision
 from .runner import Engine as Engine
 from .session import Session as Session
 from .session import check_ids as check_ids
+from .shadows import ColdProduct as ColdProduct
 from .slots import HEAD_ROWS as HEAD_ROWS
 from .slots import pool_sizes as pool_sizes
 from .start import start_engine as start_engine

@@ -9,17 +9,20 @@ copies them and enqueues their product. So reading overlaps the graph without a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from heterollm.engine.lanes import Lane
 from heterollm.engine.slots import COLD_CHANNELS, COLD_WEIGHTS, OUTLIER_BATCH, OUTLIER_FLAGS, OUTLIERS
+from heterollm.engine.step import Call, Step
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import GpuOutliers, GpuRuntime, HotWeights, Launch, OutlierList, SharedArray
-from heterollm.kernels.npu import LinearRanges
+from heterollm.kernels.gpu import GpuOutliers, GpuRuntime, HotWeights, OutlierList, SharedArray
+from heterollm.kernels.npu import LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ChannelFile, ModelWeights
+from heterollm.solver import Placement, Plan
 
 __all__ = ["ColdProduct", "OutlierShadow", "Shadows"]
 
@@ -61,21 +64,27 @@ class ColdProduct:
 
     Args:
         shadow: The operator's shadow.
-        launch: Adds the products of a batch of channels.
+        kernel: The step that adds the products of a batch of channels.
         runtime: The GPU.
     """
 
-    __slots__ = ("_batch", "_counts", "_launch", "_rows", "_runtime", "_shadow")
+    __slots__ = ("_batch", "_counts", "_kernel", "_launch", "_rows", "_runtime", "_shadow")
 
-    def __init__(self, shadow: OutlierShadow, launch: Launch, runtime: GpuRuntime) -> None:
+    def __init__(self, shadow: OutlierShadow, kernel: Step, runtime: GpuRuntime) -> None:
         self._shadow = shadow
-        self._launch = launch
+        self._kernel = kernel
+        self._launch = kernel.run
         self._runtime = runtime
         # A device that computes nothing has no file, and reads no rows.
         if shadow.file is not None:
             self._rows = shadow.cold_weights.view(shadow.file.weights.dtype, (COLD_CHANNELS, shadow.hot.rows))
         self._batch = shadow.found.batch.view(np.int32, (2,))
         self._counts = shadow.found.counts()
+
+    def observed(self, call_of: Callable[[Step], Call]) -> ColdProduct:
+        """Return the same calls with the call of the kernel that ``call_of`` returns for its step."""
+        kernel = replace(self._kernel, run=call_of(self._kernel))
+        return ColdProduct(self._shadow, kernel, self._runtime)
 
     def read_ahead(self) -> None:
         """Ask the system to read the weights of the first batch; the list of outliers must be complete."""
@@ -112,34 +121,58 @@ class Shadows:
     Args:
         device: The device.
         weights: The model's weights.
+        ranges: Calibrated ranges by layer and group.
 
     Attributes:
         kernels: Launches of shadow outliers.
         count: Channels that were read from disk.
     """
 
-    def __init__(self, device: Device, weights: ModelWeights) -> None:
+    def __init__(
+        self, device: Device, weights: ModelWeights, ranges: Mapping[tuple[int, Group], StaticRanges]
+    ) -> None:
         self.kernels = GpuOutliers(device.gpu, device.activation_dtype, device.cache_dtype)
         self.count = ColdCount()
         self._gpu = device.gpu
         self._dtype = device.activation_dtype
         self._weights = weights
+        self._ranges = ranges
         self._held: dict[tuple[int, Group], tuple[HotWeights, ChannelFile | None]] = {}
 
-    def of(self, lane: Lane, spec: OpSpec, ranges: LinearRanges) -> OutlierShadow:
-        """Return the shadow of an operator in a lane.
-
-        Args:
-            lane: The lane.
-            spec: The operator.
-            ranges: Its ranges with a shadow.
-        """
-        hot, file = self.load(spec, ranges)
+    def of(self, lane: Lane, spec: OpSpec, placement: Placement) -> OutlierShadow | None:
+        """Return the shadow of an operator in a lane; None without one."""
+        ranges = self._ranges.get((spec.layer, spec.group))
+        shadowed = placement.shadow and placement.npu_lengths
+        if not shadowed or not isinstance(ranges, LinearRanges) or ranges.shadow is None:
+            return None
+        hot, file = self._load(spec, ranges)
         private, shared = lane.private, lane.shared
         found = OutlierList(private[OUTLIER_FLAGS], shared[OUTLIERS], shared[OUTLIER_BATCH])
         return OutlierShadow(hot, found, shared[COLD_WEIGHTS], file, self.count)
 
-    def load(self, spec: OpSpec, ranges: LinearRanges) -> tuple[HotWeights, ChannelFile | None]:
+    def load(self, plan: Plan) -> None:
+        """Upload the float weights of a plan's hot channels, so that no pass is delayed by reading them."""
+        for entry in plan.placed:
+            for spec in self._weights.specs if entry.placement.shadow else ():
+                ranges = self._ranges.get((spec.layer, spec.group))
+                used = spec.group == entry.group and entry.layers[0] <= spec.layer <= entry.layers[1]
+                if used and isinstance(ranges, LinearRanges) and ranges.shadow is not None:
+                    self._load(spec, ranges)
+
+    def clear(self) -> None:
+        """Drop the weights and close the files."""
+        for _, file in self._held.values():
+            if file is not None:
+                file.close()
+        self._held.clear()
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a sentence on the channels that were read from disk; none if there were none."""
+        if not self.count.channels:
+            return ()
+        return (f"The weights of {self.count.channels} rarer channels with outliers were read from disk.",)
+
+    def _load(self, spec: OpSpec, ranges: LinearRanges) -> tuple[HotWeights, ChannelFile | None]:
         """Return the weights of an operator's hot channels, and the file with all channels."""
         key = spec.layer, spec.group
         if key not in self._held:
@@ -160,16 +193,3 @@ class Shadows:
             hot = HotWeights(held, self._gpu.upload(place), spec.member_rows, spec.columns, low, high)
             self._held[key] = hot, file
         return self._held[key]
-
-    def clear(self) -> None:
-        """Drop the weights and close the files."""
-        for _, file in self._held.values():
-            if file is not None:
-                file.close()
-        self._held.clear()
-
-    def notes(self) -> tuple[str, ...]:
-        """Return a sentence on the channels that were read from disk; none if there were none."""
-        if not self.count.channels:
-            return ()
-        return (f"The weights of {self.count.channels} rarer channels with outliers were read from disk.",)

@@ -20,14 +20,14 @@ from heterollm.engine.npu_shards import (
     shard_ranges,
 )
 from heterollm.engine.saturation import SaturationCount
-from heterollm.engine.shadows import ColdProduct, OutlierShadow, Shadows
+from heterollm.engine.shadow_steps import ShadowEmitter
+from heterollm.engine.shadows import OutlierShadow
 from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
 from heterollm.engine.step import (
     NOT_RUN,
     Buffer,
     Call,
     LinearWork,
-    Operator,
     Step,
     operator_name,
     shard_name,
@@ -45,7 +45,6 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.npu import (
     INTEGER_FORMS,
     GraphForm,
-    LinearRanges,
     NpuGraph,
     NpuShard,
     StaticRanges,
@@ -86,7 +85,7 @@ class SplitEmitter:
         self._weights = weights
         self._ranges = ranges
         self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._shadows = Shadows(device, weights)
+        self._shadows = ShadowEmitter(device, weights, ranges)
         self._float_operators: dict[str, None] = {}
         self.saturation = SaturationCount(device.gpu, OPERATORS_OF_A_LAYER * weights.config.layers + 1)
         self._graphs: dict[PlannedGraph, NpuGraph] = {}
@@ -117,20 +116,11 @@ class SplitEmitter:
 
     def load_shadows(self, plan: Plan) -> None:
         """Upload the float weights of hot channels, so that no pass is delayed by reading them."""
-        for entry in plan.placed:
-            for spec in self._weights.specs if entry.placement.shadow else ():
-                ranges = self._ranges.get((spec.layer, spec.group))
-                used = spec.group == entry.group and entry.layers[0] <= spec.layer <= entry.layers[1]
-                if used and isinstance(ranges, LinearRanges) and ranges.shadow is not None:
-                    self._shadows.load(spec, ranges)
+        self._shadows.load(plan)
 
     def shadow(self, lane: Lane, spec: OpSpec, placement: Placement) -> OutlierShadow | None:
         """Return the shadow of an operator in a lane; None without one."""
-        ranges = self._ranges.get((spec.layer, spec.group))
-        shadowed = placement.shadow and placement.npu_lengths
-        if not shadowed or not isinstance(ranges, LinearRanges) or ranges.shadow is None:
-            return None
-        return self._shadows.of(lane, spec, ranges)
+        return self._shadows.of(lane, spec, placement)
 
     def codes(self, lane: Lane, spec: OpSpec, placement: Placement) -> NpuCodes | None:
         """Return the codes in a lane of an operator that the NPU computes in integers; None for others."""
@@ -171,7 +161,7 @@ class SplitEmitter:
             # A sequence split has one segment: the GPU writes the rows after those of the NPU.
             own = self._tokens_left(builder, op, linear)
         if op.shadow is not None:
-            self._split(builder, op, [self._product(builder, op, op.shadow), *own])
+            self._split(builder, op, [self._shadows.product(builder, op, op.shadow), *own])
             return Segments(op.npu_output, op.gpu_output, rows, placement.npu_rows, join="sum")
         self._split(builder, op, own)
         other = op.npu_output if placement.npu_rows == rows else op.gpu_output
@@ -227,8 +217,7 @@ class SplitEmitter:
             launch = self._layers.write_codes(op.source, op.codes, tokens=tokens, columns=op.spec.columns)
             writes = codes_of(op.codes)
             builder.kernel("rounding of inputs", op.layer, launch, reads=(op.source,), writes=writes)
-        if op.shadow is not None:
-            self._find(builder, op, op.shadow)
+        self._shadows.find(builder, op)
         mapped = not op.source.coherent
         if mapped and not self._device.gpu.maps_beside_kernels:
             # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
@@ -240,19 +229,10 @@ class SplitEmitter:
             self._start(builder, op, gpu)
             if mapped:
                 self._acquire(builder, op)
-        if op.shadow is None:
-            self._graph_runs(builder, op)
-        else:
-            cold = self._cold_product(builder, op, op.shadow)
-            found = op.shadow.found.found
-            builder.on_host(op, "read_ahead", cold.read_ahead, reads=(found,))
-            self._graph_runs(builder, op)
-            builder.on_host(op, "fetch", cold, reads=(found,), writes=(op.gpu_output,))
+        self._shadows.around(builder, op, lambda: self._graph_runs(builder, op))
         if mapped:
             builder.release(op)
-            if op.shadow is not None:
-                found = op.shadow.found.found
-                builder.on_host(op, "release", found.release, reads=(found,))
+            self._shadows.release(builder, op)
         if op.codes is not None:
             self._read_codes(builder, op, op.codes)
         if gpu or op.codes is not None:
@@ -280,9 +260,7 @@ class SplitEmitter:
         tokens, item = sum(op.placement.npu_lengths), self._npu_dtype(op).itemsize
         rows = _npu_rows(op.spec, op.placement)
         builder.acquire(op, tokens * op.spec.columns * item, tokens * rows * item)
-        if op.shadow is not None:
-            found = op.shadow.found.found
-            builder.on_host(op, "acquire_to_read", found.acquire_to_read, reads=(found,))
+        self._shadows.acquire(builder, op)
 
     def _read_codes(self, builder: PassBuilder, op: PlacedOp, codes: NpuCodes) -> None:
         """Append the kernel that writes the values of the output's codes to the NPU's slot."""
@@ -294,39 +272,6 @@ class SplitEmitter:
         written = _tokens_of(builder, op.npu_output, row_bytes, 0, tokens)
         reads, writes = (codes.outputs, codes.factors), (written, codes.counts)
         builder.kernel("reading of codes", op.layer, launch, reads=reads, writes=writes, ends=False)
-
-    def _find(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> None:
-        """Append the kernels that list the channels with outliers before the mark, as the host reads it."""
-        tokens, found = min(sum(op.placement.npu_lengths), builder.tokens), shadow.found
-        finding, listing = self._shadows.kernels.find(op.source, found, shadow.hot, tokens=tokens)
-        name: Operator = "finding of outliers"
-        flags = (found.flags,)
-        builder.kernel(name, op.layer, finding, reads=(op.source,), writes=flags, ends=False)
-        builder.kernel(name, op.layer, listing, reads=flags, writes=(*flags, found.found))
-
-    def _product(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> Step:
-        """Return the step that writes the products of hot channels to the NPU's rows in the GPU's slot."""
-        launch = self._outlier_launch(builder, op, shadow)
-        reads = (op.source, shadow.found.found)
-        return builder.prepared("outliers", op.layer, launch, reads, (op.gpu_output,))
-
-    def _cold_product(self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow) -> ColdProduct:
-        launch = self._outlier_launch(builder, op, shadow, fetched=shadow.cold_weights)
-        return ColdProduct(shadow, launch, self._device.gpu)
-
-    def _outlier_launch(
-        self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow, fetched: SharedArray | None = None
-    ) -> Launch:
-        return self._shadows.kernels.multiply(
-            op.source,
-            shadow.found,
-            shadow.hot,
-            op.gpu_output,
-            tokens=builder.tokens,
-            covered=min(sum(op.placement.npu_lengths), builder.tokens),
-            npu_rows=op.placement.npu_rows,
-            fetched=fetched,
-        )
 
     def _rows(
         self,

@@ -47,6 +47,7 @@ Operator: TypeAlias = Literal[
     "soft cap",
     "rounding of inputs",
     "reading of codes",
+    "cold outliers",
     "finding of outliers",
     "outliers",
     "flag",
@@ -76,7 +77,8 @@ Action: TypeAlias = Literal[
 """Actions of steps. The GPU runs kernels, the NPU graphs. The host marks the place in the queue that a later
 ``wait`` waits for (``sent``: a kernel that was launched before is the mark), flushes the queue, waits for the
 whole queue (``finish``), and maps (``acquire``) and unmaps (``release``) memory. It asks the system for
-the weights of outliers that are not in memory (``read_ahead``), and multiplies them (``fetch``)."""
+the weights of outliers that are not in memory (``read_ahead``), and multiplies them (``fetch``) by a
+kernel with the operator ``cold outliers``."""
 
 
 @dataclass(frozen=True, slots=True)

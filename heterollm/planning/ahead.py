@@ -37,7 +37,12 @@ from heterollm.engine import (
 from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, NpuShard, QnnNpu, chosen_context_layers
 from heterollm.kernels.ops import Group, Precision, Scales
 from heterollm.model import Checkpoint, ModelConfig, load_weights
-from heterollm.planning.calibrated import calibrated_ranges, calibrated_shadows, calibration_key
+from heterollm.planning.calibrated import (
+    calibrated_ranges,
+    calibrated_shadows,
+    calibration_key,
+    check_shadows,
+)
 from heterollm.planning.choice import choose_plan
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.solver import Plan, check_plan
@@ -201,6 +206,7 @@ def precompile(
         calibration=calibration_key(calibration),
         shadows=calibrated_shadows(calibration),
     )
+    check_shadows(chosen, calibration)
     check_plan(
         chosen,
         weights.specs,

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heterollm.base import CalibrationError
+from heterollm.base import CalibrationError, PlanError
 from heterollm.kernels.npu import LinearRanges, ShadowRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
 
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
+    from heterollm.solver import Plan
 
-__all__ = ["calibrated_ranges", "calibrated_shadows", "calibration_key"]
+__all__ = ["calibrated_ranges", "calibrated_shadows", "calibration_key", "check_shadows"]
 
 
 def calibration_key(path: str | Path | None) -> str | None:
@@ -57,7 +58,7 @@ def calibrated_ranges(
         return {}
     found = _loaded(path)
     found.check_weights(weights.content_key)
-    ranges = _decided_ranges(found) if found.precision == "w8a8" else found.ranges()
+    ranges = _ranges_of(found)
     for spec in weights.specs:
         if spec.weight.scales == "tensor" and (spec.layer, spec.group) not in ranges:
             raise CalibrationError(
@@ -66,6 +67,44 @@ def calibrated_ranges(
                 fix="Calibrate with other text, or choose plan gpu.",
             )
     return ranges
+
+
+def check_shadows(plan: Plan, path: str | Path | None) -> None:
+    """Refuse a plan, such as one edited by hand, that shadows an operator without calibrated outliers.
+
+    Args:
+        plan: The plan.
+        path: File of the calibration that is loaded with it.
+
+    Raises:
+        CalibrationError: The file cannot be read, or is not a calibration.
+        PlanError: The calibration has no ranges with a shadow for an operator; the message names it.
+    """
+    if not plan.has_shadows:
+        return
+    ranges = {} if path is None else _ranges_of(_loaded(path))
+    for entry in plan.placed:
+        shadowed = entry.placement.shadow and entry.placement.npu_lengths
+        for layer in range(entry.layers[0], entry.layers[1] + 1) if shadowed else ():
+            own = ranges.get((layer, entry.group))
+            if not isinstance(own, LinearRanges) or own.shadow is None:
+                raise PlanError(
+                    f"The plan has a shadow of outliers for {entry.group} of layer {layer}, and "
+                    f"{_lack(own, calibrated=path is not None)}.",
+                    fix=f"Remove `shadow` from the plan's entries of {entry.group} for layer {layer}, or "
+                    "make the plan again with `heterollm plan`.",
+                )
+
+
+def _lack(own: StaticRanges | None, *, calibrated: bool) -> str:
+    """Return the reason why an operator cannot have a shadow."""
+    if not calibrated:
+        return "no calibration is given"
+    if own is None:
+        return "the calibration has no ranges of it"
+    if isinstance(own, LinearRanges) and own.bits == 16:
+        return "the calibration keeps its activations in 16 bits"
+    return "the calibration found no outliers in its input"
 
 
 def _loaded(path: str | Path) -> Calibration:
@@ -85,6 +124,10 @@ def _read(path: Path, _version: tuple[int, int, int] | None) -> Calibration:
     from heterollm.calibration import load_calibration
 
     return load_calibration(path)
+
+
+def _ranges_of(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:
+    return _decided_ranges(found) if found.precision == "w8a8" else found.ranges()
 
 
 def _decided_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]:

@@ -12,7 +12,7 @@ from msgspec import structs
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import Group, OpSpec, Precision
 from heterollm.model import ModelConfig
-from heterollm.planning.calibrated import calibrated_shadows, calibration_key
+from heterollm.planning.calibrated import calibrated_shadows, calibration_key, check_shadows
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
 from heterollm.planning.passes import shadows_under
 from heterollm.solver import (
@@ -65,7 +65,7 @@ def plan_for(
 
     Raises:
         OptionError: As :func:`choose_plan`, or the request is not legal.
-        PlanError: As :func:`choose_plan`.
+        PlanError: As :func:`choose_plan` and :func:`check_shadows`.
         ProfileError: The profile is damaged, or lacks measurements that the level needs.
     """
     # A late import: rule levels need neither profile nor solver.
@@ -114,6 +114,7 @@ def plan_for(
         calibration=calibration,
         shadows=shadows_under(options.request, calibrated_shadows(options.calibration)),
     )
+    check_shadows(plan, options.calibration)
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
     return plan, tuple(notes)

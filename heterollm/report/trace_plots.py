@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from heterollm.base import OptionError
-from heterollm.report.plots import require_matplotlib, save_png
+from heterollm.report.figures import require_matplotlib, save_png
 from heterollm.trace import TRACKS, Category, Pass, Span, Trace, TraceSummary, Track, summarise
 
 if TYPE_CHECKING:

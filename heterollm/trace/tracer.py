@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from heterollm.base import DeviceError, OptionError
-from heterollm.engine import Action, Call, EngineActivity, Operator, Step
+from heterollm.engine import Action, Call, ColdProduct, EngineActivity, Operator, Step
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuRuntime, HostClock
 from heterollm.kernels.ops import Phase
@@ -80,7 +81,9 @@ class Tracer:
         return self._recorder.host_clock(clock)
 
     def call_of(self, step: Step) -> Call:
-        """Return a call that runs and records a step."""
+        """Return a call that runs and records a step, and the kernel that a step of the host may enqueue."""
+        if isinstance(step.run, ColdProduct):
+            step = replace(step, run=step.run.observed(self.call_of))
         if step.action == "kernel":
             return self._kernel(step)
         if step.action == "graph":

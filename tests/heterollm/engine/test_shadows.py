@@ -228,6 +228,30 @@ def test_channels_that_are_not_in_memory_count_too(
     assert sqnr_db(results[0], results[1]) > 45
 
 
+def test_a_trace_shows_the_kernels_of_channels_that_are_not_in_memory(
+    injected: Path, calibrated: Calibration, ids: list[int], tmp_path: Path
+) -> None:
+    path = with_hot(calibrated, tmp_path / "cold.json", 1)
+    with LLM.load(injected, plan="npu", calibration=path, trace=True, **W8A8) as llm:
+        llm.take_trace()
+        llm.session().prefill(ids[:70])
+        steps, trace = llm.steps("prefill", 70), llm.take_trace()
+    fetches = [span for span in trace.spans if span.operator == "fetch"]
+    assert len(fetches) == sum(step.action == "fetch" for step in steps)
+    cold = {
+        track: [span for span in trace.spans if span.operator == "cold outliers" and span.track == track]
+        for track in ("engine", "gpu")
+    }
+    # An operator without such channels in this text has no kernel.
+    assert 0 < len(cold["gpu"]) == len(cold["engine"])
+    for launch, kernel in zip(cold["engine"], cold["gpu"], strict=True):
+        (around,) = (
+            one for one in fetches if one.begin_ns <= launch.begin_ns and launch.end_ns <= one.end_ns
+        )
+        assert launch.layer == kernel.layer == around.layer
+        assert kernel.category == "other"
+
+
 def test_chunks_in_flight_give_the_bits_of_one_after_the_other(
     injected: Path,
     calibrated: Calibration,
@@ -318,6 +342,57 @@ def test_plans_say_where_shadows_are() -> None:
     assert '"shadow"' not in plan.to_json()
     ffn = structs.replace(entry, group="ffn", placement=FfnPlacement(64, (64,), "ffn_integer"))
     assert with_shadows(structs.replace(plan, entries=(ffn,), slices=()), {(0, "ffn")}).entries == (ffn,)
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        ("o", "the calibration found no outliers in its input"),
+        ("gate_up", "the calibration keeps its activations in 16 bits"),
+        ("qkv", "no calibration is given"),
+    ],
+)
+def test_a_shadow_without_outliers_is_refused_before_weights_are_read(
+    group: str,
+    reason: str,
+    injected: Path,
+    calibrated: Calibration,
+    host_llm: Callable[..., LLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without(one: LinearCalibration) -> LinearCalibration:
+        int8, place = one.int8, (one.layer, one.group)
+        if place == (2, "gate_up"):
+            int8 = structs.replace(int8, activations="int16")
+        elif place == (2, "o"):
+            own = structs.replace(int8.shadow, outliers=(), most_channels=0)
+            int8 = structs.replace(int8, activations="int8", shadows=(own,), chosen=0)
+        return structs.replace(one, int8=int8)
+
+    path = changed(calibrated, tmp_path / "calibration.json", without)
+    options: dict[str, Any] = {**W8A8, "calibration": path}
+    if group == "qkv":
+        options = {"device": "host", "precision": "w4a16"}
+    given = {name: value for name, value in options.items() if name != "calibration"}
+    specs = host_llm(injected, plan="gpu", **given)._weights.specs
+    own = next(spec for spec in specs if spec.group == group)
+    form = "integer" if group == "qkv" else "static_int8"
+    at = RowsPlacement(own.member_rows, (64,), form, shadow=True)
+    entries = [PlanEntry("prefill", (2, 64), (1, 3), group, at)]
+    for phase in PHASES:
+        entries += [
+            PlanEntry(phase, (1, 64), (spec.layer, spec.layer), spec.group, GPU_ONLY) for spec in specs
+        ]
+    key = load_calibration(path).key if "calibration" in options else None
+    precision = options["precision"]
+    plan = Plan("edited", "host", precision, model_shape(specs), 64, tuple(entries), calibration=key)
+    monkeypatch.setattr(heterollm.llm, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    layer = 1 if group == "qkv" else 2
+    expected = f"shadow of outliers for {group} of layer {layer}, and {reason}"
+    with pytest.raises(PlanError, match=expected) as caught:
+        LLM.load(injected, plan=plan, **options)
+    assert f"entries of {group} for layer {layer}" in caught.value.fix
 
 
 def test_a_shadow_needs_clamped_inputs(injected: Path, host_llm: Callable[..., LLM]) -> None:

@@ -13,7 +13,7 @@ from heterollm.planning import KeptRecords
 from heterollm.profiler import RunSummary, compare, summarize
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.report import console as report
-from heterollm.report import plots
+from heterollm.report import figures, plots
 from heterollm.report.plots import PLOTS, draw
 from heterollm.report.profile import (
     comparison_report,
@@ -160,7 +160,7 @@ def test_every_plot_is_a_picture_that_says_whose_times_it_shows(sample_profile):
             continue
         assert "host, real time" in figure.get_suptitle(), name
         file = io.BytesIO()
-        plots.save_png(figure, file)
+        figures.save_png(figure, file)
         content = file.getvalue()
         assert content.startswith(PNG)
         assert 5_000 < len(content) < 100_000, name
@@ -196,9 +196,9 @@ def test_the_gpu_s_time_is_drawn_against_rows_where_cuts_were_measured(sample_pr
 
 @pytest.mark.parametrize("count", [3, 4, 6])
 def test_names_of_many_curves_stand_beside_the_axes(count):
-    figure, [axes] = plots.new_figure("Rates")
+    figure, [axes] = figures.new_figure("Rates")
     curves = {f"curve {name}": {1: 1.0 + name, 256: 50.0 + name} for name in range(count)}
-    plots.step_curves(axes, curves, "ms")
+    figures.step_curves(axes, curves, "ms")
     figure.draw_without_rendering()
     names, within = axes.get_legend().get_window_extent(), axes.get_window_extent()
     assert names.overlaps(within) == (count == 3)

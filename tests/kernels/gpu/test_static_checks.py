@@ -19,18 +19,22 @@ import numpy as np
 import pytest
 
 from heterollm.kernels.cases import fill_slot
-from heterollm.kernels.formats import linear_errors, reference, reference_layers
+from heterollm.kernels.formats import CodeGrid, largest_code, linear_errors, reference, reference_layers
 from heterollm.kernels.gpu import (
+    COUNT_WORDS,
     SOURCES,
     STEP_HEAD_ROW,
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
+    DeviceMemory,
     GpuGlue,
     GpuLinear,
+    GpuOutliers,
     HeadShape,
     KernelStyle,
     KvLayer,
+    NpuCodes,
     OpenClRuntime,
     Rotation,
     RoundedInputs,
@@ -49,6 +53,7 @@ from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.linear_cases import LinearCase
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.outlier_cases import OutlierCases
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
 COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
@@ -445,6 +450,55 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
             np.testing.assert_allclose(seen.reshape(tokens, columns), exact, rtol=1e-6)
 
 
+def npu_code_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Codes at the edges of integer NPU graphs in each style, type and width, on slots of the exact size."""
+    rng = np.random.default_rng(0)
+    tokens, columns, members = 3, 72, (9, 3, 9)
+    size, places = (tokens, sum(members)), itertools.product((8, 16), (False, True), (False, True))
+    styles = itertools.product(("vector", "simt"), (np.float32, np.float16))
+    for (style, dtype), (bits, per_token, clamps) in itertools.product(styles, list(places)):
+        layers, limit = GpuGlue(runtime, dtype, dtype, style=style), largest_code(bits)
+        steps = () if per_token else (0.7 / limit, 0.1 / limit, 0.3 / limit)
+        grid = CodeGrid(1 / limit, 3 / limit, per_token, bits, steps)
+        inputs, outputs = runtime.shared((tokens, columns), grid.dtype), runtime.shared(size, grid.dtype)
+        factors, counts = (
+            DeviceMemory(runtime.scratch(used), used) for used in (4 * tokens, 4 * COUNT_WORDS)
+        )
+        codes = NpuCodes(inputs, outputs, factors, counts, 0, grid, clamps)
+        x = fill_slot(runtime, rng.standard_normal((tokens, columns)).astype(dtype))
+        layers.write_codes(x, codes, tokens=tokens, columns=columns)()
+        yield
+        expected, exact_factors = grid.codes(x.array)
+        np.testing.assert_array_equal(inputs.array, expected)
+        outputs.array[...] = rng.integers(0, 1 << bits, size)
+        y, own = runtime.shared(size, dtype), members if steps else (sum(members),)
+        layers.read_codes(codes, y, tokens=tokens, member_rows=own)()
+        yield
+        np.testing.assert_array_equal(y.array, grid.values(outputs.array, exact_factors, own).astype(dtype))
+        residual = fill_slot(runtime, rng.standard_normal((tokens, columns)).astype(np.float32))
+        weight = fill_slot(runtime, np.ones(columns, np.float32))
+        options = {"hidden": columns, "tokens": tokens, "epsilon": 1e-5, "rounded": codes}
+        layers.rms_norm(residual, weight, x, **options)()
+        yield
+        np.testing.assert_array_equal(inputs.array, grid.codes(x.array)[0])
+
+
+def outlier_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Shadow outliers in each style and type, with channels in memory and channels that the host fetches."""
+    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
+        outliers = GpuOutliers(runtime, dtype, dtype, style=style)
+        cases = OutlierCases(runtime, outliers, np.dtype(dtype), np.random.default_rng(0))
+        for tokens, covered, columns, rows, npu_rows in (
+            (1, 1, 100, (70,), (64,)),
+            (6, 5, 600, (21, 9, 9), (16, 8, 0)),
+            (35, 35, 64, (24,), (24,)),
+        ):
+            sizes = {"channels": 25, "hot": 9, "covered": covered}
+            actual, exact = cases.product(tokens, columns, rows, npu_rows, **sizes)
+            yield
+            assert linear_errors(actual, exact).nmse < (1e-6 if dtype == np.float16 else 1e-10)
+
+
 def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Kernels of fences, of their litmus test and of injected delays."""
     data, rounds = runtime.shared((70,), np.uint32), runtime.shared((1,), np.uint32)
@@ -491,6 +545,8 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "variants": variant_launches,
     "layers": layer_launches,
     "rounding": rounding_launches,
+    "NPU codes": npu_code_launches,
+    "outliers": outlier_launches,
     "hand-overs": hand_over_launches,
 }
 FAULTY: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
