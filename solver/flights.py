@@ -88,7 +88,7 @@ def group_times(
     found, own = [], list(decisions)
     for number, (spec, option) in enumerate(own):
         # The codes of the group before, in the last layer, are read first.
-        codes_us = own[number - 1][1].read_us + option.write_us
+        codes_us = own[number - 1][1].behind_us + option.ahead_us
         before_us = first.between_us(first_group(spec), tokens)
         more_us = later.between_us(first_group(spec), tokens) - before_us
         before_us += codes_us
