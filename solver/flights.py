@@ -37,8 +37,9 @@ __all__ = [
     "with_schedule",
 ]
 
-SAMPLED_LAYERS: Final = (2, 4)
-"""Layers that are scheduled; all others take as long as those between these two numbers."""
+SAMPLED_LAYERS: Final = (4, 8)
+"""Layers that are scheduled; all others take as long as those between these two numbers. The first layers
+hide more than later ones: from 2 and 4 layers prompts were predicted 4 % too fast."""
 
 SUBMITTED: Final = 3
 """Kernels that the engine thread submits before a graph, about: glue operators and a shard."""
