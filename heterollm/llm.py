@@ -126,7 +126,8 @@ class LLM:
             check_precision(opened, asked.precision, specs)
             plan, notes = thread.run(lambda: plan_for(asked, opened, config, specs, context))
             # Before weights are read: quantising a model that cannot run would waste time.
-            _check_fit(config, specs, plan, context, opened, calibrated_shadows(asked.calibration))
+            held = {key: one.held for key, one in calibrated_shadows(asked.calibration).items()}
+            _check_fit(config, specs, plan, context, opened, held)
             weights = load_weights(
                 checkpoint,
                 config,

@@ -40,6 +40,8 @@ from .request import check_in_flight as check_in_flight
 from .request import check_passes as check_passes
 from .schedule import Stage as Stage
 from .schedule import schedule_chunks as schedule_chunks
+from .shadows import ShadowChannels as ShadowChannels
+from .shadows import group_shadows as group_shadows
 from .shadows import with_shadows as with_shadows
 from .sharing import GraphSharing as GraphSharing
 from .sharing import graph_sharing as graph_sharing

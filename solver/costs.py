@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from heterollm.kernels.ops import Group, OpSpec
 
-__all__ = ["WRITTEN_BY_NORMS", "CachedCosts", "Costs", "Overheads", "Slowdown", "joint_time_us"]
+__all__ = [
+    "NO_SHADOW",
+    "WRITTEN_BY_NORMS",
+    "CachedCosts",
+    "Costs",
+    "Overheads",
+    "ShadowTimes",
+    "Slowdown",
+    "joint_time_us",
+]
 
 WRITTEN_BY_NORMS: Final[frozenset[Group]] = frozenset({"qkv", "gate_up", "ffn", "head"})
 """Groups whose input codes the norm before them writes; for the others a kernel of its own does."""
@@ -27,6 +36,24 @@ class Slowdown:
     def __post_init__(self) -> None:
         if not (1.0 <= self.gpu < math.inf and 1.0 <= self.npu < math.inf):
             raise ValueError(f"slowdown factors {self.gpu} and {self.npu} must be at least 1")
+
+
+class ShadowTimes(NamedTuple):
+    """Times that the shadow of an operator takes on the GPU, in microseconds.
+
+    Attributes:
+        find_us: Time to find and list the channels with outliers, for which both processors wait.
+        product_us: Time to multiply hot channels, while the NPU's graph runs.
+        join_us: Time behind the graph: the product of other channels, and what the sum adds to the kernel
+            that reads the output.
+    """
+
+    find_us: float = 0.0
+    product_us: float = 0.0
+    join_us: float = 0.0
+
+
+NO_SHADOW: Final = ShadowTimes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +137,10 @@ class Costs(Protocol):
         """
         ...
 
+    def shadow_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int) -> ShadowTimes:
+        """Return the times of a group's shadow of outliers in the mean layer; arguments as above."""
+        ...
+
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """Return the time of the glue operators before a group; ``down`` has ``spec.columns`` inputs."""
         ...
@@ -129,6 +160,7 @@ class CachedCosts:
         self._npu_us: dict[tuple[str, tuple[int, ...], int, str], float] = {}
         self._slowdowns: dict[tuple[str, int, str, int], Slowdown] = {}
         self._codes_us: dict[tuple[str, tuple[int, ...], int, int], tuple[float, float]] = {}
+        self._shadow_us: dict[tuple[str, tuple[int, ...], int, int], ShadowTimes] = {}
         self._between_us: dict[tuple[str, int, int], float] = {}
 
     def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
@@ -163,6 +195,14 @@ class CachedCosts:
         found = self._codes_us.get(key)
         if found is None:
             found = self._codes_us[key] = self._costs.codes_us(spec, member_rows, tokens, covered)
+        return found
+
+    def shadow_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int) -> ShadowTimes:
+        """See :class:`Costs`."""
+        key = spec.group, member_rows, tokens, covered
+        found = self._shadow_us.get(key)
+        if found is None:
+            found = self._shadow_us[key] = self._costs.shadow_us(spec, member_rows, tokens, covered)
         return found
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:

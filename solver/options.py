@@ -17,7 +17,7 @@ from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.profiler.work import rest_rows
 from heterollm.solver.candidates import NpuLimits, Rows, Splits, candidates
-from heterollm.solver.costs import Costs, Slowdown, joint_time_us
+from heterollm.solver.costs import NO_SHADOW, Costs, ShadowTimes, Slowdown, joint_time_us
 from heterollm.solver.ffn import gpu_shard_us
 from heterollm.solver.objective import Objective
 from heterollm.solver.placements import Placement
@@ -57,8 +57,10 @@ class Option(Struct, frozen=True, gc=False):
         npu_us: Time of the NPU, slowed by the GPU where both run.
         cost: Value of the objective.
         is_split: Whether both processors compute.
+        shard_us: Time of the GPU, counted above, while the NPU computes, or of all where it does not.
         write_us: Time of the GPU, counted above, to write the input codes of integer graphs.
         read_us: Time of the GPU, counted above, to read their output codes.
+        shadow: Times of the GPU, counted above, of shadow outliers, in the mean layer.
     """
 
     placement: Placement
@@ -67,13 +69,20 @@ class Option(Struct, frozen=True, gc=False):
     npu_us: float
     cost: float
     is_split: bool
+    shard_us: float
     write_us: float = 0.0
     read_us: float = 0.0
+    shadow: ShadowTimes = NO_SHADOW
 
     @property
-    def shard_us(self) -> float:
-        """Time of the GPU's shard."""
-        return self.gpu_us - self.write_us - self.read_us
+    def ahead_us(self) -> float:
+        """Time of the GPU before the NPU can begin, beside that of the glue operators."""
+        return self.write_us + self.shadow.find_us
+
+    @property
+    def behind_us(self) -> float:
+        """Time of the GPU behind the NPU, before the next group's glue operators."""
+        return self.read_us + self.shadow.join_us
 
 
 OptionTable: TypeAlias = Mapping[Group, Mapping[int, list[Option]]]
@@ -102,37 +111,43 @@ def evaluate(
         npu_us += costs.npu_us(spec, placement.npu_rows, length, form)
     if not math.isfinite(gpu_us + npu_us):
         return None
-    time_us, write_us, read_us = gpu_us, 0.0, 0.0
-    if placement.npu_lengths:
-        # The GPU's shard follows the operator before in its queue; the NPU waits for a sync.
-        hidden_us = max(0.0, -overheads.hand_over_us)
-        npu_rows = sum(placement.npu_rows) if spec.then is None else spec.then.rows
-        map_us = overheads.mapping_us(sum(placement.npu_lengths) * (spec.columns + npu_rows))
-        begin_us = max(0.0, overheads.hand_over_us) + map_us
-        together_us = 0.0
-        if overheads.empties_queue and left_tokens:
-            # Both processors wait: the GPU's shard hides nothing of the hand-over.
-            together_us, begin_us, gpu_us = begin_us, 0.0, gpu_us + overheads.refill_us
-        npu_us = max(0.0, npu_us - hidden_us)
-        slowdown = _slowdown(spec, tokens, placement, costs) if left_tokens else ALONE
-        gpu_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
-        npu_us = npu_end - begin_us
-        # The next kernel is submitted when the NPU ends. A queue that is surely still busy needs no refill.
-        free_us = npu_end + map_us
-        busy_us = SUBMISSIONS * overheads.submit_us + UNSURE_FRACTION * npu_us
-        refill_us = overheads.refill_us if gpu_us < free_us + busy_us else 0.0
-        time_us = together_us + max(gpu_us, free_us + refill_us)
-        if overheads.return_us:
-            both_us = together_us + max(gpu_us, free_us)
-            time_us = both_us + overheads.return_us + overheads.refill_us
-        if form in INTEGER_FORMS:
-            # Both processors wait for the input's codes; those of the output are read behind the GPU's shard.
-            covered = min(tokens, sum(placement.npu_lengths))
-            write_us, read_us = costs.codes_us(spec, placement.npu_rows, tokens, covered)
-            time_us, gpu_us = time_us + write_us + read_us, gpu_us + write_us + read_us
+    if not placement.npu_lengths:
+        return Option(placement, gpu_us, gpu_us, 0.0, goal.cost(gpu_us, gpu_us, 0.0), False, gpu_us)
+    write_us, read_us, shadow = 0.0, 0.0, NO_SHADOW
+    if form in INTEGER_FORMS:
+        covered = min(tokens, sum(placement.npu_lengths))
+        write_us, read_us = costs.codes_us(spec, placement.npu_rows, tokens, covered)
+        if spec.then is None:
+            shadow = costs.shadow_us(spec, placement.npu_rows, tokens, covered)
+    # The GPU's shard follows the operator before in its queue; the NPU waits for a sync.
+    beside = bool(left_tokens or shadow.product_us)
+    gpu_us += shadow.product_us
+    hidden_us = max(0.0, -overheads.hand_over_us)
+    npu_rows = sum(placement.npu_rows) if spec.then is None else spec.then.rows
+    map_us = overheads.mapping_us(sum(placement.npu_lengths) * (spec.columns + npu_rows))
+    begin_us = max(0.0, overheads.hand_over_us) + map_us
+    together_us = 0.0
+    if overheads.empties_queue and beside:
+        # Both processors wait: the GPU's shard hides nothing of the hand-over.
+        together_us, begin_us, gpu_us = begin_us, 0.0, gpu_us + overheads.refill_us
+    npu_us = max(0.0, npu_us - hidden_us)
+    slowdown = _slowdown(spec, tokens, placement, costs) if beside else ALONE
+    shard_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
+    npu_us = npu_end - begin_us
+    # The next kernel is submitted when the NPU ends. A queue that is surely still busy needs no refill.
+    free_us = npu_end + map_us
+    busy_us = SUBMISSIONS * overheads.submit_us + UNSURE_FRACTION * npu_us
+    refill_us = overheads.refill_us if shard_us < free_us + busy_us else 0.0
+    time_us = together_us + max(shard_us, free_us + refill_us)
+    if overheads.return_us:
+        both_us = together_us + max(shard_us, free_us)
+        time_us = both_us + overheads.return_us + overheads.refill_us
+    # Both processors wait for codes and lists of the input; the output is read behind the GPU's shard.
+    alone = write_us, read_us, shadow.find_us, shadow.join_us
+    time_us, gpu_us = sum(alone, start=time_us), sum(alone, start=shard_us)
     cost = goal.cost(time_us, gpu_us, npu_us)
-    is_split = bool(placement.npu_lengths and left_tokens)
-    return Option(placement, time_us, gpu_us, npu_us, cost, is_split, write_us, read_us)
+    is_split = bool(left_tokens)
+    return Option(placement, time_us, gpu_us, npu_us, cost, is_split, shard_us, write_us, read_us, shadow)
 
 
 def _slowdown(spec: OpSpec, tokens: int, placement: Placement, costs: Costs) -> Slowdown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final, TypeAlias, TypeGuard
 
@@ -14,7 +14,14 @@ from heterollm.kernels.gpu import STRATEGIES, Strategy
 from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, TILE_OF_INTEGERS, GraphForm
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 from heterollm.model import ModelShape
-from heterollm.profiler.measure import SUBMISSIONS, GlueOperator, layer_key
+from heterollm.profiler.measure import (
+    CODES_OF_8_BITS,
+    CODES_OF_16_BITS,
+    SUBMISSIONS,
+    SUMS,
+    GlueOperator,
+    layer_key,
+)
 from heterollm.profiler.predict import Predictor, fitted_predictor
 from heterollm.profiler.records import (
     BandwidthKey,
@@ -31,9 +38,10 @@ from heterollm.profiler.records import (
     Profile,
 )
 from heterollm.solver.candidates import NpuLimits
-from heterollm.solver.costs import Overheads, Slowdown
+from heterollm.solver.costs import NO_SHADOW, Overheads, ShadowTimes, Slowdown
 from heterollm.solver.ffn import ffn_groups, first_group
 from heterollm.solver.objective import Power
+from heterollm.solver.shadows import GroupShadow
 
 __all__ = [
     "DECODE_POSITION",
@@ -54,11 +62,13 @@ BEFORE: Final[dict[Group, tuple[GlueOperator, ...]]] = {
 }
 """The glue operators before each group."""
 
-WITH_CODES: Final[dict[GlueOperator, GlueOperator]] = {
-    "rms_norm": "rms_norm_uint16",
-    "final_norm": "final_norm_uint16",
+READERS: Final[dict[Group, GlueOperator]] = {
+    "qkv": "rope_and_store",
+    "o": "rms_norm",
+    "gate_up": "gated_activation",
+    "down": "rms_norm",
 }
-"""Norms that write the input codes of integer graphs, and their names where they do."""
+"""The glue operator that reads the output of each group."""
 
 MEMORY_BOUND_FRACTION: Final = 0.5
 """A linear is bound by memory if reading its weights at full bandwidth takes this fraction of its time."""
@@ -102,6 +112,7 @@ class ProfileCosts:
         position: Tokens of the session before the pass, which attention reads. By default 0 for a prompt, and
             :data:`DECODE_POSITION` for a decoded token.
         predictor: The predictor; by default the cached one of the profile.
+        shadows: The shadows of outliers, by group.
 
     Attributes:
         missing: Operators without times in the profile: predictions leave them out.
@@ -117,7 +128,9 @@ class ProfileCosts:
         *,
         position: int | None = None,
         predictor: Predictor | None = None,
+        shadows: Mapping[Group, GroupShadow] | None = None,
     ) -> None:
+        self._shadows = shadows or {}
         self._kernels = _kernels_of_operators(profile)
         self.overheads = replace(overheads_of(profile), merges_launches=not self._kernels)
         self.position = position
@@ -210,17 +223,41 @@ class ProfileCosts:
     ) -> tuple[float, float]:
         """Return the times to write and to read codes; see :class:`heterollm.solver.costs.Costs`."""
         rows = sum(member_rows) if spec.then is None else spec.then.rows
-        read_us = self._layer_us("read_codes", covered, width=rows)
-        norm = BEFORE[first_group(spec).group][-1]
-        if norm not in WITH_CODES:
-            return self._layer_us("write_codes", covered, width=spec.columns), read_us
-        more_us = self._layer_us(WITH_CODES[norm], tokens) - self._layer_us(norm, tokens)
-        return max(0.0, more_us), read_us
+        norm, write, read = CODES_OF_8_BITS if spec.weight.scales == "tensor" else CODES_OF_16_BITS
+        read_us = self._layer_us(read, covered, width=rows)
+        before = BEFORE[first_group(spec).group][-1]
+        if before not in ("rms_norm", "final_norm"):
+            return self._layer_us(write, covered, width=spec.columns), read_us
+        with_codes: GlueOperator = "final_norm_uint16" if before == "final_norm" else norm
+        return self._more_us(before, with_codes, tokens), read_us
 
-    def _layer_us(self, operator: GlueOperator, tokens: int, width: int | None = None) -> float:
+    def shadow_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int) -> ShadowTimes:
+        """Return the times of a group's shadow; see :class:`heterollm.solver.costs.Costs`."""
+        shadow = self._shadows.get(spec.group)
+        if shadow is None:
+            return NO_SHADOW
+        rows = sum(member_rows)
+
+        def product_us(channels: float) -> float:
+            count = round(channels)
+            return self._layer_us("multiply_outliers", tokens, rows, count) if count else 0.0
+
+        find_us = self._layer_us("find_outliers", covered, spec.columns)
+        reader = READERS[spec.group]
+        sum_us = self._more_us(reader, SUMS[reader], tokens) * rows / spec.rows
+        times = find_us, product_us(shadow.hot), product_us(shadow.cold) + sum_us
+        return ShadowTimes(*(shadow.layers * one_us for one_us in times))
+
+    def _more_us(self, plain: GlueOperator, other: GlueOperator, tokens: int) -> float:
+        """Return the time by which an operator takes longer than a plain one."""
+        return max(0.0, self._layer_us(other, tokens) - self._layer_us(plain, tokens))
+
+    def _layer_us(
+        self, operator: GlueOperator, tokens: int, width: int | None = None, channels: int = 0
+    ) -> float:
         """Return the time of an operator that does not depend on the position; 0 if the profile lacks it."""
         try:
-            key = layer_key(self._shape, operator, tokens, width=width)
+            key = layer_key(self._shape, operator, tokens, width=width, channels=channels)
             return self._predictor.predict_layer_us(key).us + self._gap_us
         except ProfileError:
             self.missing.add(operator)

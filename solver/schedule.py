@@ -27,6 +27,10 @@ POLICIES: Final[tuple[SchedulePolicy, ...]] = ("in_order", "out_of_order", "exac
 EXACT_STAGES: Final = 24
 """Stages of all chunks together up to which the exact search ends within seconds."""
 
+LAGS: Final = (2, 3)
+"""Stages between chunks that are kept apart: of 0 to 26 these left the shortest bubbles. Without a lag chunks
+meet at the same stage, and with a long one there are too few at once."""
+
 _Rule: TypeAlias = Callable[[int, Sequence[int]], float]
 """Returns the priority of a stage from its number and the unmet needs of every stage."""
 
@@ -82,7 +86,7 @@ def schedule_chunks(chunks: Sequence[Sequence[Stage]], policy: SchedulePolicy = 
     in_order = graph.in_order()
     if policy == "in_order":
         return in_order
-    rules = (graph.stall_relief, graph.longest_rest, graph.depth)
+    rules = (graph.stall_relief, graph.longest_rest, *(graph.staggered(lag) for lag in LAGS))
     found = min((in_order, *map(graph.run, rules)), key=lambda one: one.elapsed_us)
     return graph.search(found) if policy == "exact" else found
 
@@ -112,13 +116,14 @@ class _Graph:
 
     # -- priority rules: the ready stage with the largest value runs next -------------------------------
 
-    def depth(self, number: int, _: Sequence[int]) -> float:
-        """Prefer the earliest chunk."""
-        return -number
-
     def longest_rest(self, number: int, _: Sequence[int]) -> float:
         """Prefer the stage with the longest chain behind it."""
         return self.tail_us[number]
+
+    def staggered(self, lag: int) -> _Rule:
+        """Prefer the chunk that is furthest behind, if each is due so many stages behind the one before."""
+        priorities = [-index - lag * chunk for chunk, index in self.places]
+        return lambda number, _: priorities[number]
 
     def stall_relief(self, number: int, missing: Sequence[int]) -> float:
         """Prefer the stage that gives the NPU the most work, or the GPU the least: equation (5)."""

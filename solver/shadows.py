@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -13,7 +15,59 @@ from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.plan import Plan
 from heterollm.solver.plan_records import PlanEntry
 
-__all__ = ["with_shadows"]
+__all__ = ["GroupShadow", "ShadowChannels", "group_shadows", "with_shadows"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowChannels:
+    """Input channels of an operator with a shadow of outliers.
+
+    Args:
+        held: Hot channels, whose float weights stay in memory.
+        hot: Those of them that have outliers in one pass, on average.
+        cold: Others that have, on average, whose weights are read when they occur.
+    """
+
+    held: int
+    hot: float
+    cold: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShadow:
+    """The shadows of a group in all layers: plans place these alike, so that their mean counts.
+
+    Args:
+        layers: Share of the layers that have one.
+        hot: Hot channels with outliers in one pass, on average of these layers.
+        cold: Other channels with outliers.
+    """
+
+    layers: float
+    hot: float
+    cold: float
+
+
+def group_shadows(
+    shadows: Mapping[tuple[int, Group], ShadowChannels], layers: int
+) -> dict[Group, GroupShadow]:
+    """Return the mean shadow of each group.
+
+    Args:
+        shadows: Channels by layer and group.
+        layers: Layers of the model.
+    """
+    found: dict[Group, list[ShadowChannels]] = {}
+    for (_, group), one in sorted(shadows.items()):
+        found.setdefault(group, []).append(one)
+    return {
+        group: GroupShadow(
+            len(own) / layers,
+            statistics.fmean(one.hot for one in own),
+            statistics.fmean(one.cold for one in own),
+        )
+        for group, own in found.items()
+    }
 
 
 def with_shadows(plan: Plan, shadows: Collection[tuple[int, Group]]) -> Plan:

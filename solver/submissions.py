@@ -96,12 +96,14 @@ class _Timeline:
             self.queue_us += item.write_us
         elif item.write_us:
             self.submit((item.write_us,))
+        if item.shadow.find_us:
+            self.submit((item.shadow.find_us,))
         input_us = self.queue_us
-        if item.is_split and not overheads.empties_queue:
+        if item.shard_us and not overheads.empties_queue:
             self.submit(shard_us)
         latency_us = overheads.hand_over_us + overheads.hidden_us
         self.host_us = max(self.host_us, input_us) + latency_us + overheads.map_us
-        if item.is_split and overheads.empties_queue:
+        if item.shard_us and overheads.empties_queue:
             # The option's time includes the refill.
             self.queue_us = self.host_us + item.shard_us
         # The option's time assumes that the NPU was free for the whole start of the graph.
@@ -114,7 +116,7 @@ class _Timeline:
         if overheads.return_us:
             self.host_us = max(self.host_us, self.queue_us) + overheads.return_us
         if item.read_us:
-            self.submit((item.read_us,))
+            self.submit((item.behind_us,))
 
 
 def submits_singly(tokens: int, overheads: Overheads) -> bool:

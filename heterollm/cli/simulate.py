@@ -165,6 +165,9 @@ class ModellingOptions:
     pruned: Annotated[
         float, typer.Option(help="Assumed share of layers whose outliers llm.npu leaves to the NPU.")
     ] = 0.85
+    outlier_share: Annotated[
+        float, typer.Option(help="llm.npu: assumed share of an operator's inputs that have outliers.")
+    ] = 0.02
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compute values, too, from a checkpoint with weights.")
     ] = False
@@ -242,6 +245,7 @@ def _requests(
         every_form=True if modelling.every_form else None,
         calibrated=modelling.calibrated,
         pruned=modelling.pruned,
+        outlier_share=modelling.outlier_share,
         numerics=modelling.numerics,
         trace=trace,
     )

@@ -137,6 +137,9 @@ def _cut(steps: Sequence[Step]) -> list[_Piece]:
                 owner.follows.append(group)
             if step.action == ("kernel" if piece.processor == "gpu" else "graph"):
                 piece.computes[group] = None
+            if step.action == "graph" and shard:
+                # The product of shadow outliers alone names no group.
+                pieces[-2].computes[group] = None
     return pieces
 
 

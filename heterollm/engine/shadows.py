@@ -190,6 +190,7 @@ class Shadows:
                 # Some drivers refuse an empty buffer.
                 held = self._gpu.upload(file.weights[channels] if len(channels) else file.weights[:1].copy())
             low, high = clamped.grid.limits
-            hot = HotWeights(held, self._gpu.upload(place), spec.member_rows, spec.columns, low, high)
+            uploaded, expected = self._gpu.upload(place), ranges.shadow.expected
+            hot = HotWeights(held, uploaded, spec.member_rows, spec.columns, low, high, expected)
             self._held[key] = hot, file
         return self._held[key]

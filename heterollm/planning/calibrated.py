@@ -11,6 +11,7 @@ from heterollm.base import CalibrationError, PlanError
 from heterollm.kernels.npu import LinearRanges, ShadowRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
+from heterollm.solver import ShadowChannels
 
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
@@ -30,19 +31,35 @@ def calibration_key(path: str | Path | None) -> str | None:
     return _loaded(path).key
 
 
-def calibrated_shadows(path: str | Path | None) -> dict[tuple[int, Group], int]:
-    """Return the operators that a calibration gives a shadow of outliers, and their hot channels.
+def calibrated_shadows(path: str | Path | None) -> dict[tuple[int, Group], ShadowChannels]:
+    """Return the operators that a calibration gives a shadow of outliers, and its channels.
 
     Raises:
         CalibrationError: The file cannot be read, or is not a calibration.
     """
     if path is None:
         return {}
+    found = _loaded(path)
     return {
-        (one.layer, one.group): len(one.int8.shadow.hot_channels)
-        for one in _loaded(path).linears
+        (one.layer, one.group): _channels(
+            len(one.int8.shadow.hot_channels), one.int8.shadow.window_channels, found.windows
+        )
+        for one in found.linears
         if one.int8 is not None and one.int8.activations == "shadow"
     }
+
+
+def _channels(held: int, window_channels: int, windows: int) -> ShadowChannels:
+    """Return the channels of a shadow, of those that had outliers in a window of the calibration.
+
+    Args:
+        held: Hot channels, which have outliers before others do.
+        window_channels: Sum of the channels with outliers in each window.
+        windows: Windows.
+    """
+    mean = window_channels / max(1, windows)
+    hot = min(held, mean)
+    return ShadowChannels(held, hot, mean - hot)
 
 
 def calibrated_ranges(
@@ -142,7 +159,9 @@ def _decided_ranges(found: Calibration) -> dict[tuple[int, Group], StaticRanges]
             several, own, shadow = len(one.outputs) > 1, one.int8.shadow, None
             if own.outliers and min(own.outputs) > 0:
                 members = own.outputs if several else ()
-                shadow = ShadowRanges(own.threshold, max(own.outputs), members, own.hot_channels)
+                hot = own.hot_channels
+                expected = round(_channels(len(hot), own.window_channels, found.windows).hot)
+                shadow = ShadowRanges(own.threshold, max(own.outputs), members, hot, expected)
             members = one.outputs if several else ()
             ranges[one.layer, one.group] = LinearRanges(max(one.outputs), one.inputs, 8, members, shadow)
     return ranges

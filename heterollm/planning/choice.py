@@ -76,12 +76,13 @@ def plan_for(
 
     notes: list[str] = []
     calibration = calibration_key(options.calibration)
+    shadows = shadows_under(options.request, calibrated_shadows(options.calibration))
 
     def profiled() -> ProfiledModel | None:
         profile = stored_profile(device)
         if profile is None:
             return None
-        return ProfiledModel(profile, config, specs, options.precision, calibration)
+        return ProfiledModel(profile, config, specs, options.precision, calibration, shadows)
 
     def solve(level: str) -> Plan | None:
         model = profiled()
@@ -112,7 +113,7 @@ def plan_for(
         length_policy=options.length_policy,
         sources=PlanSources(solve, length_costs, sync),
         calibration=calibration,
-        shadows=shadows_under(options.request, calibrated_shadows(options.calibration)),
+        shadows=shadows,
     )
     check_shadows(plan, options.calibration)
     if options.sync != "auto":
@@ -166,7 +167,7 @@ def choose_plan(
     if isinstance(plan, str) and plan in ("auto", *SOLVED_LEVELS):
         solved = others.solve(plan)
         if solved is not None:
-            return with_shadows(solved, shadows)
+            return solved
         if plan != "auto":
             raise no_profile(device, f"Plan level {plan!r}")
         plan = "gpu"

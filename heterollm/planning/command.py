@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -17,7 +16,7 @@ from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
 from heterollm.planning.profiled_model import ProfiledModel
 from heterollm.profiler.records import Profile
-from heterollm.solver import PlanRequest, with_shadows
+from heterollm.solver import PlanRequest
 
 __all__ = ["no_profile", "solve_for"]
 
@@ -60,10 +59,9 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     )
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
     calibration = calibration_key(options.calibration)
-    solved = solve_plan(ProfiledModel(found, config, specs, options.precision, calibration), asked)
     shadows = shadows_under(options.request, calibrated_shadows(options.calibration))
-    plan = with_shadows(solved.plan, shadows)
-    return dataclasses.replace(solved, plan=plan)
+    model_of_profile = ProfiledModel(found, config, specs, options.precision, calibration, shadows)
+    return solve_plan(model_of_profile, asked)
 
 
 def no_profile(

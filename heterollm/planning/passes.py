@@ -21,6 +21,7 @@ from heterollm.solver import (
     InFlight,
     Plan,
     PlanRequest,
+    ShadowChannels,
     level_plan,
     with_schedule,
 )
@@ -104,8 +105,8 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
 
 
 def shadows_under(
-    request: PlanRequest | None, shadows: Mapping[tuple[int, Group], int]
-) -> Mapping[tuple[int, Group], int]:
+    request: PlanRequest | None, shadows: Mapping[tuple[int, Group], ShadowChannels]
+) -> Mapping[tuple[int, Group], ShadowChannels]:
     """Return the shadows of a calibration that a request wants; the pass ``llm.npu:chunks`` has none yet."""
     return {} if request is not None and "llm.npu:chunks" in request.passes else shadows
 

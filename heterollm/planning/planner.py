@@ -22,6 +22,7 @@ from heterollm.solver import (
     PlanRequest,
     best_strategy,
     power_of,
+    with_shadows,
 )
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
         "request": structs.replace(request, histogram=None),
         "histogram": None if histogram is None else sorted(histogram.items()),
     }
+    if model.shadows:
+        inputs["shadows"] = sorted(model.shadows.items())
     plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver))
     return Solved(model, plan, notes, choice)
 
@@ -135,7 +138,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
             fits = solver.budget.holds(model.npu_bytes(plan))
             plan = faster_plan(model, solved, plan, prompts) if fits else solved
     return structs.replace(
-        plan,
+        with_shadows(plan, model.shadows),
         level="tensor"
         if request.level == "auto" and plan.level == "block" and not plan.has_ffn
         else plan.level,

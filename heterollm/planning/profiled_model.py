@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from heterollm.base import ProfileError
-from heterollm.kernels.ops import OpSpec, Phase, Precision, ffn_specs
+from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
 from heterollm.model import ModelConfig, ModelShape, block_norms, shape_of_specs
 from heterollm.profiler.records import Profile
 from heterollm.solver import (
@@ -18,7 +18,9 @@ from heterollm.solver import (
     PredictedPass,
     PredictedPrompt,
     ProfileCosts,
+    ShadowChannels,
     graph_sharing,
+    group_shadows,
     limits_of,
     predict_pass,
     predict_prompt,
@@ -37,6 +39,7 @@ class ProfiledModel:
         specs: Every group of the model.
         precision: Precision of the linears.
         calibration: Identity of its calibration, whose ranges integer graphs need; None without one.
+        shadows: Operators that get a shadow of outliers wherever the NPU computes them in integers.
     """
 
     profile: Profile
@@ -44,6 +47,7 @@ class ProfiledModel:
     specs: tuple[OpSpec, ...]
     precision: Precision
     calibration: str | None = None
+    shadows: Mapping[tuple[int, Group], ShadowChannels] = field(default_factory=dict)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -53,7 +57,8 @@ class ProfiledModel:
     @cached_property
     def costs(self) -> ProfileCosts:
         """Times of the model's operators, by the profile."""
-        return ProfileCosts(self.profile, self.shape)
+        shadows = group_shadows(self.shadows, self.config.layers)
+        return ProfileCosts(self.profile, self.shape, shadows=shadows)
 
     @cached_property
     def limits(self) -> NpuLimits | None:
@@ -124,7 +129,10 @@ class ProfiledModel:
         """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above."""
         chunks = list(plan.chunks(prompt))
         if plan.schedule is None or len(chunks) == 1:
-            passes = [self.predict(plan, "prefill", tokens, position=first) for first, tokens in chunks]
+            passes = [
+                self.predict(plan, "prefill", tokens, position=first, logits=(first, tokens) == chunks[-1])
+                for first, tokens in chunks
+            ]
             found = [one for one in passes if one is not None]
             if len(found) < len(passes):
                 return None

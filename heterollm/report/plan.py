@@ -225,7 +225,8 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
 
     Args:
         found: The pass.
-        explain: Whether to show the times to write and read codes, and the rejected placements.
+        explain: Whether to show the times to write and read codes, those of shadows (to find outliers, to
+            multiply hot channels, to add the rest), and the rejected placements.
     """
     title = (
         f"{found.phase}, {found.tokens} token{'s' if found.tokens > 1 else ''}: "
@@ -233,7 +234,9 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
     )
     columns = ["group", "placement", ">NPU share", ">GPU us", ">NPU us", ">time us"]
     codes = explain and any(item.option.read_us for item in found.operators)
-    more = [*([">codes us"] if codes else []), *(["rejected"] if explain else [])]
+    shadows = explain and any(item.option.shadow.find_us for item in found.operators)
+    more = [*([">codes us"] if codes else []), *([">shadow us"] if shadows else [])]
+    more += ["rejected"] if explain else []
     result = table(*columns, *more, title=title)
     for item in found.operators:
         option = item.option
@@ -247,6 +250,8 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
         ]
         if codes:
             row.append(f"{option.write_us:.0f} + {option.read_us:.0f}" if option.read_us else "")
+        if shadows:
+            row.append(" + ".join(f"{one_us:.0f}" for one_us in option.shadow) if any(option.shadow) else "")
         if explain:
             row.append("\n".join(_reasons(item, found.ffn_us)))
         result.add_row(*row)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from heterollm.kernels.gpu import EXPECTED_CHANNELS
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
 from heterollm.report.tables_sweep import sweep_table
@@ -145,8 +144,8 @@ def _assumed(result: SimulationResult) -> str:
     if not result.plan.has_shadows:
         return f"{words}, and outliers without importance."
     return (
-        f"{words}, outliers in {EXPECTED_CHANNELS} channels of an operator at once, and {result.pruned:.0%} "
-        "of the layers, those in the middle, with their outliers pruned."
+        f"{words}, outliers in {result.outlier_share:.1%} of the inputs of an operator at once, and "
+        f"{result.pruned:.0%} of the layers, those in the middle, with their outliers pruned."
     )
 
 

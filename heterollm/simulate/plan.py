@@ -27,8 +27,8 @@ from heterollm.solver import (
     PlanLevel,
     PlanRequest,
     RequestedLevel,
+    ShadowChannels,
     level_plan,
-    with_shadows,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def planned(
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
         calibration = ASSUMED if request.calibrated or request.passes else None
-        return ProfiledModel(profile, config, tuple(specs), request.precision, calibration)
+        return ProfiledModel(
+            profile, config, tuple(specs), request.precision, calibration, assumed_shadows(specs, request)
+        )
 
     if request.naive:
         length = own_length(request)
@@ -105,8 +107,6 @@ def planned(
             lengths = [length for length in device.standard_lengths if 1 < length <= longest]
             plans = [rule(length) for length in lengths]
             plan = fastest_in_flight(profiled(), plan, plans, {request.prompt: 1.0}, request.in_flight)
-    if {"llm.npu:shadow", "llm.npu"}.intersection(request.passes):
-        plan = with_shadows(plan, assumed_shadows(specs, request.pruned))
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
 
 
@@ -137,19 +137,26 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
     return PlanRequest(context, level=level, in_flight=request.in_flight, passes=request.passes)
 
 
-def assumed_shadows(specs: Sequence[OpSpec], pruned: float) -> frozenset[tuple[int, Group]]:
+def assumed_shadows(
+    specs: Sequence[OpSpec], request: SimulationRequest
+) -> dict[tuple[int, Group], ShadowChannels]:
     """Return the operators whose outliers are assumed to matter: those of the first and last layers.
 
     Such layers have the most important outliers (llm.npu, section 3.3).
 
     Args:
         specs: All groups of the model.
-        pruned: Share of the layers without a shadow.
+        request: The simulated case: its pass, the share of the layers without a shadow, and that of the
+            channels with outliers.
     """
+    if not {"llm.npu:shadow", "llm.npu"}.intersection(request.passes):
+        return {}
     layers = sorted({spec.layer for spec in specs if spec.layer >= 0})
-    kept = round((1.0 - pruned) * len(layers))
+    kept = round((1.0 - request.pruned) * len(layers))
     outer = sorted(layers, key=lambda layer: min(layer, layers[-1] - layer))[:kept]
-    return frozenset((spec.layer, spec.group) for spec in specs if spec.layer in outer)
+    own = [spec for spec in specs if spec.layer in outer]
+    counts = {(spec.layer, spec.group): round(request.outlier_share * spec.columns) for spec in own}
+    return {key: ShadowChannels(count, count) for key, count in counts.items()}
 
 
 def own_length(request: SimulationRequest) -> int:

@@ -48,6 +48,11 @@ then polling."""
 
 LONGEST_RUN: Final = 1_000_000
 
+OUTLIER_SHARE: Final = 0.02
+"""Share of an operator's input channels that have outliers in a pass: the mean over the operators of
+SmolLM2-135M-Instruct at the thresholds of its calibration (docs/llm-npu.md). llm.npu's figure 10 has at most
+0.003 for Qwen1.5-1.8B, at thresholds that it does not state."""
+
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
@@ -77,6 +82,8 @@ class SimulationRequest:
         passes: Techniques of a paper over levels ``layer`` and ``tensor``; with those of llm.npu weights have
             precision ``w8a8``, and their ranges are assumed.
         pruned: Assumed share of the layers whose outliers llm.npu prunes; the paper's default.
+        outlier_share: Assumed share of an operator's input channels that have outliers in a pass; all of them
+            count as hot.
 
     Raises:
         OptionError: A value is not legal.
@@ -102,6 +109,7 @@ class SimulationRequest:
     calibrated: bool = False
     passes: tuple[PassName, ...] = ()
     pruned: float = 0.85
+    outlier_share: float = OUTLIER_SHARE
 
     def __post_init__(self) -> None:
         choices: tuple[tuple[str, object, Sequence[object]], ...] = (
@@ -126,6 +134,10 @@ class SimulationRequest:
         self._check_pass()
         if not 0.0 <= self.pruned <= 1.0:
             raise OptionError(f"A share of {self.pruned} of the shadows is pruned.", fix="Choose 0 to 1.")
+        if not 0.0 <= self.outlier_share <= 1.0:
+            raise OptionError(
+                f"A share of {self.outlier_share} of the channels has outliers.", fix="Choose 0 to 1."
+            )
         if self.numerics and self.calibrated:
             raise OptionError(
                 "With numerics ranges are not assumed to be calibrated.",

@@ -216,6 +216,7 @@ class SimulationResult:
         calibrated: Whether ranges for integer graphs were assumed.
         passes: Techniques of a paper over the plan.
         pruned: Assumed share of the layers whose outliers are pruned.
+        outlier_share: Assumed share of an operator's input channels that have outliers in a pass.
         graphs: The NPU's graphs of the plan, for all of its lengths.
         sharing: What the chunks of the prompt share.
         prefill: The prompt.
@@ -240,6 +241,7 @@ class SimulationResult:
     calibrated: bool
     passes: tuple[PassName, ...]
     pruned: float
+    outlier_share: float
     graphs: GraphUse
     sharing: GraphSharing
     prefill: PhaseUse
@@ -307,6 +309,7 @@ class SimulationResult:
             "calibrated": self.calibrated,
             "passes": list(self.passes),
             "pruned": self.pruned,
+            "outlier_share": self.outlier_share,
             "npu_graphs": self.graphs.count,
             "npu_gib": self.graphs.held_gib,
             "npu_limit_gib": self.graphs.limit_gib,

@@ -41,6 +41,8 @@ class SimulatedRow:
         calibrated: Whether ranges for integer graphs were assumed.
         passes: Techniques of a paper over the plan.
         pruned: Assumed share of the layers whose outliers are pruned.
+        outlier_share: Assumed share of an operator's input channels that have outliers in a pass; None in
+            rows of older versions, which assumed 16 channels.
         prompt_tokens: Tokens of the prompt.
         decode_tokens: Tokens made after the first.
         error: Why the case failed.
@@ -87,6 +89,7 @@ class SimulatedRow:
     calibrated: bool = False
     passes: tuple[str, ...] = ()
     pruned: Amount = 0.85
+    outlier_share: Amount | None = None
     prompt_tokens: Count
     decode_tokens: Count
     error: str | None = None
@@ -147,6 +150,7 @@ class SimulatedRow:
             calibrated=request.calibrated,
             passes=request.passes,
             pruned=request.pruned,
+            outlier_share=request.outlier_share,
             prompt_tokens=request.prompt,
             decode_tokens=request.decode,
             error=error,

@@ -5,7 +5,7 @@ Only the processors are modelled, and the clock is virtual. Every result is labe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final, cast
 
@@ -45,7 +45,7 @@ from heterollm.simulate.result import (
     splits_of,
     used,
 )
-from heterollm.solver import SOLVED_LEVELS, Plan
+from heterollm.solver import SOLVED_LEVELS, Plan, ShadowChannels
 from heterollm.trace import Trace, Tracer, take_trace
 
 __all__ = ["needs_profile", "profile_ahead", "simulate"]
@@ -107,6 +107,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         calibrated=request.calibrated,
         passes=request.passes,
         pruned=request.pruned,
+        outlier_share=request.outlier_share,
         graphs=graphs_of(device, plan, specs),
         sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
         prefill=prefill,
@@ -159,14 +160,15 @@ def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...
 
 
 def _assumed_ranges(
-    specs: tuple[OpSpec, ...], shadowed: Collection[tuple[int, Group]]
+    specs: tuple[OpSpec, ...], shadows: Mapping[tuple[int, Group], ShadowChannels]
 ) -> dict[tuple[int, Group], StaticRanges]:
-    """Return ranges of every operator, on which no time depends."""
+    """Return ranges of every operator, of which times depend on the channels of shadows alone."""
     found: dict[tuple[int, Group], StaticRanges] = {}
     for spec in specs:
         key = spec.layer, spec.group
         if spec.weight.scales == "tensor":
-            shadow = ShadowRanges(1.0, 1.0) if key in shadowed else None
+            own = shadows.get(key)
+            shadow = None if own is None else ShadowRanges(1.0, 1.0, expected=own.held)
             found[key] = LinearRanges(1.0, 1.0, bits=8, shadow=shadow)
         elif spec.weight.scales == "stepped":
             found[key] = LinearRanges(1.0, 1.0)
@@ -236,7 +238,7 @@ class _Run:
             weights = shape_only_weights(self.config, self.specs)
         context = request.prompt + request.decode
         observer = Tracer(self.device) if request.trace else None
-        ranges = _assumed_ranges(self.specs, assumed_shadows(self.specs, request.pruned))
+        ranges = _assumed_ranges(self.specs, assumed_shadows(self.specs, request))
         return Engine(self.device, weights, self.plan, context, progress, observer=observer, ranges=ranges)
 
     def _choose(self, engine: Engine) -> None:

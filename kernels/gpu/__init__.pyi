@@ -23,7 +23,6 @@ from .memory import MemoryKind as MemoryKind
 from .memory import SharedArray as SharedArray
 from .memory import aligned_empty as aligned_empty
 from .memory import aligned_zeros as aligned_zeros
-from .outliers import EXPECTED_CHANNELS as EXPECTED_CHANNELS
 from .outliers import GpuOutliers as GpuOutliers
 from .outliers import HotWeights as HotWeights
 from .outliers import OutlierList as OutlierList

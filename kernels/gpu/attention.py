@@ -88,7 +88,8 @@ class GpuAttention(GlueKernels):
         heads = shape.heads + 2 * shape.kv_heads
         width = 1 if style == "vector" else round_up(pieces * heads, items)
         arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon))
-        work = functools.partial(rope_work, shape, tokens, self._item_bytes, self._kv_dtype.itemsize)
+        read_bytes = self._item_bytes * qkv.reads
+        work = functools.partial(rope_work, shape, tokens, read_bytes, self._kv_dtype.itemsize)
         return self._runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
 
     def attention(

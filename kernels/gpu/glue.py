@@ -126,7 +126,7 @@ class GpuGlue(GpuAttention):
             *(rounded.arguments(rows, hidden, label) if rounded else ()),
         )
         item, block = self._item_bytes, rounded.block if isinstance(rounded, RoundedInputs) else 0
-        read = 4 if mode == NORM_ONLY else 4 + item
+        read = 4 if mode == NORM_ONLY else 4 + item * delta.reads
         stored = item + 4 if mode == NORM_ADD else item
         stored += rounded.code_bytes if isinstance(rounded, NpuCodes) else 0
         work = functools.partial(pointwise_work, rows * hidden, 6, read, stored, block)
@@ -164,7 +164,9 @@ class GpuGlue(GpuAttention):
         memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
         sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
         item, block = self._item_bytes, rounded.block if rounded else 0
-        work = functools.partial(pointwise_work, tokens * intermediate, 10, 2 * item, item, block)
+        work = functools.partial(
+            pointwise_work, tokens * intermediate, 10, 2 * item * gate_up.reads, item, block
+        )
         return self._pointwise(
             "gated_activation", memory, sizes, tokens, label, work, rounded=rounded, segments=gate_up
         )
@@ -175,7 +177,7 @@ class GpuGlue(GpuAttention):
             raise KernelError(f"{label}: the head is one member, not {len(head.rows)}.")
         out.require(rows * head.rows[0] * 4, f"{label} output")
         sizes = (head.splits[0], head.rows[0])
-        work = functools.partial(pointwise_work, rows * head.rows[0], 1, self._item_bytes, 4)
+        work = functools.partial(pointwise_work, rows * head.rows[0], 1, self._item_bytes * head.reads, 4)
         memory = (head.a, head.b, out)
         return self._pointwise("join_logits", memory, sizes, rows, label, work, segments=head)
 

@@ -65,6 +65,11 @@ class Segments:
         """Defines of the kernels that read the segments."""
         return {"SUM": 1} if self.join == "sum" else {}
 
+    @property
+    def reads(self) -> float:
+        """Values that a kernel reads for each row: a sum has two where the first segment has the row."""
+        return 1 + sum(self.splits) / sum(self.rows) if self.join == "sum" else 1
+
 
 class GlueKernels:
     """Builds the kernels of the glue operators; subclasses make their launches.

@@ -16,7 +16,6 @@ from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.work import GpuWork, pointwise_work
 
 __all__ = [
-    "EXPECTED_CHANNELS",
     "GpuOutliers",
     "HotWeights",
     "OutlierList",
@@ -35,8 +34,6 @@ SPAN: Final = {"vector": 512, "simt": 8}
 TOKEN_STEP: Final = 32
 RANGE_COLUMNS: Final = 512
 MOST_TOKENS: Final = 4
-EXPECTED_CHANNELS: Final = 16
-"""Channels with outliers that a simulated device assumes: a model has 5 to 15 of them at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +74,7 @@ class HotWeights:
         columns: Channels of the linear.
         low: Smallest input that the NPU's codes hold.
         high: Largest one.
+        expected: Hot channels with outliers in a pass, from which simulated times follow.
     """
 
     weights: Argument
@@ -85,6 +83,7 @@ class HotWeights:
     columns: int
     low: float
     high: float
+    expected: int = 0
 
     @property
     def rows(self) -> int:
@@ -176,10 +175,13 @@ class GpuOutliers(GlueKernels):
         sizes = map(np.int32, (covered, tokens, hot.columns, hot.rows))
         arguments = (*memory, self._runtime.upload(np.array(ranges, np.int32)), *limits, *sizes)
         size = len(ranges) * items, -(-tokens // step)
-        work = functools.partial(self._product_work, tokens, sum(npu_rows), hot.columns)
+
+        def work() -> GpuWork:
+            channels = hot.expected if fetched is None else int(found.batch.view(np.int32, (2,))[1])
+            return self._product_work(tokens, sum(npu_rows), channels)
+
         return self._runtime.launch(kernel, arguments, size, (items, 1), label, work=work)
 
-    def _product_work(self, tokens: int, rows: int, columns: int) -> GpuWork:
-        channels = min(EXPECTED_CHANNELS, columns)
+    def _product_work(self, tokens: int, rows: int, channels: int) -> GpuWork:
         read = channels * (rows + tokens) * self._item_bytes
         return GpuWork("elementwise", 2 * tokens * rows * channels, read, tokens * rows * self._item_bytes)

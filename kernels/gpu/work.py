@@ -105,7 +105,7 @@ def embedding_work(weight: WeightFormat, columns: int, tokens: int) -> GpuWork:
 
 
 def pointwise_work(
-    elements: int, flops: int, read_bytes: int, written_bytes: int, code_block: int = 0
+    elements: int, flops: int, read_bytes: float, written_bytes: int, code_block: int = 0
 ) -> GpuWork:
     """Return the work of an elementwise operator or a norm.
 
@@ -131,17 +131,17 @@ def rounding_work(elements: int, item_bytes: int, blocks: int) -> GpuWork:
     return GpuWork("elementwise", 4 * elements, item_bytes * elements, elements + BLOCK_BYTES * blocks)
 
 
-def rope_work(shape: HeadShape, tokens: int, item_bytes: int, kv_bytes: int) -> GpuWork:
+def rope_work(shape: HeadShape, tokens: int, read_bytes: float, kv_bytes: int) -> GpuWork:
     """Return the work of RoPE and of the KV write.
 
     Args:
         shape: Sizes of the heads.
         tokens: Tokens of the pass.
-        item_bytes: Size of an element of the linear's output.
+        read_bytes: Bytes read for an element of the linear's output.
         kv_bytes: Size of an element of the cache.
     """
     queries, keys = tokens * shape.query_columns, 2 * tokens * shape.kv_heads * shape.head_dim
-    return GpuWork("elementwise", 6 * queries, item_bytes * (queries + keys), 4 * queries + kv_bytes * keys)
+    return GpuWork("elementwise", 6 * queries, read_bytes * (queries + keys), 4 * queries + kv_bytes * keys)
 
 
 def attention_work(

@@ -27,6 +27,7 @@ class ShadowRanges:
         outputs: Largest magnitude of the output of clamped inputs, before a bias.
         members: The same of each member, if each has a grid of its own.
         hot: Channels that often have larger inputs, whose float weights stay in memory.
+        expected: How many of them have larger inputs in one pass, for simulated times.
 
     Raises:
         GraphError: A magnitude is not positive and finite.
@@ -36,6 +37,7 @@ class ShadowRanges:
     outputs: float
     members: tuple[float, ...] = ()
     hot: tuple[int, ...] = ()
+    expected: int = 0
 
     def __post_init__(self) -> None:
         _check((self.inputs, self.outputs, *self.members))

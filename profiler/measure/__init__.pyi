@@ -2,6 +2,9 @@ from .bandwidth import SharedLoad as SharedLoad
 from .bandwidth import bandwidth_tasks as bandwidth_tasks
 from .builds import BuildPace as BuildPace
 from .drift import ReferenceOperators as ReferenceOperators
+from .layer_cases import CODES_OF_8_BITS as CODES_OF_8_BITS
+from .layer_cases import CODES_OF_16_BITS as CODES_OF_16_BITS
+from .layer_cases import SUMS as SUMS
 from .layer_cases import GlueOperator as GlueOperator
 from .layer_cases import layer_key as layer_key
 from .layers import SUBMISSIONS as SUBMISSIONS

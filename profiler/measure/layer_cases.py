@@ -7,7 +7,7 @@ depend on are 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -21,7 +21,10 @@ from heterollm.profiler.work import HEAD_TOKENS
 
 __all__ = [
     "ATTENTION_POSITIONS",
+    "CODES_OF_8_BITS",
+    "CODES_OF_16_BITS",
     "OPERATORS",
+    "SUMS",
     "GlueCase",
     "GlueOperator",
     "cache_positions",
@@ -45,6 +48,14 @@ GlueOperator: TypeAlias = Literal[
     "final_norm_uint16",
     "write_codes",
     "read_codes",
+    "rms_norm_uint8",
+    "write_codes_uint8",
+    "read_codes_uint8",
+    "rms_norm_sum",
+    "rope_and_store_sum",
+    "gated_activation_sum",
+    "find_outliers",
+    "multiply_outliers",
 ]
 
 OPERATORS: Final[dict[GlueOperator, str]] = {
@@ -63,12 +74,21 @@ OPERATORS: Final[dict[GlueOperator, str]] = {
     "final_norm_uint16": "the residual stream; such codes included",
     "write_codes": "the inputs of a linear whose codes no norm writes",
     "read_codes": "the outputs of an integer NPU graph",
+    "rms_norm_uint8": "the residual stream; input codes of 8 bits included",
+    "write_codes_uint8": "the inputs of a linear whose codes of 8 bits no norm writes",
+    "read_codes_uint8": "the outputs of an NPU graph on codes of 8 bits",
+    "rms_norm_sum": "the residual stream; the linear's output is a sum of two arrays, as shadows make it",
+    "rope_and_store_sum": "nothing; such a sum is read",
+    "gated_activation_sum": "the width of the feed-forward network; such a sum is read",
+    "find_outliers": "the inputs of a linear, whose channels with outliers are found and listed",
+    "multiply_outliers": "the outputs; ``context`` counts the channels that are multiplied",
 }
 """The operators by name, and the size that ``hidden`` states for each."""
 
 TOKENS: Final = (1, 32, 256, 512)
 QUICK_TOKENS: Final = (1, 256)
 ATTENTION_POSITIONS: Final = (0, 256, 1024, 2048)
+OUTLIER_CHANNELS: Final = (16, 128)
 
 ROUNDING: Final[dict[GlueOperator, GlueOperator]] = {
     "rms_norm": "rms_norm_int8",
@@ -78,25 +98,45 @@ ROUNDING: Final[dict[GlueOperator, GlueOperator]] = {
 }
 """Operators that write a linear's input, and their names where they round it to int8 as well."""
 
+CODES_OF_8_BITS: Final[tuple[GlueOperator, ...]] = ("rms_norm_uint8", "write_codes_uint8", "read_codes_uint8")
+CODES_OF_16_BITS: Final[tuple[GlueOperator, ...]] = ("rms_norm_uint16", "write_codes", "read_codes")
+"""Operators on the codes of integer NPU graphs: a norm, and kernels of their own."""
+
+SUMS: Final[dict[GlueOperator, GlueOperator]] = {
+    "rms_norm": "rms_norm_sum",
+    "rope_and_store": "rope_and_store_sum",
+    "gated_activation": "gated_activation_sum",
+}
+"""Operators that read a linear's output, and their names where it is a sum."""
+
 
 @dataclass(frozen=True, slots=True)
 class GlueCase:
-    """One operator of a model at one size, after ``position`` tokens of the session; ``width`` of codes."""
+    """One operator of a model at one size; see :func:`layer_key`."""
 
     shape: ModelShape
     operator: GlueOperator
     tokens: int
     position: int = 0
     width: int | None = None
+    channels: int = 0
 
     @property
     def key(self) -> LayerKey:
         """Key of the measurement."""
-        return layer_key(self.shape, self.operator, self.tokens, self.position, width=self.width)
+        return layer_key(
+            self.shape, self.operator, self.tokens, self.position, width=self.width, channels=self.channels
+        )
 
 
 def layer_key(
-    shape: ModelShape, operator: GlueOperator, tokens: int, position: int = 0, *, width: int | None = None
+    shape: ModelShape,
+    operator: GlueOperator,
+    tokens: int,
+    position: int = 0,
+    *,
+    width: int | None = None,
+    channels: int = 0,
 ) -> LayerKey:
     """Return the key of an operator in a model.
 
@@ -105,13 +145,15 @@ def layer_key(
         operator: Its plain name.
         tokens: Rows of the pass.
         position: Tokens of the session before it, which only attention depends on.
-        width: Inputs or outputs of each token, for ``write_codes`` and ``read_codes``.
+        width: Inputs or outputs of each token, for kernels on codes and outliers.
+        channels: Channels that are multiplied.
     """
-    context = position + tokens if operator == "attention" else 0
+    context = position + tokens if operator == "attention" else channels
     hidden = heads = kv_heads = head_dim = 0
-    if operator in ("attention", "rope_and_store"):
+    plain = operator.removesuffix("_sum")
+    if plain in ("attention", "rope_and_store"):
         heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
-    elif operator == "gated_activation":
+    elif plain == "gated_activation":
         hidden = shape.intermediate_size
     elif operator == "join_logits":
         hidden = shape.vocab_size
@@ -148,17 +190,34 @@ def _code_cases(device: Device, shape: ModelShape, *, quick: bool) -> Iterator[G
     """Yield the operators that write and read codes, where the NPU has integer graphs of these weights."""
     own = [spec for spec in (*shape.layer, shape.head) if _has_integer_graphs(device, spec)]
     groups = {spec.group: spec for spec in own}
+    layer = [spec for spec in own if spec.group != "head"]
+    # Weights with one scale are multiplied by codes of 8 bits, and may have shadows.
+    one_scale = any(spec.weight.scales == "tensor" for spec in layer)
+    norm, write, read = CODES_OF_8_BITS if one_scale else CODES_OF_16_BITS
     for tokens in QUICK_TOKENS if quick else TOKENS:
         if "qkv" in groups:
-            yield GlueCase(shape, "rms_norm_uint16", tokens)
+            yield GlueCase(shape, norm, tokens)
         # The outputs of an ffn are those of its last linear.
-        for columns in sorted({spec.columns for spec in own if spec.group in ("o", "down")}):
-            yield GlueCase(shape, "write_codes", tokens, width=columns)
-        for rows in sorted({spec.rows for spec in own if spec.group != "head"}):
-            yield GlueCase(shape, "read_codes", tokens, width=rows)
+        for columns in sorted({spec.columns for spec in layer if spec.group in ("o", "down")}):
+            yield GlueCase(shape, write, tokens, width=columns)
+        for rows in sorted({spec.rows for spec in layer}):
+            yield GlueCase(shape, read, tokens, width=rows)
+        if one_scale:
+            yield from _shadow_cases(shape, layer, tokens)
     if "head" in groups:
         for tokens in (1,) if quick else (1, HEAD_TOKENS):
             yield GlueCase(shape, "final_norm_uint16", tokens)
+
+
+def _shadow_cases(shape: ModelShape, layer: Iterable[OpSpec], tokens: int) -> Iterator[GlueCase]:
+    """Yield the kernels of shadow outliers."""
+    for reader in SUMS.values():
+        yield GlueCase(shape, reader, tokens)
+    for columns in sorted({spec.columns for spec in layer}):
+        yield GlueCase(shape, "find_outliers", tokens, width=columns)
+    for rows in sorted({spec.rows for spec in layer}):
+        for channels in sorted({min(count, shape.hidden_size) for count in OUTLIER_CHANNELS}):
+            yield GlueCase(shape, "multiply_outliers", tokens, width=rows, channels=channels)
 
 
 def _has_integer_graphs(device: Device, spec: OpSpec) -> bool:

@@ -22,10 +22,13 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuGlue,
     GpuLinear,
+    GpuOutliers,
     HeadShape,
+    HotWeights,
     KvLayer,
     Launch,
     NpuCodes,
+    OutlierList,
     Rotation,
     RoundedInputs,
     Scores,
@@ -66,7 +69,9 @@ USUAL_RUNS: Final = 8
 OVERHEAD_S: Final = 0.02
 
 PER_TOKEN: Final = CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
-"""Grid of the measured codes: nearly all linears divide by the largest magnitude of a token."""
+"""Grid of codes of 16 bits: nearly all linears divide by the largest magnitude of a token."""
+
+STATIC: Final = CodeGrid(1 / 127, 1 / 127, per_token=False, bits=8)
 
 
 def layer_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = False) -> list[Task]:
@@ -131,6 +136,7 @@ class _GlueBench:
         self._timer = gpu_timer(device.gpu)
         self._runtime = self._timer.runtime
         self._glue = GpuGlue(self._runtime, device.activation_dtype, device.cache_dtype)
+        self._outliers = GpuOutliers(self._runtime, device.activation_dtype, device.cache_dtype)
         self._slots: dict[str, SharedArray] = {}
         self._makers: dict[GlueOperator, Callable[[GlueCase], Sequence[Launch]]] = {
             "embedding": self._embedding,
@@ -144,6 +150,14 @@ class _GlueBench:
             "final_norm_uint16": self._final_norm,
             "write_codes": self._write_codes,
             "read_codes": self._read_codes,
+            "rms_norm_uint8": self._rms_norm,
+            "write_codes_uint8": self._write_codes,
+            "read_codes_uint8": self._read_codes,
+            "rms_norm_sum": self._rms_norm,
+            "rope_and_store_sum": self._rope,
+            "gated_activation_sum": self._activation,
+            "find_outliers": self._find_outliers,
+            "multiply_outliers": self._multiply_outliers,
         }
 
     def measure(self, cases: Sequence[GlueCase]) -> list[Record]:
@@ -195,8 +209,13 @@ class _GlueBench:
         words[STEP_POSITION], words[STEP_LENGTH] = case.position, case.tokens
         self._integers("step", words)
 
-    def _linear_output(self, rows: tuple[int, ...], tokens: int) -> Segments:
-        """Return a linear's output after a split in halves."""
+    def _linear_output(self, case: GlueCase, rows: tuple[int, ...]) -> Segments:
+        """Return a linear's output after a split in halves, or of the whole NPU with a shadow."""
+        tokens = case.tokens
+        if case.operator.endswith("_sum"):
+            whole = tokens * sum(rows)
+            both = self._slot("first segment", whole), self._slot("second segment", whole)
+            return Segments(*both, rows, rows, join="sum")
         splits = tuple(row // 2 for row in rows)
         taken_rows = sum(splits)
         first = self._slot("first segment", tokens * taken_rows)
@@ -209,14 +228,15 @@ class _GlueBench:
 
     def _norm_codes(self, case: GlueCase, weight: WeightFormat) -> RoundedInputs | NpuCodes | None:
         hidden = case.shape.hidden_size
-        if case.operator.endswith("_uint16"):
+        if case.operator.endswith(("_uint8", "_uint16")):
             return self._codes(case, hidden)
         return self._rounded(case, weight, hidden)
 
     def _codes(self, case: GlueCase, width: int) -> NpuCodes:
         codes = self._slot("codes", case.tokens * width, np.dtype(np.uint16))
-        factors = self._floats("factors", case.tokens)
-        return NpuCodes(codes, codes, factors, self._integers("counts", [0] * COUNT_WORDS), 0, PER_TOKEN)
+        factors, counts = self._floats("factors", case.tokens), self._integers("counts", [0] * COUNT_WORDS)
+        grid = STATIC if case.operator.endswith("_uint8") else PER_TOKEN
+        return NpuCodes(codes, codes, factors, counts, 0, grid)
 
     # -- the operators -------------------------------------------------------------------------------
 
@@ -240,7 +260,7 @@ class _GlueBench:
             hidden=hidden,
             tokens=tokens,
             epsilon=1e-5,
-            delta=self._linear_output((hidden,), tokens),
+            delta=self._linear_output(case, (hidden,)),
             rounded=self._norm_codes(case, case.shape.layer[0].weight),
         )
         return [launch]
@@ -254,7 +274,7 @@ class _GlueBench:
             self._slots["step"],
             rows=rows,
             epsilon=1e-5,
-            delta=self._linear_output((hidden,), rows),
+            delta=self._linear_output(case, (hidden,)),
             rounded=self._norm_codes(case, case.shape.head.weight),
         )
         return [launch]
@@ -265,7 +285,7 @@ class _GlueBench:
         capacity = cache_positions()
         angles = capacity * shape.head_dim // 2
         launch = self._glue.rope_and_store(
-            self._linear_output((shape.heads * shape.head_dim, keys, keys), tokens),
+            self._linear_output(case, (shape.heads * shape.head_dim, keys, keys)),
             None,
             self._floats("query", tokens * shape.heads * shape.head_dim),
             KvLayer(self._cache(shape), 0),
@@ -299,7 +319,7 @@ class _GlueBench:
         wide, tokens = case.shape.intermediate_size, case.tokens
         down = next(spec for spec in case.shape.layer if spec.group == "down")
         launch = self._glue.gated_activation(
-            self._linear_output((wide, wide), tokens),
+            self._linear_output(case, (wide, wide)),
             self._slot("activated", tokens * wide),
             tokens=tokens,
             intermediate=wide,
@@ -310,7 +330,7 @@ class _GlueBench:
     def _join_logits(self, case: GlueCase) -> Sequence[Launch]:
         vocabulary, rows = case.shape.vocab_size, case.tokens
         logits = self._floats("logits", rows * vocabulary)
-        return [self._glue.join_logits(self._linear_output((vocabulary,), rows), logits, rows=rows)]
+        return [self._glue.join_logits(self._linear_output(case, (vocabulary,)), logits, rows=rows)]
 
     def _write_codes(self, case: GlueCase) -> Sequence[Launch]:
         tokens, columns = case.tokens, case.key.hidden
@@ -323,6 +343,44 @@ class _GlueBench:
         codes = self._codes(case, rows)
         out = self._slot("first segment", tokens * rows)
         return [self._glue.read_codes(codes, out, tokens=tokens, member_rows=(rows,))]
+
+    def _find_outliers(self, case: GlueCase) -> Sequence[Launch]:
+        tokens, columns = case.tokens, case.key.hidden
+        x = self._slot("linear input", tokens * columns)
+        found, place = self._outlier_list(columns, []), self._integers("places", [-1] * columns)
+        # No value is beyond these limits, so that the list stays empty.
+        hot = HotWeights(x, place, (columns,), columns, -np.inf, np.inf)
+        return self._outliers.find(x, found, hot, tokens=tokens)
+
+    def _multiply_outliers(self, case: GlueCase) -> Sequence[Launch]:
+        tokens, rows, count = case.tokens, case.key.hidden, case.channels
+        columns = case.shape.hidden_size
+        channels = [number * columns // count for number in range(count)]
+        places = dict(zip(channels, range(count), strict=True))
+        hot = HotWeights(
+            self._slot("weights of channels", count * rows),
+            self._integers("places", [places.get(channel, -1) for channel in range(columns)]),
+            (rows,),
+            columns,
+            -0.5,
+            0.5,
+            expected=count,
+        )
+        launch = self._outliers.multiply(
+            self._slot("linear input", tokens * columns),
+            self._outlier_list(columns, [count, 0, *channels]),
+            hot,
+            self._slot("first segment", tokens * rows),
+            tokens=tokens,
+            covered=tokens,
+            npu_rows=(rows,),
+        )
+        return [launch]
+
+    def _outlier_list(self, columns: int, words: Sequence[int]) -> OutlierList:
+        flags = self._integers("flags of channels", [0] * columns)
+        found = self._integers("channels", [*words, *[0] * (columns + 2 - len(words))])
+        return OutlierList(flags, found, self._integers("batch", [0, 0]))
 
     def _cache(self, shape: ModelShape) -> SharedArray:
         dtype = self._device.cache_dtype

@@ -121,8 +121,12 @@ def _terms(key: LayerKey) -> tuple[float, ...]:
     """Return the factors of the costs.
 
     Decode reads the cache once, however many heads share it. A token attends to the tokens before it, so that
-    the first one of a pass sees fewer positions than the last one.
+    the first one of a pass sees fewer positions than the last one. Without heads the context counts channels,
+    each with a row of weights.
     """
+    if not key.heads:
+        weights = float(key.context * key.hidden)
+        return 1.0, float(key.tokens * _row(key)), key.tokens * weights, weights
     seen = max(0.0, key.tokens * key.context - key.tokens * (key.tokens - 1) / 2)
     return (
         1.0,

@@ -9,7 +9,7 @@ from heterollm.kernels.npu import INTEGER_FORMS, TILE_OF_INTEGERS
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat, ffn_spec
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver.candidates import NpuLimits, candidates
-from heterollm.solver.costs import Overheads, Slowdown, joint_time_us
+from heterollm.solver.costs import NO_SHADOW, Overheads, ShadowTimes, Slowdown, joint_time_us
 from heterollm.solver.options import evaluate
 from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.profile_costs import limits_of
@@ -102,6 +102,10 @@ def test_codes_are_written_before_both_shards_and_read_behind_both(made, spec) -
         def codes_us(self, spec, member_rows, tokens, covered):
             return self._draw("write", spec.group, tokens), self._draw("read", member_rows, covered)
 
+        def shadow_us(self, spec, member_rows, tokens, covered):
+            return shadow
+
+    shadow = NO_SHADOW
     costs = Costs(3, overheads=Overheads(submit_us=1.0, merges_launches=False), low=50.0)
     rows = tuple(own // 2 for own in spec.member_rows)
     for tokens in (20, 1):
@@ -115,6 +119,14 @@ def test_codes_are_written_before_both_shards_and_read_behind_both(made, spec) -
         assert found.shard_us == pytest.approx(both_us[0])
         plain = evaluate(spec, tokens, RowsPlacement(rows, (32,), "matmul_nbits"), costs)
         assert plain.gpu_us == plain.shard_us
+        # Both wait for the list of outliers, too; their product is the first kernel of the GPU's shard.
+        shadow = ShadowTimes(3.0, 20.0, 5.0)
+        with_shadow = evaluate(spec, tokens, RowsPlacement(rows, (32,), "integer"), costs)
+        shadow = NO_SHADOW
+        more_us = joint_time_us(20.0 + costs.gpu_us(spec, rows, tokens), npu_us, Slowdown(1.0, 2.0))
+        assert with_shadow.shard_us == pytest.approx(more_us[0])
+        assert with_shadow.time_us == pytest.approx(write_us + 3.0 + max(more_us) + read_us + 5.0)
+        assert with_shadow.gpu_us == pytest.approx(write_us + 3.0 + more_us[0] + read_us + 5.0)
     # So in a chain of submissions, where a norm writes codes in the kernel that it has anyway.
     whole_us = 10.0 + write_us + max(both_us) + read_us
     submitted_us = (2 if spec is GATE_UP else 3) * costs.overheads.submit_us

@@ -84,11 +84,15 @@ def test_pruning_makes_shadows_cheaper():
 
 def test_the_outermost_layers_keep_their_shadows():
     specs = op_specs(find_model("qwen1.5-1.8b").config, "w8a8", 128, True)
-    found = assumed_shadows(specs, 0.85)
+    found = assumed_shadows(specs, case("llm.npu"))
     assert {layer for layer, _ in found} == {0, 1, 22, 23}
     assert {group for _, group in found} == {"qkv", "o", "gate_up", "down"}
-    assert not assumed_shadows(specs, 1.0)
-    assert len(assumed_shadows(specs, 0.0)) == 24 * 4
+    assert not assumed_shadows(specs, case("llm.npu", pruned=1.0))
+    assert not assumed_shadows(specs, case("llm.npu:chunks", pruned=0.0))
+    assert len(assumed_shadows(specs, case("llm.npu", pruned=0.0))) == 24 * 4
+    # Channels with outliers are a share of the inputs.
+    wide = assumed_shadows(specs, case("llm.npu", outlier_share=0.01))
+    assert (wide[0, "qkv"].hot, wide[0, "down"].hot) == (20, 55)
 
 
 def test_only_integer_graphs_of_the_named_operators_get_a_shadow():
@@ -123,6 +127,7 @@ def test_splits_of_heterollm_run_with_integers_of_llm_npu():
         ({"calibrated": True}, "assumes weights"),
         ({"in_flight": 4}, "number of chunks in flight"),
         ({"pruned": 1.5}, "is pruned"),
+        ({"outlier_share": -0.1}, "of the channels has outliers"),
         ({"passes": ("llm.npu", "llm.npu:chunks")}, "are steps of one"),
         ({"passes": ("shadowattn",)}, "no pass 'shadowattn'"),
     ],

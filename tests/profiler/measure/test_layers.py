@@ -15,6 +15,7 @@ from heterollm.profiler.measure import layer_cases, layer_key, layer_tasks, laye
 from heterollm.profiler.measure.layer_cases import OPERATORS
 
 POSITIONS = (0, 300)
+OF_INTEGER_GRAPHS = ("_uint8", "_uint16", "_codes", "_sum", "_outliers")
 SIZES = ModelSize(128, 256, 1, 4, 2, 320, True, 32, 2048)
 
 
@@ -37,7 +38,7 @@ def test_every_operator_is_measured_under_the_key_that_was_announced(device, pre
         assert not record.failed, record.error
         assert min(record.samples_us + record.warmup_us) > 0
         assert not record.values  # launches are merged here: none is a submission of its own
-    plain = {name for name in OPERATORS if not name.endswith(("_int8", "_uint16", "_codes"))}
+    plain = {name for name in OPERATORS if not name.endswith(("_int8", *OF_INTEGER_GRAPHS))}
     found = {record.key.operator for record in records}
     assert {name.removesuffix("_int8") for name in found} == plain
     assert ("attention_int8" in found) == (precision == "w4a8")
@@ -65,7 +66,7 @@ def test_operators_on_codes_are_measured_where_the_npu_has_integer_graphs(device
 
     def of_codes(shape):
         tasks = layer_tasks(device, [shape], quick=quick)
-        return [task for task in tasks if task.keys[0].operator.endswith(("_uint16", "_codes"))]
+        return [task for task in tasks if task.keys[0].operator.endswith(OF_INTEGER_GRAPHS)]
 
     assert not of_codes(shape)
     records = [record for task in of_codes(stepped) for record in task.run()]
@@ -77,6 +78,33 @@ def test_operators_on_codes_are_measured_where_the_npu_has_integer_graphs(device
         assert {key.hidden for key in keys} == expected
         assert {key.tokens for key in keys} == tokens
     assert {record.key.operator for record in records} == {*widths, "final_norm_uint16"}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_codes_of_8_bits_and_kernels_of_shadows_are_measured_for_weights_with_one_scale(device, quick):
+    shape = SIZES.shape("tiny", "w8a8")
+    tasks = layer_tasks(device, [shape], quick=quick)
+    own = [task for task in tasks if task.keys[0].operator.endswith(OF_INTEGER_GRAPHS)]
+    records = [record for task in own for record in task.run()]
+    assert all(not record.failed and min(record.samples_us) > 0 for record in records)
+    tokens = set(layer_cases.QUICK_TOKENS if quick else layer_cases.TOKENS)
+    widths = {
+        "rms_norm_uint8": {128},
+        "write_codes_uint8": {128, 256},
+        "read_codes_uint8": {128, 256, 512},
+        "rms_norm_sum": {128},
+        "rope_and_store_sum": {0},
+        "gated_activation_sum": {256},
+        "find_outliers": {128, 256},
+        "multiply_outliers": {128, 256, 512},
+    }
+    assert {record.key.operator for record in records} == set(widths)
+    for name, expected in widths.items():
+        keys = [record.key for record in records if record.key.operator == name]
+        assert {key.hidden for key in keys} == expected
+        assert {key.tokens for key in keys} == tokens
+        channels = {16, 128} if name == "multiply_outliers" else {0}
+        assert {key.context for key in keys} == channels
 
 
 def test_operators_that_two_models_share_are_measured_once(device):
