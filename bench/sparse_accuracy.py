@@ -1,6 +1,7 @@
 """What does sparse attention with keys by estimated scores cost a model (shadowAttn, section 5.2)?
 
-Attention is emulated in torch: no time is measured here. Prompts are sparse from their first token on.
+Attention is emulated in torch: no time is measured here. It is sparse in the last quarter of a text, or in
+all of it where a row says so.
 
     python bench/sparse_accuracy.py heads --out FILE
     python bench/sparse_accuracy.py loss,agreement --out FILE
@@ -46,7 +47,7 @@ LONG = 4096
 CALIBRATION_WINDOWS = 2
 """Of each text, before those that are measured."""
 
-IMPORTANCE_TOKENS = 256
+IMPORTANCE_TOKENS = 128
 """First tokens of a calibration window of each text, on which heads are removed."""
 
 BUNDLED_WINDOWS = 8
@@ -184,13 +185,14 @@ class Study:
                 yield {"keep": keep, "rule": rule, "buckets": 1}
         for count in (0, 5, 9):
             yield {"keep": KEEPS[0], "rule": self._rules[0], "buckets": count}
+        yield {"keep": KEEPS[0], "rule": self._rules[0], "buckets": 1, "whole": True}
 
     def loss(self) -> Iterator[Row]:
         """Yield the loss of the last quarter of each text, and its rise over that with dense attention."""
-        last = self._tokens // 4
+        last, dense = self._tokens // 4, self._tokens - self._tokens // 4
         plain: list[tuple[Tensor, Tensor]] = []
         for _, ids in self._measured():
-            logits = self._emulation.logits(ids, last + 1)[:-1]
+            logits = self._emulation.logits(ids, last, dense=dense)[:-1]
             plain.append((_last_surprises(logits, ids), logits.argmax(1)))
         names = [name for name, _ in self._measured()]
         for text in self._texts:
@@ -200,7 +202,8 @@ class Study:
             found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
             sparse = self._sparse(case["keep"], case["rule"], case["buckets"])
             for (name, ids), (before, chosen) in zip(self._measured(), plain, strict=True):
-                logits = self._emulation.logits(ids, last + 1, sparse)[:-1]
+                first = 0 if "whole" in case else dense
+                logits = self._emulation.logits(ids, last, sparse, dense=first)[:-1]
                 surprises = _last_surprises(logits, ids)
                 row = (surprises, surprises - before, (logits.argmax(1) == chosen).double())
                 found.setdefault(name, []).append(row)
@@ -226,9 +229,9 @@ class Study:
             for _, ids in self._measured():
                 sparse = self._sparse(keep, rule, count)
                 sparse.agreement = Agreement()
-                self._emulation.logits(ids, 1, sparse)
-                recalls.append(by_head(sparse.agreement.recall, self._tokens // 4 // 32))
-                masses.append(by_head(sparse.agreement.mass, self._tokens // 4))
+                self._emulation.logits(ids, 1, sparse, dense=self._tokens - self._tokens // 4)
+                recalls.append(by_head(sparse.agreement.recall))
+                masses.append(by_head(sparse.agreement.mass))
             # Heads whose keys are all kept anyway have no recall.
             recall, mass = np.ma.masked_invalid(recalls).mean(axis=0), np.mean(masses, axis=0)
             yield {
@@ -243,7 +246,7 @@ class Study:
             }
 
     def retrieval(self) -> Iterator[Row]:
-        """Yield whether greedy decoding after a prompt gives the number that a sentence at a depth states."""
+        """Yield whether greedy decoding gives the number that a sentence states; prompts are sparse."""
         answer = self._ids(NUMBER)
         if self._tokenizer.chat_template is None:
             raise SystemExit("retrieval needs a model that answers questions.")

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from heterollm.calibration.head_records import HeadCalibration
 from heterollm.kernels.formats.score_scales import ScoreScale, buckets, score_scales
 
-__all__ = ["Emulation", "Sparse", "scales_of"]
+__all__ = ["Agreement", "Emulation", "Sparse", "by_head", "scales_of"]
 
 BLOCK = 32
 FIRST = 4
@@ -96,12 +96,34 @@ class Emulation:
         self.sparse: Sparse | None = None
         self.reader: Callable[[int, Tensor, Tensor], None] | None = None
         self.removed: tuple[int, int] | None = None
+        self._prefixes: dict[tuple[int, ...], DynamicCache] = {}
 
     @torch.no_grad()
-    def logits(self, ids: Sequence[int], last: int, sparse: Sparse | None = None) -> Tensor:
-        """Return the logits of the last tokens of a text."""
+    def logits(
+        self, ids: Sequence[int], last: int, sparse: Sparse | None = None, *, dense: int = 0
+    ) -> Tensor:
+        """Return the logits of the last tokens of a text.
+
+        Args:
+            ids: The text.
+            last: Number of tokens.
+            sparse: The way to select keys; None for dense attention.
+            dense: First tokens whose attention is dense; they are computed once for each text.
+        """
+        cache = self._prefix(tuple(ids[:dense])) if dense else None
         self.sparse = sparse
-        return self.model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=last).logits[0]
+        given = torch.tensor([list(ids[dense:])])
+        found = self.model(given, past_key_values=cache, use_cache=bool(dense), logits_to_keep=last)
+        if cache is not None:
+            cache.crop(dense - len(ids))
+        return found.logits[0]
+
+    def _prefix(self, ids: tuple[int, ...]) -> DynamicCache:
+        if ids not in self._prefixes:
+            self.sparse = None
+            made = self._prefixes[ids] = DynamicCache(config=self.model.config)
+            self.model(torch.tensor([list(ids)]), past_key_values=made, use_cache=True, logits_to_keep=1)
+        return self._prefixes[ids]
 
     def _attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _: object, scaling: float, **__: object
@@ -110,8 +132,11 @@ class Emulation:
         if self.reader is not None:
             self.reader(layer, q[0], k[0])
         if self.sparse is None:
+            visible = None
+            if q.shape[2] != k.shape[2]:
+                visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
             out = nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scaling, enable_gqa=group > 1
+                *(q, k, v, visible), is_causal=visible is None, scale=scaling, enable_gqa=group > 1
             )
         else:
             out = self._sparse(layer, q[0], k[0], v[0], scaling, self.sparse)[None]
@@ -123,25 +148,26 @@ class Emulation:
         group, tokens = len(q) // len(k), q.shape[1]
         out = torch.empty_like(q)
         estimate = _exact if not how.bucket_count else _Codes(q, k, how.scales[layer], how.bucket_count)
-        for first in range(0, tokens, ROWS):
-            end = min(tokens, first + ROWS)
+        before = k.shape[1] - tokens
+        for row in range(0, tokens, ROWS):
+            rows = slice(row, min(tokens, row + ROWS))
+            first, end = before + row, before + rows.stop
             visible = torch.arange(first, end)[:, None] >= torch.arange(end)
             keys, values = (part[:, :end].repeat_interleave(group, 0) for part in (k, v))
-            raw = _exact(q, keys, first, end) * scaling
-            scores = raw if estimate is _exact else estimate(q, keys, first, end) * scaling
+            raw = _exact(q[:, rows], keys) * scaling
+            scores = raw if estimate is _exact else estimate(q[:, rows], keys) * scaling
             kept = _selected(scores, visible, first, how.keep[layer])
             if how.agreement is not None:
                 exact = _selected(raw, visible, first, how.keep[layer])
                 _compare(how.agreement, layer, kept, exact, raw, visible, first)
             seen = kept.repeat_interleave(BLOCK, 1)[:, : end - first] & visible
-            weights = torch.softmax(raw.masked_fill(~seen, -torch.inf), -1)
-            out[:, first:end] = weights @ values
+            out[:, rows] = torch.softmax(raw.masked_fill(~seen, -torch.inf), -1) @ values
         return out
 
 
-def _exact(q: Tensor, keys: Tensor, first: int, end: int) -> Tensor:
+def _exact(q: Tensor, keys: Tensor) -> Tensor:
     """Return the products of queries and keys ``[heads, rows, end]``."""
-    return q[:, first:end] @ keys.transpose(1, 2)
+    return q @ keys.transpose(1, 2)
 
 
 class _Codes:
@@ -164,9 +190,9 @@ class _Codes:
         exponents = torch.tensor([float(one.exponent) for one in scales]).repeat_interleave(group)
         self._multipliers = torch.exp2(-exponents)[:, None, None]
 
-    def __call__(self, q: Tensor, keys: Tensor, first: int, end: int) -> Tensor:
+    def __call__(self, q: Tensor, keys: Tensor) -> Tensor:
         """Return the products that the codes stand for."""
-        left = _codes(q[:, first:end] / self._query_steps)
+        left = _codes(q / self._query_steps)
         right = _codes(keys / self._key_steps)
         return _codes(left @ right.transpose(1, 2) * self._multipliers) * self._score_steps
 
@@ -210,7 +236,6 @@ def _compare(
     found.mass.setdefault(layer, []).append(held)
 
 
-def by_head(parts: dict[int, list[Tensor]], last: int) -> np.ndarray:
-    """Return the means of the last entries of each head ``[layers, heads]``."""
-    joined = [torch.cat(one, 1)[:, -last:] for _, one in sorted(parts.items())]
-    return np.stack([torch.nanmean(one, 1).numpy() for one in joined])
+def by_head(parts: dict[int, list[Tensor]]) -> np.ndarray:
+    """Return the means of each head ``[layers, heads]``."""
+    return np.stack([torch.nanmean(torch.cat(one, 1), 1).numpy() for _, one in sorted(parts.items())])
