@@ -1,3 +1,11 @@
+from .attention import BUCKETS as BUCKETS
+from .attention import DENSE_ATTENTION as DENSE_ATTENTION
+from .attention import AttentionEntry as AttentionEntry
+from .attention import AttentionPlacement as AttentionPlacement
+from .attention import DenseAttention as DenseAttention
+from .attention import Estimator as Estimator
+from .attention import ScoreBuckets as ScoreBuckets
+from .attention import SparseAttention as SparseAttention
 from .candidates import NpuLimits as NpuLimits
 from .chain import Choice as Choice
 from .check import check_plan as check_plan
@@ -48,5 +56,6 @@ from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights
 from .solve import Solver as Solver
 from .standard_lengths import choose_lengths as choose_lengths
+from .standard_lengths import score_keys as score_keys
 from .words import describe as describe
 from .words import notation as notation
