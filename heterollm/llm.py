@@ -406,6 +406,7 @@ def _check_fit(
         longest=config.max_positions,
         head_rows=HEAD_ROWS,
         activation=config.activation,
+        heads=(config.heads, config.kv_heads),
     )
     item_bytes = device.activation_dtype.itemsize
     slots = pool_sizes(config, specs, plan, item_bytes)
