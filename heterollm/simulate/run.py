@@ -131,7 +131,8 @@ def profile_ahead(request: SimulationRequest) -> None:
         return
     found = find_model(request.model)
     device = _open(replace(request, load=None, numerics=False))
-    profile_of(device, found.name, found.config, _specs(found.config, request), silent)
+    specs, sparse = _specs(found.config, request), SHADOW_ATTENTION in request.passes
+    profile_of(device, found.name, found.config, specs, silent, sparse=sparse)
 
 
 def needs_profile(request: SimulationRequest) -> bool:

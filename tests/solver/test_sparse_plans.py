@@ -76,13 +76,13 @@ def corners(entry):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_end_of_a_sparse_range_is_predicted_slower_than_dense(seed):
+def test_sparse_attention_is_predicted_to_gain_at_each_end_of_its_ranges(seed):
     costs = FakeCosts(launch_us=random.Random(seed).uniform(5, 200), seed=seed)
     for entry in planned(costs, estimator=("npu", "gpu")[seed % 2]):
         assert isinstance(entry.placement, SparseAttention)
         for tokens, keys in corners(entry):
             own = attention_times(entry.placement, costs, tokens, keys, score_keys(CONTEXT))
-            assert own.time_us < costs.dense_us(tokens, keys)
+            assert own.time_us < 0.9 * costs.dense_us(tokens, keys)
 
 
 def test_short_sessions_stay_dense_and_long_ones_become_sparse(made):
