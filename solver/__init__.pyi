@@ -18,6 +18,7 @@ from .flights import PredictedPrompt as PredictedPrompt
 from .flights import plan_flights as plan_flights
 from .flights import predict_prompt as predict_prompt
 from .flights import with_schedule as with_schedule
+from .keep import HeadNeeds as HeadNeeds
 from .levels import LENGTH_POLICIES as LENGTH_POLICIES
 from .levels import LEVELS as LEVELS
 from .levels import LengthCosts as LengthCosts

@@ -8,20 +8,20 @@ are launched one by one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.calibration.int8_check import Int8Statistics
 from heterollm.calibration.int8_records import ChannelOutliers
 from heterollm.calibration.records import (
     LOWEST_OCTAVE,
     OCTAVES,
     STEPS_PER_OCTAVE,
-    HeadMagnitudes,
     LinearCalibration,
 )
 from heterollm.engine import Call, EngineActivity, Step
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from heterollm.kernels.gpu import HostClock, KvMemory
     from heterollm.model import ModelConfig
 
-__all__ = ["ActivationObserver", "HeadStatistics", "LinearStatistics", "Reader"]
+__all__ = ["ActivationObserver", "LinearStatistics", "Reader"]
 
 OUTLIER_FACTOR = 8.0
 """Magnitude of an outlier in root mean squares of the first window."""
@@ -110,41 +110,6 @@ class LinearStatistics:
             ),
             int8=None if self._int8 is None else self._int8.record(),
         )
-
-
-class HeadStatistics:
-    """Running magnitudes of queries and keys after RoPE.
-
-    Args:
-        config: The model.
-        earlier: The state to continue from.
-    """
-
-    def __init__(self, config: ModelConfig, earlier: Iterable[HeadMagnitudes] = ()) -> None:
-        self._config = config
-        self._queries = np.zeros((config.layers, config.heads))
-        self._keys = np.zeros((config.layers, config.kv_heads))
-        for one in earlier:
-            self._queries[one.layer], self._keys[one.layer] = one.queries, one.keys
-
-    @property
-    def query_columns(self) -> int:
-        """Elements of a token's queries."""
-        return self._config.heads * self._config.head_dim
-
-    def add_queries(self, layer: int, queries: Floats) -> None:
-        """Add queries ``[m, heads * head_dim]`` of a layer."""
-        sizes = np.abs(queries.reshape(len(queries), self._config.heads, -1)).max(axis=(0, 2))
-        np.maximum(self._queries[layer], sizes, out=self._queries[layer])
-
-    def add_keys(self, keys: Floats) -> None:
-        """Add keys ``[layers, kv_heads, ...]``."""
-        np.maximum(self._keys, np.abs(keys).max(axis=tuple(range(2, keys.ndim))), out=self._keys)
-
-    def record(self) -> tuple[HeadMagnitudes, ...]:
-        """Return the magnitudes so far."""
-        pairs = zip(self._queries.tolist(), self._keys.tolist(), strict=True)
-        return tuple(HeadMagnitudes(layer, tuple(q), tuple(k)) for layer, (q, k) in enumerate(pairs))
 
 
 class ActivationObserver:

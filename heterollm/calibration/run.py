@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from heterollm.base import CalibrationError, InputError, OptionError, Progress, check_target, silent
 from heterollm.calibration.check import RangeCheck, as_floats, group_floats, largest_partial, silu
 from heterollm.calibration.decision import Policy, decide
+from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.calibration.loss import LossMeter
-from heterollm.calibration.observer import ActivationObserver, Floats, HeadStatistics, LinearStatistics
+from heterollm.calibration.observer import ActivationObserver, Floats, LinearStatistics
 from heterollm.calibration.records import Calibration, FfnCalibration, load_calibration
 from heterollm.data import bundled_model
 from heterollm.engine import Engine, EngineThread, start_engine
@@ -147,7 +148,7 @@ class _Run:
         self._linears = {
             key: LinearStatistics(spec, earlier.get(key), int8=int8) for key, spec in self._specs.items()
         }
-        self._heads = HeadStatistics(weights.config, state.heads)
+        self._heads = HeadStatistics(weights.config, state.heads, state.windows)
         self._activated = {one.layer: one.activated for one in state.ffns}
         self._partial = {one.layer: one.partial for one in state.ffns}
         self._observer = ActivationObserver(self._specs, device.activation_dtype)
