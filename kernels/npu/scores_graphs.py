@@ -2,7 +2,7 @@
 
 All codes are uint8 with zero point 128. The steps of queries and keys are 1 here: only the product of both
 over the score step matters, which is a power of two. An output of 16 bits would take 8 to 11 times as long
-(measured on the emulator, whose codes lie within one of the exact ones).
+(measured on the emulator, which rounds products between two codes either way).
 """
 
 from __future__ import annotations

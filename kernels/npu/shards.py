@@ -7,7 +7,7 @@ serves all layers with its quantisation steps.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from heterollm.kernels.npu.shapes import FfnShape, LinearShape, ScoresShape
 from heterollm.kernels.ops import Activation, Group, WeightFormat
 
 __all__ = ["FfnShard", "GraphShard", "LinearShard", "NpuShard", "ScoresShard", "ShardKey"]
+
+SCORES_CONTEXT_BYTES: Final = 100_000
+"""About the size of a binary of scores: 58 to 161 KB for 192 to 4096 queries and up to 8192 keys."""
 
 ShardKey: TypeAlias = tuple[str | int | float | WeightFormat | tuple[tuple[int, int], ...], ...]
 """Identity of a shard: equal keys mean equal numbers."""
@@ -235,8 +238,8 @@ class ScoresShard:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one pass reads: none."""
-        return 0
+        """Bytes that its context takes beside inputs and outputs; there are no weights among them."""
+        return SCORES_CONTEXT_BYTES
 
     @property
     def label(self) -> str:

@@ -69,18 +69,26 @@ def test_the_host_gives_the_codes_of_integer_arithmetic(host, heads, tokens, key
         *(pytest.param(heads, 128, 512, 64, marks=slow) for heads in (1, 2, 4)),
         pytest.param(1, 128, 2048, 128, marks=slow),
         pytest.param(1, 64, 1000, 80, marks=slow),
+        pytest.param(4, 3 * 256, 2048, 64, marks=slow),  # a group of three query heads
+        pytest.param(2, 7 * 32, 1024, 128, marks=slow),
     ],
 )
 def test_the_emulator_is_within_one_code(emulator, heads, tokens, keys, head_dim):
     off = differences(ScoresCase(heads, tokens, keys, head_dim), emulator)
     assert off.max() <= 1
-    assert (off > 0).mean() < 0.1
+    assert (off > 0).mean() < 1e-3  # products between two codes
 
 
-@pytest.mark.parametrize("heads", [pytest.param(heads, marks=slow) for heads in (1, 4)])
-def test_the_compiler_keeps_integers(heads, tmp_path):
-    shard = dataclasses.replace(SHARD, heads=heads)
-    model = write_graph(shard, "scores", np.dtype(np.float16), tmp_path, 128)
+@pytest.mark.parametrize(
+    ("heads", "rows", "keys"),
+    [
+        pytest.param(*sizes, marks=slow)
+        for sizes in ((1, 128, 128), (2, 224, 512), (4, 128, 128), (4, 768, 2048))
+    ],
+)
+def test_the_compiler_keeps_integers(heads, rows, keys, tmp_path):
+    shard = dataclasses.replace(SHARD, heads=heads, keys=keys)
+    model = write_graph(shard, "scores", np.dtype(np.float16), tmp_path, rows)
     command = [sys.executable, "-P", "-c", OPEN_AND_TRACE, str(model)]
     subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=600)
     [schematic] = tmp_path.glob("*_schematic.bin")
@@ -104,9 +112,35 @@ def test_the_context_of_a_graph_without_weights_is_cached(kind, tmp_path, monkey
         npu = QnnNpu(emulator=True)
         assert differences(case, npu).max() <= 1
         assert (npu.compiled_count, npu.loaded_count) == counts
-        assert npu.open_bytes == 2 * (32 * 64 + 128 * 64 + 32 * 128)
+        edges = 2 * (32 * 64 + 128 * 64 + 32 * 128)
+        assert 10_000 < npu.open_bytes - edges < 200_000
+        assert 10_000 < npu.stored_bytes(case.data()[0], 32) < 200_000
         npu.close()
     assert npu.cpu_times_us(case.data()[0], 32, runs=1)
+
+
+def test_sums_of_pairs_do_not_saturate(host):
+    """Instructions without VNNI add pairs of products in 16 bits, which the largest codes exceed."""
+    generator = np.random.default_rng(1)
+    for low, high in ((0, 255), (0, 0), (255, 255)):
+        codes = np.array([low, high], np.uint8)
+        queries, keys = (generator.choice(codes, (2, size, 128)) for size in (32, 96))
+        found = np.zeros((2, 32, 96), np.uint8)
+        shard = ScoresShard(2, 96, 128, 14)
+        host.prepare(shard, 32).bind({"queries": queries, "keys": keys}, {"scores": found})()
+        products = (queries.astype(int) - 128) @ (keys.astype(int) - 128).swapaxes(1, 2)
+        exact = np.clip(np.rint(products / 2**14), -128, 127) + 128
+        assert np.array_equal(found, exact)
+        assert exact.max() > 130
+
+
+def test_layers_share_the_graphs_of_an_exponent(host):
+    shard = ScoresShard(2, 128, 64, 9)
+    host.prepare(shard, 32)
+    built = host.compiled_count
+    host.prepare(dataclasses.replace(shard), 32)
+    host.prepare(shard, 96)  # the CPU's sessions leave the rows open
+    assert host.compiled_count == built
 
 
 def test_another_exponent_is_another_graph(host):
