@@ -34,6 +34,7 @@ from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.ffn import ffn_groups, first_group
 from heterollm.solver.objective import Power
+from heterollm.solver.sparse_costs import SparseTimes, sparse_times
 
 __all__ = [
     "DECODE_POSITION",
@@ -217,10 +218,30 @@ class ProfileCosts:
         more_us = self._layer_us(WITH_CODES[norm], tokens) - self._layer_us(norm, tokens)
         return max(0.0, more_us), read_us
 
-    def _layer_us(self, operator: GlueOperator, tokens: int, width: int | None = None) -> float:
-        """Return the time of an operator that does not depend on the position; 0 if the profile lacks it."""
+    def sparse_attention(self, tokens: int, keys: int) -> SparseTimes | None:
+        """Return the times of a layer's sparse attention; None if the profile has no measurement of it.
+
+        Args:
+            tokens: Tokens of the pass, padded to whole tiles.
+            keys: Keys that are estimated, those of the pass included.
+        """
+        return sparse_times(self._predictor, self._shape, tokens, keys)
+
+    def dense_attention_us(self, tokens: int, keys: int) -> float:
+        """Return the time of a layer's dense attention; 0 if the profile lacks it.
+
+        Args:
+            tokens: Tokens of the pass.
+            keys: Keys that its last token sees.
+        """
+        return self._layer_us("attention", tokens, position=keys - tokens)
+
+    def _layer_us(
+        self, operator: GlueOperator, tokens: int, *, position: int = 0, width: int | None = None
+    ) -> float:
+        """Return the time of an operator; 0 if the profile lacks it."""
         try:
-            key = layer_key(self._shape, operator, tokens, width=width)
+            key = layer_key(self._shape, operator, tokens, position, width=width)
             return self._predictor.predict_layer_us(key).us + self._gap_us
         except ProfileError:
             self.missing.add(operator)
