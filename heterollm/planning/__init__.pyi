@@ -1,6 +1,7 @@
 from .ahead import Precompiled as Precompiled
 from .ahead import precompile as precompile
 from .calibrated import calibrated_ranges as calibrated_ranges
+from .calibrated import calibrated_scales as calibrated_scales
 from .calibrated import calibrated_shadows as calibrated_shadows
 from .choice import plan_for as plan_for
 from .command import solve_for as solve_for

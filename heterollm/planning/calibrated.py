@@ -1,4 +1,4 @@
-"""The calibration of a load: its identity, which a plan carries, and the ranges for its weights."""
+"""The calibration of a load: its identity, which a plan carries, and ranges and scales for its weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterollm.base import CalibrationError
+from heterollm.kernels.formats import ScoreScale, score_scales
 from heterollm.kernels.npu import LinearRanges, ShadowRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
+from heterollm.solver import ScoreBuckets
 
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
 
-__all__ = ["calibrated_ranges", "calibrated_shadows", "calibration_key"]
+__all__ = ["calibrated_ranges", "calibrated_scales", "calibrated_shadows", "calibration_key"]
 
 
 def calibration_key(path: str | Path | None) -> str | None:
@@ -66,6 +68,34 @@ def calibrated_ranges(
                 fix="Calibrate with other text, or choose plan gpu.",
             )
     return ranges
+
+
+def calibrated_scales(path: str | Path | None, buckets: ScoreBuckets) -> dict[int, tuple[ScoreScale, ...]]:
+    """Return the scales of each layer's key heads for estimated scores; none without a file.
+
+    Static scales hold the largest magnitudes of all windows. With several buckets the middle one holds the
+    mean of the windows' largest magnitudes.
+
+    Args:
+        path: File of the calibration.
+        buckets: Scale factors to choose among.
+
+    Raises:
+        CalibrationError: The file cannot be read, or is not a calibration.
+    """
+    if path is None:
+        return {}
+    found = {}
+    for one in _loaded(path).heads:
+        queries, keys, scores = one.queries, one.keys, one.scores
+        if buckets > 1:
+            queries, keys, scores = one.mean_queries, one.mean_keys, one.mean_scores
+        group = len(queries) // len(keys)
+        found[one.layer] = tuple(
+            score_scales(queries[first : first + group], key, scores[first : first + group])
+            for first, key in zip(range(0, len(queries), group), keys, strict=True)
+        )
+    return found
 
 
 def _loaded(path: str | Path) -> Calibration:

@@ -25,7 +25,12 @@ GROUPS: Final = frozenset({"qkv", "o", "gate_up", "down", "ffn", "head", "attent
 LABEL: Final = re.compile(r"(?:\d+\.)?([a-z_ ]+?)(?: of layer .*| \d.*| tokens .*|\[.*)?$")
 """A span's label: a group with its layer before or behind it."""
 
-ATTENTION: Final = frozenset({"rope", "attention", "attention join"})
+ATTENTION: Final = frozenset(
+    {
+        *("rope", "attention", "attention join", "sparse attention", "selection"),
+        *("score codes", "score ranges", "score estimate", "scores of"),
+    }
+)
 
 Text = TypeVar("Text", bound=str)
 
