@@ -10,7 +10,7 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure.linears import code_of
 from heterollm.profiler.records import SparseKey, SparseOperator
 
-__all__ = ["FUSED_HEADS", "SPARSE_KEEPS", "SparseCase", "sparse_cases", "sparse_key"]
+__all__ = ["FUSED_HEADS", "SPARSE_KEEPS", "SparseCase", "sparse_cases", "sparse_key", "sparse_sizes"]
 
 FUSED_HEADS: Final = (1, 2, 4)
 """Key heads that one graph estimates (shadowAttn, section 3.4)."""
@@ -19,7 +19,6 @@ SPARSE_KEEPS: Final = (0.2, 0.5)
 """Shares of positions that measured attention keeps: its time is linear in them."""
 
 SIZES: Final = ((256, 1024), (1024, 1024), (256, 2048), (256, 4096), (1024, 4096))
-"""Tokens of a pass, and keys that the last of them sees."""
 QUICK_SIZES: Final = ((256, 1024), (256, 4096), (1024, 4096))
 
 
@@ -58,20 +57,24 @@ def sparse_key(
     return SparseKey(operator, tokens, keys, heads, group, shape.head_dim, keep, code)
 
 
-def sparse_cases(shape: ModelShape, *, npu: bool, quick: bool) -> Iterator[SparseCase]:
+def sparse_cases(shape: ModelShape, *, quick: bool) -> Iterator[SparseCase]:
     """Yield every operator of a model at the sizes to measure.
 
     Args:
         shape: The model.
-        npu: Whether there is an NPU to estimate scores.
         quick: Whether to yield as few sizes as predictions need.
     """
-    for tokens, keys in QUICK_SIZES if quick else SIZES:
+    for tokens, keys in sparse_sizes(quick=quick):
         yield SparseCase(shape, "score_codes", tokens, keys, shape.kv_heads)
         yield SparseCase(shape, "score_estimate", tokens, keys)
-        for heads in FUSED_HEADS if npu else ():
+        for heads in FUSED_HEADS:
             if heads <= shape.kv_heads:
                 yield SparseCase(shape, "scores", tokens, keys, heads)
         yield SparseCase(shape, "selection", tokens, keys, keep=SPARSE_KEEPS[0])
         for keep in SPARSE_KEEPS:
             yield SparseCase(shape, "sparse_attention", tokens, keys, keep=keep)
+
+
+def sparse_sizes(*, quick: bool) -> tuple[tuple[int, int], ...]:
+    """Return the measured tokens of a pass, and keys that the last of them sees."""
+    return QUICK_SIZES if quick else SIZES
