@@ -6,11 +6,11 @@ one; decode is dense.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
-from heterollm.base import Amount, Count, PlanError, Positive
+from heterollm.base import Amount, Count, OptionError, PlanError, Positive
 
 __all__ = [
     "BUCKETS",
@@ -18,9 +18,12 @@ __all__ = [
     "FUSED_HEADS",
     "AttentionEntry",
     "AttentionPlacement",
+    "AttentionRequest",
     "DenseAttention",
     "Estimator",
+    "KeepBy",
     "KeyHeads",
+    "Pipeline",
     "ScoreBuckets",
     "Share",
     "SparseAttention",
@@ -36,6 +39,13 @@ Estimator: TypeAlias = Literal["npu", "gpu"]
 ScoreBuckets: TypeAlias = Literal[1, 5, 9]
 """Scale factors of queries and keys to choose among in each pass: the calibrated one; with each of the two
 halved or doubled; with both."""
+
+Pipeline: TypeAlias = Literal["heads", "fused", "ordered"]
+"""Steps of the pipeline over heads, each with those before: a launch for each key head; fused heads; units in
+the best order, and fused as far as that pays."""
+
+KeepBy: TypeAlias = Literal["mass", "importance", "uniform"]
+"""Rules by which :func:`heterollm.solver.keep.keep_ratios` shares a ratio out over layers and heads."""
 
 BUCKETS: Final[tuple[ScoreBuckets, ...]] = (1, 5, 9)
 
@@ -109,6 +119,45 @@ class SparseAttention(
             raise PlanError(
                 f"{where} has {len(self.exponents)} exponents of {len(self.units)} units.",
                 fix="Give each unit one exponent.",
+            )
+
+
+class AttentionRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of the pass ``shadowattn``.
+
+    Args:
+        keep: Mean share of the visible keys that heads keep.
+        keep_by: How it is shared out over layers and heads.
+        buckets: Scale factors to choose among.
+        estimator: The processor that estimates scores.
+        pipeline: Steps of the pipeline over heads.
+
+    Raises:
+        OptionError: A field is not legal.
+    """
+
+    keep: Share = 0.2
+    keep_by: KeepBy = "mass"
+    buckets: ScoreBuckets = 1
+    estimator: Estimator = "npu"
+    pipeline: Pipeline = "ordered"
+
+    def __post_init__(self) -> None:
+        choices: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+            ("rule to share out kept keys", self.keep_by, get_args(KeepBy)),
+            ("number of score buckets", self.buckets, BUCKETS),
+            ("estimator of scores", self.estimator, get_args(Estimator)),
+            ("pipeline over heads", self.pipeline, get_args(Pipeline)),
+        )
+        for what, given, legal in choices:
+            if given not in legal:
+                raise OptionError(
+                    f"There is no {what} {given!r:.40}.", fix=f"Choose {', '.join(map(str, legal))}."
+                )
+        if not 0.0 < self.keep <= 1.0:
+            raise OptionError(
+                f"Heads cannot keep a share of {self.keep} of their keys.",
+                fix="Give a number above 0 and at most 1.",
             )
 
 

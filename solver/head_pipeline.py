@@ -24,6 +24,7 @@ __all__ = [
     "fused_heads",
     "greedy_order",
     "johnson_order",
+    "lanes_us",
     "plan_pipeline",
     "three_lanes_us",
     "two_lanes_us",
@@ -138,10 +139,15 @@ def johnson_order(units: Order) -> list[PipelineUnit]:
 
 def two_lanes_us(order: Order) -> float:
     """Return the time of units in an order, where selection and attention share the GPU."""
+    return lanes_us((unit.npu_us, unit.gpu_us) for unit in order)
+
+
+def lanes_us(times: Iterable[tuple[float, float]]) -> float:
+    """Return when the GPU ends, by the times of NPU and GPU of each unit in order."""
     npu_us = gpu_us = 0.0
-    for unit in order:
-        npu_us += unit.npu_us
-        gpu_us = max(npu_us, gpu_us) + unit.gpu_us
+    for launch_us, rest_us in times:
+        npu_us += launch_us
+        gpu_us = max(npu_us, gpu_us) + rest_us
     return gpu_us
 
 

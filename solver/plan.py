@@ -23,7 +23,7 @@ from heterollm.kernels.ops import GROUPS, OpSpec, Phase, ffn_specs
 from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
-from heterollm.solver.request import PlanRequest
+from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest
 
 __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
 
@@ -257,6 +257,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
                 del data[optional]
         if not data["attention"]:
             del data["attention"]
+        if self.request is not None and SHADOW_ATTENTION not in self.request.passes:
+            del data["request"]["attention"]
         for entry in (*data["entries"], *data.get("schedule", {}).get("entries", ())):
             if not entry["placement"].get("shadow", True):
                 del entry["placement"]["shadow"]
@@ -309,7 +311,9 @@ def _lacking(data: dict[str, Any]) -> str | None:
         return f"{name} is missing"
     if name := missing_field(data["sync"], PhaseSync):
         return f"sync.{name} is missing"
-    if data["request"] is not None and (name := missing_field(data["request"], PlanRequest)):
+    if data["request"] is not None and (
+        name := missing_field({"attention": {}, **data["request"]}, PlanRequest)
+    ):
         return f"request.{name} is missing"
     return None
 

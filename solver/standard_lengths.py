@@ -13,13 +13,22 @@ from typing import Final
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 
-__all__ = ["MOST_LENGTHS", "choose_lengths", "score_keys"]
+__all__ = ["LEAST_SCORE_TOKENS", "MOST_LENGTHS", "choose_lengths", "score_keys", "score_tokens"]
 
 MOST_LENGTHS: Final = 12
 """The search tries every set of so many lengths: 4096 sets."""
 
 LEAST_KEYS: Final = 256
 """Least keys of graphs of scores; with fewer there is nothing to gain."""
+
+
+LEAST_SCORE_TOKENS: Final = 32
+"""Fewest tokens of a pass with estimated scores: a tile of every NPU."""
+
+
+def score_tokens(tokens: int) -> int:
+    """Return the tokens that a pass with estimated scores is padded to: a power of two."""
+    return max(LEAST_SCORE_TOKENS, 1 << (tokens - 1).bit_length())
 
 
 def score_keys(context: int) -> tuple[int, ...]:

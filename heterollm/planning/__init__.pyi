@@ -17,3 +17,5 @@ from .profiled_model import ProfiledModel as ProfiledModel
 from .profiling import KeptRecords as KeptRecords
 from .profiling import ProfilingResult as ProfilingResult
 from .profiling import ProfilingSession as ProfilingSession
+from .sparse_attention import assumed_heads as assumed_heads
+from .sparse_attention import with_sparse_attention as with_sparse_attention

@@ -12,12 +12,18 @@ from heterollm.kernels.formats import ScoreScale, score_scales
 from heterollm.kernels.npu import LinearRanges, ShadowRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
-from heterollm.solver import ScoreBuckets
+from heterollm.solver import HeadNeeds, ScoreBuckets
 
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
 
-__all__ = ["calibrated_ranges", "calibrated_scales", "calibrated_shadows", "calibration_key"]
+__all__ = [
+    "calibrated_needs",
+    "calibrated_ranges",
+    "calibrated_scales",
+    "calibrated_shadows",
+    "calibration_key",
+]
 
 
 def calibration_key(path: str | Path | None) -> str | None:
@@ -96,6 +102,15 @@ def calibrated_scales(path: str | Path | None, buckets: ScoreBuckets) -> dict[in
             for first, key in zip(range(0, len(queries), group), keys, strict=True)
         )
     return found
+
+
+def calibrated_needs(path: str | Path) -> HeadNeeds:
+    """Return what the rules of keep ratios need of a calibration.
+
+    Raises:
+        CalibrationError: The file cannot be read, is not a calibration, or has no attention heads.
+    """
+    return _loaded(path).head_needs()
 
 
 def _loaded(path: str | Path) -> Calibration:

@@ -16,6 +16,7 @@ from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
 from heterollm.planning.profiled_model import ProfiledModel
+from heterollm.planning.sparse_attention import calibrated_heads
 from heterollm.profiler.records import Profile
 from heterollm.solver import PlanRequest, with_shadows
 
@@ -60,7 +61,8 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     )
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
     calibration = calibration_key(options.calibration)
-    solved = solve_plan(ProfiledModel(found, config, specs, options.precision, calibration), asked)
+    heads = calibrated_heads(options.calibration, config, options.request)
+    solved = solve_plan(ProfiledModel(found, config, specs, options.precision, calibration), asked, heads)
     shadows = shadows_under(options.request, calibrated_shadows(options.calibration))
     plan = with_shadows(solved.plan, shadows)
     return dataclasses.replace(solved, plan=plan)

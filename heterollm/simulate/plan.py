@@ -15,11 +15,19 @@ from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.kernels.sim import SIMULATED, clock_of, soc_of
 from heterollm.model import ModelConfig, shape_of_specs
-from heterollm.planning import ProfiledModel, choose_context, fastest_in_flight, solve_plan
+from heterollm.planning import (
+    ProfiledModel,
+    assumed_heads,
+    choose_context,
+    fastest_in_flight,
+    solve_plan,
+    with_sparse_attention,
+)
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import FenceKey, Key, Profile, Record
 from heterollm.solver import (
     RETURN_VALUE,
+    SHADOW_ATTENTION,
     SOLVED_LEVELS,
     LengthPolicy,
     PhaseSync,
@@ -28,6 +36,7 @@ from heterollm.solver import (
     PlanRequest,
     RequestedLevel,
     level_plan,
+    llm_npu_pass,
     with_shadows,
 )
 
@@ -69,6 +78,7 @@ def planned(
         calibration = ASSUMED if request.calibrated or request.passes else None
         return ProfiledModel(profile, config, tuple(specs), request.precision, calibration)
 
+    heads = assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.passes else None
     if request.naive:
         length = own_length(request)
         plan = level_plan(
@@ -79,8 +89,8 @@ def planned(
             standard_lengths=(length,),
             chunk_length=length,
         )
-    elif request.level in SOLVED_LEVELS or request.passes:
-        plan = solve_plan(profiled(), plan_request(device, config, request)).plan
+    elif request.level in SOLVED_LEVELS or llm_npu_pass(request.passes) is not None:
+        plan = solve_plan(profiled(), plan_request(device, config, request), heads).plan
     else:
         by_time = request.length_policy == "auto" and request.level != "gpu"
         policy: LengthPolicy = "padding"
@@ -105,6 +115,8 @@ def planned(
             lengths = [length for length in device.standard_lengths if 1 < length <= longest]
             plans = [rule(length) for length in lengths]
             plan = fastest_in_flight(profiled(), plan, plans, {request.prompt: 1.0}, request.in_flight)
+    if heads is not None and (request.naive or not plan.request):
+        plan = with_sparse_attention(profiled(), plan, plan_request(device, config, request), heads)
     if {"llm.npu:shadow", "llm.npu"}.intersection(request.passes):
         plan = with_shadows(plan, assumed_shadows(specs, request.pruned))
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
@@ -123,7 +135,7 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
         level = cast("RequestedLevel", request.level)
     if request.plan_for == "prompt":
         prompt = request.prompt
-        if request.in_flight == 1 and not request.passes:
+        if request.in_flight == 1 and llm_npu_pass(request.passes) is None:
             prompt = min(prompt, max(device.standard_lengths))
         histogram = {1: float(max(1, request.decode)), prompt: 1.0}
         return PlanRequest(
@@ -132,9 +144,16 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
             histogram=histogram,
             in_flight=request.in_flight,
             passes=request.passes,
+            attention=request.attention,
         )
     context = max(choose_context(config, None), request.prompt + request.decode)
-    return PlanRequest(context, level=level, in_flight=request.in_flight, passes=request.passes)
+    return PlanRequest(
+        context,
+        level=level,
+        in_flight=request.in_flight,
+        passes=request.passes,
+        attention=request.attention,
+    )
 
 
 def assumed_shadows(specs: Sequence[OpSpec], pruned: float) -> frozenset[tuple[int, Group]]:
@@ -154,7 +173,7 @@ def assumed_shadows(specs: Sequence[OpSpec], pruned: float) -> frozenset[tuple[i
 
 def own_length(request: SimulationRequest) -> int:
     """Return the length of graphs that are built for the prompt: its own, or whole tiles of integers."""
-    tile = TILE_OF_INTEGERS["static_int8"] if request.passes else 1
+    tile = 1 if llm_npu_pass(request.passes) is None else TILE_OF_INTEGERS["static_int8"]
     return -(-request.prompt // tile) * tile
 
 

@@ -46,7 +46,7 @@ from heterollm.simulate.result import (
     splits_of,
     used,
 )
-from heterollm.solver import SOLVED_LEVELS, Plan, ScoreBuckets, SparseAttention
+from heterollm.solver import SHADOW_ATTENTION, SOLVED_LEVELS, Plan, ScoreBuckets, SparseAttention
 from heterollm.trace import Trace, Tracer, take_trace
 
 __all__ = ["needs_profile", "profile_ahead", "simulate"]
@@ -107,6 +107,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         in_flight=request.in_flight,
         calibrated=request.calibrated,
         passes=request.passes,
+        attention=request.attention if SHADOW_ATTENTION in request.passes else None,
         pruned=request.pruned,
         graphs=graphs_of(device, plan, specs),
         sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
@@ -137,7 +138,8 @@ def profile_ahead(request: SimulationRequest) -> None:
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    return (request.level in SOLVED_LEVELS or by_time) and not request.naive
+    sparse = SHADOW_ATTENTION in request.passes
+    return sparse or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
 
 
 def _open(request: SimulationRequest) -> Device:

@@ -8,17 +8,8 @@ from msgspec import structs
 
 from heterollm.base import PlanError
 from heterollm.kernels.npu import TILE_OF_INTEGERS
-from heterollm.solver import (
-    DENSE_ATTENTION,
-    AttentionEntry,
-    ChunkSchedule,
-    DenseAttention,
-    Plan,
-    SparseAttention,
-    check_plan,
-    level_plan,
-    score_keys,
-)
+from heterollm.solver import ChunkSchedule, Plan, SparseAttention, check_plan, level_plan, score_keys
+from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, DenseAttention
 
 SPARSE = SparseAttention(
     keep=(0.2, 0.3, 0.1, 0.2, 0.2, 0.2), units=((2, 0), (1,)), exponents=(7, 9), estimator="gpu"
