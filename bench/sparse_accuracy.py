@@ -52,7 +52,7 @@ IMPORTANCE_TOKENS = 128
 
 BUNDLED_WINDOWS = 8
 BUNDLED_TOKENS = 512
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+DEPTHS = (0.1, 0.5, 0.9)
 NUMBER = "7416"
 FACT = f"\n\nThe secret number of the harbour master is {NUMBER}. Remember it.\n\n"
 QUESTION = "What is the secret number of the harbour master? Answer with the number only."
@@ -183,9 +183,10 @@ class Study:
         for rule in self._rules:
             for keep in keeps:
                 yield {"keep": keep, "rule": rule, "buckets": 1}
-        for count in (0, 5, 9):
-            yield {"keep": KEEPS[0], "rule": self._rules[0], "buckets": count}
-        yield {"keep": KEEPS[0], "rule": self._rules[0], "buckets": 1, "whole": True}
+        if "mass" in self._rules:
+            for count in (0, 5, 9):
+                yield {"keep": KEEPS[0], "rule": "mass", "buckets": count}
+            yield {"keep": KEEPS[0], "rule": "mass", "buckets": 1, "whole": True}
 
     def loss(self) -> Iterator[Row]:
         """Yield the loss of the last quarter of each text, and its rise over that with dense attention."""

@@ -178,11 +178,11 @@ class _Codes:
         query_steps = torch.tensor([step for one in scales for step in one.query_steps])
         key_steps = torch.tensor([one.key_step for one in scales])
         score_steps = torch.tensor([step for one in scales for step in one.score_steps])
-        queries = q.abs().amax((1, 2)) / MOST
-        keys = k.abs().amax((1, 2)) / MOST
+        # The largest codes are compared with those of the buckets, as on the GPU.
+        queries = (q.abs().amax((1, 2)) / query_steps).view(-1, group).amax(1)
+        keys = k.abs().amax((1, 2)) / key_steps
         factors = torch.tensor(buckets(count))  # type: ignore[arg-type]
-        wrong = (queries[None] - query_steps * factors[:, :1]).square().view(len(factors), -1, group).sum(2)
-        wrong = wrong + (keys[None] - key_steps * factors[:, 1:]).square()
+        wrong = (queries - MOST * factors[:, :1]).square() + (keys - MOST * factors[:, 1:]).square()
         chosen = factors[wrong.argmin(0)].repeat_interleave(group, 0)
         self._query_steps = (query_steps * chosen[:, 0])[:, None, None]
         self._key_steps = (key_steps.repeat_interleave(group) * chosen[:, 1])[:, None, None]
