@@ -8,7 +8,7 @@ are launched one by one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -121,11 +121,13 @@ class ActivationObserver:
 
     Attributes:
         reader: The reader; None reads nothing.
+        only: Groups that the reader gets; None for all.
         heads: Statistics that get the queries; None reads none.
     """
 
     def __init__(self, specs: Mapping[tuple[int, Group], OpSpec], dtype: np.dtype[Any]) -> None:
         self.reader: Reader | None = None
+        self.only: Collection[tuple[int, Group]] | None = None
         self.heads: HeadStatistics | None = None
         self._specs = specs
         self._dtype = dtype
@@ -161,7 +163,7 @@ class ActivationObserver:
         source, target = step.reads[0].name, step.writes[0].name
 
         def call() -> None:
-            if self.reader is None:
+            if self.reader is None or (self.only is not None and (spec.layer, spec.group) not in self.only):
                 step.run()
                 return
             x = self._read(source, step.tokens, spec.columns, self._dtype)
