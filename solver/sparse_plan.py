@@ -1,7 +1,7 @@
 """The choice of dense or sparse attention for each layer, length and number of keys, by predicted times.
 
-Attention is sparse where a layer is predicted to gain enough at both ends of a range of lengths and of a range
-of keys. Other cases have no entry and stay dense.
+Attention is sparse where a layer is predicted to gain enough at both ends of a range of lengths and of a
+range of keys. Other cases have no entry and stay dense.
 """
 
 from __future__ import annotations
@@ -277,8 +277,11 @@ def _placed(
     times, graphs = costs.sparse(tokens, keys), _graph_times(costs, tokens, keys, standard)
     means = _means(sparse.keep, len(exponents))
     select_us, attend_us = times.select_us, [times.attention_us(keep) for keep in means]
-    least_us = times.quantise_us + len(means) * select_us + sum(attend_us)
-    if least_us >= costs.dense_us(tokens, keys):
+    least_us = len(means) * select_us + sum(attend_us)
+    if sparse.estimator == "npu":
+        heads_us = (launch_us / count for count, launch_us in graphs.scores_us.items())
+        least_us = max(least_us, len(means) * min(heads_us, default=math.inf))
+    if times.quantise_us + least_us >= costs.dense_us(tokens, keys):
         return None
     # The GPU overlaps with nothing: it fuses as much as it can.
     fused = FUSED_HEADS[:1] if sparse.estimator == "gpu" else FUSED_BY[pipeline]

@@ -88,7 +88,7 @@ def test_sparse_attention_is_predicted_to_gain_at_each_end_of_its_ranges(seed):
 def test_short_sessions_stay_dense_and_long_ones_become_sparse(made):
     """With slow launches the break-even is far; then it comes nearer, and none is left for a slow NPU."""
     firsts = []
-    for launch_us in (5.0, 50.0, 200.0):
+    for launch_us in (5.0, 200.0, 1000.0):
         found = plan(made, planned(FakeCosts(launch_us)))
         placed = {keys: found.attention_of(CHUNK, keys, 1) for keys in score_keys(CONTEXT) if keys >= CHUNK}
         kinds = [placement != DENSE_ATTENTION for placement in placed.values()]
