@@ -43,7 +43,7 @@ class ProfileAttentionCosts:
             if known is None:
                 raise ProfileError(
                     f"The profile of {self._device} has no times of sparse attention.",
-                    fix="Run `heterollm profile MODEL --update`, or leave the pass shadowattn out.",
+                    fix="Run `heterollm profile MODEL --pass shadowattn --update`.",
                 )
             self._known[tokens, keys] = known
         return known

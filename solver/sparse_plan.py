@@ -1,7 +1,7 @@
 """The choice of dense or sparse attention for each layer, length and number of keys, by predicted times.
 
-Attention is sparse where a layer is predicted to gain at both ends of a range of lengths and of a range of
-keys. Other cases have no entry and stay dense.
+Attention is sparse where a layer is predicted to gain enough at both ends of a range of lengths and of a
+range of keys. Other cases have no entry and stay dense.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ FUSED_BY: Final[Mapping[Pipeline, tuple[int, ...]]] = {
     "ordered": FUSED_HEADS,
 }
 """Limits of fused heads that are tried."""
+
+
+GAIN_FRACTION: Final = 0.1
+"""Least gain of sparse attention, as predictions of different kernels have different errors."""
+
+LENGTH_PARTS: Final = 4
+"""Ranges of lengths for each size of graphs."""
 
 
 class AttentionCosts(Protocol):
@@ -141,10 +148,8 @@ def plan_attention(
         pipeline: Whether key heads are fused, and units put into the best order.
     """
     standard = score_keys(context)
-    lengths, keys = (
-        list(_ranges(_tops(chunk_length), min(LEAST_SCORE_TOKENS, chunk_length))),
-        list(_ranges(standard, 1)),
-    )
+    least = min(LEAST_SCORE_TOKENS, chunk_length)
+    lengths, keys = list(_ranges(_length_tops(chunk_length), least)), list(_ranges(_key_tops(standard), 1))
     found: dict[tuple[object, ...], SparseAttention | None] = {}
     entries = []
     layers = zip(heads.keep, heads.exponents, heads.windows, strict=True)
@@ -271,13 +276,20 @@ def _placed(
         return None
     times, graphs = costs.sparse(tokens, keys), _graph_times(costs, tokens, keys, standard)
     means = _means(sparse.keep, len(exponents))
+    select_us, attend_us = times.select_us, [times.attention_us(keep) for keep in means]
+    least_us = len(means) * select_us + sum(attend_us)
+    if sparse.estimator == "npu":
+        heads_us = (launch_us / count for count, launch_us in graphs.scores_us.items())
+        least_us = max(least_us, len(means) * min(heads_us, default=math.inf))
+    if times.quantise_us + least_us >= costs.dense_us(tokens, keys):
+        return None
     # The GPU overlaps with nothing: it fuses as much as it can.
     fused = FUSED_HEADS[:1] if sparse.estimator == "gpu" else FUSED_BY[pipeline]
     found = plan_pipeline(
         exponents,
         lambda count: graphs.scores_us.get(count, math.inf),
-        [times.select_us] * len(means),
-        [times.attention_us(keep) for keep in means],
+        [select_us] * len(means),
+        attend_us,
         most_fused=fused,
         ordered=pipeline == "ordered",
     )
@@ -288,7 +300,7 @@ def _placed(
     )
     for few, seen in itertools.product((length[0], tokens), key_range):
         time_us = attention_times(placement, costs, few, max(few, seen), standard).time_us
-        if time_us >= costs.dense_us(few, max(few, seen)):
+        if time_us >= (1.0 - GAIN_FRACTION) * costs.dense_us(few, max(few, seen)):
             return None
     predicted_us = attention_times(placement, costs, tokens, keys, standard).time_us
     return structs.replace(placement, predicted_us=round(predicted_us, 3))
@@ -306,12 +318,23 @@ def _means(keep: Sequence[float], kv_heads: int) -> list[float]:
     return [sum(keep[first : first + group]) / group for first in range(0, len(keep), group)]
 
 
-def _tops(chunk_length: int) -> list[int]:
-    """Return the longest passes of ranges of lengths: powers of two, to which passes are padded."""
-    tops = [score_tokens(1)]
-    while tops[-1] < chunk_length:
-        tops.append(2 * tops[-1])
-    return [*tops[:-1], chunk_length]
+def _length_tops(chunk_length: int) -> list[int]:
+    """Return the longest passes of ranges of lengths: graphs' sizes and whole chunks, and lengths between.
+
+    Passes are padded to powers of two, so that of lengths with one graph the longest gain most.
+    """
+    tops = {LEAST_SCORE_TOKENS, chunk_length - 1, chunk_length}
+    graph = LEAST_SCORE_TOKENS
+    while graph < chunk_length:
+        tops |= {graph + graph * part // LENGTH_PARTS for part in range(1, LENGTH_PARTS + 1)}
+        graph *= 2
+    return sorted(top for top in tops if LEAST_SCORE_TOKENS <= top <= chunk_length) or [chunk_length]
+
+
+def _key_tops(standard: Sequence[int]) -> list[int]:
+    """Return the most keys of ranges of keys: those of graphs, and the middle between two of them."""
+    middles = {(low + high) // 2 for low, high in itertools.pairwise(standard)}
+    return sorted({*standard, *middles})
 
 
 def _ranges(tops: Sequence[int], least: int) -> Iterator[tuple[int, int]]:

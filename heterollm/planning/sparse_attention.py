@@ -107,7 +107,8 @@ def with_sparse_attention(
     if asked.estimator == "npu" and not costs.estimates_on_npu:
         raise OptionError(
             f"The device {model.profile.device} has no NPU with graphs of attention scores in its profile.",
-            fix="Run `heterollm profile MODEL --update`, or estimate them on the GPU: --estimator gpu.",
+            fix="Run `heterollm profile MODEL --pass shadowattn --update`, or let the GPU estimate: "
+            "--estimator gpu.",
         )
     attention = plan_attention(
         heads,

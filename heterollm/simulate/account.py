@@ -25,7 +25,7 @@ GROUPS: Final = frozenset({"qkv", "o", "gate_up", "down", "ffn", "head", "attent
 LABEL: Final = re.compile(r"(?:\d+\.)?([a-z_ ]+?)(?: of layer .*| \d.*| tokens .*|\[.*)?$")
 """A span's label: a group with its layer before or behind it."""
 
-ATTENTION: Final = ("rope", "attention", "score", "selection")
+ATTENTION: Final = ("rope", "attention", "score", "selection", "sparse attention")
 """Beginnings of the names of attention's kernels and graphs."""
 
 Text = TypeVar("Text", bound=str)

@@ -72,7 +72,7 @@ def planned(
     """
 
     def profiled() -> ProfiledModel:
-        profile = profile_of(device, model, config, specs, progress)
+        profile = profile_of(device, model, config, specs, progress, sparse=heads is not None)
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
         calibration = ASSUMED if request.calibrated or request.passes else None
@@ -178,7 +178,13 @@ def own_length(request: SimulationRequest) -> int:
 
 
 def profile_of(
-    device: Device, model: str, config: ModelConfig, specs: Sequence[OpSpec], progress: Progress
+    device: Device,
+    model: str,
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    progress: Progress,
+    *,
+    sparse: bool = False,
 ) -> Profile:
     """Return the profile of a simulated device with a model's shapes; measure it unless the cache has it.
 
@@ -188,19 +194,20 @@ def profile_of(
         config: Its configuration.
         specs: All its groups.
         progress: Called with a stage's name, steps done and steps in all.
+        sparse: Whether it has times of sparse attention, too.
 
     Raises:
         CacheError: The profile cannot be written.
     """
     shape = shape_of_specs(config, specs, model)
-    # A file for each model: predictors are fitted to all records of a file.
+    # A file for each model and purpose: predictors are fitted to all records of a file.
     key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
-    words = f"{model} {LABEL} {device.name.removeprefix(SIMULATED)}"
+    words = f"{model} {f'{SHADOW_ATTENTION} ' if sparse else ''}{LABEL} {device.name.removeprefix(SIMULATED)}"
     path = cache_root() / "profiles" / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
     profile = profile_for(device, path)[0]
     if any(run["finished"] for run in profile.runs.values()):
         return profile
-    options = SessionOptions.of(budget_s=None, update=True)
+    options = SessionOptions.of(budget_s=None, update=True, sparse_attention=sparse)
     return profile_device(device, [shape], options, path=path, progress=progress)[0]
 
 

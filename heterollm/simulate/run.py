@@ -14,6 +14,7 @@ import numpy as np
 from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine
 from heterollm.kernels.device import Device
+from heterollm.kernels.formats import ScoreScale
 from heterollm.kernels.npu import (
     FewerForms,
     FfnRanges,
@@ -45,7 +46,7 @@ from heterollm.simulate.result import (
     splits_of,
     used,
 )
-from heterollm.solver import SHADOW_ATTENTION, SOLVED_LEVELS, Plan
+from heterollm.solver import SHADOW_ATTENTION, SOLVED_LEVELS, Plan, ScoreBuckets, SparseAttention
 from heterollm.trace import Trace, Tracer, take_trace
 
 __all__ = ["needs_profile", "profile_ahead", "simulate"]
@@ -131,7 +132,8 @@ def profile_ahead(request: SimulationRequest) -> None:
         return
     found = find_model(request.model)
     device = _open(replace(request, load=None, numerics=False))
-    profile_of(device, found.name, found.config, _specs(found.config, request), silent)
+    specs, sparse = _specs(found.config, request), SHADOW_ATTENTION in request.passes
+    profile_of(device, found.name, found.config, specs, silent, sparse=sparse)
 
 
 def needs_profile(request: SimulationRequest) -> bool:
@@ -176,6 +178,21 @@ def _assumed_ranges(
         (ffn.layer, "ffn"): FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for ffn in ffn_specs(specs)
     }
     return found | ffns
+
+
+def _assumed_scales(plan: Plan, config: ModelConfig) -> dict[ScoreBuckets, dict[int, tuple[ScoreScale, ...]]]:
+    """Return scales of attention heads with the plan's exponents; no time depends on their steps."""
+    steps = (1.0,) * (config.heads // config.kv_heads)
+    found: dict[ScoreBuckets, dict[int, tuple[ScoreScale, ...]]] = {}
+    for entry in plan.attention:
+        placement = entry.placement
+        if isinstance(placement, SparseAttention):
+            units = zip(placement.units, placement.exponents, strict=True)
+            own = {head: ScoreScale(steps, 1.0, exponent) for heads, exponent in units for head in heads}
+            scales = tuple(own[head] for head in sorted(own))
+            layers = range(entry.layers[0], entry.layers[1] + 1)
+            found.setdefault(placement.buckets, {}).update(dict.fromkeys(layers, scales))
+    return found
 
 
 class _Run:
@@ -239,7 +256,12 @@ class _Run:
         context = request.prompt + request.decode
         observer = Tracer(self.device) if request.trace else None
         ranges = _assumed_ranges(self.specs, assumed_shadows(self.specs, request.pruned))
-        return Engine(self.device, weights, self.plan, context, progress, observer=observer, ranges=ranges)
+        return Engine(
+            *(self.device, weights, self.plan, context, progress),
+            observer=observer,
+            ranges=ranges,
+            score_scales=_assumed_scales(self.plan, self.config),
+        )
 
     def _choose(self, engine: Engine) -> None:
         """Take the likeliest token; without numerics token 0, since no token has a value."""

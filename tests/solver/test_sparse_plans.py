@@ -76,19 +76,19 @@ def corners(entry):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_end_of_a_sparse_range_is_predicted_slower_than_dense(seed):
+def test_sparse_attention_is_predicted_to_gain_at_each_end_of_its_ranges(seed):
     costs = FakeCosts(launch_us=random.Random(seed).uniform(5, 200), seed=seed)
     for entry in planned(costs, estimator=("npu", "gpu")[seed % 2]):
         assert isinstance(entry.placement, SparseAttention)
         for tokens, keys in corners(entry):
             own = attention_times(entry.placement, costs, tokens, keys, score_keys(CONTEXT))
-            assert own.time_us < costs.dense_us(tokens, keys)
+            assert own.time_us < 0.9 * costs.dense_us(tokens, keys)
 
 
 def test_short_sessions_stay_dense_and_long_ones_become_sparse(made):
     """With slow launches the break-even is far; then it comes nearer, and none is left for a slow NPU."""
     firsts = []
-    for launch_us in (5.0, 50.0, 200.0):
+    for launch_us in (5.0, 200.0, 1000.0):
         found = plan(made, planned(FakeCosts(launch_us)))
         placed = {keys: found.attention_of(CHUNK, keys, 1) for keys in score_keys(CONTEXT) if keys >= CHUNK}
         kinds = [placement != DENSE_ATTENTION for placement in placed.values()]

@@ -54,6 +54,61 @@ static inline float8 score_of(float8 code, float factor, float cap) {
 #endif
 }
 
+#if WG == 1
+// The share of a position is that of the row's largest score, times a power of two for each code between both scores.
+// Where a processor looks up eight numbers at once, it is the product of three, one for each group of the difference's
+// bits.
+#if defined(__clang__) && defined(__AVX2__) && !defined(SOFT_CAP)
+typedef float looked_up8 __attribute__((__vector_size__(32)));
+typedef int place8 __attribute__((__vector_size__(32)));
+typedef struct {
+  float8 ones, eights, rest;
+} decay_tables;
+typedef int8 row_scores;
+static inline decay_tables make_decay_tables(float factor) {
+  decay_tables tables;
+  const float8 steps = (float8)(0, 1, 2, 3, 4, 5, 6, 7) * -factor;
+  tables.ones = exp2_8(steps);
+  tables.eights = exp2_8(steps * 8.0f);
+  tables.rest = exp2_8(steps * 64.0f);
+  return tables;
+}
+static inline row_scores make_row_scores(int top, float factor, float cap) { return top; }
+// Only the three lowest bits of an index count.
+#define LOOK_UP(table, index)                                                                                          \
+  __builtin_astype(__builtin_ia32_permvarsf256(__builtin_astype(table, looked_up8), __builtin_astype(index, place8)),  \
+                   float8)
+static inline float8 shares_of(int8 code, row_scores top, decay_tables tables) {
+  const int8 below = top - code;
+  return LOOK_UP(tables.ones, below) * LOOK_UP(tables.eights, below >> 3) * LOOK_UP(tables.rest, below >> 6);
+}
+#else
+typedef struct {
+  float factor;
+} decay_tables;
+typedef struct {
+  float factor, cap, top;
+} row_scores;
+static inline decay_tables make_decay_tables(float factor) {
+  decay_tables tables;
+  tables.factor = factor;
+  return tables;
+}
+static inline row_scores make_row_scores(int top, float factor, float cap) {
+  row_scores scores;
+  scores.factor = factor;
+  scores.cap = cap;
+  scores.top = score_of((float8)((float)top - CODE_ZERO), factor, cap).s0;
+  return scores;
+}
+static inline float8 shares_of(int8 code, row_scores top, decay_tables tables) {
+  return exp2_8(score_of(FLOATS_OF_CODES(code) - CODE_ZERO, top.factor, top.cap) - top.top);
+}
+#endif
+#define CODES_AT(codes, at) INTS_OF_CODES(*(__global const uchar8 *)((codes) + (at)))
+#define SHARES(code) shares_of(code, top, tables)
+#endif
+
 // Positions from `at` on that a query sees: those in [begin, end).
 static inline int8 seen_by(int at, int begin, int end) {
   const int8 position = at + LANES;
@@ -85,6 +140,54 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
 
 #define BEGIN_OF(row) (window > 0 ? max(0, token + (row)-window + 1) : 0)
 #define END_OF(row) min(keys, token + (row) + 1)
+#if WG == 1
+  // One row after the other, for a cache's sake.
+  const decay_tables tables = make_decay_tables(factor);
+  for (int i = 0; i < end - start; i += 8) *(__global float8 *)(own + i) = 0.0f;
+  for (int row = 0; row < rows; ++row) {
+    __global const uchar *codes = scores + (size_t)row * keys;
+    const int row_begin = BEGIN_OF(row), row_end = END_OF(row);
+    const int head = row_begin & ~7, inner = (row_begin + 7) & ~7, tail = row_end & ~7;
+    const int has_head = head < inner, has_tail = tail >= inner && tail < row_end;
+    const int8 head_seen = seen_by(head, row_begin, row_end), tail_seen = seen_by(tail, row_begin, row_end);
+    int8 most = 0;
+    for (int at = inner; at < tail; at += 8) {
+      const int8 code = CODES_AT(codes, at);
+      most = code > most ? code : most;
+    }
+    if (has_head) {
+      const int8 code = CODES_AT(codes, head) & head_seen;
+      most = code > most ? code : most;
+    }
+    if (has_tail) {
+      const int8 code = CODES_AT(codes, tail) & tail_seen;
+      most = code > most ? code : most;
+    }
+    const int4 four = most.lo > most.hi ? most.lo : most.hi;
+    const int2 two = four.lo > four.hi ? four.lo : four.hi;
+    const row_scores top = make_row_scores(two.x > two.y ? two.x : two.y, factor, cap);
+    float8 sum = 0.0f;
+    for (int at = inner; at < tail; at += 8) sum += SHARES(CODES_AT(codes, at));
+    if (has_head)
+      sum += head_seen ? SHARES(CODES_AT(codes, head)) : (float8)0.0f;
+    if (has_tail)
+      sum += tail_seen ? SHARES(CODES_AT(codes, tail)) : (float8)0.0f;
+    const float share = 1.0f / sum8(sum);
+    __global float *weights = (__global float *)own - start;
+    for (int at = inner; at < tail; at += 8)
+      *(__global float8 *)(weights + at) += SHARES(CODES_AT(codes, at)) * share;
+    if (has_head)
+      *(__global float8 *)(weights + head) += head_seen ? SHARES(CODES_AT(codes, head)) * share : (float8)0.0f;
+    if (has_tail)
+      *(__global float8 *)(weights + tail) += tail_seen ? SHARES(CODES_AT(codes, tail)) * share : (float8)0.0f;
+  }
+  for (int at = start; at < end; at += 8) {
+    const int8 position = at + LANES;
+    const int8 always = (position < FIRST) | (position >= end - LAST);
+    __global int8 *weight = (__global int8 *)(own + (at - start));
+    *weight = seen_by(at, begin, end) ? (always ? (int8)ALWAYS : *weight) : (int8)NEVER;
+  }
+#else
   for (int row = 0; row < rows; ++row) {
     int8 top = 0;
     for (int at = start + lane * 8; at < end; at += WG * 8) {
@@ -134,6 +237,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
     *(__global int8 *)(own + (at - start)) = seen_by(at, begin, end) ? weight : (int8)NEVER;
   }
   WAIT;
+#endif
 
   const int size = end - start, seen = end - begin;
   const int forced = max(0, min(FIRST, end) - begin) + min(LAST, seen);

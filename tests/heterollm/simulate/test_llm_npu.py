@@ -124,7 +124,7 @@ def test_splits_of_heterollm_run_with_integers_of_llm_npu():
         ({"in_flight": 4}, "number of chunks in flight"),
         ({"pruned": 1.5}, "is pruned"),
         ({"passes": ("llm.npu", "llm.npu:chunks")}, "are steps of one"),
-        ({"passes": ("shadowattn",)}, "no pass 'shadowattn'"),
+        ({"passes": ("other",)}, "no pass 'other'"),
     ],
 )
 def test_what_a_pass_cannot_have_is_refused(changed, message):

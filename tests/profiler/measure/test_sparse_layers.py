@@ -2,11 +2,14 @@
 
 import pytest
 
+from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.open import open_device
 from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import sparse_cases, sparse_tasks
 from heterollm.profiler.predict.operators import LayerPredictor
 
+USABLE, REASON, _ = qnn_available(emulator=True)
+slow = [pytest.mark.emulator, pytest.mark.slow, pytest.mark.skipif(not USABLE, reason=REASON)]
 SIZES = ((64, 256), (64, 512), (128, 512))
 MODEL = ModelSize(256, 512, 1, 8, 4, 320, True, 32, 2048).shape("tiny")
 
@@ -33,6 +36,16 @@ def test_every_operator_is_measured(device):
     assert {key.keep for key in records if key.operator == "sparse_attention"} == {0.2, 0.5}
     assert len(records) == len(SIZES) * 8
     assert len(LayerPredictor.fit(records).operators) == 5
+
+
+@pytest.mark.parametrize("name", [pytest.param("emulator", marks=slow)])
+def test_the_emulator_estimates_scores(name):
+    device = open_device(name)
+    try:
+        records = records_of(device, quick=True)
+    finally:
+        device.close()
+    assert {key.heads for key in records if key.operator == "scores"} == {1, 2, 4}
 
 
 @pytest.mark.parametrize("quick", [False, True])
