@@ -80,7 +80,7 @@ def child(folder: Path, level: str, precision: str, context: int) -> dict[str, A
         session.decode(token)
     own, files = held_bytes()
     specs = llm._weights.specs  # noqa: SLF001
-    slots = pool_sizes(llm.config, specs, llm.plan, llm.device.activation_dtype.itemsize)
+    slots = pool_sizes(llm.config, specs, llm.plan, llm.device.activation_dtype.itemsize, context)
     need = memory_need(llm.config, specs, llm.plan, context, slots, llm.device.cache_dtype)
     config = llm.config
     layer = sum(spec.rows * spec.columns for spec in specs if spec.layer == 0) * 4

@@ -23,6 +23,7 @@ import ablation_table
 import accuracy_table
 import aims
 import llm_npu_tables
+import sparse_tables
 import what_if
 
 from heterollm.benchmarks import BenchRow, best_of, read_rows
@@ -40,7 +41,7 @@ PAPER_MAP: Final = "docs/paper-map.md"
 DEVICES: Final = "docs/devices-and-drivers.md"
 INTEGERS: Final = "docs/integer-activations.md"
 LLM_NPU: Final = "docs/llm-npu.md"
-LLM_NPU: Final = "docs/llm-npu.md"
+SPARSE: Final = "docs/shadow-attention.md"
 
 Row = Mapping[str, Any]
 
@@ -623,6 +624,16 @@ def importance_table() -> str:
     return table(" | ".join(columns), "l" + "r" * (len(columns) - 1), lines)
 
 
+def sparse_table(name: str, *asked: object) -> Callable[[], str]:
+    """Return a table of sparse attention's accuracy by the name of its lines, made when it is called."""
+
+    def made() -> str:
+        columns, lines = getattr(sparse_tables, f"{name}_lines")(rows_of("sparse_accuracy"), *asked)
+        return table(" | ".join(columns), "l" + "r" * (len(columns) - 1), lines)
+
+    return made
+
+
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
@@ -653,8 +664,18 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (LLM_NPU, "accuracy of a published model"): accuracy_tables(PUBLISHED),
     (LLM_NPU, "outlier channels"): outlier_table,
     (LLM_NPU, "importance"): importance_table,
+    (SPARSE, "needed keys"): sparse_table("needed"),
+    (SPARSE, "loss of the published model"): sparse_table("loss", PUBLISHED, 2048),
+    (SPARSE, "loss of the bundled model"): sparse_table("loss", "tiny_python_lm", 512),
+    (SPARSE, "agreement"): sparse_table("agreement"),
+    (SPARSE, "retrieval"): sparse_table("retrieval"),
 }
 """Tables by page and name."""
+
+PICTURES: Final[Mapping[str, Callable[[], str]]] = {
+    "docs/kept_keys.svg": lambda: sparse_tables.kept_picture(rows_of("sparse_accuracy"), PUBLISHED),
+}
+"""Pictures by path."""
 
 
 @cache
@@ -901,6 +922,9 @@ def differences(texts: Mapping[str, str] | None = None) -> list[str]:
     wrong = [
         f"{page}: a table differs" for page in sorted(pages) if written(page, found[page]) != found[page]
     ]
+    wrong += [
+        f"{path}: differs" for path, made in PICTURES.items() if (ROOT / path).read_text("utf-8") != made()
+    ]
     wrong += [f"{page}: {phrase}" for page, phrase in phrases() if flat(found[page]).count(flat(phrase)) != 1]
     return wrong
 
@@ -911,6 +935,8 @@ def main() -> int:
         for page in {page for page, _ in BLOCKS}:
             path = ROOT / page
             path.write_text(written(page, path.read_text("utf-8")), "utf-8")
+        for name, made in PICTURES.items():
+            (ROOT / name).write_text(made(), "utf-8")
     wrong = differences()
     sys.stdout.writelines(f"{line}\n" for line in wrong)
     return int(bool(wrong))

@@ -35,6 +35,7 @@ from heterollm.planning import (
     LoadKeywords,
     LoadOptions,
     calibrated_ranges,
+    calibrated_scales,
     calibrated_shadows,
     choose_context,
     plan_for,
@@ -139,6 +140,10 @@ class LLM:
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
             ranges = calibrated_ranges(asked.calibration, weights)
+            scales = {
+                buckets: calibrated_scales(asked.calibration, buckets)
+                for buckets in {one.buckets for one in plan.sparse_attention}
+            }
             observer = thread.run(lambda: Tracer(opened)) if asked.trace else None
             engine = thread.run(
                 lambda: start_engine(
@@ -151,6 +156,7 @@ class LLM:
                     allow_slow=asked.allow_slow,
                     observer=observer,
                     ranges=ranges,
+                    score_scales=scales,
                 )
             )
         except BaseException:
@@ -407,9 +413,10 @@ def _check_fit(
         longest=config.max_positions,
         head_rows=HEAD_ROWS,
         activation=config.activation,
+        heads=(config.heads, config.kv_heads),
     )
     item_bytes = device.activation_dtype.itemsize
-    slots = pool_sizes(config, specs, plan, item_bytes)
+    slots = pool_sizes(config, specs, plan, item_bytes, context)
     need = memory_need(
         *(config, specs, plan, context, slots, device.cache_dtype, device.npu),
         hot_channels=hot_channels,

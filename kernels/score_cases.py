@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.kernels.formats import largest_code, zero_code
 from heterollm.kernels.npu import NpuBackend, ScoresShard
 
 __all__ = ["ScoresCase"]
@@ -18,11 +20,10 @@ class ScoresCase:
     """Scores of several heads.
 
     Args:
-        heads: Heads of the graph.
+        heads: Key heads of the graph.
         tokens: Queries of each head.
         keys: Keys of each head.
         head_dim: Elements of a query and of a key.
-        range_fraction: Largest score that has a code of its own, over the largest one; others saturate.
         seed: Of the random codes.
     """
 
@@ -30,7 +31,6 @@ class ScoresCase:
     tokens: int
     keys: int
     head_dim: int
-    range_fraction: float = 0.8
     seed: int = 0
 
     def __str__(self) -> str:
@@ -43,14 +43,14 @@ class ScoresCase:
             name: generator.integers(0, 256, (self.heads, count, self.head_dim), np.uint8)
             for name, count in (("queries", self.tokens), ("keys", self.keys))
         }
-        queries, keys = (codes.astype(np.int64) - 128 for codes in inputs.values())
+        queries, keys = (codes.astype(np.int64) - zero_code(8) for codes in inputs.values())
         products = queries @ keys.swapaxes(1, 2)
-        query_step, key_step = 0.011, 0.017
-        largest = float(np.abs(products).max()) * query_step * key_step
-        score_step = self.range_fraction * largest / 127
-        shard = ScoresShard(self.heads, self.keys, self.head_dim, query_step, key_step, score_step)
-        exact = np.rint(products * (query_step * key_step / score_step)).astype(np.int64)
-        return shard, inputs, np.clip(exact, -128, 127) + 128
+        # The largest scores saturate.
+        exponent = math.frexp(float(np.abs(products).max()) / largest_code(8))[1] - 1
+        shard = ScoresShard(self.heads, self.keys, self.head_dim, max(exponent, 0))
+        exact = np.rint(products * 2.0**-shard.exponent).astype(np.int64)
+        zero = zero_code(8)
+        return shard, inputs, np.clip(exact, -zero, largest_code(8)) + zero
 
     def on_npu(self, npu: NpuBackend) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the codes that an NPU computes, and the exact ones."""

@@ -22,6 +22,7 @@ from heterollm.profiler.records import (
     LinearPoint,
     Profile,
     Record,
+    SparseKey,
     SweepKey,
 )
 
@@ -156,7 +157,7 @@ def _newest(profile: Profile) -> dict[Key, Record]:
             continue
         plain: Key = (
             structs.replace(key, code="")
-            if isinstance(key, LinearKey | LayerKey | GraphKey | SweepKey)
+            if isinstance(key, LinearKey | LayerKey | SparseKey | GraphKey | SweepKey)
             else key
         )
         held = found.get(plain)

@@ -39,6 +39,7 @@ from heterollm.profiler.measure import (
     npu_return_costs,
     power_sources,
     power_tasks,
+    sparse_tasks,
     sweep_tasks,
 )
 from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Profile, Record, profile_path
@@ -73,11 +74,13 @@ class SessionOptions(ProfileOptions):
         characterise: Whether to measure stages, orders and the effect of ``k`` on the NPU, too.
         quick: Whether to measure only the essential points of one model, within a minute.
         tune: Whether to search the parameters of GPU kernels first.
+        sparse_attention: Whether to measure sparse attention, too: ``shadowattn`` needs it.
     """
 
     quick: bool = False
     tune: bool = True
     characterise: bool = False
+    sparse_attention: bool = False
 
     @classmethod
     def of(
@@ -88,11 +91,12 @@ class SessionOptions(ProfileOptions):
         quick: bool = False,
         tune: bool = True,
         characterise: bool = False,
+        sparse_attention: bool = False,
     ) -> SessionOptions:
         """Return options; ``quick`` lowers the budget and leaves tuning out."""
         if quick:
             budget_s = QUICK_BUDGET_S if budget_s is None else min(budget_s, QUICK_BUDGET_S)
-        return cls(budget_s, update, quick, tune and not quick, characterise)
+        return cls(budget_s, update, quick, tune and not quick, characterise, sparse_attention)
 
 
 def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path]:
@@ -161,7 +165,7 @@ def profile_device(
             *_link_tasks(device, quick=options.quick),
             *bandwidth_tasks(load),
             *first,
-            *layer_tasks(device, shapes, quick=options.quick),
+            *_operator_tasks(device, shapes, options),
         ]
         if options.quick:  # in order, since the points of a quick run are too few to rank by
             tasks, finer = [*tasks, *finer], []
@@ -203,19 +207,26 @@ class EssentialWork:
     build_seconds: float
 
 
-def essential_work(device: Device, shapes: Sequence[ModelShape], *, quick: bool) -> EssentialWork:
+def essential_work(device: Device, shapes: Sequence[ModelShape], options: SessionOptions) -> EssentialWork:
     """Return the estimate of the work that no budget leaves out, before any graph was built."""
     with contextlib.closing(SharedLoad(device)) as load:
         tasks = [
-            *_link_tasks(device, quick=quick),
+            *_link_tasks(device, quick=options.quick),
             *bandwidth_tasks(load),
-            *linear_tasks(device, shapes, tier=0, core=quick)[0],
-            *layer_tasks(device, shapes, quick=quick),
+            *linear_tasks(device, shapes, tier=0, core=options.quick)[0],
+            *_operator_tasks(device, shapes, options),
         ]
     needed = [task for task in tasks if task.essential]
     build_s = sum(task.build_s for task in needed)
     graphs = sum(task.graphs for task in needed if task.build_s)
     return EssentialWork(sum(task.estimate_s for task in needed) + build_s, graphs, build_s)
+
+
+def _operator_tasks(device: Device, shapes: Sequence[ModelShape], options: SessionOptions) -> list[Task]:
+    """Return the tasks of all operators but the linear ones."""
+    quick, sparse = options.quick, options.sparse_attention
+    tasks = layer_tasks(device, shapes, quick=quick, sparse=sparse)
+    return [*tasks, *(sparse_tasks(device, shapes, quick=quick) if sparse else ())]
 
 
 def _temporary_graphs(device: Device) -> contextlib.AbstractContextManager[None]:

@@ -27,6 +27,7 @@ from heterollm.profiler.records import (
     Processor,
     Profile,
     Record,
+    SparseKey,
     SweepKey,
 )
 from heterollm.profiler.summary_rows import (
@@ -44,6 +45,7 @@ from heterollm.profiler.summary_rows import (
     ProfileSummary,
     RecordTimes,
     RunRow,
+    SparseRow,
     SweepRow,
 )
 
@@ -51,7 +53,7 @@ __all__ = ["summarize"]
 
 COUNTS: Final = ("measured", "failed", "known", "left")
 
-V = TypeVar("V", LinearKey, LayerKey, GraphKey, SweepKey)
+V = TypeVar("V", LinearKey, LayerKey, SparseKey, GraphKey, SweepKey)
 K = TypeVar("K", bound=Key)
 
 _Weight: TypeAlias = tuple[object, ...]
@@ -99,6 +101,7 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
         accuracy=scores,
         accuracy_reason=reason,
         sweeps=tuple(_sweeps(profile)),
+        sparse=tuple(_sparse(profile)),
     )
 
 
@@ -199,6 +202,12 @@ def _layers(profile: Profile) -> Iterator[LayerRow]:
     for key, _, times in _timed(_newest(profile, LayerKey)):
         sizes = (key.tokens, key.context, key.hidden, key.heads, key.kv_heads, key.head_dim)
         yield LayerRow(key.operator, *sizes, times)
+
+
+def _sparse(profile: Profile) -> Iterator[SparseRow]:
+    for key, _, times in _timed(_newest(profile, SparseKey)):
+        sizes = (key.tokens, key.keys, key.heads, key.group, key.head_dim, key.keep)
+        yield SparseRow(key.operator, *sizes, times)
 
 
 def _bandwidth(profile: Profile) -> Iterator[BandwidthRow]:

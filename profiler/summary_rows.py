@@ -28,6 +28,7 @@ __all__ = [
     "ProfileSummary",
     "RecordTimes",
     "RunRow",
+    "SparseRow",
     "SweepRow",
 ]
 
@@ -115,6 +116,20 @@ class LayerRow:
     heads: int
     kv_heads: int
     head_dim: int
+    times: RecordTimes
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRow:
+    """An operator of sparse attention."""
+
+    operator: str
+    tokens: int
+    keys: int
+    heads: int
+    group: int
+    head_dim: int
+    keep: float
     times: RecordTimes
 
 
@@ -253,6 +268,7 @@ class ProfileSummary:
         accuracy: Of every model on each processor.
         accuracy_reason: Reason why there is none; empty otherwise.
         sweeps: Stages, order of operands and effect of ``k`` on the NPU.
+        sparse: Operators of sparse attention.
     """
 
     device: str
@@ -273,6 +289,7 @@ class ProfileSummary:
     accuracy: tuple[AccuracyRow, ...]
     accuracy_reason: str
     sweeps: tuple[SweepRow, ...] = ()
+    sparse: tuple[SparseRow, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""

@@ -1,3 +1,7 @@
+from .attention import AttentionRequest as AttentionRequest
+from .attention import ScoreBuckets as ScoreBuckets
+from .attention import SparseAttention as SparseAttention
+from .attention_costs import ProfileAttentionCosts as ProfileAttentionCosts
 from .candidates import NpuLimits as NpuLimits
 from .chain import Choice as Choice
 from .check import check_plan as check_plan
@@ -10,6 +14,8 @@ from .flights import PredictedPrompt as PredictedPrompt
 from .flights import plan_flights as plan_flights
 from .flights import predict_prompt as predict_prompt
 from .flights import with_schedule as with_schedule
+from .keep import HeadNeeds as HeadNeeds
+from .keep import keep_ratios as keep_ratios
 from .levels import LENGTH_POLICIES as LENGTH_POLICIES
 from .levels import LEVELS as LEVELS
 from .levels import LengthCosts as LengthCosts
@@ -31,6 +37,7 @@ from .profile_costs import ProfileCosts as ProfileCosts
 from .profile_costs import best_strategy as best_strategy
 from .profile_costs import limits_of as limits_of
 from .profile_costs import power_of as power_of
+from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import InFlight as InFlight
 from .request import PassName as PassName
@@ -38,6 +45,7 @@ from .request import PlanRequest as PlanRequest
 from .request import RequestedLevel as RequestedLevel
 from .request import check_in_flight as check_in_flight
 from .request import check_passes as check_passes
+from .request import llm_npu_pass as llm_npu_pass
 from .schedule import Stage as Stage
 from .schedule import schedule_chunks as schedule_chunks
 from .shadows import ShadowChannels as ShadowChannels
@@ -49,6 +57,11 @@ from .slices import Budget as Budget
 from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights
 from .solve import Solver as Solver
+from .sparse_plan import AttentionHeads as AttentionHeads
+from .sparse_plan import break_even as break_even
+from .sparse_plan import plan_attention as plan_attention
+from .sparse_plan import with_attention_time as with_attention_time
 from .standard_lengths import choose_lengths as choose_lengths
+from .standard_lengths import score_keys as score_keys
 from .words import describe as describe
 from .words import notation as notation

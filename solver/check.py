@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
+from msgspec.structs import replace
+
 from heterollm.base import PlanError, format_bytes
 from heterollm.kernels.npu import FfnShape, GraphShape, LinearShape, NpuBackend
 from heterollm.kernels.ops import Activation, OpSpec, Phase
+from heterollm.solver.attention import SparseAttention
 from heterollm.solver.ffn import split_alignment
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
@@ -24,6 +27,7 @@ def check_plan(
     longest: int,
     head_rows: int,
     activation: Activation = "silu",
+    heads: tuple[int, int] | None = None,
 ) -> None:
     """Refuse a plan, such as one edited by hand, that would fail later.
 
@@ -34,6 +38,7 @@ def check_plan(
         longest: Most positions of the model; no pass is longer.
         head_rows: Most positions that the head computes at a time.
         activation: Activation of the model's feed-forward networks.
+        heads: Query heads and key heads of the model; without them no plan with sparse attention passes.
 
     Raises:
         PlanError: A case has no entry, or its placement is not legal on the device; the message names it.
@@ -43,7 +48,9 @@ def check_plan(
             f"The plan's chunk_length of {plan.chunk_length} is outside what the model takes, 1 to {longest}."
         )
     if plan.schedule is not None:
-        check_plan(plan.of_flights, specs, npu, longest=longest, head_rows=head_rows, activation=activation)
+        flights = replace(plan.of_flights, attention=())
+        check_plan(flights, specs, npu, longest=longest, head_rows=head_rows, activation=activation)
+    _check_attention(plan, specs, npu, heads or (0, 0))
     _check_address_space(plan, specs, npu, head_rows)
     # All layers have the same shapes, so the first layer of each range of layers stands for the range.
     begins = {0, *(start for entry in plan.entries for start in (entry.layers[0], entry.layers[1] + 1))}
@@ -57,6 +64,32 @@ def check_plan(
                 for spec, placement in plan.operators(phase, length, own, rows=length):
                     if placement.npu_lengths:
                         _check_on_npu(placement, spec, length, npu, activation)
+
+
+def _check_attention(
+    plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | None, heads: tuple[int, int]
+) -> None:
+    """Refuse sparse attention that is not the model's, or that the device cannot estimate."""
+    if plan.schedule is not None and plan.sparse_attention:
+        raise PlanError(
+            "Sparse attention and several chunks in flight are not combined.",
+            fix="Leave the plan's schedule or its attention out.",
+        )
+    last = max((spec.layer for spec in specs), default=-1)
+    for entry in plan.attention:
+        placement, layers = entry.placement, f"layers {entry.layers[0]} to {entry.layers[1]}"
+        if entry.layers[1] > last:
+            raise PlanError(
+                f"Attention of {layers} is planned, and layer {last} is the last.",
+                fix="Name the model's layers.",
+            )
+        if isinstance(placement, SparseAttention):
+            placement.check(*heads, entry.layers)
+            if placement.estimator == "npu" and npu is None:
+                raise PlanError(
+                    f"Sparse attention of {layers} needs an NPU, and the device was opened without one.",
+                    fix="Plan with --estimator gpu, or give the NPU at least one thread.",
+                )
 
 
 def _check_address_space(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | None, head_rows: int) -> None:

@@ -20,9 +20,10 @@ from msgspec.structs import force_setattr, replace
 from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase, ffn_specs
+from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
-from heterollm.solver.request import PlanRequest
+from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest
 
 __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
 
@@ -46,6 +47,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         request: What it was asked to be; None for levels that follow a rule.
         schedule: How several chunks of a prompt run at once; None for one after the other.
         calibration: Identity of the calibration it was made with; None without one.
+        attention: The attention of prefill; the first entry that covers a case decides, and cases without one
+            are dense.
 
     Raises:
         PlanError: An entry uses what no slice holds.
@@ -62,6 +65,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     request: PlanRequest | None = None
     schedule: ChunkSchedule | None = None
     calibration: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    attention: tuple[AttentionEntry, ...] = ()
 
     def __repr__(self) -> str:
         return f"Plan({self.level} for {self.device}, {self.precision}, {len(self.entries)} entries)"
@@ -125,6 +129,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
                 fix="Add one, or use a plan level.",
             )
         return found
+
+    def attention_of(self, tokens: int, keys: int, layer: int) -> AttentionPlacement:
+        """Return the attention of a layer in a pass of prefill.
+
+        Args:
+            tokens: Tokens of the pass.
+            keys: Tokens of the session after the pass.
+            layer: The layer.
+        """
+        serving = (entry.placement for entry in self.attention if entry.serves(tokens, keys, layer))
+        return next(serving, DENSE_ATTENTION)
 
     def longest_pass(self, entry: PlanEntry, head_rows: int) -> int:
         """Return the most tokens that an entry can be asked for: the head sees a few rows at a time."""
@@ -197,13 +212,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def without_npu(self) -> Plan:
-        """Return a plan that gives everything to the GPU and is else the same."""
+        """Return a plan that gives everything to the GPU, with dense attention, and is else the same."""
         entries = (
             PlanEntry(entry.phase, entry.lengths, entry.layers, group, GPU_ONLY)
             for entry in self.entries
             for group in (("gate_up", "down") if entry.group == "ffn" else (entry.group,))
         )
-        return replace(self, entries=tuple(dict.fromkeys(entries)), slices=(), schedule=None)
+        return replace(self, entries=tuple(dict.fromkeys(entries)), slices=(), schedule=None, attention=())
 
     @property
     def has_ffn(self) -> bool:
@@ -213,7 +228,16 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def uses_npu(self) -> bool:
         """Whether any placement needs the NPU."""
-        return any(entry.placement.npu_lengths for entry in self.placed)
+        return any(entry.placement.npu_lengths for entry in self.placed) or any(
+            one.estimator == "npu" for one in self.sparse_attention
+        )
+
+    @property
+    def sparse_attention(self) -> tuple[SparseAttention, ...]:
+        """The sparse placements of attention."""
+        return tuple(
+            entry.placement for entry in self.attention if isinstance(entry.placement, SparseAttention)
+        )
 
     @property
     def has_shadows(self) -> bool:
@@ -231,6 +255,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for optional in ("schedule", "calibration"):
             if data[optional] is None:
                 del data[optional]
+        if not data["attention"]:
+            del data["attention"]
+        if self.request is not None and SHADOW_ATTENTION not in self.request.passes:
+            del data["request"]["attention"]
         for entry in (*data["entries"], *data.get("schedule", {}).get("entries", ())):
             if not entry["placement"].get("shadow", True):
                 del entry["placement"]["shadow"]
@@ -253,7 +281,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             )
         del data["schema_version"]
         plan = decode(data, cls, source=f"{source} is not a plan", error=PlanError)
-        problem = _lacking(data) or next(filter(None, map(_mistake, plan.placed)), None)
+        problem = _lacking(data) or next(filter(None, map(_mistake, plan.placed)), _empty_range(plan))
         if problem is not None:
             raise PlanError(f"{source} is not a plan: {problem}.")
         return plan
@@ -279,11 +307,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
 def _lacking(data: dict[str, Any]) -> str | None:
     """Name a field that a plan's file must state, though Python gives it a default."""
-    if name := missing_field({"schedule": None, "calibration": None, **data}, Plan):
+    if name := missing_field({"schedule": None, "calibration": None, "attention": (), **data}, Plan):
         return f"{name} is missing"
     if name := missing_field(data["sync"], PhaseSync):
         return f"sync.{name} is missing"
-    if data["request"] is not None and (name := missing_field(data["request"], PlanRequest)):
+    if data["request"] is not None and (
+        name := missing_field({"attention": {}, **data["request"]}, PlanRequest)
+    ):
         return f"request.{name} is missing"
     return None
 
@@ -295,6 +325,15 @@ def _mistake(entry: PlanEntry) -> str | None:
             return f"range {low}..{high} of {entry.group} is empty"
     if (entry.group == "ffn") is not isinstance(entry.placement, FfnPlacement):
         return f"a {type(entry.placement).__name__} cannot place {entry.group}"
+    return None
+
+
+def _empty_range(plan: Plan) -> str | None:
+    """Name the first range of attention that holds nothing."""
+    for entry in plan.attention:
+        for low, high in (entry.lengths, entry.keys, entry.layers):
+            if low > high:
+                return f"range {low}..{high} of attention is empty"
     return None
 
 

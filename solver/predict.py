@@ -55,6 +55,7 @@ class PredictedPass:
         operators: Operators of one layer in order, and the head where the pass computes logits.
         layer_us: Time of one layer in the middle of the pass.
         time_us: Time of the layers and the head.
+        scores_us: Time of the NPU's estimates of scores in all layers, where attention is sparse.
     """
 
     phase: Phase
@@ -62,6 +63,7 @@ class PredictedPass:
     operators: tuple[PredictedOperator, ...]
     layer_us: float
     time_us: float
+    scores_us: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -70,7 +72,7 @@ class PredictedPass:
 
     def npu_us(self, layers: int) -> float:
         """Return the time during which the NPU computes so many layers, and the head."""
-        return sum(
+        return self.scores_us + sum(
             item.option.npu_us * (1 if item.spec.group == "head" else layers) for item in self.operators
         )
 

@@ -42,6 +42,7 @@ from heterollm.solver.costs import NO_SHADOW, Overheads, ShadowTimes, Slowdown
 from heterollm.solver.ffn import ffn_groups, first_group
 from heterollm.solver.objective import Power
 from heterollm.solver.shadows import GroupShadow
+from heterollm.solver.sparse_costs import SparseTimes, sparse_times
 
 __all__ = [
     "DECODE_POSITION",
@@ -252,12 +253,36 @@ class ProfileCosts:
         """Return the time by which an operator takes longer than a plain one."""
         return max(0.0, self._layer_us(other, tokens) - self._layer_us(plain, tokens))
 
+    def sparse_attention(self, tokens: int, keys: int) -> SparseTimes | None:
+        """Return the times of a layer's sparse attention; None if the profile has no measurement of it.
+
+        Args:
+            tokens: Tokens of the pass, padded to whole tiles.
+            keys: Keys that are estimated, those of the pass included.
+        """
+        return sparse_times(self._predictor, self._shape, tokens, keys)
+
+    def dense_attention_us(self, tokens: int, keys: int) -> float:
+        """Return the time of a layer's dense attention; 0 if the profile lacks it.
+
+        Args:
+            tokens: Tokens of the pass.
+            keys: Keys that its last token sees.
+        """
+        return self._layer_us("attention", tokens, position=keys - tokens)
+
     def _layer_us(
-        self, operator: GlueOperator, tokens: int, width: int | None = None, channels: int = 0
+        self,
+        operator: GlueOperator,
+        tokens: int,
+        width: int | None = None,
+        channels: int = 0,
+        *,
+        position: int = 0,
     ) -> float:
-        """Return the time of an operator that does not depend on the position; 0 if the profile lacks it."""
+        """Return the time of an operator; 0 if the profile lacks it."""
         try:
-            key = layer_key(self._shape, operator, tokens, width=width, channels=channels)
+            key = layer_key(self._shape, operator, tokens, position, width=width, channels=channels)
             return self._predictor.predict_layer_us(key).us + self._gap_us
         except ProfileError:
             self.missing.add(operator)

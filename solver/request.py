@@ -9,12 +9,14 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 from msgspec import Meta, Struct
 
 from heterollm.base import Amount, OptionError, Positive
+from heterollm.solver.attention import AttentionRequest
 from heterollm.solver.placements import PLACEMENT_KINDS
 
 __all__ = [
     "FORBIDDEN",
     "MOST_IN_FLIGHT",
     "PASSES",
+    "SHADOW_ATTENTION",
     "SOLVED_LEVELS",
     "InFlight",
     "PassName",
@@ -24,6 +26,7 @@ __all__ = [
     "check_forbidden",
     "check_in_flight",
     "check_passes",
+    "llm_npu_pass",
 ]
 
 SolvedLevel: TypeAlias = Literal["tensor", "block"]
@@ -36,12 +39,16 @@ RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
 """A level of the solver, or ``auto``: ``block`` where the profile has times of the ffn and the solver uses it
 at any length, else ``tensor``."""
 
-PassName: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
+LlmNpuPass: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
 """Techniques of llm.npu over a plan of weights of precision ``w8a8``, each with those before: graphs for each
 prompt, which only simulations build; graphs of chunks; outliers of the activations on the GPU (shadow);
 chunks out of order."""
 
-PASSES: Final[tuple[PassName, ...]] = get_args(PassName)
+PassName: TypeAlias = LlmNpuPass | Literal["shadowattn"]
+"""Techniques of a paper over a plan: those of llm.npu, or shadowAttn's sparse attention."""
+
+SHADOW_ATTENTION: Final = "shadowattn"
+PASSES: Final[tuple[PassName, ...]] = (*get_args(LlmNpuPass), SHADOW_ATTENTION)
 
 FORBIDDEN: Final = ("gpu", "npu", *PLACEMENT_KINDS[2:])
 """Processors that need not compute linear layers, and kinds of splits that a plan can avoid."""
@@ -80,18 +87,26 @@ def check_in_flight(given: InFlight) -> None:
 
 
 def check_passes(given: Sequence[PassName]) -> None:
-    """Refuse names that are no pass, and more than one.
+    """Refuse names that are no pass, and more than one step of llm.npu.
 
     Raises:
-        OptionError: There is no such pass, or there are several.
+        OptionError: There is no such pass, or there are several steps of one.
     """
     for name in given:
         if name not in PASSES:
             raise OptionError(f"There is no pass {name!r:.40}.", fix=f"Choose {', '.join(PASSES)}.")
-    if len(given) > 1:
+    steps = [name for name in given if name != SHADOW_ATTENTION]
+    if len(steps) > 1:
         raise OptionError(
-            f"The passes {', '.join(given)} are steps of one.", fix="Give the last one: it has those before."
+            f"The passes {', '.join(steps)} are steps of one.", fix="Give the last one: it has those before."
         )
+    if len(given) > len(set(given)):
+        raise OptionError(f"The passes {', '.join(given)} name one twice.", fix="Name each once.")
+
+
+def llm_npu_pass(given: Iterable[PassName]) -> PassName | None:
+    """Return the step of llm.npu among passes; None without one."""
+    return next((name for name in given if name != SHADOW_ATTENTION), None)
 
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +123,8 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
         in_flight: Chunks of a long prompt at once, or ``auto``.
-        passes: Techniques of a paper over the plan, at most one.
+        passes: Techniques of papers over the plan: at most one step of llm.npu, and ``shadowattn``.
+        attention: Options of ``shadowattn``.
 
     Raises:
         OptionError: A field is not legal.
@@ -124,6 +140,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     level: RequestedLevel = "auto"
     in_flight: InFlight = 1
     passes: tuple[PassName, ...] = ()
+    attention: AttentionRequest = AttentionRequest()
 
     def __post_init__(self) -> None:
         if self.level not in ("auto", *SOLVED_LEVELS):

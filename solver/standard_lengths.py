@@ -1,4 +1,4 @@
-"""The choice of standard lengths for a histogram of prompts (HeteroLLM, section 4.1).
+"""The choice of standard lengths for a histogram of prompts (HeteroLLM, section 4.1), and of keys.
 
 More lengths need less padding and more time to build. The search tries all sets within the build budget.
 """
@@ -11,11 +11,39 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from heterollm.base import OptionError, PlanError
+from heterollm.kernels.npu import TILE_OF_INTEGERS
 
-__all__ = ["MOST_LENGTHS", "choose_lengths"]
+__all__ = ["LEAST_SCORE_TOKENS", "MOST_LENGTHS", "choose_lengths", "score_keys", "score_tokens"]
 
 MOST_LENGTHS: Final = 12
 """The search tries every set of so many lengths: 4096 sets."""
+
+LEAST_KEYS: Final = 256
+"""Least keys of graphs of scores; with fewer there is nothing to gain."""
+
+
+LEAST_SCORE_TOKENS: Final = 32
+"""Fewest tokens of a pass with estimated scores: a tile of every NPU."""
+
+
+def score_tokens(tokens: int) -> int:
+    """Return the tokens that a pass with estimated scores is padded to: a power of two."""
+    return max(LEAST_SCORE_TOKENS, 1 << (tokens - 1).bit_length())
+
+
+def score_keys(context: int) -> tuple[int, ...]:
+    """Return the standard numbers of keys of graphs of scores, ascending; the last holds the context.
+
+    They are powers of two and one and a half times these, so that at most a third of the keys is padding.
+
+    Args:
+        context: Positions of a session.
+    """
+    tile = TILE_OF_INTEGERS["static_int8"]
+    last = -(-context // tile) * tile
+    powers = (LEAST_KEYS << power for power in range(max(1, last // LEAST_KEYS).bit_length()))
+    steps = (keys for power in powers for keys in (power, power + power // 2))
+    return (*(keys for keys in steps if keys < last), last)
 
 
 def choose_lengths(

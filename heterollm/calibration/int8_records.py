@@ -19,6 +19,7 @@ __all__ = [
     "Int8Errors",
     "LossAtShare",
     "Shadow",
+    "Share",
     "choose_shadow",
     "int8_mistakes",
 ]

@@ -1,8 +1,8 @@
-"""Measures the loss of decided activations: 8-bit outputs replace those of the engine's kernels."""
+"""Measures the loss of a model whose linears have other outputs than the engine's kernels give."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,19 +10,17 @@ from numpy.typing import NDArray
 from heterollm.base import Progress
 from heterollm.calibration.float_weights import FloatWeights
 from heterollm.calibration.int8_check import int8_output
-from heterollm.calibration.observer import ActivationObserver, Floats
+from heterollm.calibration.observer import ActivationObserver, Floats, Reader
 from heterollm.calibration.records import LinearCalibration
 from heterollm.engine import Engine
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import Group, OpSpec
 from heterollm.text import surprises
 
 __all__ = ["LossMeter"]
 
 
 class LossMeter:
-    """Runs text through an engine while the linears' outputs are computed on their 8-bit grids.
-
-    Operators of 16 bits keep the engine's floats, which differ from 16 bits much less than 8 bits do.
+    """Runs text through an engine while a reader replaces outputs of linears.
 
     Args:
         engine: An engine at level ``gpu``.
@@ -52,9 +50,23 @@ class LossMeter:
         self._done, self._planned = 0, 0
 
     def surprises(self, linears: Sequence[LinearCalibration]) -> NDArray[np.float64]:
-        """Return the negative log-likelihood of each token with the activations that the records decide."""
+        """Return the negative log-likelihood of each token with the activations that the records decide.
+
+        Operators of 16 bits keep the engine's floats, which differ from 16 bits much less than 8 bits do.
+        """
         self._decided = {(one.layer, one.group): one for one in linears}
-        self._observer.reader = self._replaced
+        return self.surprises_with(self._replaced)
+
+    def surprises_with(
+        self, reader: Reader | None, only: Collection[tuple[int, Group]] | None = None
+    ) -> NDArray[np.float64]:
+        """Return the negative log-likelihood of each token with a reader.
+
+        Args:
+            reader: Replaces outputs; None for the model as it is.
+            only: Groups that the reader gets; None for all.
+        """
+        self._observer.reader, self._observer.only = reader, only
         self._planned += len(self._windows)
         found = []
         for ids in self._windows:
@@ -62,7 +74,7 @@ class LossMeter:
             self._engine.prefill(self._engine.new_cache(), 0, ids, "prefill", self._logits)
             found.append(surprises(self._logits, ids))
             self._done += 1
-        self._observer.reader = None
+        self._observer.reader = self._observer.only = None
         return np.concatenate(found)
 
     def _replaced(self, spec: OpSpec, x: Floats, _y: Floats) -> Floats | None:

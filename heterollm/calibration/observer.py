@@ -8,20 +8,20 @@ are launched one by one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.calibration.int8_check import Int8Statistics
 from heterollm.calibration.int8_records import ChannelOutliers
 from heterollm.calibration.records import (
     LOWEST_OCTAVE,
     OCTAVES,
     STEPS_PER_OCTAVE,
-    HeadMagnitudes,
     LinearCalibration,
 )
 from heterollm.engine import Call, EngineActivity, Step
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from heterollm.kernels.gpu import HostClock, KvMemory
     from heterollm.model import ModelConfig
 
-__all__ = ["ActivationObserver", "HeadStatistics", "LinearStatistics", "Reader"]
+__all__ = ["ActivationObserver", "LinearStatistics", "Reader"]
 
 OUTLIER_FACTOR = 8.0
 """Magnitude of an outlier in root mean squares of the first window."""
@@ -112,41 +112,6 @@ class LinearStatistics:
         )
 
 
-class HeadStatistics:
-    """Running magnitudes of queries and keys after RoPE.
-
-    Args:
-        config: The model.
-        earlier: The state to continue from.
-    """
-
-    def __init__(self, config: ModelConfig, earlier: Iterable[HeadMagnitudes] = ()) -> None:
-        self._config = config
-        self._queries = np.zeros((config.layers, config.heads))
-        self._keys = np.zeros((config.layers, config.kv_heads))
-        for one in earlier:
-            self._queries[one.layer], self._keys[one.layer] = one.queries, one.keys
-
-    @property
-    def query_columns(self) -> int:
-        """Elements of a token's queries."""
-        return self._config.heads * self._config.head_dim
-
-    def add_queries(self, layer: int, queries: Floats) -> None:
-        """Add queries ``[m, heads * head_dim]`` of a layer."""
-        sizes = np.abs(queries.reshape(len(queries), self._config.heads, -1)).max(axis=(0, 2))
-        np.maximum(self._queries[layer], sizes, out=self._queries[layer])
-
-    def add_keys(self, keys: Floats) -> None:
-        """Add keys ``[layers, kv_heads, ...]``."""
-        np.maximum(self._keys, np.abs(keys).max(axis=tuple(range(2, keys.ndim))), out=self._keys)
-
-    def record(self) -> tuple[HeadMagnitudes, ...]:
-        """Return the magnitudes so far."""
-        pairs = zip(self._queries.tolist(), self._keys.tolist(), strict=True)
-        return tuple(HeadMagnitudes(layer, tuple(q), tuple(k)) for layer, (q, k) in enumerate(pairs))
-
-
 class ActivationObserver:
     """Gives the inputs and outputs of groups of linears to a reader.
 
@@ -156,11 +121,13 @@ class ActivationObserver:
 
     Attributes:
         reader: The reader; None reads nothing.
+        only: Groups that the reader gets; None for all.
         heads: Statistics that get the queries; None reads none.
     """
 
     def __init__(self, specs: Mapping[tuple[int, Group], OpSpec], dtype: np.dtype[Any]) -> None:
         self.reader: Reader | None = None
+        self.only: Collection[tuple[int, Group]] | None = None
         self.heads: HeadStatistics | None = None
         self._specs = specs
         self._dtype = dtype
@@ -196,7 +163,7 @@ class ActivationObserver:
         source, target = step.reads[0].name, step.writes[0].name
 
         def call() -> None:
-            if self.reader is None:
+            if self.reader is None or (self.only is not None and (spec.layer, spec.group) not in self.only):
                 step.run()
                 return
             x = self._read(source, step.tokens, spec.columns, self._dtype)

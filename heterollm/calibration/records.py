@@ -24,6 +24,7 @@ from heterollm.base import (
     decode_json,
     save_file,
 )
+from heterollm.calibration.head_records import MASSES, HeadCalibration, head_mistakes
 from heterollm.calibration.int8_records import (
     Activations,
     ChannelOutliers,
@@ -34,6 +35,7 @@ from heterollm.calibration.int8_records import (
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, largest_code
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, Precision
+from heterollm.solver import HeadNeeds
 
 __all__ = [
     "FIX",
@@ -42,14 +44,13 @@ __all__ = [
     "STEPS_PER_OCTAVE",
     "Calibration",
     "FfnCalibration",
-    "HeadMagnitudes",
     "LinearCalibration",
     "RangeErrors",
     "load_calibration",
 ]
 
-FIX: Final = "Run `heterollm calibrate MODEL -o FILE` again."
-SCHEMA_VERSION: Final = 3
+FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
+SCHEMA_VERSION: Final = 4
 LARGEST_FILE_BYTES: Final = 1 << 28
 
 STEPS_PER_OCTAVE: Final = 8
@@ -164,20 +165,6 @@ class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     split_errors: RangeErrors | None = None
 
 
-class HeadMagnitudes(Struct, frozen=True, forbid_unknown_fields=True):
-    """Largest magnitudes of the queries and keys of a layer after RoPE, which attention in integers needs.
-
-    Args:
-        layer: Decoder layer.
-        queries: Of each query head.
-        keys: Of each key head.
-    """
-
-    layer: Count
-    queries: tuple[Amount, ...]
-    keys: tuple[Amount, ...]
-
-
 class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     """Static ranges of a model's activations.
 
@@ -206,10 +193,10 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     checked_tokens: Count
     linears: tuple[LinearCalibration, ...]
     ffns: tuple[FfnCalibration, ...]
-    heads: tuple[HeadMagnitudes, ...] = ()
+    heads: tuple[HeadCalibration, ...] = ()
     precision: Precision = "w4a16"
     decision: Decision | None = None
-    version: Literal[3] = SCHEMA_VERSION
+    version: Literal[4] = SCHEMA_VERSION
 
     @property
     def key(self) -> str:
@@ -265,6 +252,22 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
             for one in self.linears
             if one.int8 is not None and one.int8.activations is not None
         }
+
+    def head_needs(self) -> HeadNeeds:
+        """Return what the rules of keep ratios need.
+
+        Raises:
+            CalibrationError: The calibration has no heads yet.
+        """
+        if not self.heads:
+            raise CalibrationError(f"The calibration of {self.model} has no attention heads.", fix=FIX)
+        ranked = all(one.ranked for one in self.heads)
+        return HeadNeeds(
+            MASSES,
+            tuple(one.needed for one in self.heads),
+            tuple(one.importance for one in self.heads) if ranked else None,
+            tuple(one.layer_importance or 0.0 for one in self.heads) if ranked else None,
+        )
 
     def check_weights(self, weights_key: str) -> None:
         """Refuse other weights than the calibrated ones, or an incomplete calibration.
@@ -353,9 +356,7 @@ def _mistakes(found: Calibration) -> Iterator[str]:
             yield from int8_mistakes(f"{where}.int8", one.int8, one.inputs, members)
         if found.decision is not None and (one.int8 is None or one.int8.activations is None):
             yield f"{where}.int8.activations: none, although there is a decision"
-    layers = [one.layer for one in found.heads]
-    if layers != sorted(set(layers)):
-        yield "heads: a layer is given twice, or out of order"
+    yield from head_mistakes(found.heads)
     for place, ffn in enumerate(found.ffns):
         where = f"ffns[{place}]"
         if (ffn.layer, "ffn") in seen:

@@ -15,8 +15,10 @@ from heterollm.base import CalibrationError, InputError, OptionError, Progress, 
 from heterollm.calibration.check import RangeCheck, largest_partial, silu
 from heterollm.calibration.decision import Policy, decide
 from heterollm.calibration.float_weights import FloatWeights, as_floats
+from heterollm.calibration.head_importance import measure_importance
+from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.calibration.loss import LossMeter
-from heterollm.calibration.observer import ActivationObserver, Floats, HeadStatistics, LinearStatistics
+from heterollm.calibration.observer import ActivationObserver, Floats, LinearStatistics
 from heterollm.calibration.records import Calibration, FfnCalibration, load_calibration
 from heterollm.data import bundled_model
 from heterollm.engine import Engine, EngineThread, start_engine
@@ -34,8 +36,13 @@ WINDOW_TOKENS: Final = 512
 CHECKED_TOKENS: Final = 64
 """Tokens of the last window that are computed on their grids."""
 
+SHORTEST_WINDOW: Final = 64
+
 LOSS_WINDOWS: Final = 4
 """Last windows of the text, on which the loss of pruned shadows is measured; no range is of the last one."""
+
+IMPORTANCE_WINDOWS: Final = 2
+"""Last windows of the text, on which the loss without each head and layer is measured."""
 
 CALIBRATED: Final[tuple[Precision, ...]] = ("w4a16", "w8a8")
 DEFAULT_POLICY: Final = Policy()
@@ -52,6 +59,8 @@ def calibrate(
     *,
     output: Path,
     windows: int = CALIBRATION_WINDOWS,
+    window_tokens: int = WINDOW_TOKENS,
+    head_importance: bool = False,
     precision: Precision = "w4a16",
     group_size: int = 32,
     policy: Policy = DEFAULT_POLICY,
@@ -67,7 +76,11 @@ def calibrate(
         model: A local folder or a hub name.
         texts: Files of plain text, one after the other; by default a built-in text (Python code).
         output: The file.
-        windows: Windows of 512 tokens, at most those that the text has; one of them only checks the ranges.
+        windows: Windows, at most those that the text has; one of them only checks the ranges.
+        window_tokens: Tokens of a window, at most those of the model's context. Heads attend to a smaller
+            share of the keys of a longer one.
+        head_importance: Whether to measure the loss without each head and layer as well, which takes two
+            passes for each. A finished file goes on with that.
         precision: ``w4a16``, whose integer graphs have 16-bit activations and stepped scales, or ``w8a8``.
         group_size: Weights that share a scale.
         policy: Which operators have which activations at ``w8a8``. A file that was finished with another
@@ -84,6 +97,11 @@ def calibrate(
     """
     if windows < 2:
         raise OptionError(f"A calibration of {windows} windows.", fix="Choose at least 2.")
+    if window_tokens < SHORTEST_WINDOW:
+        raise OptionError(
+            f"A window of {window_tokens} tokens.",
+            fix=f"Choose at least {SHORTEST_WINDOW}, better 512 or more.",
+        )
     if precision not in CALIBRATED:
         raise OptionError(f"A calibration of {precision}.", fix=f"Choose {' or '.join(CALIBRATED)}.")
     if precision != "w8a8" and policy != DEFAULT_POLICY:
@@ -94,7 +112,7 @@ def calibrate(
     tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_folder(tokenizer.folder)  # raises
-    parts = _windows(tokenizer.encode(_text(texts)), min(WINDOW_TOKENS, config.max_positions), windows)
+    parts = _windows(tokenizer.encode(_text(texts)), min(window_tokens, config.max_positions), windows)
     weights = load_weights(
         checkpoint,
         config,
@@ -116,14 +134,15 @@ def calibrate(
         precision=precision,
     )
     state = _continued(output, fresh)
-    if state.complete and (precision != "w8a8" or policy.made(state.decision)):
+    decided = precision != "w8a8" or policy.made(state.decision)
+    if state.complete and decided and (not head_importance or all(one.ranked for one in state.heads)):
         return state
     thread = EngineThread()
     try:
         opened = thread.run(lambda: open_device(device, gpu_threads=gpu_threads, npu_threads=0))
         run = thread.run(lambda: _Run(opened, weights, state, output, progress))
         try:
-            return thread.run(lambda: run.finish(parts, policy))
+            return thread.run(lambda: run.finish(parts, policy, head_importance=head_importance))
         finally:
             thread.run(run.close)
     finally:
@@ -149,7 +168,7 @@ class _Run:
         self._linears = {
             key: LinearStatistics(spec, earlier.get(key), int8=int8) for key, spec in self._specs.items()
         }
-        self._heads = HeadStatistics(weights.config, state.heads)
+        self._heads = HeadStatistics(weights.config, state.heads, state.windows)
         self._activated = {one.layer: one.activated for one in state.ffns}
         self._partial = {one.layer: one.partial for one in state.ffns}
         self._observer = ActivationObserver(self._specs, device.activation_dtype)
@@ -170,8 +189,8 @@ class _Run:
     def close(self) -> None:
         self._engine.close()
 
-    def finish(self, parts: Ids, policy: Policy) -> Calibration:
-        """Run the remaining windows, then the check, and decide."""
+    def finish(self, parts: Ids, policy: Policy, *, head_importance: bool) -> Calibration:
+        """Run the remaining windows, then the check, and decide; then measure the importance of heads."""
         total = self._state.windows_planned + 1
         self._observer.reader, self._observer.heads = self._measure, self._heads
         for done in range(self._state.windows, self._state.windows_planned):
@@ -182,9 +201,13 @@ class _Run:
         self._progress("Calibrating", total - 1, total)
         if not self._state.checked_tokens:
             self._check(parts[-1])
-        if self._state.precision == "w8a8":
+        if self._state.precision == "w8a8" and not policy.made(self._state.decision):
             self._decide(parts[-LOSS_WINDOWS:], policy)
         self._progress("Calibrating", total, total)
+        if head_importance:
+            meter = self._meter(parts[-IMPORTANCE_WINDOWS:], silent)
+            for heads in measure_importance(self._state.heads, self._weights, meter, self._progress):
+                self._store(heads=heads)
         return self._state
 
     def _check(self, ids: Ids) -> None:
@@ -204,10 +227,12 @@ class _Run:
         )
 
     def _decide(self, parts: Ids, policy: Policy) -> None:
-        vocabulary = self._weights.config.vocab_size
-        meter = LossMeter(self._engine, self._observer, self._floats, vocabulary, parts, self._progress)
-        linears, decision = decide(self._state.linears, policy, meter.surprises)
+        linears, decision = decide(self._state.linears, policy, self._meter(parts, self._progress).surprises)
         self._store(linears=linears, decision=decision)
+
+    def _meter(self, parts: Ids, progress: Progress) -> LossMeter:
+        vocabulary = self._weights.config.vocab_size
+        return LossMeter(self._engine, self._observer, self._floats, vocabulary, parts, progress)
 
     def _prefill(self, ids: Ids) -> None:
         cache = self._engine.new_cache()

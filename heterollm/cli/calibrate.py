@@ -24,7 +24,13 @@ def calibrate_model(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The calibration; continued if it exists.")
     ] = Path("calibration.json"),
-    windows: Annotated[int, typer.Option(help="Windows of 512 tokens to run, at least 2.")] = 8,
+    windows: Annotated[int, typer.Option(help="Windows of text to run, at least 2.")] = 8,
+    window: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Length of a window: about that of prompts, for shadowattn.")
+    ] = 512,
+    head_importance: Annotated[
+        bool, typer.Option("--head-importance", help="Measure the loss without each head and layer: slow.")
+    ] = False,
     precision: PrecisionOption = "w4a16",
     group_size: GroupSize = 32,
     int16_limit: Annotated[
@@ -40,7 +46,7 @@ def calibrate_model(
     gpu_threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the ranges of a model's activations, which integer NPU graphs need."""
+    """Measure a model's activations and attention heads, for integer NPU graphs and sparse attention."""
     from heterollm.calibration import Policy, calibrate
     from heterollm.report import calibration_json, calibration_report
     from heterollm.report import console as report
@@ -51,6 +57,8 @@ def calibrate_model(
             texts or (),
             output=output,
             windows=windows,
+            window_tokens=window,
+            head_importance=head_importance,
             precision=precision,
             group_size=group_size,
             policy=Policy(int16_limit, pruned, loss_limit),

@@ -22,6 +22,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "calibrate": (
         "heterollm calibrate MODEL -o calibration.json",
         "heterollm calibrate MODEL prose.txt code.txt -o calibration.json --windows 16",
+        "heterollm calibrate MODEL prose.txt --window 2048 --head-importance",
     ),
     "generate": (
         'heterollm generate MODEL "Once upon a time" --max-new-tokens 64',
@@ -83,7 +84,7 @@ SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
     "demo": "Try every plan level with the bundled model; no download.",
-    "calibrate": "Measure the ranges that integer NPU graphs need.",
+    "calibrate": "Measure activations and heads: for integers, sparse attention.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",
     "devices": "List the devices, and why one is not usable.",
     "doctor": "Check every operator on a device against float64.",

@@ -24,6 +24,7 @@ from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
+    from heterollm.solver import PlanRequest
     from heterollm.text import GenerationResult
 
 __all__ = ["commands"]
@@ -166,6 +167,15 @@ def chat(
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
 
 
+def _request(options: ModelOptions) -> PlanRequest | None:
+    """Return the request to the solver; None without a pass."""
+    from heterollm.solver import PlanRequest
+
+    if not options.passes:
+        return None
+    return PlanRequest(passes=tuple(options.passes), attention=options.attention.request())
+
+
 def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
     from heterollm.report import console as report
 
@@ -180,14 +190,13 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
         # The imports alone take a moment, and the bar shows it.
         progress("Loading", 0, 1)
         from heterollm.llm import LLM
-        from heterollm.solver import PlanRequest
 
         progress("Loading", 1, 1)
         llm = LLM.load(
             model,
             device=options.device,
             plan=options.plan,
-            request=PlanRequest(passes=tuple(options.passes)) if options.passes else None,
+            request=_request(options),
             precision=options.weights.precision,
             group_size=options.weights.group_size,
             symmetric=not options.weights.asymmetric,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 import typer
 from typer.core import TyperGroup
@@ -18,9 +18,13 @@ from heterollm.cli import complete as cli_complete
 from heterollm.engine import Sync
 from heterollm.kernels.ops import Power, Precision, Scales
 
+if TYPE_CHECKING:
+    from heterollm.solver import AttentionRequest
+
 __all__ = [
     "PASSES",
     "PRECISIONS",
+    "AttentionOptions",
     "CalibrationOption",
     "Context",
     "DeviceOption",
@@ -161,20 +165,54 @@ InFlightOption = Annotated[
         parser=chunk_count,
     ),
 ]
-PassChoice: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
+PassChoice: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu", "shadowattn"]
 PASSES: tuple[PassChoice, ...] = get_args(PassChoice)
 PassOption = Annotated[
     Sequence[PassChoice],
     several(
         "--pass",
-        help="llm.npu, or its steps llm.npu:chunks and llm.npu:shadow: see docs/llm-npu.md.",
+        help="llm.npu, or its steps llm.npu:chunks and llm.npu:shadow: see docs/llm-npu.md; shadowattn: "
+        "sparse attention in prompts, see docs/shadow-attention.md.",
         names=PASSES,
-        metavar="NAME",
     ),
 ]
 RowsOption = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Append each row as a JSON line.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Options of the pass shadowattn."""
+
+    keep: Annotated[float, typer.Option(help="With shadowattn: mean share of the keys that heads keep.")] = (
+        0.2
+    )
+    keep_by: Annotated[
+        Literal["mass", "importance", "uniform"],
+        typer.Option(
+            help="With shadowattn: share the kept keys out by calibrated attention, by the paper's "
+            "importance of heads, or alike."
+        ),
+    ] = "mass"
+    score_buckets: Annotated[
+        Literal[1, 5, 9], typer.Option(help="With shadowattn: scale factors to choose among in each pass.")
+    ] = 1
+    estimator: Annotated[
+        Literal["npu", "gpu"], typer.Option(help="With shadowattn: the processor that estimates scores.")
+    ] = "npu"
+
+    def request(self, **more: Any) -> AttentionRequest:  # noqa: ANN401 - fields of the request
+        """Return the request of these options."""
+        from heterollm.solver import AttentionRequest
+
+        return AttentionRequest(
+            keep=self.keep,
+            keep_by=self.keep_by,
+            buckets=self.score_buckets,
+            estimator=self.estimator,
+            **more,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +258,7 @@ class ModelOptions:
     weights: WeightOptions = WeightOptions()
     context: Context = None
     passes: PassOption = ()
+    attention: AttentionOptions = AttentionOptions()
 
 
 @dataclass(frozen=True, slots=True)

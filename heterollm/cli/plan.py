@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from heterollm.cli.options import (
+    AttentionOptions,
     Context,
     DeviceOption,
     InFlightOption,
@@ -111,6 +112,7 @@ def plan_model(
     context: Context = None,
     *,
     limits: LimitOptions,
+    attention: AttentionOptions,
     threads: ThreadOptions,
     power: PowerOption = "burst",
     as_json: JsonOption = False,
@@ -135,7 +137,7 @@ def plan_model(
         gpu_threads=threads.gpu_threads,
         npu_threads=threads.npu_threads,
         power=power,
-        request=_request(limits, answer.plan),
+        request=_request(limits, attention, answer.plan),
     )
     solved = solve_for(model, options, source.profile)
     if answer.output is not None:
@@ -153,7 +155,7 @@ def plan_model(
     _show(solved, prompts, answer)
 
 
-def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
+def _request(limits: LimitOptions, attention: AttentionOptions, level: RequestedLevel) -> PlanRequest:
     """Return the request to the solver."""
     from heterollm.base import parse_duration
     from heterollm.solver import PlanRequest
@@ -169,6 +171,7 @@ def _request(limits: LimitOptions, level: RequestedLevel) -> PlanRequest:
         level=level,
         in_flight=limits.in_flight,
         passes=tuple(limits.passes),
+        attention=attention.request(),
     )
 
 

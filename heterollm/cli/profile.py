@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +22,7 @@ from heterollm.cli.options import (
     ScalesOption,
     command_group,
     one_of,
+    several,
 )
 from heterollm.cli.records import takes_records
 
@@ -104,6 +105,15 @@ class EffortOptions:
             "--characterise", help="Also measure the NPU's stages, order of operands and effect of k."
         ),
     ] = False
+    passes: Annotated[
+        Sequence[Literal["shadowattn"]],
+        several(
+            "--pass",
+            help="Also measure what shadowattn needs: sparse attention.",
+            names=("shadowattn",),
+            metavar="NAME",
+        ),
+    ] = ()
     no_tune: Annotated[bool, typer.Option("--no-tune", help="Do not tune the GPU kernels first.")] = False
 
 
@@ -132,6 +142,7 @@ def profile(
         update=effort.update,
         tune=not effort.no_tune,
         characterise=effort.characterise,
+        sparse_attention="shadowattn" in effort.passes,
     )
     profiling = ProfilingSession(
         opened.device,

@@ -13,6 +13,7 @@ from heterollm.base import FAILED, OptionError
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import (
     PASSES,
+    AttentionOptions,
     Format,
     FormatOption,
     InFlightOption,
@@ -38,6 +39,13 @@ __all__ = ["commands", "parse_load", "parse_parameter"]
 commands = command_group()
 
 LEVELS: Final = cli_complete.PLANS[1:]
+
+SINGLE_PASSES: Final = tuple((name,) for name in PASSES)
+PASS_SETS: Final[dict[str, tuple[PassChoice, ...]]] = {
+    "+".join(own) or "none": own
+    for own in ((), *SINGLE_PASSES, *((*own, PASSES[-1]) for own in SINGLE_PASSES[:-1]))
+}
+"""Passes of a case by the text that names them."""
 
 Lengths: TypeAlias = Literal["auto", "padding", "pipe", "online"]
 Waits: TypeAlias = Literal["finish", "poll", "predict"]
@@ -116,11 +124,12 @@ class CaseOptions:
     ] = ("auto",)
     in_flight: InFlightOption = 1
     passes: Annotated[
-        Sequence[Literal["none"] | PassChoice],
+        Names,
         several(
             "--pass",
-            help="none, llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md.",
-            names=("none", *PASSES),
+            help="none; llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md; "
+            "shadowattn: see docs/shadow-attention.md; llm.npu+shadowattn: both.",
+            names=PASS_SETS,
         ),
     ] = ("none",)
     sync: Annotated[
@@ -168,6 +177,10 @@ class ModellingOptions:
     outlier_share: Annotated[
         float, typer.Option(help="llm.npu: assumed share of an operator's inputs that have outliers.")
     ] = 0.02
+    head_pipeline: Annotated[
+        Literal["heads", "fused", "ordered"],
+        typer.Option(help="With shadowattn: a launch for each key head, fused heads, or these in order."),
+    ] = "ordered"
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compute values, too, from a checkpoint with weights.")
     ] = False
@@ -178,6 +191,7 @@ class ModellingOptions:
 def simulate_model(
     cases: CaseOptions,
     modelling: ModellingOptions,
+    attention: AttentionOptions,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, and its picture."),
@@ -208,7 +222,7 @@ def simulate_model(
     if out is not None:
         check_target(out, "result")
     timeline, picture = _check_timeline(timeline)
-    requests = _requests(cases, modelling, trace=timeline is not None)
+    requests = _requests(cases, modelling, attention, trace=timeline is not None)
     if len(requests) == 1 and form in ("table", "json") and out is None:
         _one(requests[0], timeline, picture, as_json=form == "json", explain=explain)
     elif explain:
@@ -221,7 +235,7 @@ def simulate_model(
 
 
 def _requests(
-    cases: CaseOptions, modelling: ModellingOptions, *, trace: bool
+    cases: CaseOptions, modelling: ModellingOptions, attention: AttentionOptions, *, trace: bool
 ) -> tuple[SimulationRequest, ...]:
     """Return the cases of the grid.
 
@@ -246,6 +260,7 @@ def _requests(
         calibrated=modelling.calibrated,
         pruned=modelling.pruned,
         outlier_share=modelling.outlier_share,
+        attention=attention.request(pipeline=modelling.head_pipeline),
         numerics=modelling.numerics,
         trace=trace,
     )
@@ -259,7 +274,7 @@ def _requests(
         policies=cases.length_policy,
         syncs=cases.sync,
         loads=cases.gpu_load or (None,),
-        passes=[() if name == "none" else (name,) for name in cases.passes],
+        passes=[PASS_SETS[name] for name in cases.passes],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from heterollm.engine.lanes import Lane
 from heterollm.engine.shadows import OutlierShadow
@@ -36,13 +36,33 @@ from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Fence
 from heterollm.solver import Placement
 
-__all__ = ["Memory", "PassBuilder", "PlacedOp", "merge_steps"]
+__all__ = ["HandedOver", "Memory", "PassBuilder", "PlacedOp", "merge_steps"]
 
 Memory: TypeAlias = "DeviceMemory | Buffer"
 """A buffer, or the memory of one."""
 
 SCRATCH_CODES = Buffer("scratch_codes")
 """GPU memory for int8 codes between a rounding kernel and the linear that follows it."""
+
+
+class HandedOver(Protocol):
+    """An operator whose input the GPU hands over to the NPU."""
+
+    @property
+    def operator(self) -> Operator:
+        """The operator's name."""
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer; None for the head."""
+
+    @property
+    def name(self) -> str:
+        """The operator with its layer, such as ``3.qkv``."""
+
+    @property
+    def npu_source(self) -> SharedArray:
+        """The memory that the NPU reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +170,11 @@ class PassBuilder:
         reads: Sequence[Memory] = (),
         writes: Sequence[Memory] = (),
         ends: bool = True,
+        label: str = "",
     ) -> None:
         """Append a glue kernel, and the end of its operator unless more kernels of it follow."""
-        self.steps.append(self.prepared(operator, layer, launch, reads, writes))
+        label = label or operator_name(operator, layer)
+        self.steps.append(self._step(operator, layer, "kernel", label, launch, reads, writes))
         if ends:
             self.end_operator(operator, layer)
 
@@ -211,37 +233,43 @@ class PassBuilder:
     # -- NPU -----------------------------------------------------------------------------------------
 
     def graph(
-        self, op: PlacedOp, run: Call, label: str, reads: Buffer, writes: Buffer, work: LinearWork
+        self,
+        op: HandedOver,
+        run: Call,
+        label: str,
+        reads: Sequence[Buffer],
+        writes: Buffer,
+        work: LinearWork | None = None,
     ) -> None:
-        """Append a run of an NPU graph."""
-        step = self._step(op.operator, op.layer, "graph", label, run, (reads,), (writes,), work=work)
+        """Append a run of an NPU graph; one without weights has no work of linear layers."""
+        step = self._step(op.operator, op.layer, "graph", label, run, reads, (writes,), work=work)
         self.steps.append(step)
 
     # -- host ----------------------------------------------------------------------------------------
 
-    def fence(self, op: PlacedOp | None) -> Fence:
+    def fence(self, op: HandedOver | None) -> Fence:
         """Return the fence before an operator's NPU graphs, or for None at the end of the pass."""
         if op is None:
             return self._fences.before("end")
-        return self._fences.before(op.spec.group, op.spec.layer)
+        return self._fences.before(op.operator, op.layer)
 
-    def mark(self, op: PlacedOp | None) -> None:
+    def mark(self, op: HandedOver | None) -> None:
         """Append the mark of a fence; strategy ``finish`` needs none."""
         fence = self.fence(op)
         if fence.strategy != "finish":
             self._host(op, "mark", fence.mark)
 
-    def sent(self, op: PlacedOp | None) -> None:
+    def sent(self, op: HandedOver | None) -> None:
         """Append the note that a launched kernel is the mark of a fence."""
         self._host(op, "sent", self.fence(op).sent)
 
-    def wait(self, op: PlacedOp | None) -> None:
+    def wait(self, op: HandedOver | None) -> None:
         """Append the wait of a fence."""
         fence = self.fence(op)
         buffer = "logits" if op is None else self.names[op.npu_source].name
         self._host(op, "wait", fence.wait, wait=Wait(buffer, fence.strategy))
 
-    def flush(self, op: PlacedOp) -> None:
+    def flush(self, op: HandedOver) -> None:
         """Append a flush of the queue."""
         self._host(op, "flush", self._runtime.flush)
 
@@ -277,7 +305,7 @@ class PassBuilder:
 
     def on_host(
         self,
-        op: PlacedOp,
+        op: HandedOver,
         action: Action,
         run: Call,
         *,
@@ -333,7 +361,7 @@ class PassBuilder:
 
     def _host(
         self,
-        op: PlacedOp | None,
+        op: HandedOver | None,
         action: Action,
         run: Call,
         *,
@@ -405,5 +433,5 @@ def _all_of(buffers: Iterable[tuple[Buffer, ...]]) -> tuple[Buffer, ...]:
     return tuple(dict.fromkeys(buffer for some in buffers for buffer in some))
 
 
-def _place(op: PlacedOp | None) -> str:
+def _place(op: HandedOver | None) -> str:
     return "the end of the pass" if op is None else op.name

@@ -18,6 +18,7 @@ from heterollm.engine.lanes import Lane
 from heterollm.engine.passes import CompiledPass
 from heterollm.engine.slot_check import SlotCheck
 from heterollm.engine.slots import INPUT_SLOTS, is_private, lane_slot, pool_sizes
+from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales, SparseAttentionEmitter
 from heterollm.engine.splits import NO_RANGES, SplitEmitter
 from heterollm.engine.step import Buffer, LinearWork, Step, shard_name
 from heterollm.engine.tensors import GlueTensors
@@ -28,7 +29,7 @@ from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Pool
 from heterollm.model import ModelWeights
-from heterollm.solver import Placement, Plan
+from heterollm.solver import Placement, Plan, SparseAttention
 
 __all__ = ["Compiler"]
 
@@ -45,6 +46,7 @@ class Compiler:
         progress: Progress,
         fences: Fences,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
+        score_scales: ScoreScales = NO_SCALES,
     ) -> None:
         self._device = device
         self._weights = weights
@@ -55,7 +57,7 @@ class Compiler:
         self._runtime = device.gpu
         self._fences = fences
         self._check = SlotCheck.from_environment(device.gpu)
-        sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize)
+        sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize, context)
         self.pool = Pool(device.gpu, {slot: size for slot, size in sizes.items() if not is_private(slot)})
         self.private = {
             slot: DeviceMemory(device.gpu.scratch(size), size)
@@ -83,6 +85,7 @@ class Compiler:
         tensors = GlueTensors(device.gpu, weights, context)
         self._splits = SplitEmitter(device, weights, plan, ranges)
         self._splits.load_shadows(plan)
+        self._sparse = SparseAttentionEmitter(device, weights.config, plan, context, score_scales)
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
         self._glues = tuple(
             GlueEmitter(device, weights.config, lane, tensors, context) for lane in self.lanes
@@ -115,12 +118,14 @@ class Compiler:
         """Drop the packed weights; no compiled pass may run afterwards."""
         self._linears.clear()
         self._splits.clear()
+        self._sparse.clear()
         del self._embedding, self._glues
 
     def leave_npu(self) -> None:
         """Compile for the GPU alone from now on; no pass that was compiled before may run afterwards."""
         self._plan = self._plan.without_npu()
         self._splits.clear()
+        self._sparse.clear()
 
     # -- passes --------------------------------------------------------------------------------------
 
@@ -132,7 +137,8 @@ class Compiler:
         Args:
             phase: Phase whose placements to use.
             tokens: Length of the pass.
-            bucket: Positions that the grids of a decode pass must cover.
+            bucket: Positions that the grids of a decode pass must cover; in prefill the border of
+                :func:`heterollm.engine.score_slots.key_borders` at or behind the last position.
             cache: A session's KV cache to bind first.
             builds_graphs: Whether to build the NPU's graphs; a pass without them is readable but cannot run.
         """
@@ -177,12 +183,27 @@ class Compiler:
             qkv = self._linear(builder, op)
             glue.rope(builder, layer, qkv, cache)
             op = self._placed(builder, layer, "o")
-            glue.attention(builder, layer, bucket, cache, op.rounded)
+            self._attention(builder, layer, bucket, cache, op.rounded)
             delta = self._linear(builder, op)
             delta = self._feed_forward(builder, layer, delta)
             builder.submit_layer(layer)
         assert delta is not None  # a model has layers
         return delta
+
+    def _attention(
+        self,
+        builder: PassBuilder,
+        layer: int,
+        bucket: int,
+        cache: KvMemory,
+        rounded: RoundedInputs | None,
+    ) -> None:
+        """Append a layer's attention; only prefill attends sparsely."""
+        placement = self._plan.attention_of(builder.tokens, bucket, layer)
+        if builder.phase == "prefill" and isinstance(placement, SparseAttention):
+            self._sparse.attention(builder, layer, placement, bucket, cache, rounded)
+        else:
+            self._glue(builder).attention(builder, layer, bucket, cache, rounded)
 
     def compile_head(
         self, phase: Phase, rows: int, layers: CompiledPass, *, builds_graphs: bool = True

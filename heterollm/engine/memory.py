@@ -44,6 +44,7 @@ class MemoryNeed:
         kv_cache: Keys and values of one session.
         slots: Buffers that the processors exchange.
         hot_weights: Float weights of channels that often have outliers.
+        scores: Codes, estimated scores and selected positions of sparse attention.
     """
 
     gpu_weights: int
@@ -51,11 +52,13 @@ class MemoryNeed:
     kv_cache: int
     slots: int
     hot_weights: int = 0
+    scores: int = 0
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.gpu_weights + self.npu_graphs + self.kv_cache + self.slots + self.hot_weights
+        own = self.gpu_weights + self.npu_graphs + self.kv_cache
+        return own + self.slots + self.hot_weights + self.scores
 
     def __str__(self) -> str:
         named = {
@@ -64,6 +67,7 @@ class MemoryNeed:
             "KV cache": self.kv_cache,
             "activations": self.slots,
             "weights of outliers": self.hot_weights,
+            "scores of attention": self.scores,
         }
         return " + ".join(f"{format_bytes(size)} {name}" for name, size in named.items() if size)
 
@@ -93,6 +97,9 @@ def memory_need(
         hot_channels: Channels of operators with a shadow of outliers, whose float weights stay in memory.
         item_bytes: Size of such a weight.
     """
+    # A late import: without an OpenCL binding, opening the device has raised the error that says so.
+    from heterollm.engine.score_slots import SCORE_SLOTS, score_graph_bytes
+
     head = next(spec for spec in specs if spec.group == "head")
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
@@ -103,18 +110,21 @@ def memory_need(
         activation_bytes=npu.activation_dtype.itemsize if npu is not None and npu.io_by_graph else 0,
         reuses_io=npu is not None and npu.reuses_io,
     )
+    if npu is not None and npu.io_by_graph:
+        graphs += score_graph_bytes(config, plan, context)
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)
     return MemoryNeed(
         gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding,
         npu_graphs=graphs,
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
-        slots=sum(slots.values()),
+        slots=sum(size for slot, size in slots.items() if slot not in SCORE_SLOTS),
         hot_weights=sum(
             hot_channels.get((spec.layer, spec.group), 0) * spec.rows * item_bytes
             for spec in specs
             if _has_shadow(plan, spec)
         ),
+        scores=sum(slots.get(slot, 0) for slot in SCORE_SLOTS),
     )
 
 

@@ -5,6 +5,7 @@ The plan makes all decisions. Running a compiled pass allocates nothing.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import weakref
@@ -30,7 +31,9 @@ from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.lanes import Lane
 from heterollm.engine.observer import EngineActivity, Observer
 from heterollm.engine.passes import CompiledPass, PassError, compiling
+from heterollm.engine.score_slots import key_borders
 from heterollm.engine.slots import HEAD_ROWS
+from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales
 from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.step import Call, Step
 from heterollm.engine.waits import Fences
@@ -79,6 +82,7 @@ class Engine:
         observer: Follows the engine, for example to trace it.
         ranges: Calibrated ranges by layer and group, which integer NPU graphs need; other operators that the
             plan places in such graphs compute with float activations.
+        score_scales: Calibrated scales of each key head by layer, which sparse attention needs.
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
@@ -95,6 +99,7 @@ class Engine:
         allow_fallback: bool = False,
         observer: Observer | None = None,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
+        score_scales: ScoreScales = NO_SCALES,
     ) -> None:
         self.device = device
         self.plan = plan
@@ -107,9 +112,12 @@ class Engine:
             self.fences.watch(observer.watch)
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
-        self._compiler = Compiler(device, weights, plan, context, progress, self.fences, ranges)
+        self._compiler = Compiler(
+            *(device, weights, plan, context, progress, self.fences), ranges, score_scales
+        )
         self._passes: OrderedDict[tuple[Phase, int | tuple[int, ...], int], CompiledPass] = OrderedDict()
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
+        self._key_borders = key_borders(plan, context)
         self._no_cache: KvMemory | None = None
         self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool], CompiledPass] = {}
         self._lanes = self._compiler.lanes
@@ -240,7 +248,7 @@ class Engine:
 
     def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
         """Return the steps as :meth:`steps` does, without building graphs; the steps cannot run."""
-        bucket, cache = self._bucket(tokens), self.new_cache().memory
+        bucket, cache = self._bucket(phase, tokens), self.new_cache().memory
         compiled = self._compiler.compile_pass(phase, tokens, bucket, cache, builds_graphs=False)
         rows = _head_rows(phase, tokens)
         head = self._compiler.compile_head(phase, rows, compiled, builds_graphs=False)
@@ -340,7 +348,7 @@ class Engine:
             raise EngineError(self._lost, fix="Load the model again.")
         with self._observed("bind"):
             tokens = length if isinstance(length, int) else sum(length)
-            bucket = self._bucket(position + tokens)
+            bucket = self._bucket(phase, position + tokens)
             key = (phase, length, bucket)
             compiled = self._passes.get(key)
             if compiled is None:
@@ -373,8 +381,13 @@ class Engine:
             compiled.calls = tuple(map(self.observer.call_of, compiled.steps))
         return compiled
 
-    def _bucket(self, positions: int) -> int:
-        """Return the smallest power of two, at least 256, that covers the positions, within the context."""
+    def _bucket(self, phase: Phase, positions: int) -> int:
+        """Return the positions that a pass is compiled for: at least these, and within the context.
+
+        They are the next border of the keys of sparse attention, or else the next power of two from 256 on.
+        """
+        if phase == "prefill" and self._key_borders:
+            return self._key_borders[bisect.bisect_left(self._key_borders, positions)]
         bucket = SMALLEST_BUCKET
         while bucket < positions:
             bucket *= 2

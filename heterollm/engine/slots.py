@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from heterollm.engine.score_slots import PRIVATE_SCORE_SLOTS, score_sizes, score_tokens
 from heterollm.kernels.gpu import (
     FACTOR_BYTES,
     LARGEST_CODE_BYTES,
@@ -58,7 +59,10 @@ COLD_WEIGHTS: Final = "cold_weights"
 COLD_CHANNELS: Final = 32
 """Channels whose weights the slot ``cold_weights`` holds; more are read in several turns."""
 
-PRIVATE_SLOTS: Final = ("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, OUTLIER_FLAGS)
+PRIVATE_SLOTS: Final = (
+    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, OUTLIER_FLAGS),
+    *PRIVATE_SCORE_SLOTS,
+)
 """Slots that neither the host nor the NPU reads or writes."""
 
 
@@ -73,10 +77,21 @@ def lane_slot(slot: str, lane: int) -> str:
     return slot if lane == 0 or slot == "logits" or slot.startswith("head_") else f"{slot}.{lane}"
 
 
-def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> dict[str, int]:
-    """Return the size of every slot of every lane for activation elements of ``item_bytes`` bytes."""
+def pool_sizes(
+    config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int, context: int
+) -> dict[str, int]:
+    """Return the size of every slot of every lane.
+
+    Args:
+        config: The model.
+        specs: Every group of it.
+        plan: The plan.
+        item_bytes: Size of an activation.
+        context: Positions of a session.
+    """
     tokens = plan.chunk_length
     padded = max(tokens, _npu_tokens(plan, head=False))
+    attended = max(tokens, score_tokens(plan))
     head_npu = _npu_tokens(plan, head=True)
     head_rows = max(HEAD_ROWS, head_npu)
     widest = max(spec.rows for spec in specs if spec.group != "head")
@@ -84,8 +99,8 @@ def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_by
     sizes = {
         "residual": tokens * config.hidden_size * 4,
         "linear_input": padded * config.hidden_size * item_bytes,
-        "query": tokens * heads * 4,
-        "attention_output": padded * heads * item_bytes,
+        "query": attended * heads * 4,
+        "attention_output": max(padded, attended) * heads * item_bytes,
         "activated": padded * config.intermediate_size * item_bytes,
         "npu_output": padded * widest * item_bytes,
         "gpu_output": tokens * widest * item_bytes,
@@ -95,10 +110,10 @@ def pool_sizes(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_by
     if head_npu:
         sizes["head_npu_output"] = head_rows * config.vocab_size * item_bytes
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
-    if not plan.uses_npu:
+    if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
-    shadows = _shadow_sizes(specs, plan, item_bytes)
-    for slot, size in (*_code_sizes(specs, tokens), *_npu_code_sizes(specs, plan), *shadows):
+    shadows, scores = _shadow_sizes(specs, plan, item_bytes), score_sizes(config, plan, context)
+    for slot, size in (*_code_sizes(specs, attended), *_npu_code_sizes(specs, plan), *shadows, *scores):
         sizes[slot] = max(size, sizes.get(slot, 0))
     return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}
 

@@ -323,7 +323,7 @@ class SplitEmitter:
             if builder.builds_graphs:
                 graph = self._graph(spec, placement, chosen, length)
                 run = graph.bind({"x": x[tokens]}, {"y": y[tokens]})
-            builder.graph(op, run, label, reads, writes, work)
+            builder.graph(op, run, label, (reads,), writes, work)
             first += length
 
     def _npu_dtype(self, op: PlacedOp) -> np.dtype[Any]:

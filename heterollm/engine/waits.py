@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Literal, cast, get_args
 
+from heterollm.engine.step import Operator
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import HostClock, Strategy
-from heterollm.kernels.ops import Group, Phase
+from heterollm.kernels.ops import Phase
 from heterollm.kernels.sync import Fence, WaitLimits, prepare_fence, strategies_for
 from heterollm.solver import PhaseSync
 
@@ -84,7 +85,7 @@ class Fences:
 
 
 class PassFences:
-    """The fences of a pass: one for each group, since the waits of its layers are equally long.
+    """The fences of a pass: one for each operator, since the waits of its layers are equally long.
 
     The first layer has separate fences. Its waits can be much shorter, since no layer precedes it, and a
     sleep that was learnt from other layers would start the NPU late in every pass.
@@ -96,17 +97,17 @@ class PassFences:
         self._fences = fences
         self._phase: Phase = phase
         self._tokens = tokens
-        self._made: dict[tuple[Group | Literal["end"], bool], Fence] = {}
+        self._made: dict[tuple[Operator | Literal["end"], bool], Fence] = {}
 
-    def before(self, group: Group | Literal["end"], layer: int = -1) -> Fence:
-        """Return the fence before the NPU graphs of a group, or at the end of the pass.
+    def before(self, operator: Operator | Literal["end"], layer: int | None = None) -> Fence:
+        """Return the fence before the NPU graphs of an operator, or at the end of the pass.
 
         Args:
-            group: The group, or the end.
-            layer: The layer; -1 outside of layers.
+            operator: The operator, or the end.
+            layer: The layer; None outside of layers.
         """
-        place = group, layer == 0
+        place = operator, layer == 0
         if place not in self._made:
-            label = f"{group}, {self._phase} of {self._tokens}"
+            label = f"{operator}, {self._phase} of {self._tokens}"
             self._made[place] = self._fences.prepare(self._phase, label)
         return self._made[place]

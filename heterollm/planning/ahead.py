@@ -214,6 +214,7 @@ def precompile(
         longest=config.max_positions,
         head_rows=HEAD_ROWS,
         activation=config.activation,
+        heads=(config.heads, config.kv_heads),
     )
     ranges = calibrated_ranges(calibration, weights)
     every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))

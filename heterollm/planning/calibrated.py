@@ -1,4 +1,4 @@
-"""The calibration of a load: its identity, which a plan carries, and the ranges for its weights."""
+"""The calibration of a load: its identity, which a plan carries, and ranges and scales for its weights."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterollm.base import CalibrationError, PlanError
+from heterollm.kernels.formats import ScoreScale, score_scales
 from heterollm.kernels.npu import LinearRanges, ShadowRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
-from heterollm.solver import ShadowChannels
+from heterollm.solver import HeadNeeds, ScoreBuckets, ShadowChannels
 
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
     from heterollm.solver import Plan
 
-__all__ = ["calibrated_ranges", "calibrated_shadows", "calibration_key", "check_shadows"]
+__all__ = [
+    "calibrated_needs",
+    "calibrated_ranges",
+    "calibrated_scales",
+    "calibrated_shadows",
+    "calibration_key",
+    "check_shadows",
+]
 
 
 def calibration_key(path: str | Path | None) -> str | None:
@@ -122,6 +130,43 @@ def _lack(own: StaticRanges | None, *, calibrated: bool) -> str:
     if isinstance(own, LinearRanges) and own.bits == 16:
         return "the calibration keeps its activations in 16 bits"
     return "the calibration found no outliers in its input"
+
+
+def calibrated_scales(path: str | Path | None, buckets: ScoreBuckets) -> dict[int, tuple[ScoreScale, ...]]:
+    """Return the scales of each layer's key heads for estimated scores; none without a file.
+
+    Static scales hold the largest magnitudes of all windows. With several buckets the middle one holds the
+    mean of the windows' largest magnitudes.
+
+    Args:
+        path: File of the calibration.
+        buckets: Scale factors to choose among.
+
+    Raises:
+        CalibrationError: The file cannot be read, or is not a calibration.
+    """
+    if path is None:
+        return {}
+    found = {}
+    for one in _loaded(path).heads:
+        queries, keys, scores = one.queries, one.keys, one.scores
+        if buckets > 1:
+            queries, keys, scores = one.mean_queries, one.mean_keys, one.mean_scores
+        group = len(queries) // len(keys)
+        found[one.layer] = tuple(
+            score_scales(queries[first : first + group], key, scores[first : first + group])
+            for first, key in zip(range(0, len(queries), group), keys, strict=True)
+        )
+    return found
+
+
+def calibrated_needs(path: str | Path) -> HeadNeeds:
+    """Return what the rules of keep ratios need of a calibration.
+
+    Raises:
+        CalibrationError: The file cannot be read, is not a calibration, or has no attention heads.
+    """
+    return _loaded(path).head_needs()
 
 
 def _loaded(path: str | Path) -> Calibration:

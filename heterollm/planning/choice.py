@@ -15,8 +15,10 @@ from heterollm.model import ModelConfig
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key, check_shadows
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
 from heterollm.planning.passes import shadows_under
+from heterollm.planning.sparse_attention import calibrated_heads, with_sparse_attention
 from heterollm.solver import (
     LEVELS,
+    SHADOW_ATTENTION,
     SOLVED_LEVELS,
     LengthCosts,
     LengthPolicy,
@@ -91,7 +93,7 @@ def plan_for(
             if request.passes:
                 raise no_profile(device.name, f"The pass {request.passes[0]}")
             return None
-        solved = solve_plan(model, request)
+        solved = solve_plan(model, request, calibrated_heads(options.calibration, config, request))
         notes.extend(solved.notes)
         return solved.plan
 
@@ -116,6 +118,14 @@ def plan_for(
         shadows=shadows,
     )
     check_shadows(plan, options.calibration)
+    if options.plan in LEVELS and options.request is not None:
+        heads = calibrated_heads(options.calibration, config, options.request)
+        if heads is not None:
+            model = profiled()
+            if model is None:
+                raise no_profile(device.name, f"The pass {SHADOW_ATTENTION}")
+            request = structs.replace(options.request, context=context)
+            plan = with_sparse_attention(model, plan, request, heads)
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
     return plan, tuple(notes)

@@ -15,6 +15,7 @@ from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
 from heterollm.planning.profiled_model import ProfiledModel
+from heterollm.planning.sparse_attention import calibrated_heads
 from heterollm.profiler.records import Profile
 from heterollm.solver import PlanRequest
 
@@ -59,9 +60,10 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     )
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
     calibration = calibration_key(options.calibration)
+    heads = calibrated_heads(options.calibration, config, options.request)
     shadows = shadows_under(options.request, calibrated_shadows(options.calibration))
     model_of_profile = ProfiledModel(found, config, specs, options.precision, calibration, shadows)
-    return solve_plan(model_of_profile, asked)
+    return solve_plan(model_of_profile, asked, heads)
 
 
 def no_profile(

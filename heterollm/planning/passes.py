@@ -17,12 +17,16 @@ from heterollm.base import OptionError
 from heterollm.kernels.ops import Group
 from heterollm.solver import (
     AUTOMATIC,
+    LEVELS,
+    SHADOW_ATTENTION,
+    SOLVED_LEVELS,
     WORTH_DOUBLING,
     InFlight,
     Plan,
     PlanRequest,
     ShadowChannels,
     level_plan,
+    llm_npu_pass,
     with_schedule,
 )
 
@@ -56,7 +60,19 @@ def check_pass(request: PlanRequest, precision: str, level: str, *, calibrated: 
     """
     calibrate = "Run `heterollm calibrate MODEL --precision w8a8 -o FILE`, and give --precision w8a8 "
     calibrate += "--calibration FILE."
-    for name in request.passes:
+    if SHADOW_ATTENTION in request.passes:
+        if not calibrated:
+            raise OptionError(
+                f"The pass {SHADOW_ATTENTION} needs calibrated attention heads.",
+                fix="Run `heterollm calibrate MODEL -o FILE`, and give --scales stepped --calibration FILE.",
+            )
+        if level not in ("auto", *LEVELS, *SOLVED_LEVELS):
+            raise OptionError(
+                f"The pass {SHADOW_ATTENTION} adds attention to a plan that is made, and plan {level!r:.80} "
+                "is given.",
+                fix="Leave the pass out, or choose a level.",
+            )
+    if (name := llm_npu_pass(request.passes)) is not None:
         if name == "llm.npu:naive":
             raise OptionError(
                 f"The pass {name} builds graphs for each prompt, which only simulations do.",
@@ -76,7 +92,9 @@ def check_pass(request: PlanRequest, precision: str, level: str, *, calibrated: 
 
 
 def request_of_solver(request: PlanRequest) -> PlanRequest:
-    """Return a request with what its pass asks of the solver."""
+    """Return a request with what its passes ask of the solver."""
+    if SHADOW_ATTENTION in request.passes:
+        return structs.replace(request, in_flight=1)
     return structs.replace(request, in_flight="auto") if "llm.npu" in request.passes else request
 
 
@@ -99,8 +117,9 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
         standard_lengths=lengths[-1:],
         chunk_length=chunk,
     )
-    if "llm.npu" in request.passes and not model.costs.overheads.empties_queue:
-        plan = fastest_in_flight(model, plan, [plan], prompts, "auto")
+    in_flight = request_of_solver(request).in_flight
+    if "llm.npu" in request.passes and in_flight != 1 and not model.costs.overheads.empties_queue:
+        plan = fastest_in_flight(model, plan, [plan], prompts, in_flight)
     return plan
 
 

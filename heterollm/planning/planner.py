@@ -15,12 +15,15 @@ from heterollm.engine import HEAD_ROWS
 from heterollm.planning.load_options import CHUNK_LENGTH
 from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.planning.profiled_model import ProfiledModel
+from heterollm.planning.sparse_attention import IN_ORDER, with_sparse_attention
 from heterollm.solver import (
+    AttentionHeads,
     Objective,
     PhaseSync,
     Plan,
     PlanRequest,
     best_strategy,
+    llm_npu_pass,
     power_of,
     with_shadows,
 )
@@ -53,12 +56,13 @@ class Solved:
     length_choice: LengthChoice | None = None
 
 
-def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
+def solve_plan(model: ProfiledModel, request: PlanRequest, heads: AttentionHeads | None = None) -> Solved:
     """Return the plan of a model by a profile; it is solved once for equal inputs, and kept.
 
     Args:
         model: The model on the profiled device.
         request: Options of the plan.
+        heads: The heads of the model, for the pass ``shadowattn``.
 
     Raises:
         ProfileError: The profile lacks measurements that a plan, or the requested level, needs.
@@ -73,6 +77,8 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
     if model.limits is not None and not model.has_linears:
         error = model.unmeasured("linear layers")
         notes = (f"{error.message} The GPU computes everything. {error.fix}",)
+    if request != (asked := request_of_solver(request)) and asked.in_flight == 1:
+        notes = (*notes, IN_ORDER)
     every = solver_of(model, request)
     choice = _length_choice(model, request, every)
     solver = every
@@ -88,11 +94,12 @@ def solve_plan(model: ProfiledModel, request: PlanRequest) -> Solved:
         "head rows": HEAD_ROWS,
         "chunk length": CHUNK_LENGTH,
         "request": structs.replace(request, histogram=None),
+        "heads": heads,
         "histogram": None if histogram is None else sorted(histogram.items()),
     }
     if model.shadows:
         inputs["shadows"] = sorted(model.shadows.items())
-    plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver))
+    plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, heads))
     return Solved(model, plan, notes, choice)
 
 
@@ -127,16 +134,17 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
     )
 
 
-def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver) -> Plan:
+def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, heads: AttentionHeads | None) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
-    if not request.passes or model.limits is None:
-        plan = _solved(model, request, solver, prompts)
+    if llm_npu_pass(request.passes) is None or model.limits is None:
+        plan = _solved(model, request_of_solver(request), solver, prompts)
     else:
         plan = llm_npu_plan(model, request, prompts)
         if request.level != "auto":
             solved = _solved(model, request_of_solver(request), solver, prompts)
             fits = solver.budget.holds(model.npu_bytes(plan))
             plan = faster_plan(model, solved, plan, prompts) if fits else solved
+    plan = with_sparse_attention(model, plan, request, heads)
     return structs.replace(
         with_shadows(plan, model.shadows),
         level="tensor"

@@ -17,6 +17,7 @@ from heterollm.solver import (
     Plan,
     PredictedPass,
     PredictedPrompt,
+    ProfileAttentionCosts,
     ProfileCosts,
     ShadowChannels,
     graph_sharing,
@@ -24,6 +25,7 @@ from heterollm.solver import (
     limits_of,
     predict_pass,
     predict_prompt,
+    with_attention_time,
 )
 
 __all__ = ["ProfiledModel"]
@@ -59,6 +61,11 @@ class ProfiledModel:
         """Times of the model's operators, by the profile."""
         shadows = group_shadows(self.shadows, self.config.layers)
         return ProfileCosts(self.profile, self.shape, shadows=shadows)
+
+    @cached_property
+    def attention_costs(self) -> ProfileAttentionCosts:
+        """Times of dense and of sparse attention, by the profile."""
+        return ProfileAttentionCosts(self.profile, self.costs)
 
     @cached_property
     def limits(self) -> NpuLimits | None:
@@ -123,7 +130,10 @@ class ProfiledModel:
             PlanError: The plan has no entry for the pass.
         """
         costs = self.costs if position is None else self.costs.at(position)
-        return predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
+        found = predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
+        if found is None or phase == "decode" or not plan.sparse_attention:
+            return found
+        return with_attention_time(found, plan, self.attention_costs, (position or 0) + tokens)
 
     def prompt(self, plan: Plan, prompt: int) -> PredictedPrompt | None:
         """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above."""

@@ -180,7 +180,7 @@ class ProfilingSession:
         chosen = f": {self.device.reason}" if self.device.reason else ""
         notes = [f"Device {self.device.name}{chosen}", f"Shapes of {names}"]
         if options.budget_s is not None:
-            need = essential_work(self.device, self._shapes(options), quick=options.quick)
+            need = essential_work(self.device, self._shapes(options), options)
             if need.seconds > options.budget_s:
                 build_s = format_duration(need.build_seconds)
                 builds = f"; {build_s} of it build {need.graphs} NPU graphs" if need.graphs else ""

@@ -12,11 +12,15 @@ from rich.text import Text
 
 from heterollm.calibration import Calibration
 from heterollm.report.console import note, table
+from heterollm.solver import keep_ratios
 
 __all__ = ["calibration_json", "calibration_report"]
 
 SHOWN = 8
 """Most names or layers of a list."""
+
+KEEP = 0.2
+"""Ratio of the table of heads: the paper's."""
 
 
 def calibration_report(found: Calibration, path: str) -> Group:
@@ -40,6 +44,7 @@ def calibration_report(found: Calibration, path: str) -> Group:
     ]
     if found.decision is not None:
         lines += _int8(found)
+    lines += _heads(found)
     lines.append(Text(f"Wrote {path}; load the model with {found.load_options} --calibration {path}."))
     if found.failed:
         what = "keep float activations" if found.decision is None else "have no ranges of 16 bits"
@@ -90,6 +95,18 @@ def _int8(found: Calibration) -> list[RenderableType]:
     return lines
 
 
+def _heads(found: Calibration) -> list[RenderableType]:
+    """Return the shares of keys that the heads of each layer keep in sparse attention."""
+    shown = table("layer", ">least %", ">most %", ">importance")
+    for one, kept in zip(found.heads, keep_ratios(found.head_needs(), KEEP), strict=True):
+        importance = f"{one.layer_importance:.3f}" if one.layer_importance is not None else ""
+        shown.add_row(str(one.layer), f"{100 * min(kept):.0f}", f"{100 * max(kept):.0f}", importance)
+    return [
+        Text(f"Keys that query heads keep at --keep {KEEP:g}, by windows of {found.window_tokens} tokens:"),
+        shown,
+    ]
+
+
 def _numbers(values: Sequence[float]) -> str:
     return " ".join(f"{value:.0f}" for value in values)
 
@@ -109,6 +126,9 @@ def calibration_json(found: Calibration, path: str) -> dict[str, Any]:
         "linears": len(found.linears),
         "ffns": len(found.ffns),
         "failed": list(found.failed),
+        "window_tokens": found.window_tokens,
+        "keep": [list(layer) for layer in keep_ratios(found.head_needs(), KEEP)],
+        "head_importance": all(one.ranked for one in found.heads),
     }
     if found.decision is None:
         return summary

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from heterollm.base import GIB, format_bytes, format_duration
 from heterollm.report.console import table
-from heterollm.solver import describe
+from heterollm.solver import SHADOW_ATTENTION, break_even, describe
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
@@ -60,6 +60,10 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
         parts.append(slices_table(model, plan))
     if explain and plan.schedule is not None:
         parts.append(flights_table(model, plan, plan.schedule))
+    if plan.request is not None and SHADOW_ATTENTION in plan.request.passes:
+        parts.append(Text(attention_words(model, plan)))
+        if explain:
+            parts.append(attention_table(model, plan, plan.request.context))
     if explain and plan.uses_npu:
         parts.append(bubbles_table(model, plan, prompts))
         longest = max(prompts)
@@ -138,6 +142,29 @@ def bubbles_table(model: ProfiledModel, plan: Plan, prompts: Sequence[int]) -> T
                 text for one in found for text in (f"{one.time_us / 1e3:.2f}", f"{one.npu_idle_fraction:.0%}")
             ]
             made.add_row(str(prompt), str(len(list(plan.chunks(prompt)))), *cells)
+    return made
+
+
+def attention_words(model: ProfiledModel, plan: Plan) -> str:
+    """Return a sentence about where the attention of prompts is sparse."""
+    if not plan.sparse_attention:
+        return "Attention stays dense: by the profile sparse attention pays at no length of this context."
+    layers = {layer for entry in plan.attention for layer in range(entry.layers[0], entry.layers[1] + 1)}
+    least = min(entry.keys[0] for entry in plan.attention)
+    return (
+        f"Attention of prompts is sparse in {len(layers)} of {model.config.layers} layers from {least} "
+        "tokens of a session on, where it is predicted to pay; decode is dense."
+    )
+
+
+def attention_table(model: ProfiledModel, plan: Plan, context: int) -> Table:
+    """Return the predicted attention of passes that end at standard numbers of keys."""
+    title = "Attention of all layers in the longest passes, predicted"
+    columns = (">session after it", ">tokens of the pass", ">sparse layers", ">dense ms", ">planned ms")
+    made = table(*columns, title=title)
+    for one in break_even(plan, model.attention_costs, model.config.layers, context):
+        times = (f"{time_us / 1e3:.2f}" for time_us in (one.dense_us, one.planned_us))
+        made.add_row(str(one.keys), str(one.tokens), str(one.sparse_layers), *times)
     return made
 
 

@@ -45,6 +45,7 @@ def sections(summary: ProfileSummary, *, everything: bool = False) -> Iterator[S
     yield from _linear(summary, everything=everything)
     yield from npu_sections(summary)
     yield _layers(summary)
+    yield from _sparse(summary)
     yield _bandwidth(summary)
     yield _contention(summary)
     yield _launches(summary)
@@ -180,6 +181,25 @@ def _layers(summary: ProfileSummary) -> Section:
     heads_row = ("operator", "size", ">context", *(f">{count}" for count in tokens))
     notes = ("Columns are tokens.",) if rows else ("None was measured.",)
     return Section("Other operators of a layer, GPU", heads_row, rows, notes)
+
+
+def _sparse(summary: ProfileSummary) -> Iterator[Section]:
+    """Yield the times of sparse attention, if there are any."""
+    _, tokens = _token_columns(row.tokens for row in summary.sparse)
+    lines: dict[tuple[str, str, str, int], dict[int, str]] = defaultdict(dict)
+    for row in summary.sparse:
+        heads = f"{row.group * row.heads}/{row.heads} heads of {row.head_dim}"
+        kept = f"{row.keep:.0%}" if row.keep else ""
+        line = lines[row.operator.replace("_", " "), heads, kept, row.keys]
+        line[row.tokens] = format_spread(row.times)
+    rows = tuple(
+        (*words, str(keys), *(cells.get(count, "") for count in tokens))
+        for (*words, keys), cells in sorted(lines.items())
+    )
+    if rows:
+        heads_row = ("operator", "size", ">kept", ">keys", *(f">{count}" for count in tokens))
+        note = "Columns are tokens. One launch each: scores on the NPU, the others on the GPU."
+        yield Section("Sparse attention", heads_row, rows, (note,))
 
 
 # -- memory and links --------------------------------------------------------------------------------

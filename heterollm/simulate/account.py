@@ -25,7 +25,8 @@ GROUPS: Final = frozenset({"qkv", "o", "gate_up", "down", "ffn", "head", "attent
 LABEL: Final = re.compile(r"(?:\d+\.)?([a-z_ ]+?)(?: of layer .*| \d.*| tokens .*|\[.*)?$")
 """A span's label: a group with its layer before or behind it."""
 
-ATTENTION: Final = frozenset({"rope", "attention", "attention join"})
+ATTENTION: Final = ("rope", "attention", "score", "selection", "sparse attention")
+"""Beginnings of the names of attention's kernels and graphs."""
 
 Text = TypeVar("Text", bound=str)
 
@@ -129,6 +130,6 @@ def _coming(moment_us: float, *tracks: _Track[str]) -> str | None:
 def _operator(label: str) -> str:
     matched = LABEL.match(label)
     name = matched.group(1).strip() if matched else label
-    if name in ATTENTION:
+    if name.startswith(ATTENTION):
         return "attention"
     return name if name in GROUPS else "other"

@@ -15,11 +15,19 @@ from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.kernels.sim import SIMULATED, clock_of, soc_of
 from heterollm.model import ModelConfig, shape_of_specs
-from heterollm.planning import ProfiledModel, choose_context, fastest_in_flight, solve_plan
+from heterollm.planning import (
+    ProfiledModel,
+    assumed_heads,
+    choose_context,
+    fastest_in_flight,
+    solve_plan,
+    with_sparse_attention,
+)
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import FenceKey, Key, Profile, Record
 from heterollm.solver import (
     RETURN_VALUE,
+    SHADOW_ATTENTION,
     SOLVED_LEVELS,
     LengthPolicy,
     PhaseSync,
@@ -29,6 +37,7 @@ from heterollm.solver import (
     RequestedLevel,
     ShadowChannels,
     level_plan,
+    llm_npu_pass,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +72,7 @@ def planned(
     """
 
     def profiled() -> ProfiledModel:
-        profile = profile_of(device, model, config, specs, progress)
+        profile = profile_of(device, model, config, specs, progress, sparse=heads is not None)
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
         calibration = ASSUMED if request.calibrated or request.passes else None
@@ -71,6 +80,7 @@ def planned(
             profile, config, tuple(specs), request.precision, calibration, assumed_shadows(specs, request)
         )
 
+    heads = assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.passes else None
     if request.naive:
         length = own_length(request)
         plan = level_plan(
@@ -81,8 +91,8 @@ def planned(
             standard_lengths=(length,),
             chunk_length=length,
         )
-    elif request.level in SOLVED_LEVELS or request.passes:
-        plan = solve_plan(profiled(), plan_request(device, config, request)).plan
+    elif request.level in SOLVED_LEVELS or llm_npu_pass(request.passes) is not None:
+        plan = solve_plan(profiled(), plan_request(device, config, request), heads).plan
     else:
         by_time = request.length_policy == "auto" and request.level != "gpu"
         policy: LengthPolicy = "padding"
@@ -107,6 +117,8 @@ def planned(
             lengths = [length for length in device.standard_lengths if 1 < length <= longest]
             plans = [rule(length) for length in lengths]
             plan = fastest_in_flight(profiled(), plan, plans, {request.prompt: 1.0}, request.in_flight)
+    if heads is not None and (request.naive or not plan.request):
+        plan = with_sparse_attention(profiled(), plan, plan_request(device, config, request), heads)
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
 
 
@@ -123,7 +135,7 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
         level = cast("RequestedLevel", request.level)
     if request.plan_for == "prompt":
         prompt = request.prompt
-        if request.in_flight == 1 and not request.passes:
+        if request.in_flight == 1 and llm_npu_pass(request.passes) is None:
             prompt = min(prompt, max(device.standard_lengths))
         histogram = {1: float(max(1, request.decode)), prompt: 1.0}
         return PlanRequest(
@@ -132,9 +144,16 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
             histogram=histogram,
             in_flight=request.in_flight,
             passes=request.passes,
+            attention=request.attention,
         )
     context = max(choose_context(config, None), request.prompt + request.decode)
-    return PlanRequest(context, level=level, in_flight=request.in_flight, passes=request.passes)
+    return PlanRequest(
+        context,
+        level=level,
+        in_flight=request.in_flight,
+        passes=request.passes,
+        attention=request.attention,
+    )
 
 
 def assumed_shadows(
@@ -161,12 +180,18 @@ def assumed_shadows(
 
 def own_length(request: SimulationRequest) -> int:
     """Return the length of graphs that are built for the prompt: its own, or whole tiles of integers."""
-    tile = TILE_OF_INTEGERS["static_int8"] if request.passes else 1
+    tile = 1 if llm_npu_pass(request.passes) is None else TILE_OF_INTEGERS["static_int8"]
     return -(-request.prompt // tile) * tile
 
 
 def profile_of(
-    device: Device, model: str, config: ModelConfig, specs: Sequence[OpSpec], progress: Progress
+    device: Device,
+    model: str,
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    progress: Progress,
+    *,
+    sparse: bool = False,
 ) -> Profile:
     """Return the profile of a simulated device with a model's shapes; measure it unless the cache has it.
 
@@ -176,19 +201,20 @@ def profile_of(
         config: Its configuration.
         specs: All its groups.
         progress: Called with a stage's name, steps done and steps in all.
+        sparse: Whether it has times of sparse attention, too.
 
     Raises:
         CacheError: The profile cannot be written.
     """
     shape = shape_of_specs(config, specs, model)
-    # A file for each model: predictors are fitted to all records of a file.
+    # A file for each model and purpose: predictors are fitted to all records of a file.
     key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
-    words = f"{model} {LABEL} {device.name.removeprefix(SIMULATED)}"
+    words = f"{model} {f'{SHADOW_ATTENTION} ' if sparse else ''}{LABEL} {device.name.removeprefix(SIMULATED)}"
     path = cache_root() / "profiles" / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
     profile = profile_for(device, path)[0]
     if any(run["finished"] for run in profile.runs.values()):
         return profile
-    options = SessionOptions.of(budget_s=None, update=True)
+    options = SessionOptions.of(budget_s=None, update=True, sparse_attention=sparse)
     return profile_device(device, [shape], options, path=path, progress=progress)[0]
 
 

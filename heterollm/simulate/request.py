@@ -12,7 +12,15 @@ from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.npu import STANDARD_LENGTHS, GraphForm
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.sim import GpuLoad, load_soc
-from heterollm.solver import InFlight, PassName, check_in_flight, check_passes
+from heterollm.solver import (
+    SHADOW_ATTENTION,
+    AttentionRequest,
+    InFlight,
+    PassName,
+    check_in_flight,
+    check_passes,
+    llm_npu_pass,
+)
 
 __all__ = [
     "LENGTH_CHOICES",
@@ -79,8 +87,9 @@ class SimulationRequest:
         left_out: Graph forms that the NPU does not offer, to measure their gain.
         calibrated: Whether weights have stepped scales, and every operator ranges that passed their check, so
             that the plan may use integer graphs: an assumption, since nothing is computed.
-        passes: Techniques of a paper over levels ``layer`` and ``tensor``; with those of llm.npu weights have
-            precision ``w8a8``, and their ranges are assumed.
+        passes: Techniques of papers: those of llm.npu over levels ``layer`` and ``tensor``, with weights of
+            precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads.
+        attention: Options of ``shadowattn``.
         pruned: Assumed share of the layers whose outliers llm.npu prunes; the paper's default.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass; all of them
             count as hot.
@@ -108,6 +117,7 @@ class SimulationRequest:
     left_out: tuple[str, ...] = ()
     calibrated: bool = False
     passes: tuple[PassName, ...] = ()
+    attention: AttentionRequest = field(default_factory=AttentionRequest)
     pruned: float = 0.85
     outlier_share: float = OUTLIER_SHARE
 
@@ -155,7 +165,17 @@ class SimulationRequest:
         Raises:
             OptionError: The level or an option does not go with the pass.
         """
-        for name in self.passes:
+        if SHADOW_ATTENTION in self.passes and self.numerics:
+            raise OptionError(
+                f"The pass {SHADOW_ATTENTION} assumes what a calibration would say of heads.",
+                fix="Leave out --numerics, or run `heterollm generate --device sim:SOC --calibration FILE`.",
+            )
+        if self.passes and self.in_flight != 1:
+            raise OptionError(
+                f"The pass {self.passes[0]} has its own number of chunks in flight.",
+                fix="Leave out --in-flight.",
+            )
+        if (name := llm_npu_pass(self.passes)) is not None:
             if self.level not in (("layer",) if self.naive else ("layer", "tensor")):
                 raise OptionError(
                     f"The pass {name} is none of level {self.level}.",
@@ -165,10 +185,6 @@ class SimulationRequest:
                 raise OptionError(
                     f"The pass {name} assumes weights and ranges of precision w8a8.",
                     fix="Leave out --calibrated and --numerics.",
-                )
-            if self.in_flight != 1:
-                raise OptionError(
-                    f"The pass {name} has its own number of chunks in flight.", fix="Leave out --in-flight."
                 )
 
     @property
@@ -184,7 +200,7 @@ class SimulationRequest:
     @property
     def precision(self) -> Precision:
         """Precision of the linears."""
-        return "w8a8" if self.passes else "w4a16"
+        return "w4a16" if llm_npu_pass(self.passes) is None else "w8a8"
 
     @property
     def forms(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
+from msgspec import structs
+
 from heterollm.base import GIB, Amount, Count
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec, Phase
@@ -21,6 +23,7 @@ from heterollm.kernels.sim import (
 from heterollm.profiler.measure import usage_between
 from heterollm.simulate.account import OperatorUse, time_account
 from heterollm.solver import (
+    AttentionRequest,
     GraphSharing,
     InFlight,
     PassName,
@@ -115,6 +118,11 @@ class PhaseUse:
         integer_us = sum(time_us for name, time_us in times_us if name.endswith(AS_INTEGERS))
         return integer_us, sum(time_us for _, time_us in times_us)
 
+    @property
+    def attention_us(self) -> float:
+        """Time of attention with rotation and cache, and with estimates and selection where it is sparse."""
+        return sum(one.total_us for one in self.account() if one.operator == "attention")
+
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, without the spans."""
         return {
@@ -129,6 +137,7 @@ class PhaseUse:
             "peak_gbps": self.peak_gbps,
             "hand_over_ms": {name: value / 1e3 for name, value in self.lost_us.items()},
             "padding_ms": self.padding_us / 1e3,
+            "attention_ms": self.attention_us / 1e3,
             "frames": None if self.frames is None else asdict(self.frames),
         }
 
@@ -214,7 +223,8 @@ class SimulationResult:
         length_policy: How lengths without a graph ran.
         in_flight: Chunks of a long prompt at once, as requested.
         calibrated: Whether ranges for integer graphs were assumed.
-        passes: Techniques of a paper over the plan.
+        passes: Techniques of papers over the plan.
+        attention: Options of the pass ``shadowattn``; None without it.
         pruned: Assumed share of the layers whose outliers are pruned.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass.
         graphs: The NPU's graphs of the plan, for all of its lengths.
@@ -240,6 +250,7 @@ class SimulationResult:
     in_flight: InFlight
     calibrated: bool
     passes: tuple[PassName, ...]
+    attention: AttentionRequest | None
     pruned: float
     outlier_share: float
     graphs: GraphUse
@@ -308,6 +319,7 @@ class SimulationResult:
             "chunk_tokens": self.plan.chunk_length,
             "calibrated": self.calibrated,
             "passes": list(self.passes),
+            "attention": None if self.attention is None else structs.asdict(self.attention),
             "pruned": self.pruned,
             "outlier_share": self.outlier_share,
             "npu_graphs": self.graphs.count,

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from msgspec import structs
+
 from heterollm.base import Amount, Count, InputError, PositiveNumber, decode
 from heterollm.simulate.result import Frames
+from heterollm.solver import SHADOW_ATTENTION
 
 if TYPE_CHECKING:
     from heterollm.simulate.request import SimulationRequest
@@ -39,7 +42,8 @@ class SimulatedRow:
         every_form: Whether graphs could have forms that HeteroLLM lacks.
         left_out: Graph forms that the plan could not take.
         calibrated: Whether ranges for integer graphs were assumed.
-        passes: Techniques of a paper over the plan.
+        passes: Techniques of papers over the plan.
+        attention: Options of the pass ``shadowattn``; None without it.
         pruned: Assumed share of the layers whose outliers are pruned.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass; None in
             rows of older versions, which assumed 16 channels.
@@ -88,6 +92,7 @@ class SimulatedRow:
     left_out: tuple[str, ...] = ()
     calibrated: bool = False
     passes: tuple[str, ...] = ()
+    attention: Mapping[str, Any] | None = None
     pruned: Amount = 0.85
     outlier_share: Amount | None = None
     prompt_tokens: Count
@@ -149,6 +154,7 @@ class SimulatedRow:
             left_out=request.left_out,
             calibrated=request.calibrated,
             passes=request.passes,
+            attention=structs.asdict(request.attention) if SHADOW_ATTENTION in request.passes else None,
             pruned=request.pruned,
             outlier_share=request.outlier_share,
             prompt_tokens=request.prompt,

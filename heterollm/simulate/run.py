@@ -14,6 +14,7 @@ import numpy as np
 from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine
 from heterollm.kernels.device import Device
+from heterollm.kernels.formats import ScoreScale
 from heterollm.kernels.npu import (
     FewerForms,
     FfnRanges,
@@ -45,7 +46,14 @@ from heterollm.simulate.result import (
     splits_of,
     used,
 )
-from heterollm.solver import SOLVED_LEVELS, Plan, ShadowChannels
+from heterollm.solver import (
+    SHADOW_ATTENTION,
+    SOLVED_LEVELS,
+    Plan,
+    ScoreBuckets,
+    ShadowChannels,
+    SparseAttention,
+)
 from heterollm.trace import Trace, Tracer, take_trace
 
 __all__ = ["needs_profile", "profile_ahead", "simulate"]
@@ -106,6 +114,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         in_flight=request.in_flight,
         calibrated=request.calibrated,
         passes=request.passes,
+        attention=request.attention if SHADOW_ATTENTION in request.passes else None,
         pruned=request.pruned,
         outlier_share=request.outlier_share,
         graphs=graphs_of(device, plan, specs),
@@ -131,13 +140,15 @@ def profile_ahead(request: SimulationRequest) -> None:
         return
     found = find_model(request.model)
     device = _open(replace(request, load=None, numerics=False))
-    profile_of(device, found.name, found.config, _specs(found.config, request), silent)
+    specs, sparse = _specs(found.config, request), SHADOW_ATTENTION in request.passes
+    profile_of(device, found.name, found.config, specs, silent, sparse=sparse)
 
 
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    return (request.level in SOLVED_LEVELS or by_time) and not request.naive
+    sparse = SHADOW_ATTENTION in request.passes
+    return sparse or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
 
 
 def _open(request: SimulationRequest) -> Device:
@@ -176,6 +187,21 @@ def _assumed_ranges(
         (ffn.layer, "ffn"): FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for ffn in ffn_specs(specs)
     }
     return found | ffns
+
+
+def _assumed_scales(plan: Plan, config: ModelConfig) -> dict[ScoreBuckets, dict[int, tuple[ScoreScale, ...]]]:
+    """Return scales of attention heads with the plan's exponents; no time depends on their steps."""
+    steps = (1.0,) * (config.heads // config.kv_heads)
+    found: dict[ScoreBuckets, dict[int, tuple[ScoreScale, ...]]] = {}
+    for entry in plan.attention:
+        placement = entry.placement
+        if isinstance(placement, SparseAttention):
+            units = zip(placement.units, placement.exponents, strict=True)
+            own = {head: ScoreScale(steps, 1.0, exponent) for heads, exponent in units for head in heads}
+            scales = tuple(own[head] for head in sorted(own))
+            layers = range(entry.layers[0], entry.layers[1] + 1)
+            found.setdefault(placement.buckets, {}).update(dict.fromkeys(layers, scales))
+    return found
 
 
 class _Run:
@@ -239,7 +265,12 @@ class _Run:
         context = request.prompt + request.decode
         observer = Tracer(self.device) if request.trace else None
         ranges = _assumed_ranges(self.specs, assumed_shadows(self.specs, request))
-        return Engine(self.device, weights, self.plan, context, progress, observer=observer, ranges=ranges)
+        return Engine(
+            *(self.device, weights, self.plan, context, progress),
+            observer=observer,
+            ranges=ranges,
+            score_scales=_assumed_scales(self.plan, self.config),
+        )
 
     def _choose(self, engine: Engine) -> None:
         """Take the likeliest token; without numerics token 0, since no token has a value."""

@@ -16,7 +16,7 @@ from heterollm.base import KernelError
 from heterollm.engine import Call, LinearWork
 from heterollm.kernels.gpu import HostClock, kernel_times_ns
 from heterollm.kernels.ops import Phase
-from heterollm.trace.spans import Category, Pass, Span, Track
+from heterollm.trace.spans import Category, Pass, ProcessorCategory, Span, Track
 
 __all__ = ["PassRecorder", "Recorder", "SpanRecorder", "SpanTemplate", "ToHostClock"]
 
@@ -33,7 +33,7 @@ KERNELS_OF_A_PASS: Final = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class SpanTemplate:
-    """A span without its times, made when a pass is compiled."""
+    """A span without its times, made when a pass is compiled; ``npu`` is the category of a graph's run."""
 
     track: Track
     category: Category
@@ -42,6 +42,7 @@ class SpanTemplate:
     work: LinearWork | None = None
     merged: tuple[str, ...] = ()
     polls: bool = False
+    npu: ProcessorCategory = "linear"
 
     def span(self, begin_ns: int, end_ns: int, number: int) -> Span:
         """Return the span with times and the number of its pass."""
@@ -210,7 +211,7 @@ class Recorder:
         # which a simulated clock can give.
         for span, template in reversed(engine):
             if span.category == "graph":
-                found.append(replace(span, track="npu", category="linear"))
+                found.append(replace(span, track="npu", category=template.npu))
             if span.category == "sleep":
                 continue
             found.append(span)

@@ -31,6 +31,9 @@ KERNELS: Final[Mapping[Operator, ProcessorCategory]] = {
     "rope": "attention",
     "attention": "attention",
     "attention join": "attention",
+    "score codes": "attention",
+    "scores": "attention",
+    "selection": "attention",
     "o": "linear",
     "gate_up": "linear",
     "activation": "activation",
@@ -41,7 +44,7 @@ KERNELS: Final[Mapping[Operator, ProcessorCategory]] = {
     "join": "join",
     "flag": "signal",
 }
-"""Categories of kernels; the default is ``other``."""
+"""Categories of kernels and graphs; the default is ``other``."""
 
 HOST: Final[Mapping[Action, EngineCategory]] = {"wait": "wait", "finish": "wait"}
 """Categories of the host's steps; the default is ``hand-over``."""
@@ -87,14 +90,14 @@ class Tracer:
         if step.action == "kernel":
             return self._kernel(step)
         if step.action == "graph":
-            span = SpanTemplate("engine", "graph", step.operator, step.layer, step.work)
+            category = KERNELS.get(step.operator, "other")
+            span = SpanTemplate("engine", "graph", step.operator, step.layer, step.work, npu=category)
         elif step.wait is not None:
             place = "end of pass" if step.operator == "end of pass" else f"before {step.operator}"
             polls = step.wait.strategy not in BLOCKING
             span = SpanTemplate("engine", "wait", place, step.layer, polls=polls)
         else:
-            category = HOST.get(step.action, "hand-over")
-            span = SpanTemplate("engine", category, step.action, step.layer)
+            span = SpanTemplate("engine", HOST.get(step.action, "hand-over"), step.action, step.layer)
         return self._recorder.timed(step.run, span)
 
     # -- reading -------------------------------------------------------------------------------------

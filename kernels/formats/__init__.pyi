@@ -22,6 +22,11 @@ from .random_weights import RANDOM_FLOATS as RANDOM_FLOATS
 from .random_weights import random_weight as random_weight
 from .reference import linear as linear
 from .reference import round_inputs as round_inputs
+from .score_scales import LARGEST_EXPONENT as LARGEST_EXPONENT
+from .score_scales import BucketCount as BucketCount
+from .score_scales import ScoreScale as ScoreScale
+from .score_scales import buckets as buckets
+from .score_scales import score_scales as score_scales
 from .shape_only import shape_only_array as shape_only_array
 from .shape_only import shape_only_weight as shape_only_weight
 from .stepped_scales import LARGEST_MULTIPLE as LARGEST_MULTIPLE

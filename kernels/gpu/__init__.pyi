@@ -63,6 +63,11 @@ from .signals import is_complete as is_complete
 from .signals import kernel_times_ns as kernel_times_ns
 from .sources import kernel_source_hash as kernel_source_hash
 from .sources import source_hash as source_hash
+from .sparse_attention import GpuSparseAttention as GpuSparseAttention
+from .sparse_memory import HeadTable as HeadTable
+from .sparse_memory import ScoreMemory as ScoreMemory
+from .sparse_memory import Selection as Selection
+from .sparse_memory import SparseShape as SparseShape
 from .step import STEP_HEAD_ROW as STEP_HEAD_ROW
 from .step import STEP_LENGTH as STEP_LENGTH
 from .step import STEP_POSITION as STEP_POSITION

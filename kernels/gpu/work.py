@@ -22,10 +22,14 @@ __all__ = [
     "GpuWork",
     "attention_work",
     "embedding_work",
+    "estimate_work",
     "linear_work",
     "pointwise_work",
     "rope_work",
     "rounding_work",
+    "score_codes_work",
+    "selection_work",
+    "sparse_attention_work",
 ]
 
 GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
@@ -33,6 +37,11 @@ KINDS: Final = get_args(GpuKind)
 
 BLOCK_BYTES: Final = 8
 """Size of a scale and a sum of int8 codes, both float32, per scale block."""
+
+SELECTION_ROWS: Final = 32
+"""Queries that share a selection."""
+SELECTION_FLOPS: Final = 30
+"""Operations for each score: two exponentials, sums, and the search for the least weight that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +172,90 @@ def attention_work(
         kv_bytes: Size of an element of the cache.
         output_bytes: Size of an element of the output, or of a partial result.
     """
+    rows, seen, last = _visible(step, tokens, window)
+    outputs = rows * shape.query_columns
+    read = 2 * last * shape.kv_heads * shape.head_dim * kv_bytes + 4 * outputs
+    return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
+
+
+def score_codes_work(
+    shape: HeadShape, step: NDArray[np.int32], tokens: int, kv_bytes: int, written_bytes: int
+) -> GpuWork:
+    """Return the work of writing the codes of queries and keys, or of finding their maxima.
+
+    Args:
+        shape: Sizes of the heads.
+        step: The step buffer.
+        tokens: Tokens of the pass.
+        kv_bytes: Size of an element of the cache.
+        written_bytes: Bytes of the codes, padding included.
+    """
+    rows, _, last = _visible(step, tokens, 0)
+    queries, keys = rows * shape.query_columns, last * shape.kv_heads * shape.head_dim
+    return GpuWork("elementwise", 4 * (queries + keys), 4 * queries + kv_bytes * keys, written_bytes)
+
+
+def estimate_work(heads: int, rows: int, keys: int, head_dim: int) -> GpuWork:
+    """Return the work of estimating scores on the GPU, padding included.
+
+    Args:
+        heads: Key heads.
+        rows: Rows of queries of each.
+        keys: Keys of each.
+        head_dim: Elements of a head.
+    """
+    scores = heads * rows * keys
+    return GpuWork("attention", 2 * scores * head_dim, heads * (rows + keys) * head_dim, scores, rows)
+
+
+def selection_work(heads: int, step: NDArray[np.int32], *, tokens: int, window: int) -> GpuWork:
+    """Return the work of selecting positions.
+
+    Args:
+        heads: Query heads.
+        step: The step buffer.
+        tokens: Tokens of the pass.
+        window: Positions that a token sees; 0 for all.
+    """
+    rows, seen, last = _visible(step, tokens, window)
+    blocks = -(-rows // SELECTION_ROWS)
+    return GpuWork(
+        "elementwise", SELECTION_FLOPS * heads * seen, heads * seen, 4 * heads * blocks * last, rows
+    )
+
+
+def sparse_attention_work(
+    shape: HeadShape,
+    step: NDArray[np.int32],
+    heads: int,
+    *,
+    keep: float,
+    tokens: int,
+    window: int,
+    kv_bytes: int,
+    output_bytes: int,
+) -> GpuWork:
+    """Return the work of attention to selected positions; each block of queries reads its own.
+
+    Args:
+        shape: Sizes of the heads.
+        step: The step buffer.
+        heads: Query heads of the launch.
+        keep: Mean share of the positions that is kept.
+        tokens: Tokens of the pass.
+        window: Positions that a token sees; 0 for all.
+        kv_bytes: Size of an element of the cache.
+        output_bytes: Size of an element of the output.
+    """
+    rows, seen, last = _visible(step, tokens, window)
+    outputs = heads * rows * shape.head_dim
+    gathered = heads * -(-rows // SELECTION_ROWS) * keep * last
+    read = 2 * gathered * shape.head_dim * kv_bytes + 4 * (outputs + gathered)
+    return GpuWork("attention", 4 * keep * seen * heads * shape.head_dim, read, outputs * output_bytes, rows)
+
+
+def _visible(step: NDArray[np.int32], tokens: int, window: int) -> tuple[int, int, int]:
+    """Return the rows of a pass, the pairs of a row and a position that it sees, and the positions in all."""
     position = int(step[STEP_POSITION])
     rows = min(tokens, int(step[STEP_LENGTH]))
     last = position + rows
@@ -172,6 +265,4 @@ def attention_work(
         inside = max(0, window - position)
         seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
         last = min(last, window + rows - 1)
-    outputs = rows * shape.query_columns
-    read = 2 * last * shape.kv_heads * shape.head_dim * kv_bytes + 4 * outputs
-    return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
+    return rows, seen, last

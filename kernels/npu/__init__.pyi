@@ -27,12 +27,16 @@ from .ranges import step_of as step_of
 from .shapes import FfnShape as FfnShape
 from .shapes import GraphShape as GraphShape
 from .shapes import LinearShape as LinearShape
+from .shapes import ScoresShape as ScoresShape
 from .shards import FfnShard as FfnShard
 from .shards import GraphShard as GraphShard
 from .shards import LinearShard as LinearShard
 from .shards import NpuShard as NpuShard
 from .shards import ScoresShard as ScoresShard
 from .shards import ShardKey as ShardKey
+from .tensors import KEYS as KEYS
+from .tensors import QUERIES as QUERIES
+from .tensors import SCORES as SCORES
 from .tensors import GraphTensors as GraphTensors
 from .tensors import NamedArrays as NamedArrays
 from .tensors import check_arrays as check_arrays

@@ -16,7 +16,7 @@ import numpy as np
 from heterollm.base import GraphError
 from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.npu.shapes import GraphShape
-from heterollm.kernels.npu.shards import GraphShard
+from heterollm.kernels.npu.shards import GraphShard, ScoresShard
 from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
 
 __all__ = [
@@ -192,7 +192,7 @@ class NpuBackend(Protocol):
 
         Args:
             shard: The shard.
-            length: Tokens of one run, a standard length.
+            length: Tokens of one run, a standard length. For scores, any length that has a form.
             form: Graph form; the first legal one by default.
             any_length: Whether other lengths are legal too; only measurements need that.
 
@@ -246,7 +246,9 @@ def check_form(
         GraphError: The length is not a standard one, or not positive with ``any_length``, or the form is not
             legal.
     """
-    if not any_length and length not in backend.standard_lengths:
+    # The queries of several heads follow one another, so that scores have as many rows as fill tiles.
+    standard = any_length or isinstance(shard, ScoresShard) or length in backend.standard_lengths
+    if not standard:
         raise GraphError(
             f"{backend.name} has no graphs of length {length}.",
             fix=f"Pad to one of {', '.join(map(str, backend.standard_lengths))}.",

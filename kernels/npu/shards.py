@@ -6,20 +6,22 @@ serves all layers with its quantisation steps.
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import GraphError
-from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.formats import LARGEST_EXPONENT, LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges
 from heterollm.kernels.npu.shapes import FfnShape, LinearShape, ScoresShape
 from heterollm.kernels.ops import Activation, Group, WeightFormat
 
 __all__ = ["FfnShard", "GraphShard", "LinearShard", "NpuShard", "ScoresShard", "ShardKey"]
+
+SCORES_CONTEXT_BYTES: Final = 100_000
+"""About the size of a binary of scores: 58 to 161 KB for 192 to 4096 queries and up to 8192 keys."""
 
 ShardKey: TypeAlias = tuple[str | int | float | WeightFormat | tuple[tuple[int, int], ...], ...]
 """Identity of a shard: equal keys mean equal numbers."""
@@ -201,34 +203,33 @@ class FfnShard:
 
 @dataclass(frozen=True, slots=True)
 class ScoresShard:
-    """Attention scores ``Q·Kᵀ`` of several heads, before any scale or mask.
+    """Attention scores ``Q·Kᵀ`` of several key heads, before any scale or mask.
 
-    A value is ``(code - 128) * step``; all heads share the three steps. The length of its graph is the number
-    of queries of each head.
+    All codes are uint8, 128 is that of 0. The code of a score is the integer product of the codes times
+    ``2 ** -exponent``; scores past 127 steps saturate. The length of its graph is the number of queries of
+    each key head: those of all query heads that share it, one head after the other.
 
     Args:
-        heads: Heads, each with queries and keys of its own.
+        heads: Key heads, each with queries of its own.
         keys: Keys of each head.
         head_dim: Elements of a query and of a key.
-        query_step: Difference between adjacent codes of a query.
-        key_step: Difference between adjacent codes of a key.
-        score_step: Difference between adjacent codes of a score; scores past 127 steps saturate.
+        exponent: Of the scale: :class:`heterollm.kernels.formats.ScoreScale`.
 
     Raises:
-        GraphError: A size or a step is not positive.
+        GraphError: A size is not positive, or the exponent not one of a scale.
     """
 
     heads: int
     keys: int
     head_dim: int
-    query_step: float
-    key_step: float
-    score_step: float
+    exponent: int
 
     def __post_init__(self) -> None:
-        for value in astuple(self):
-            if not 0 < value < math.inf:
-                raise GraphError(f"{self.label} need positive sizes and steps, not {value}.")
+        if min(self.heads, self.keys, self.head_dim) < 1 or not 0 <= self.exponent <= LARGEST_EXPONENT:
+            raise GraphError(
+                f"{self.label} need positive sizes, not {self.keys} keys of {self.head_dim}, and an exponent "
+                f"of 0 to {LARGEST_EXPONENT}, not {self.exponent}."
+            )
 
     @property
     def shape(self) -> ScoresShape:
@@ -237,8 +238,8 @@ class ScoresShard:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one pass reads: none."""
-        return 0
+        """Bytes that its context takes beside inputs and outputs; there are no weights among them."""
+        return SCORES_CONTEXT_BYTES
 
     @property
     def label(self) -> str:

@@ -23,6 +23,10 @@ from .power import power_sources as power_sources
 from .power import power_tasks as power_tasks
 from .simulated_power import simulated_meters as simulated_meters
 from .simulated_power import usage_between as usage_between
+from .sparse_cases import FUSED_HEADS as FUSED_HEADS
+from .sparse_cases import SPARSE_KEEPS as SPARSE_KEEPS
+from .sparse_cases import sparse_key as sparse_key
+from .sparse_layers import sparse_tasks as sparse_tasks
 from .sweeps import sweep_tasks as sweep_tasks
 from .task import Task as Task
 from .timing import Measurement as Measurement

@@ -16,6 +16,7 @@ from heterollm.kernels.gpu import kernel_source_hash
 from heterollm.kernels.npu import INTEGER_FORMS, LinearShape
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
+from heterollm.profiler.measure.sparse_cases import sparse_sizes
 from heterollm.profiler.records import LayerKey
 from heterollm.profiler.work import HEAD_TOKENS
 
@@ -165,10 +166,21 @@ def layer_key(
     return LayerKey(name, tokens, context, hidden, heads, kv_heads, head_dim, kernel_source_hash())
 
 
-def layer_cases(device: Device, shape: ModelShape, *, quick: bool) -> Iterator[GlueCase]:
-    """Yield every operator of a model at the sizes to measure."""
+def layer_cases(
+    device: Device, shape: ModelShape, *, quick: bool, sparse: bool = False
+) -> Iterator[GlueCase]:
+    """Yield every operator of a model at the sizes to measure.
+
+    Args:
+        device: The device.
+        shape: The model.
+        quick: Whether to yield only sizes that every plan needs.
+        sparse: Whether to yield attention at the sizes of sparse attention, too.
+    """
     yield from _cases(shape, quick=quick)
     yield from _code_cases(device, shape, quick=quick)
+    for tokens, keys in sparse_sizes(quick=quick) if sparse else ():
+        yield GlueCase(shape, "attention", tokens, keys - tokens)
 
 
 def _cases(shape: ModelShape, *, quick: bool) -> Iterator[GlueCase]:
@@ -230,6 +242,7 @@ def _has_integer_graphs(device: Device, spec: OpSpec) -> bool:
     )
 
 
-def cache_positions() -> int:
-    """Return the positions of the KV cache that the sizes need."""
-    return max(ATTENTION_POSITIONS) + max(TOKENS)
+def cache_positions(cases: Iterable[GlueCase] = ()) -> int:
+    """Return the positions of the KV cache that all sizes need, those of some cases among them."""
+    usual = max(ATTENTION_POSITIONS) + max(TOKENS)
+    return max(usual, *(case.position + case.tokens for case in cases), 0)

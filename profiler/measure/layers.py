@@ -74,19 +74,22 @@ PER_TOKEN: Final = CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
 STATIC: Final = CodeGrid(1 / 127, 1 / 127, per_token=False, bits=8)
 
 
-def layer_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = False) -> list[Task]:
+def layer_tasks(
+    device: Device, shapes: Iterable[ModelShape], *, quick: bool = False, sparse: bool = False
+) -> list[Task]:
     """Return the tasks that measure the glue operators of some models, each size once.
 
     Args:
         device: The opened device; tasks run on the thread that opened it.
         shapes: The models.
         quick: Whether to measure only two sizes of each, which every plan needs.
+        sparse: Whether to measure attention at the sizes of sparse attention, too.
     """
-    bench = _GlueBench(device)
     cases: dict[Key, GlueCase] = {}
     for shape in shapes:
-        for case in layer_cases(device, shape, quick=quick):
+        for case in layer_cases(device, shape, quick=quick, sparse=sparse):
             cases.setdefault(case.key, case)
+    bench = _GlueBench(device, cache_positions(cases.values()))
     groups: dict[tuple[str, str], list[GlueCase]] = {}
     for case in cases.values():
         groups.setdefault((case.shape.name, case.operator), []).append(case)
@@ -129,10 +132,11 @@ def _estimate_s(case: GlueCase, device: Device) -> float:
 
 
 class _GlueBench:
-    """Measures operators on a device, with buffers that operators share."""
+    """Measures operators on a device, with buffers and a KV cache that operators share."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, positions: int) -> None:
         self._device = device
+        self._positions = positions
         self._timer = gpu_timer(device.gpu)
         self._runtime = self._timer.runtime
         self._glue = GpuGlue(self._runtime, device.activation_dtype, device.cache_dtype)
@@ -282,7 +286,7 @@ class _GlueBench:
     def _rope(self, case: GlueCase) -> Sequence[Launch]:
         shape, tokens = case.shape, case.tokens
         keys = shape.kv_heads * shape.head_dim
-        capacity = cache_positions()
+        capacity = self._positions
         angles = capacity * shape.head_dim // 2
         launch = self._glue.rope_and_store(
             self._linear_output(case, (shape.heads * shape.head_dim, keys, keys)),
@@ -290,7 +294,7 @@ class _GlueBench:
             self._floats("query", tokens * shape.heads * shape.head_dim),
             KvLayer(self._cache(shape), 0),
             self._slots["step"],
-            shape=_heads(shape),
+            shape=self._heads(shape),
             rotation=Rotation(self._floats("cosines", angles), self._floats("sines", angles)),
             tokens=tokens,
         )
@@ -308,10 +312,10 @@ class _GlueBench:
             KvLayer(self._cache(shape), 0),
             self._slot("attention output", tokens * width),
             self._slots["step"],
-            shape=_heads(shape),
+            shape=self._heads(shape),
             scores=Scores(shape.head_dim**-0.5),
             tokens=tokens,
-            bucket=min(bucket, cache_positions()),
+            bucket=min(bucket, self._positions),
             rounded=self._rounded(case, output.weight, width),
         )
 
@@ -384,9 +388,8 @@ class _GlueBench:
 
     def _cache(self, shape: ModelShape) -> SharedArray:
         dtype = self._device.cache_dtype
-        elements = 2 * shape.kv_heads * head_stride(cache_positions(), shape.head_dim, dtype)
+        elements = 2 * shape.kv_heads * head_stride(self._positions, shape.head_dim, dtype)
         return self._slot("cache", elements, dtype)
 
-
-def _heads(shape: ModelShape) -> HeadShape:
-    return HeadShape(shape.heads, shape.kv_heads, shape.head_dim, cache_positions())
+    def _heads(self, shape: ModelShape) -> HeadShape:
+        return HeadShape(shape.heads, shape.kv_heads, shape.head_dim, self._positions)

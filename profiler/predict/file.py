@@ -17,9 +17,17 @@ from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.time_model import Hull, Kind, Prediction, TimeModel
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import Score
-from heterollm.profiler.records import LayerKey, LinearPoint, Processor
+from heterollm.profiler.records import LayerKey, LinearPoint, Processor, SparseKey
 
-__all__ = ["PredictorFile", "StoredLayers", "StoredProcessor", "predictions", "read_file", "times_of"]
+__all__ = [
+    "PredictorFile",
+    "StoredLayers",
+    "StoredProcessor",
+    "StoredSparse",
+    "predictions",
+    "read_file",
+    "times_of",
+]
 
 SCHEMA_VERSION: Final = 3
 
@@ -28,7 +36,7 @@ AnyModel: TypeAlias = Tree | StageLinear | Interpolation | Roofline | ConstantRa
 StoredTimes: TypeAlias = tuple[PositiveNumber, PositiveNumber, PositiveNumber]
 """Median, and lower and upper quartile."""
 
-K = TypeVar("K", LinearPoint, LayerKey)
+K = TypeVar("K", LinearPoint, LayerKey, SparseKey)
 
 
 class StoredKind(Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +96,18 @@ class StoredLayers(Struct, frozen=True, forbid_unknown_fields=True):
     measured: list[tuple[LayerKey, StoredTimes]]
 
 
+class StoredSparse(Struct, frozen=True, forbid_unknown_fields=True):
+    """The predictor of sparse attention.
+
+    Args:
+        operators: The fitted models by the operators' names.
+        measured: Measured operators and their times.
+    """
+
+    operators: Annotated[dict[str, OperatorModel], Meta(min_length=1)]
+    measured: list[tuple[SparseKey, StoredTimes]]
+
+
 class PredictorFile(
     Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"processors": "parts"}
 ):
@@ -96,6 +116,7 @@ class PredictorFile(
     schema_version: Literal[3] = SCHEMA_VERSION
     processors: Annotated[dict[Processor, StoredProcessor], Meta(min_length=1)]
     layers: StoredLayers | None
+    sparse: StoredSparse | None = None
 
     @property
     def text(self) -> str:

@@ -1,4 +1,7 @@
-"""Times of a layer's other operators: a fixed cost plus costs of reading, computing and writing."""
+"""Times of a layer's other operators: a fixed cost plus costs of reading, computing and writing.
+
+Operators of sparse attention have costs of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -14,9 +18,11 @@ from heterollm.base import Amount, PositiveNumber, ProfileError
 from heterollm.profiler.predict.curves import nonnegative_fit
 from heterollm.profiler.predict.time_model import Prediction, measured_time, near, with_interval
 from heterollm.profiler.predict.validation import HIGH, LOW, percentile
-from heterollm.profiler.records import LayerKey, Record
+from heterollm.profiler.records import LayerKey, Record, SparseKey
 
 __all__ = ["LayerPredictor", "OperatorModel"]
+
+K = TypeVar("K", LayerKey, SparseKey)
 
 
 class OperatorModel(Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,6 +30,8 @@ class OperatorModel(Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         costs_us: Costs of a pass, of a value of a row, of a query's value at a position, of a cached value.
+            Those of sparse attention: of a launch, of a value of a row, of a value of a pair of query
+            and key, and of a key head.
         low: Smallest tokens, positions and row sizes measured.
         high: Largest ones.
         spread: Tenth and ninetieth percentile of measured over fitted time.
@@ -40,7 +48,7 @@ class OperatorModel(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("an operator needs a cost above zero")
 
     @classmethod
-    def fit(cls, keys: Sequence[LayerKey], times_us: Sequence[float]) -> OperatorModel:
+    def fit(cls, keys: Sequence[LayerKey | SparseKey], times_us: Sequence[float]) -> OperatorModel:
         """Fit the costs; those that no measurement depends on are zero."""
         terms = np.array([_terms(key) for key in keys], np.float64)
         used = [bool(column.any()) for column in terms.T]
@@ -52,21 +60,21 @@ class OperatorModel(Struct, frozen=True, forbid_unknown_fields=True):
         ratios = [time_us / fitted.estimate_us(key) for key, time_us in zip(keys, times_us, strict=True)]
         return cls(fitted.costs_us, low, high, (percentile(ratios, LOW), percentile(ratios, HIGH)))
 
-    def estimate_us(self, key: LayerKey) -> float:
+    def estimate_us(self, key: LayerKey | SparseKey) -> float:
         """Return the sum of the costs."""
         total = 0.0
         for cost, term in zip(self.costs_us, _terms(key), strict=True):
             total += cost * term
         return total
 
-    def near(self, key: LayerKey) -> bool:
+    def near(self, key: LayerKey | SparseKey) -> bool:
         """Whether sizes are within the measured ones, or beyond them by at most ``KNOWN_FACTOR``."""
         return near(_sizes(key), self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPredictor:
-    """The times of all operators of a layer but the linear ones.
+class LayerPredictor(Generic[K]):
+    """The times of all operators of a layer but the linear ones, or of those of sparse attention.
 
     Args:
         operators: The fitted models by the operators' names.
@@ -74,17 +82,17 @@ class LayerPredictor:
     """
 
     operators: Mapping[str, OperatorModel]
-    measured: Mapping[LayerKey, Prediction]
+    measured: Mapping[K, Prediction]
 
     @classmethod
-    def fit(cls, records: Mapping[LayerKey, Record]) -> LayerPredictor:
+    def fit(cls, records: Mapping[K, Record]) -> LayerPredictor[K]:
         """Fit every operator; of several versions of a kernel, the one measured last counts.
 
         Raises:
             ProfileError: There is no record with times.
         """
         timed = {key: record for key, record in records.items() if record.samples_us}
-        by_operator: dict[str, list[LayerKey]] = defaultdict(list)
+        by_operator: dict[str, list[K]] = defaultdict(list)
         newest: dict[str, str] = {}
         for key in sorted(timed, key=lambda key: (timed[key].taken_s, key)):
             newest[key.operator] = key.code
@@ -99,7 +107,7 @@ class LayerPredictor:
         }
         return cls(operators, {key: measured_time(record) for key, record in timed.items()})
 
-    def predict(self, key: LayerKey) -> Prediction:
+    def predict(self, key: K) -> Prediction:
         """Return the measured time of an operator, or the predicted one.
 
         Raises:
@@ -117,17 +125,19 @@ class LayerPredictor:
         return with_interval(model.estimate_us(key), model.spread, known=known, source="layer_linear")
 
 
-def _terms(key: LayerKey) -> tuple[float, ...]:
+def _terms(key: LayerKey | SparseKey) -> tuple[float, ...]:
     """Return the factors of the costs.
 
     Decode reads the cache once, however many heads share it. A token attends to the tokens before it, so that
     the first one of a pass sees fewer positions than the last one. Without heads the context counts channels,
     each with a row of weights.
     """
+    if isinstance(key, SparseKey):
+        return _sparse_terms(key)
     if not key.heads:
         weights = float(key.context * key.hidden)
         return 1.0, float(key.tokens * _row(key)), key.tokens * weights, weights
-    seen = max(0.0, key.tokens * key.context - key.tokens * (key.tokens - 1) / 2)
+    seen = _seen(key.tokens, key.context)
     return (
         1.0,
         float(key.tokens * _row(key)),
@@ -136,9 +146,32 @@ def _terms(key: LayerKey) -> tuple[float, ...]:
     )
 
 
-def _row(key: LayerKey) -> int:
+def _sparse_terms(key: SparseKey) -> tuple[float, ...]:
+    rows, heads = key.heads * key.group * key.tokens, key.heads
+    values = float(rows * key.head_dim)
+    seen = heads * key.group * _seen(key.tokens, key.keys)
+    match key.operator:
+        case "score_codes":
+            return 1.0, values + heads * key.keys * key.head_dim, 0.0, float(heads)
+        case "selection":
+            return 1.0, 0.0, seen, float(heads)
+        case "sparse_attention":
+            return 1.0, values, key.keep * seen * key.head_dim, float(heads)
+        case _:  # no mask spares an estimate anything
+            return 1.0, 0.0, values * key.keys, float(heads)
+
+
+def _seen(tokens: int, positions: int) -> float:
+    """Return the pairs of a token and a position that it sees."""
+    return max(0.0, tokens * positions - tokens * (tokens - 1) / 2)
+
+
+def _row(key: LayerKey | SparseKey) -> int:
+    if isinstance(key, SparseKey):
+        return key.heads * key.group * key.head_dim
     return max(key.hidden, (key.heads + 2 * key.kv_heads) * key.head_dim, 1)
 
 
-def _sizes(key: LayerKey) -> tuple[float, float, float]:
-    return float(key.tokens), float(key.context), float(_row(key))
+def _sizes(key: LayerKey | SparseKey) -> tuple[float, float, float]:
+    positions = key.keys if isinstance(key, SparseKey) else key.context
+    return float(key.tokens), float(positions), float(_row(key))

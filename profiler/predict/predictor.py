@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, get_args
+from typing import Final, TypeVar, get_args
 
 from heterollm.base import ProfileError
 from heterollm.profiler.predict.baselines import ConstantRate
@@ -17,6 +17,7 @@ from heterollm.profiler.predict.file import (
     PredictorFile,
     StoredLayers,
     StoredProcessor,
+    StoredSparse,
     predictions,
     read_file,
     times_of,
@@ -29,7 +30,7 @@ from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.time_model import Prediction, ShapeModel, TimeModel, measured_time
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import Score, score
-from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Processor, Profile, Record
+from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Processor, Profile, Record, SparseKey
 
 __all__ = ["BASELINE", "CANDIDATES", "Predictor", "ProcessorPredictor"]
 
@@ -45,6 +46,8 @@ BASELINE: Final[type[ShapeModel]] = ConstantRate
 """The model that the others are compared with."""
 
 FEWEST_POINTS: Final = 2
+
+K = TypeVar("K", LayerKey, SparseKey)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,12 @@ class Predictor:
     Args:
         processors: The processors of which the profile has linear layers.
         layers: The other operators; None if the profile has none.
+        sparse: Those of sparse attention; None if the profile has none.
     """
 
     processors: Mapping[Processor, ProcessorPredictor]
-    layers: LayerPredictor | None = None
+    layers: LayerPredictor[LayerKey] | None = None
+    sparse: LayerPredictor[SparseKey] | None = None
     _known: dict[tuple[Processor, LinearPoint], Prediction] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -115,8 +120,7 @@ class Predictor:
                 f"The profile of {profile.device} has no measured linear layer to predict others from.",
                 fix=FIX,
             )
-        layers = dict(profile.of_kind(LayerKey))
-        return cls(processors, LayerPredictor.fit(layers) if layers else None)
+        return cls(processors, _fit_operators(profile, LayerKey), _fit_operators(profile, SparseKey))
 
     def predict_us(self, point: LinearPoint, processor: Processor) -> Prediction:
         """Return the time of a shard on a processor.
@@ -150,7 +154,10 @@ class Predictor:
         layers = None
         if self.layers is not None:
             layers = StoredLayers(dict(self.layers.operators), times_of(self.layers.measured))
-        return PredictorFile(processors=processors, layers=layers).text
+        sparse = None
+        if self.sparse is not None:
+            sparse = StoredSparse(dict(self.sparse.operators), times_of(self.sparse.measured))
+        return PredictorFile(processors=processors, layers=layers, sparse=sparse).text
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Predictor:
@@ -164,9 +171,11 @@ class Predictor:
             processor: ProcessorPredictor(held.model, held.scores, predictions(held.measured))
             for processor, held in stored.processors.items()
         }
-        if stored.layers is None:
-            return cls(processors)
-        return cls(processors, LayerPredictor(stored.layers.operators, predictions(stored.layers.measured)))
+        layers, sparse = (
+            None if held is None else LayerPredictor(held.operators, predictions(held.measured))
+            for held in (stored.layers, stored.sparse)
+        )
+        return cls(processors, layers, sparse)
 
 
 def _latest(profile: Profile, processor: Processor) -> list[Record]:
@@ -174,6 +183,12 @@ def _latest(profile: Profile, processor: Processor) -> list[Record]:
     found = [(key, record) for key, record in profile.of_kind(LinearKey) if key.processor == processor]
     code = max(found, key=lambda item: (item[1].taken_s, item[0].code))[0].code if found else ""
     return [record for key, record in found if key.code == code and record.samples_us]
+
+
+def _fit_operators(profile: Profile, kind: type[K]) -> LayerPredictor[K] | None:
+    """Return the predictor of operators that have keys of a kind; None if none was timed."""
+    records = {key: record for key, record in profile.of_kind(kind) if record.samples_us}
+    return LayerPredictor.fit(records) if records else None
 
 
 def _fit_processor(

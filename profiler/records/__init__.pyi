@@ -22,4 +22,6 @@ from .records import LinearPoint as LinearPoint
 from .records import PowerKey as PowerKey
 from .records import Processor as Processor
 from .records import Record as Record
+from .records import SparseKey as SparseKey
+from .records import SparseOperator as SparseOperator
 from .records import SweepKey as SweepKey

@@ -35,6 +35,8 @@ __all__ = [
     "PowerKey",
     "Processor",
     "Record",
+    "SparseKey",
+    "SparseOperator",
     "SweepKey",
 ]
 
@@ -44,6 +46,11 @@ FIELD_NAMES: Final = {"processor": "part"}
 
 ContentionBound = Literal["compute", "memory", "spill"]
 """The bound of a load; ``spill`` is that of an NPU with rows too long for its on-chip memory."""
+
+
+SparseOperator = Literal["score_codes", "scores", "score_estimate", "selection", "sparse_attention"]
+"""Operators of sparse attention: codes of queries and keys, their scores on the NPU or on the GPU, the keys
+that each block of queries keeps, and attention to these."""
 
 
 class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
@@ -188,6 +195,30 @@ class LayerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
     code: str
 
 
+class SparseKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
+    """The time of an operator of sparse attention, for the last tokens of ``keys`` positions.
+
+    Args:
+        operator: Its name; ``scores`` runs on the NPU, the others on the GPU.
+        tokens: Tokens of the pass.
+        keys: Positions that are estimated, those of the pass included.
+        heads: Key heads of the launch.
+        group: Query heads that share a key head.
+        head_dim: Size of a head.
+        keep: Share of the positions that each query head keeps; 0 where nothing depends on it.
+        code: Hash of the kernel sources, or version of the graph builder.
+    """
+
+    operator: SparseOperator
+    tokens: Positive
+    keys: Positive
+    heads: Positive
+    group: Positive
+    head_dim: Positive
+    keep: Annotated[float, Meta(ge=0, le=1)]
+    code: str
+
+
 class BandwidthKey(
     Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True, rename=FIELD_NAMES
 ):
@@ -316,6 +347,7 @@ class SweepKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
 Key: TypeAlias = (
     LinearKey
     | LayerKey
+    | SparseKey
     | BandwidthKey
     | ContentionKey
     | LaunchKey
@@ -330,6 +362,7 @@ Key: TypeAlias = (
 KINDS: Final[dict[str, type[Key]]] = {
     "linear": LinearKey,
     "layer": LayerKey,
+    "sparse": SparseKey,
     "bandwidth": BandwidthKey,
     "contention": ContentionKey,
     "launch": LaunchKey,

@@ -49,8 +49,8 @@ def test_a_quick_run_on_a_slow_device_ends_in_time_and_still_plans(monkeypatch, 
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     monkeypatch.setattr("heterollm.profiler.measure.linears.NOTHING_COMPUTED_S", 1.5)
     device, options = open_device(NAME), SessionOptions.of(quick=True)
-    assert essential_work(device, [SHAPE], quick=False).seconds > options.budget_s
-    assert essential_work(device, [SHAPE], quick=True).seconds <= options.budget_s
+    assert essential_work(device, [SHAPE], SessionOptions()).seconds > options.budget_s
+    assert essential_work(device, [SHAPE], options).seconds <= options.budget_s
     # Not even one point more than the essential ones ends in time.
     monkeypatch.setattr("heterollm.profiler.measure.linears.NOTHING_COMPUTED_S", options.budget_s + 1)
     profile, summary = profile_device(device, [SHAPE], options, path=tmp_path / "profile.json")

@@ -13,6 +13,10 @@
 // Grid: row tiles (the last ones, which see most keys, first), key heads, parts of the context. With several parts
 // each one writes sums, largest score and total weight, which attention_join joins.
 //
+// With -DGATHERED each query head has tiles of its own, of BLOCK rows or a part of them, and sees only the positions that
+// were selected for its block of BLOCK rows (select.cl):
+//   MEMBERS      query heads that share a key head
+//
 // With CODE_BITS the kernel that writes the output also rounds it to int8:
 //   CODE_HEADS   smallest number of heads that holds whole blocks; divides the heads that a work-group writes
 
@@ -41,6 +45,31 @@ static inline attention_tile find_tile(__global const int *step, int number, int
   tile.stop = part + 1 < parts ? min(last_token + 1, (part + 1) * part_keys) : last_token + 1;
   return tile;
 }
+
+#ifdef GATHERED
+#define GATHER_ARGUMENTS                                                                                               \
+  , __global const int *order, __global const int *positions, __global const int *counts, int first_slot, int blocks,  \
+      int most, int all_heads
+#define PLACE(list, key) ((list)[key])
+
+// The query head of a work-group, counted in slots of key heads.
+static inline int gathered_head(__global const int *order, int first_slot, uint number) {
+  return order[first_slot + number / MEMBERS] * MEMBERS + number % MEMBERS;
+}
+
+static inline attention_tile find_gathered_tile(__global const int *step, int number, __global const int *counts) {
+  attention_tile tile;
+  tile.position = step[STEP_POSITION];
+  tile.first_row = number * ROWS;
+  tile.rows = min(ROWS, step[STEP_LENGTH] - tile.first_row);
+  tile.start = 0;
+  tile.stop = counts[tile.first_row / BLOCK];
+  return tile;
+}
+#else
+#define GATHER_ARGUMENTS
+#define PLACE(list, key) (key)
+#endif
 
 #ifdef CODE_BITS
 // With several parts attention_join writes the output and rounds it.

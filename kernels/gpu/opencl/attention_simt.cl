@@ -78,7 +78,7 @@
   {                                                                                                          \
     const float sum = (score##r.x + score##r.y) + (score##r.z + score##r.w);                                 \
     const int token = tile.position + (uint)(tile.first_row + min(r, tile.rows - 1)) / GROUP;                \
-    const bool seen = key < tile.stop && key <= token && (window <= 0 || key > token - window);              \
+    const bool seen = key < tile.stop && place <= token && (window <= 0 || place > token - window);          \
     score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(sum) : NO_SCORE;                                       \
   }
 // Rows that only fill the last vector have scores, too: finite ones.
@@ -109,19 +109,29 @@
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
-                                   float scale, float cap CODE_ARGUMENTS) {
+                                   float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
   __local float4 queries[ROWS * QUERY_VECTORS], scores[WG * SCORE_VECTORS], decays[ROW_VECTORS];
   __local float *query_slots = (__local float *)queries, *score_slots = (__local float *)scores;
   __local float *decay = (__local float *)decays;
   __local float reduced[ROWS * TEAM], largest[ROWS], total[ROWS];
   // The row tiles that see most keys come first.
+#ifdef GATHERED
+  // Rows are tokens of one head, as if it shared its key head with no other.
+  const int kv_head = gathered_head(order, first_slot, get_group_id(1)), heads = all_heads;
+  const int key_head = kv_head / MEMBERS;
+  counts += kv_head * blocks;
+  attention_tile tile = find_gathered_tile(step, get_num_groups(0) - 1 - get_group_id(0), counts);
+  __global const int *list = positions + ((size_t)kv_head * blocks + tile.first_row / BLOCK) * most;
+#else
+  const int kv_head = get_group_id(1), heads = get_num_groups(1) * GROUP, key_head = kv_head;
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
                                   get_num_groups(2), GROUP, window, part_keys);
+#endif
   int lane = get_local_id(0), row_of_lane = (uint)lane / TEAM, teammate = (uint)lane % TEAM;
   bool reduces = row_of_lane < ROWS;
-  int kv_head = get_group_id(1), heads = get_num_groups(1) * GROUP, parts = PARTS;
-  __global const kv_t *keys = cache + k_offset + kv_head * head_stride;
-  __global const kv_t *values = cache + v_offset + kv_head * head_stride;
+  int parts = PARTS;
+  __global const kv_t *keys = cache + k_offset + key_head * head_stride;
+  __global const kv_t *values = cache + v_offset + key_head * head_stride;
   // A tile without rows sees no keys and writes nothing. With a return here and a barrier behind the last store
   // PoCL 3 loses what the group shares in between.
   if (tile.rows <= 0)
@@ -146,14 +156,14 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   barrier(CLK_LOCAL_MEM_FENCE);
 
   for (int first = tile.start; first < tile.stop; first += WG) {
-    int key = first + lane, count = min(WG, tile.stop - first);
+    const int key = first + lane, count = min(WG, tile.stop - first), place = PLACE(list, min(key, tile.stop - 1));
     REPEAT(ROWS, CLEAR_SCORE)
 #ifdef COALESCED
     __local uint4 *staged = (__local uint4 *)scores;
     for (uint run = 0; run < HEAD_DIM; run += KEY_RUN) {
       UNROLL for (uint turn = 0; turn < RUN_PIECES; ++turn) {
         const uint i = turn * WG + lane, staged_key = i / RUN_PIECES, piece = i % RUN_PIECES;
-        const uint row = min(first + (int)staged_key, tile.stop - 1);
+        const uint row = PLACE(list, min(first + (int)staged_key, tile.stop - 1));
         staged[staged_key * STAGED_ROW + piece] =
             *(__global const uint4 *)(keys + (row * HEAD_DIM + run + piece * PIECE));
       }
@@ -169,7 +179,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #else
     // With few rows no compiler knows the end, so none reads the whole key at once, which would take most registers.
     const uint whole = ROWS > 2 ? HEAD_DIM / 8 * 8 : HEAD_DIM / 8 * 8 * (uint)group / GROUP;
-    __global const kv_t *key_row = keys + (uint)min(key, tile.stop - 1) * HEAD_DIM;
+    __global const kv_t *key_row = keys + (uint)place * HEAD_DIM;
     for (uint step = 0; step < whole; step += KEY_STEP)
       UNROLL for (uint d = step; d < step + KEY_STEP; d += 8) {
         const float8 piece = load_kv8(key_row, d);
@@ -223,6 +233,9 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
       UNROLL for (int c = 0; c < COLUMNS; ++c) sums[v * COLUMNS + c] *= decays[v];
     __global const kv_t *value_row = values + (uint)first * HEAD_DIM;
     for (int i = 0; i < count; ++i, value_row += HEAD_DIM) {
+#ifdef GATHERED
+      value_row = values + (uint)list[first + i] * HEAD_DIM;
+#endif
       UNROLL for (int c = 0; c < COLUMNS; ++c) {
         // Work-items past the head's end read its last element and write nothing.
         const float4 value = load_kv(value_row, min(lane + c * WG, HEAD_DIM - 1));

@@ -67,13 +67,14 @@ static inline void transpose8(const float8 *r, float8 *to, int step) {
 }
 
 // Reads the keys [first, stop) of a block, transposed: keys[d * KEY_VECTORS + key / 8]. Behind stop the last
-// key is repeated.
-static inline void load_keys(__global const kv_t *source, int first, int stop, float8 *keys) {
+// key is repeated. With GATHERED they are keys of the list.
+static inline void load_keys(__global const kv_t *source, __global const int *list, int first, int stop,
+                             float8 *keys) {
   for (int block = 0; block < KEY_VECTORS && first + block * 8 < stop; ++block) {
     for (int d = 0; d < HEAD_DIM; d += 8) {
       float8 r[8];
       UNROLL for (int i = 0; i < 8; ++i) {
-        __global const kv_t *key = source + (size_t)min(first + block * 8 + i, stop - 1) * HEAD_DIM;
+        __global const kv_t *key = source + (size_t)PLACE(list, min(first + block * 8 + i, stop - 1)) * HEAD_DIM;
         if (d % LINE_ELEMENTS == 0)
           PREFETCH(key + d);
 #if TAIL
@@ -88,9 +89,10 @@ static inline void load_keys(__global const kv_t *source, int first, int stop, f
   }
 }
 
-static inline void load_values(__global const kv_t *source, int first, int stop, float8 *values) {
+static inline void load_values(__global const kv_t *source, __global const int *list, int first, int stop,
+                               float8 *values) {
   for (int key = 0; key < min(KEYS, stop - first); ++key) {
-    __global const kv_t *value_row = source + (size_t)(first + key) * HEAD_DIM;
+    __global const kv_t *value_row = source + (size_t)PLACE(list, first + key) * HEAD_DIM;
     UNROLL for (int d = 0; d < HEAD_DIM; d += LINE_ELEMENTS) PREFETCH(value_row + d);
     UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = load_kv8(value_row, d * 8);
 #if TAIL
@@ -162,18 +164,55 @@ static inline float soften(float8 *scores, int low, int high, float cap, float *
   return decay;
 }
 
+#ifdef GATHERED
+// Returns how many positions of an ascending list are at most `position`.
+static inline int places_up_to(__global const int *list, int count, int position) {
+  int low = 0;
+  while (low < count) {
+    const int middle = (low + count) / 2;
+    if (list[middle] <= position)
+      low = middle + 1;
+    else
+      count = middle;
+  }
+  return low;
+}
+#endif
+
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride, int group, int window, int part_keys,
-                                   float scale, float cap CODE_ARGUMENTS) {
+                                   float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
   // The row tiles that see most keys come first.
+#ifdef GATHERED
+  // Rows are tokens of one head, as if it shared its key head with no other.
+  const int kv_head = gathered_head(order, first_slot, get_group_id(1)), heads = all_heads;
+  const int key_head = kv_head / MEMBERS;
+  counts += kv_head * blocks;
+  attention_tile tile = find_gathered_tile(step, get_num_groups(0) - 1 - get_group_id(0), counts);
+  if (tile.rows <= 0)
+    return;
+  __global const int *list = positions + ((size_t)kv_head * blocks + tile.first_row / BLOCK) * most;
+  int begins[ROWS], ends[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    const int token = tile.position + tile.first_row + min(r, tile.rows - 1);
+    begins[r] = window > 0 ? places_up_to(list, tile.stop, token - window) : 0;
+    ends[r] = places_up_to(list, tile.stop, token);
+  }
+#define FIRST_SEEN(i, token) begins[i]
+#define LAST_SEEN(i, token) (ends[i] - 1)
+#else
+  __global const int *list = 0;
+#define FIRST_SEEN(i, token) (window > 0 ? (token)-window + 1 : 0)
+#define LAST_SEEN(i, token) (token)
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
                                   get_num_groups(2), group, window, part_keys);
   if (tile.rows <= 0)
     return;
-  int kv_head = get_group_id(1), heads = get_num_groups(1) * group;
-  __global const kv_t *key_source = cache + k_offset + kv_head * head_stride;
-  __global const kv_t *value_source = cache + v_offset + kv_head * head_stride;
+  const int kv_head = get_group_id(1), heads = get_num_groups(1) * group, key_head = kv_head;
+#endif
+  __global const kv_t *key_source = cache + k_offset + key_head * head_stride;
+  __global const kv_t *value_source = cache + v_offset + key_head * head_stride;
   float8 queries[ROWS * WIDE];
   float8 keys[WIDE * 8 * KEY_VECTORS] ALIGNED, values[KEYS * WIDE] ALIGNED;
   float8 scores[ROWS * KEY_VECTORS] ALIGNED, sums[ROWS * WIDE] ALIGNED;
@@ -198,16 +237,16 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 
   for (int first = tile.start; first < tile.stop; first += KEYS) {
     int count = min(KEYS, tile.stop - first);
-    load_keys(key_source, first, tile.stop, keys);
-    load_values(value_source, first, tile.stop, values);
+    load_keys(key_source, list, first, tile.stop, keys);
+    load_values(value_source, list, first, tile.stop, values);
     for (int r = 0; r < tile.rows; r += MICRO) {
       for (int v = 0; v < KEY_VECTORS; v += VECTORS)
         if (v * 8 < count)
           score_tile((const float *)(queries + r * WIDE), keys + v, scores + r * KEY_VECTORS + v);
       for (int i = r; i < r + MICRO; ++i) {
         int token = tile.position + (tile.first_row + min(i, tile.rows - 1)) / group;
-        decay[i] = soften(scores + i * KEY_VECTORS, window > 0 ? token - window + 1 - first : 0,
-                          min(token - first, count - 1), cap, largest + i, total + i);
+        decay[i] = soften(scores + i * KEY_VECTORS, FIRST_SEEN(i, token) - first,
+                          min(LAST_SEEN(i, token) - first, count - 1), cap, largest + i, total + i);
       }
       for (int v = 0; v < WIDE; v += VECTORS)
         value_tile((const float *)(scores + r * KEY_VECTORS), decay + r, values + v, count,

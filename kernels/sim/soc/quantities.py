@@ -39,8 +39,9 @@ ratio; the author of the file."""
 INTEGER_PARAMETERS: Final[tuple[str, ...]] = ("npu.expand_gweights_per_s", "npu.integer_weight_bytes")
 """Parameters of graphs with integer activations alone."""
 
-SCORES_PARAMETERS: Final[tuple[str, ...]] = ("npu.scores_start_us", "npu.scores_tops")
-"""Parameters of attention scores, which no plan has yet."""
+FIRST_SCORES: Final[Mapping[str, float]] = {"npu.scores_start_us": 1350.0, "npu.scores_tops": 0.0522}
+"""Parameters of attention scores, and their values before plans had such scores. A digest is that of the time
+before while they keep these, so that profiles and rows of then stay valid."""
 
 
 def quantity(unit: str, meaning: str, low: float, high: float) -> Meta:
@@ -287,12 +288,13 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
         """Return a short hash of all values: equal hashes mean equal modelled times."""
         values = self.values()
         # No time depends on these.
-        unused = SCORES_PARAMETERS + (() if self.npu.integer_graphs else INTEGER_PARAMETERS)
+        unused = () if self.npu.integer_graphs else INTEGER_PARAMETERS
         if not self.hand_over.maps_beside_kernels:
             unused += ("hand_over.maps_beside_kernels",)
         # Without sharing, profiles and rows stay valid that were made before the parameter existed.
         if not self.npu.shared_contexts:
             unused += ("npu.shared_contexts",)
+        unused += tuple(name for name, first in FIRST_SCORES.items() if values[name] == first)
         for name in unused:
             del values[name]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ from heterollm.base import CheckpointError, OptionError, format_duration, format
 from heterollm.model import default_shapes, model_shape, read_config
 from heterollm.planning import KeptRecords
 from heterollm.profiler import RunSummary, compare, summarize
-from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
+from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record, SparseKey
 from heterollm.report import console as report
 from heterollm.report import figures, plots
 from heterollm.report.plots import PLOTS, draw
@@ -51,6 +51,23 @@ def test_every_section_says_something(sample_profile):
         assert section.rows or section.notes, section.title
     for section in sections(summarize(sample_profile()), everything=True):
         assert all(len(row) == len(section.columns or row) for row in section.rows), section.title
+
+
+def test_sparse_attention_has_a_table_where_it_was_measured(sample_profile):
+    plain, measured = sample_profile(), sample_profile()
+    for heads, time_us in ((1, 2000.0), (2, 3000.0)):
+        measured.add(Record(SparseKey("scores", 256, 2048, heads, 3, 64, 0.0, "graph"), (time_us,)))
+    measured.add(Record(SparseKey("sparse_attention", 256, 2048, 1, 3, 64, 0.2, "kernel"), (500.0,)))
+    titles = [section.title for section in sections(summarize(plain, accuracy=False))]
+    assert "Sparse attention" not in titles
+    made = {section.title: section for section in sections(summarize(measured, accuracy=False))}
+    assert made["Sparse attention"].rows == (
+        ("scores", "3/1 heads of 64", "", "2048", "2.0 ms ±0%"),
+        ("scores", "6/2 heads of 64", "", "2048", "3.0 ms ±0%"),
+        ("sparse attention", "3/1 heads of 64", "20%", "2048", "500 us ±0%"),
+    )
+    compared = compare(plain, measured)
+    assert [(kind.kind, kind.only_second) for kind in compared.kinds if kind.only_second] == [("sparse", 3)]
 
 
 def test_numbers_of_a_profile_are_in_its_tables(sample_profile):

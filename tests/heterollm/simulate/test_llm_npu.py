@@ -129,7 +129,7 @@ def test_splits_of_heterollm_run_with_integers_of_llm_npu():
         ({"pruned": 1.5}, "is pruned"),
         ({"outlier_share": -0.1}, "of the channels has outliers"),
         ({"passes": ("llm.npu", "llm.npu:chunks")}, "are steps of one"),
-        ({"passes": ("shadowattn",)}, "no pass 'shadowattn'"),
+        ({"passes": ("other",)}, "no pass 'other'"),
     ],
 )
 def test_what_a_pass_cannot_have_is_refused(changed, message):

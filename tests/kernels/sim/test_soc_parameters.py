@@ -111,6 +111,11 @@ def test_overrides_change_what_they_name_and_are_remembered() -> None:
     assert soc.digest() != load_soc("snapdragon-8gen3-paper").digest()
 
 
+def test_a_digest_tells_the_parameters_of_attention_scores() -> None:
+    changes: list[dict[str, float]] = [{}, {"npu.scores_start_us": 1000.0}, {"npu.scores_tops": 0.1}]
+    assert len({load_soc("snapdragon-8gen3-paper", change).digest() for change in changes}) == len(changes)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [

@@ -1,0 +1,119 @@
+"""How long does planning the pipeline over heads take, and what does the paper's greedy order lose?
+
+Rows of planning: processor time for one layer of 32 key heads with random times, which have one, four or 32
+exponents; the aim is the paper's, under 1 ms. Rows of loss: layers of 2 to 7 heads against the shortest of
+all orders, in three lanes (as in the paper) and in two (as here, where Johnson's rule is exact).
+
+    python bench/bench_head_pipeline.py --out bench/results/head_pipeline.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench_solver import spread
+from conditions import conditions
+
+from heterollm.solver.head_pipeline import (
+    PipelineUnit,
+    greedy_order,
+    johnson_order,
+    plan_pipeline,
+    three_lanes_us,
+    two_lanes_us,
+)
+
+HEADS: Final = 32
+AIM_MS: Final = 1.0
+ROUNDS: Final = 50
+LAYERS: Final = 200
+LAUNCH_US: Final = {1: 2000.0, 2: 3000.0, 4: 4000.0}
+"""Launches of 1, 2 and 4 heads (shadowAttn, section 3.4)."""
+
+
+def processor_ms(call: Callable[[], object]) -> float:
+    """Return the processor time of one call."""
+    start = time.thread_time()
+    call()
+    return (time.thread_time() - start) * 1e3
+
+
+def planning_rows() -> list[dict[str, Any]]:
+    """Time both searches for one layer."""
+    rows = []
+    for exponents in (1, 4, HEADS):
+        own = [head % exponents for head in range(HEADS)]
+        johnson_ms, greedy_ms = [], []
+        for seed in range(ROUNDS):
+            draw = random.Random(seed)  # noqa: S311 - no secret
+            select, attend = ([draw.uniform(100, 2000) for _ in own] for _ in range(2))
+
+            def plan(*times: list[float], own: list[int] = own) -> Sequence[PipelineUnit]:
+                return plan_pipeline(own, LAUNCH_US.__getitem__, *times).units
+
+            units = plan(select, attend)
+            johnson_ms.append(processor_ms(lambda: plan(select, attend)))  # noqa: B023 - called at once
+            greedy_ms.append(processor_ms(lambda: greedy_order(units)))  # noqa: B023 - called at once
+        kind = f"{HEADS} key heads, {exponents} exponents"
+        rows.append(spread("fuse and order by Johnson's rule", kind, johnson_ms, AIM_MS))
+        rows.append(spread("order by the greedy search", kind, greedy_ms, AIM_MS))
+    return rows
+
+
+def loss_rows() -> list[dict[str, Any]]:
+    """Compare orders of single heads with the shortest of all."""
+    lanes: tuple[tuple[str, Callable[[Sequence[PipelineUnit]], float]], ...] = (
+        ("three lanes", three_lanes_us),
+        ("two lanes", two_lanes_us),
+    )
+    searches = (("greedy", greedy_order), ("johnson", johnson_order), ("unordered", list))
+    losses: dict[tuple[str, str], list[float]] = {}
+    for seed in range(LAYERS):
+        draw = random.Random(seed)  # noqa: S311 - no secret
+        scale = [draw.choice((0.3, 1.0, 3.0)) for _ in range(3)]
+        units = [
+            PipelineUnit((head,), 0, scale[0] * draw.random(), *((own * draw.random(),) for own in scale[1:]))
+            for head in range(draw.randint(2, 7))
+        ]
+        for lane, time_us in lanes:
+            best_us = min(map(time_us, itertools.permutations(units)))
+            for name, search in searches:
+                losses.setdefault((lane, name), []).append(time_us(search(units)) / best_us - 1.0)
+    return [
+        {
+            "what": f"loss of order {name} in {lane}",
+            "layers": LAYERS,
+            "mean_fraction": round(statistics.mean(own), 4),
+            "median_fraction": round(statistics.median(own), 4),
+            "p90_fraction": round(statistics.quantiles(own, n=10)[-1], 4),
+            "largest_fraction": round(max(own), 4),
+        }
+        for (lane, name), own in losses.items()
+    ]
+
+
+def main() -> None:
+    """Print and append the rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="append the rows to this file")
+    out = parser.parse_args().out
+    for row in (*planning_rows(), *loss_rows()):
+        line = json.dumps({**conditions(), **row})
+        print(json.dumps(row))
+        if out is not None:
+            with out.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The slots of sparse attention, and the sizes of its passes.
+
+Graphs of scores exist for few numbers of tokens and keys, so that a pass is padded to the next ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from typing import Final
+
+from heterollm.engine.lanes import Lane
+from heterollm.kernels.gpu import HeadShape, ScoreMemory, Selection, SparseShape
+from heterollm.model import ModelConfig
+from heterollm.solver import Plan, SparseAttention, score_keys
+
+__all__ = [
+    "PRIVATE_SCORE_SLOTS",
+    "SCORE_SLOTS",
+    "key_borders",
+    "score_graph_bytes",
+    "score_memory",
+    "score_sizes",
+    "score_tokens",
+    "sparse_shape",
+]
+
+SCORE_QUERIES, SCORE_KEYS, SCORES = "score_queries", "score_keys", "scores"
+SCORE_STEPS, SCORE_RANGES = "score_steps", "score_ranges"
+SELECTION, SELECTION_COUNTS = "selection", "selection_counts"
+
+PRIVATE_SCORE_SLOTS: Final = (SCORE_STEPS, SCORE_RANGES, SELECTION, SELECTION_COUNTS)
+"""Slots of sparse attention that neither the host nor the NPU reads or writes."""
+
+SCORE_SLOTS: Final = (SCORE_QUERIES, SCORE_KEYS, SCORES, *PRIVATE_SCORE_SLOTS)
+"""All of them, which all layers share."""
+
+SMALLEST_PASS: Final = 32
+"""Tokens of a tile of every NPU."""
+
+LENGTHS: Final = tuple(SMALLEST_PASS << power for power in range(16))
+"""Tokens of padded passes."""
+
+
+def key_borders(plan: Plan, context: int) -> tuple[int, ...]:
+    """Return the numbers of keys up to which passes of prefill are alike, ascending; none for dense plans.
+
+    Passes between two borders have the same attention in each layer, and the same standard number of keys.
+
+    Args:
+        plan: The plan.
+        context: Positions of a session.
+    """
+    if not plan.sparse_attention:
+        return ()
+    changes = {border for entry in plan.attention for border in (entry.keys[0] - 1, entry.keys[1])}
+    borders = {min(border, context) for border in (*changes, *score_keys(context), context)}
+    return tuple(sorted(borders - {0}))
+
+
+def sparse_shape(heads: HeadShape, tokens: int, keys: int) -> SparseShape:
+    """Return the sizes of a pass, padded to those of graphs.
+
+    Args:
+        heads: Sizes of the heads.
+        tokens: Tokens of the pass.
+        keys: Most keys that it sees.
+    """
+    standard = score_keys(heads.capacity)
+    return SparseShape(heads, _padded(tokens), standard[bisect.bisect_left(standard, keys)])
+
+
+def score_tokens(plan: Plan) -> int:
+    """Return the most tokens of a pass with sparse attention, padded; 0 without any."""
+    longest = (tokens for tokens, _ in _longest(plan))
+    return max(map(_padded, longest), default=0)
+
+
+def score_sizes(config: ModelConfig, plan: Plan, context: int) -> Iterator[tuple[str, int]]:
+    """Yield slots of sparse attention with the sizes that entries of a plan need.
+
+    Args:
+        config: The model.
+        plan: The plan.
+        context: Positions of a session.
+    """
+    heads = HeadShape(config.heads, config.kv_heads, config.head_dim, context)
+    for tokens, keys in _longest(plan):
+        shape = sparse_shape(heads, tokens, min(keys, context))
+        yield SCORE_QUERIES, shape.query_bytes
+        yield SCORE_KEYS, shape.key_bytes
+        yield SCORES, shape.score_bytes
+        yield SCORE_STEPS, 4 * heads.heads
+        yield SCORE_RANGES, 4 * heads.kv_heads * shape.runs
+        yield SELECTION, shape.position_bytes
+        yield SELECTION_COUNTS, 4 * heads.heads * shape.blocks
+
+
+def score_graph_bytes(config: ModelConfig, plan: Plan, context: int) -> int:
+    """Return the bytes of inputs and outputs of all graphs of scores that some pass may run."""
+    heads, graphs = HeadShape(config.heads, config.kv_heads, config.head_dim, context), {}
+    for entry in plan.attention:
+        placement, most = entry.placement, min(entry.lengths[1], plan.chunk_length)
+        if not isinstance(placement, SparseAttention) or placement.estimator != "npu":
+            continue
+        seen = range(entry.keys[0], min(entry.keys[1], context) + 1)
+        ends = {min(keys, seen[-1]) for keys in (*score_keys(context), context) if seen and keys >= seen[0]}
+        lengths = [tokens for tokens in LENGTHS if _padded(entry.lengths[0]) <= tokens <= _padded(most)]
+        for keys, tokens in itertools.product(ends, lengths):
+            shape = sparse_shape(heads, tokens, keys)
+            codes = shape.query_bytes + shape.key_bytes + shape.score_bytes
+            for unit, exponent in zip(placement.units, placement.exponents, strict=True):
+                graph = len(unit), exponent, shape.tokens, shape.keys
+                graphs[graph] = codes * len(unit) // config.kv_heads
+    return sum(graphs.values())
+
+
+def score_memory(lane: Lane) -> tuple[ScoreMemory, Selection]:
+    """Return the slots of a lane as the kernels take them."""
+    shared, private = lane.shared, lane.private
+    memory = ScoreMemory(
+        *(shared[SCORE_QUERIES], shared[SCORE_KEYS], shared[SCORES]),
+        *(private[SCORE_STEPS], private[SCORE_RANGES]),
+    )
+    return memory, Selection(private[SELECTION], private[SELECTION_COUNTS])
+
+
+def _longest(plan: Plan) -> Iterator[tuple[int, int]]:
+    """Yield the most tokens and keys of passes of each entry with sparse attention."""
+    for entry in plan.attention:
+        tokens = min(entry.lengths[1], plan.chunk_length)
+        if isinstance(entry.placement, SparseAttention) and entry.lengths[0] <= tokens:
+            yield tokens, entry.keys[1]
+
+
+def _padded(tokens: int) -> int:
+    return LENGTHS[bisect.bisect_left(LENGTHS, tokens)]

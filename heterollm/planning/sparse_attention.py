@@ -1,0 +1,126 @@
+"""The pass shadowattn: what a calibration or an assumption says of heads, and the planned attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from msgspec import structs
+
+from heterollm.base import CalibrationError, OptionError
+from heterollm.model import ModelConfig
+from heterollm.planning.calibrated import calibrated_needs, calibrated_scales
+from heterollm.solver import (
+    SHADOW_ATTENTION,
+    AttentionHeads,
+    AttentionRequest,
+    HeadNeeds,
+    Plan,
+    PlanRequest,
+    keep_ratios,
+    plan_attention,
+)
+
+if TYPE_CHECKING:
+    from heterollm.planning.profiled_model import ProfiledModel
+
+__all__ = ["assumed_heads", "calibrated_heads", "with_sparse_attention"]
+
+ASSUMED_EXPONENT: Final = 8
+"""Exponent of all heads in simulations: no time depends on it but by the heads that share one."""
+
+IN_ORDER: Final = (
+    "Chunks of prompts run one after the other: sparse attention is not combined with several at once."
+)
+
+
+def calibrated_heads(
+    path: str | Path | None, config: ModelConfig, request: PlanRequest | None
+) -> AttentionHeads | None:
+    """Return the heads of a calibrated model for the pass ``shadowattn``; None where it is not asked for.
+
+    Args:
+        path: File of the calibration.
+        config: The model.
+        request: The request with its passes.
+
+    Raises:
+        CalibrationError: The file cannot be read, is no calibration, or one of another model.
+        OptionError: The calibration lacks what the rule needs.
+    """
+    if path is None or request is None or SHADOW_ATTENTION not in request.passes:
+        return None
+    asked = request.attention
+    scales = calibrated_scales(path, asked.buckets)
+    exponents = tuple(
+        tuple(head.exponent for head in scales.get(layer, ())) for layer in range(config.layers)
+    )
+    keep = keep_ratios(calibrated_needs(path), asked.keep, asked.keep_by)
+    if {len(own) for own in exponents} != {config.kv_heads} or {*map(len, keep)} != {config.heads}:
+        raise CalibrationError(
+            f"The calibration {path} has no attention heads of this model: {config.layers} layers with "
+            f"{config.heads} query heads and {config.kv_heads} key heads.",
+            fix="Run `heterollm calibrate` for this model.",
+        )
+    return AttentionHeads(keep, exponents, _windows(config))
+
+
+def assumed_heads(config: ModelConfig, request: AttentionRequest) -> AttentionHeads:
+    """Return heads of a model that nobody calibrated: all need as many keys, and share one exponent.
+
+    Args:
+        config: The model.
+        request: The options of the pass.
+
+    Raises:
+        OptionError: The keys are to be shared out by what only a calibration knows.
+    """
+    if request.keep_by == "importance":
+        raise OptionError(
+            "Simulations of shapes know no importance of heads.", fix="Choose --keep-by mass or uniform."
+        )
+    alike = ((0.5,),) * config.heads
+    needs = HeadNeeds((0.5,), (alike,) * config.layers)
+    keep = keep_ratios(needs, request.keep, request.keep_by)
+    exponents = ((ASSUMED_EXPONENT,) * config.kv_heads,) * config.layers
+    return AttentionHeads(keep, exponents, _windows(config))
+
+
+def with_sparse_attention(
+    model: ProfiledModel, plan: Plan, request: PlanRequest, heads: AttentionHeads | None
+) -> Plan:
+    """Return a plan with the attention that a request asks for.
+
+    Args:
+        model: The model on the profiled device.
+        plan: The plan, with chunks one after the other.
+        request: The request with its passes.
+        heads: The heads of the model; None without the pass.
+
+    Raises:
+        ProfileError: The profile has no times of sparse attention.
+        OptionError: The device's NPU estimates no scores.
+    """
+    if SHADOW_ATTENTION not in request.passes or heads is None:
+        return plan
+    asked, costs = request.attention, model.attention_costs
+    if asked.estimator == "npu" and not costs.estimates_on_npu:
+        raise OptionError(
+            f"The device {model.profile.device} has no NPU with graphs of attention scores in its profile.",
+            fix="Run `heterollm profile MODEL --pass shadowattn --update`, or let the GPU estimate: "
+            "--estimator gpu.",
+        )
+    attention = plan_attention(
+        heads,
+        costs,
+        context=request.context,
+        chunk_length=plan.chunk_length,
+        estimator=asked.estimator,
+        buckets=asked.buckets,
+        pipeline=asked.pipeline,
+    )
+    return structs.replace(plan, attention=attention, calibration=model.calibration)
+
+
+def _windows(config: ModelConfig) -> tuple[int, ...]:
+    return tuple(layer.window for layer in config.per_layer)

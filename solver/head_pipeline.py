@@ -1,0 +1,207 @@
+"""The pipeline of sparse attention over heads: which key heads share a launch of the NPU, and in which order.
+
+The NPU estimates the scores of a unit while the GPU selects keys for units before it and attends to them
+(shadowAttn, section 3.4). Here selection and attention share one queue of the GPU. So the pipeline is a flow
+shop of two machines, of which Johnson's rule finds a shortest order. In the paper's greedy search selection
+has a lane of its own.
+
+S. M. Johnson: Optimal two- and three-stage production schedules with setup times included. Naval Research
+Logistics Quarterly 1 (1), 1954.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from heterollm.solver.attention import FUSED_HEADS
+
+__all__ = [
+    "HeadPipeline",
+    "PipelineUnit",
+    "fused_heads",
+    "greedy_order",
+    "johnson_order",
+    "lanes_us",
+    "plan_pipeline",
+    "three_lanes_us",
+    "two_lanes_us",
+]
+
+Order: TypeAlias = Sequence["PipelineUnit"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineUnit:
+    """Key heads whose scores the NPU estimates in one launch.
+
+    Args:
+        heads: The key heads.
+        exponent: The exponent that they share.
+        npu_us: Time of the launch, the wait for it included.
+        select_us: Time to select the keys of each head.
+        attend_us: Time to attend to them.
+    """
+
+    heads: tuple[int, ...]
+    exponent: int
+    npu_us: float
+    select_us: tuple[float, ...]
+    attend_us: tuple[float, ...]
+
+    @property
+    def gpu_us(self) -> float:
+        """Time of the GPU."""
+        return sum(self.select_us) + sum(self.attend_us)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPipeline:
+    """Units in the order in which the NPU runs them.
+
+    Args:
+        units: The units.
+        time_us: Time from the first launch to the end of the last attention.
+    """
+
+    units: tuple[PipelineUnit, ...]
+    time_us: float
+
+
+def plan_pipeline(
+    exponents: Sequence[int],
+    npu_us: Callable[[int], float],
+    select_us: Sequence[float],
+    attend_us: Sequence[float],
+    *,
+    most_fused: Iterable[int] = FUSED_HEADS,
+    ordered: bool = True,
+) -> HeadPipeline:
+    """Return the fastest pipeline of a layer.
+
+    Fused heads save launches, but their first attention begins later. So each limit on fused heads is tried.
+
+    Args:
+        exponents: The exponent of each key head.
+        npu_us: Returns the time of a launch of so many heads.
+        select_us: Time to select the keys of each key head.
+        attend_us: Time to attend to them.
+        most_fused: Limits to try.
+        ordered: Whether units are put into the best order; else they stay in that of their first heads.
+    """
+
+    def pipeline(limit: int) -> HeadPipeline:
+        units = [
+            PipelineUnit(
+                heads,
+                exponents[heads[0]],
+                npu_us(len(heads)),
+                tuple(select_us[head] for head in heads),
+                tuple(attend_us[head] for head in heads),
+            )
+            for heads in fused_heads(exponents, limit)
+        ]
+        chosen = johnson_order(units) if ordered else units
+        return HeadPipeline(tuple(chosen), two_lanes_us(chosen))
+
+    return min(map(pipeline, most_fused), key=lambda found: found.time_us)
+
+
+def fused_heads(exponents: Sequence[int], most: int = FUSED_HEADS[0]) -> list[tuple[int, ...]]:
+    """Return the key heads of each unit: heads of equal exponent, as many together as may be.
+
+    Args:
+        exponents: The exponent of each key head.
+        most: Most heads of a unit.
+    """
+    alike: dict[int, list[int]] = {}
+    for head, exponent in enumerate(exponents):
+        alike.setdefault(exponent, []).append(head)
+    return sorted(unit for heads in alike.values() for unit in _parts(heads, most))
+
+
+def _parts(heads: list[int], most: int) -> Iterator[tuple[int, ...]]:
+    first = 0
+    for size in FUSED_HEADS:
+        while size <= most and len(heads) - first >= size:
+            yield tuple(heads[first : first + size])
+            first += size
+
+
+def johnson_order(units: Order) -> list[PipelineUnit]:
+    """Return the order of units with the shortest time in two lanes, by Johnson's rule."""
+    fills = sorted((unit for unit in units if unit.npu_us <= unit.gpu_us), key=lambda unit: unit.npu_us)
+    drains = sorted((unit for unit in units if unit.npu_us > unit.gpu_us), key=lambda unit: -unit.gpu_us)
+    return fills + drains
+
+
+def two_lanes_us(order: Order) -> float:
+    """Return the time of units in an order, where selection and attention share the GPU."""
+    return lanes_us((unit.npu_us, unit.gpu_us) for unit in order)
+
+
+def lanes_us(times: Iterable[tuple[float, float]]) -> float:
+    """Return when the GPU ends, by the times of NPU and GPU of each unit in order."""
+    npu_us = gpu_us = 0.0
+    for launch_us, rest_us in times:
+        npu_us += launch_us
+        gpu_us = max(npu_us, gpu_us) + rest_us
+    return gpu_us
+
+
+def three_lanes_us(order: Order) -> float:
+    """Return the time of units in an order, where selection has a lane of its own and heads go one by one."""
+    npu_us = select_us = attend_us = 0.0
+    for unit in order:
+        npu_us += unit.npu_us
+        for own_select_us, own_attend_us in zip(unit.select_us, unit.attend_us, strict=True):
+            select_us = max(npu_us, select_us) + own_select_us
+            attend_us = max(attend_us, select_us) + own_attend_us
+    return attend_us
+
+
+def greedy_order(units: Order) -> list[PipelineUnit]:
+    """Return the order by the paper's greedy search (algorithm 1), with the heads of each unit in order, too.
+
+    Each step appends the unit after which the lane of attention is free first.
+    """
+    left, order = list(units), list[PipelineUnit]()
+    npu_us = select_us = attend_us = 0.0
+    while left:
+        planned = [_greedy_heads(unit, npu_us + unit.npu_us, select_us, attend_us) for unit in left]
+        ends_us = [end_us for *_, end_us in planned]
+        place = ends_us.index(min(ends_us))
+        unit, (heads, select_us, attend_us) = left.pop(place), planned[place]
+        npu_us += unit.npu_us
+        order.append(
+            replace(
+                unit,
+                heads=tuple(unit.heads[head] for head in heads),
+                select_us=tuple(unit.select_us[head] for head in heads),
+                attend_us=tuple(unit.attend_us[head] for head in heads),
+            )
+        )
+    return order
+
+
+def _greedy_heads(
+    unit: PipelineUnit, npu_us: float, select_us: float, attend_us: float
+) -> tuple[list[int], float, float]:
+    """Return the order of a unit's heads, and when the lanes of selection and attention are free then.
+
+    The next head is always the one after which the lane of attention is free first.
+    """
+    left, order = list(range(len(unit.heads))), list[int]()
+    while left:
+        begin_us = max(npu_us, select_us)
+        best, best_us = left[0], math.inf
+        for head in left:
+            end_us = max(attend_us, begin_us + unit.select_us[head]) + unit.attend_us[head]
+            if end_us < best_us:
+                best, best_us = head, end_us
+        left.remove(best)
+        order.append(best)
+        select_us, attend_us = begin_us + unit.select_us[best], best_us
+    return order, select_us, attend_us

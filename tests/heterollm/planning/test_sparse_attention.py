@@ -1,0 +1,176 @@
+"""The pass shadowattn in plans: only asked for, with calibrated heads, and where it is predicted to pay."""
+
+import dataclasses
+
+import pytest
+from msgspec import structs
+
+from heterollm.base import CalibrationError, OptionError, ProfileError, silent
+from heterollm.calibration import calibrate
+from heterollm.cli import main
+from heterollm.kernels.open import open_device
+from heterollm.kernels.sim import Simulation
+from heterollm.model import ModelConfig, find_model, op_specs
+from heterollm.planning import ProfiledModel, assumed_heads, solve_plan
+from heterollm.planning.passes import check_pass
+from heterollm.planning.sparse_attention import calibrated_heads, with_sparse_attention
+from heterollm.profiler.records import Profile, SparseKey
+from heterollm.report import console, plan_report
+from heterollm.simulate.plan import profile_of
+from heterollm.solver import AttentionRequest, Plan, PlanRequest, SparseAttention
+
+CONTEXT = 4096
+REQUEST = PlanRequest(
+    context=CONTEXT, level="tensor", passes=("shadowattn",), attention=AttentionRequest(estimator="gpu")
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Two layers of a model on a simulated device, with times of sparse attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        found = find_model("qwen2.5-0.5b", closest=False)
+        config = dataclasses.replace(found.config, layers=2, per_layer=found.config.per_layer[:2])
+        device = open_device("sim:snapdragon-8gen3", simulation=Simulation())
+        specs = op_specs(config, "w4a16", 128, True, float_bits=16)
+        profile = profile_of(device, "small", config, specs, silent, sparse=True)
+        yield ProfiledModel(profile, config, specs, "w4a16", "assumed")
+
+
+@pytest.fixture(scope="module")
+def heads(model):
+    return assumed_heads(model.config, REQUEST.attention)
+
+
+@pytest.fixture(scope="module")
+def solved(model, heads, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("plans")))
+        yield solve_plan(model, REQUEST, heads)
+
+
+def without_sparse_times(model):
+    profile = model.profile
+    records = {key: record for key, record in profile.records.items() if not isinstance(key, SparseKey)}
+    return dataclasses.replace(model, profile=Profile(profile.description, records, profile.runs))
+
+
+def test_the_pass_adds_attention_and_changes_nothing_else(model, solved):
+    plain = solve_plan(model, structs.replace(REQUEST, passes=(), attention=AttentionRequest())).plan
+    assert plain.attention == ()
+    assert solved.plan.sparse_attention
+    assert solved.plan.entries == plain.entries
+    assert Plan.from_json(solved.plan.to_json()) == solved.plan
+    assert solved.notes == ()
+
+
+def test_long_prompts_gain_and_short_ones_lose_nothing(model, solved):
+    dense = structs.replace(solved.plan, attention=())
+    for prompt in (64, 256, 1024, 2048, CONTEXT):
+        own, other = (model.prompt(plan, prompt).time_us for plan in (solved.plan, dense))
+        assert own <= other
+    assert own < other
+    assert model.predict(solved.plan, "decode", 1) == model.predict(dense, "decode", 1)
+
+
+def test_heads_keep_what_was_asked_in_the_mean(model, heads, solved):
+    assert all(one.estimator == "gpu" for one in solved.plan.sparse_attention)
+    assert sum(map(sum, heads.keep)) / (2 * model.config.heads) == pytest.approx(0.2, rel=0.01)
+
+
+def test_plan_explains_where_sparse_attention_pays(solved, capsys):
+    console.present(plan_report(solved, (256, CONTEXT), 1, explain=True))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Attention of prompts is sparse in" in shown
+    assert "Attention of all layers in the longest passes, predicted" in shown
+
+
+def test_chunks_run_one_after_the_other_and_a_note_says_so(model, heads):
+    several = structs.replace(REQUEST, in_flight=4)
+    solved = solve_plan(model, several, heads)
+    assert solved.plan.schedule is None
+    assert solved.plan.sparse_attention
+    assert any("not combined with several at once" in note for note in solved.notes)
+
+
+def test_profiles_without_its_times_are_refused_by_name(model, heads, solved):
+    lacking = without_sparse_times(model)
+    with pytest.raises(ProfileError, match="no times of sparse attention"):
+        with_sparse_attention(lacking, solved.plan, REQUEST, heads)
+    # Without the pass nothing is missing.
+    assert solve_plan(lacking, PlanRequest(context=CONTEXT, level="tensor")).plan.attention == ()
+
+
+def test_devices_whose_npu_estimates_no_scores_are_refused_by_name(model, heads, solved):
+    profile = model.profile
+    records = {
+        key: record
+        for key, record in profile.records.items()
+        if not (isinstance(key, SparseKey) and key.operator == "scores")
+    }
+    lacking = dataclasses.replace(model, profile=Profile(profile.description, records, profile.runs))
+    on_npu = structs.replace(REQUEST, attention=AttentionRequest(estimator="npu"))
+    with pytest.raises(OptionError, match="has no NPU with graphs of attention scores"):
+        with_sparse_attention(lacking, solved.plan, on_npu, heads)
+    assert with_sparse_attention(lacking, solved.plan, REQUEST, heads).sparse_attention
+
+
+@pytest.mark.parametrize(
+    ("level", "calibrated", "message"),
+    [
+        ("auto", False, "needs calibrated attention heads"),
+        ("of a file", True, "adds attention to a plan that is made"),
+    ],
+)
+def test_what_the_pass_cannot_have_is_refused(level, calibrated, message):
+    with pytest.raises(OptionError, match=message):
+        check_pass(REQUEST, "w4a16", level, calibrated=calibrated)
+
+
+@pytest.mark.parametrize("level", ["auto", "gpu", "npu", "layer", "tensor", "block"])
+def test_every_level_can_have_the_pass(level):
+    check_pass(REQUEST, "w4a16", level, calibrated=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": 0.0}, "keep a share of 0.0"),
+        ({"keep": 1.5}, "keep a share of 1.5"),
+        ({"keep_by": "luck"}, "no rule to share out kept keys 'luck'"),
+        ({"buckets": 3}, "no number of score buckets 3"),
+        ({"estimator": "cpu"}, "no estimator of scores 'cpu'"),
+        ({"pipeline": "none"}, "no pipeline over heads 'none'"),
+    ],
+)
+def test_options_out_of_range_are_refused(changes, message):
+    with pytest.raises(OptionError, match=message):
+        AttentionRequest(**changes)
+
+
+@pytest.mark.parametrize("command", [["plan", "MODEL"], ["generate", "MODEL", "text"]])
+def test_commands_refuse_the_pass_without_a_calibration(command, capsys):
+    assert main([*command, "--device", "host", "--pass", "shadowattn"]) != 0
+    assert "needs calibrated attention heads" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_a_calibration_gives_ratios_and_exponents_of_its_own_model_alone(bundled_model, tmp_path):
+    path = tmp_path / "calibration.json"
+    calibrate(bundled_model, output=path, windows=2, gpu_threads=1)
+    config = ModelConfig.from_folder(bundled_model)
+    request = structs.replace(REQUEST, attention=AttentionRequest(keep=0.3))
+    heads = calibrated_heads(path, config, request)
+    assert [len(own) for own in heads.keep] == [config.heads] * config.layers
+    assert [len(own) for own in heads.exponents] == [config.kv_heads] * config.layers
+    assert sum(map(sum, heads.keep)) / (config.layers * config.heads) == pytest.approx(0.3, rel=0.05)
+    assert calibrated_heads(path, config, PlanRequest()) is None
+    with pytest.raises(CalibrationError, match="no attention heads of this model"):
+        calibrated_heads(path, dataclasses.replace(config, layers=config.layers + 1), request)
+
+
+def test_sparse_placements_hold_every_key_head(model, solved):
+    for one in solved.plan.sparse_attention:
+        assert isinstance(one, SparseAttention)
+        one.check(model.config.heads, model.config.kv_heads, (1, 1))

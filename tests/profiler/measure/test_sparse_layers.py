@@ -1,0 +1,69 @@
+"""Sparse attention is measured on the GPU and on the NPU, under the keys that were announced."""
+
+import pytest
+
+from heterollm.kernels.npu import qnn_available
+from heterollm.kernels.open import open_device
+from heterollm.model.known import ModelSize
+from heterollm.profiler.measure import sparse_cases, sparse_tasks
+from heterollm.profiler.predict.operators import LayerPredictor
+
+USABLE, REASON, _ = qnn_available(emulator=True)
+slow = [pytest.mark.emulator, pytest.mark.slow, pytest.mark.skipif(not USABLE, reason=REASON)]
+SIZES = ((64, 256), (64, 512), (128, 512))
+MODEL = ModelSize(256, 512, 1, 8, 4, 320, True, 32, 2048).shape("tiny")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(sparse_cases, "SIZES", SIZES)
+    monkeypatch.setattr(sparse_cases, "QUICK_SIZES", SIZES[:2])
+
+
+def records_of(device, **options):
+    tasks = sparse_tasks(device, [MODEL, MODEL], **options)
+    records = [record for task in tasks for record in task.run()]
+    assert [record.key for record in records] == [key for task in tasks for key in task.keys]
+    assert not [record.error for record in records if record.failed]
+    return {record.key: record for record in records}
+
+
+def test_every_operator_is_measured(device):
+    records = records_of(device)
+    assert {(key.tokens, key.keys) for key in records} == set(SIZES)
+    fused = {key.heads for key in records if key.operator == "scores"}
+    assert fused == {1, 2, 4}
+    assert {key.keep for key in records if key.operator == "sparse_attention"} == {0.2, 0.5}
+    assert len(records) == len(SIZES) * 8
+    assert len(LayerPredictor.fit(records).operators) == 5
+
+
+@pytest.mark.parametrize("name", [pytest.param("emulator", marks=slow)])
+def test_the_emulator_estimates_scores(name):
+    device = open_device(name)
+    try:
+        records = records_of(device, quick=True)
+    finally:
+        device.close()
+    assert {key.heads for key in records if key.operator == "scores"} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_simulated_device_has_the_same_records(quick):
+    device = open_device("sim:snapdragon-8gen3")
+    try:
+        records = records_of(device, quick=quick)
+    finally:
+        device.close()
+    assert {(key.tokens, key.keys) for key in records} == set(SIZES[:2] if quick else SIZES)
+    assert {key.operator for key in records} == {
+        "score_codes",
+        "scores",
+        "score_estimate",
+        "selection",
+        "sparse_attention",
+    }
+    # One launch of four heads is faster than four of one.
+    scores = {key: found.median_us for key, found in records.items() if key.operator == "scores"}
+    times_us = {(key.heads, key.keys): time_us for key, time_us in scores.items()}
+    assert times_us[4, 512] < 4 * times_us[1, 512]
