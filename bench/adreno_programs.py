@@ -17,12 +17,15 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuGlue,
     GpuLinear,
+    GpuOutliers,
     GpuRuntime,
     HeadShape,
+    HotWeights,
     KernelParameters,
     KernelStyle,
     KvLayer,
     NpuCodes,
+    OutlierList,
     Rotation,
     RoundedInputs,
     Scores,
@@ -101,6 +104,8 @@ class ProgramRecorder:
                 label = f"quantize_activations w{dict(defined)['CODE_BITS']} f16"
             elif name == "attention_join":
                 label = f"attention_join {self.label.partition(' ')[2]}"
+            elif name == "list_outliers":
+                label = "list_outliers"
             while label in self.programs:
                 label += "+"
             self.programs[label] = Program(label, name, tuple(files), defined)
@@ -195,12 +200,14 @@ def _record_glue(
         codes = NpuCodes(
             slot, slot, slot, slot, 0, CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
         )
-        runtime.label = "rms_norm f16 uint16 codes"
-        layers.rms_norm(slot, slot, slot, hidden=hidden, tokens=16, epsilon=1e-5, delta=one, rounded=codes)
-        runtime.label = "write_npu_codes f16"
-        layers.write_codes(slot, codes, tokens=16, columns=hidden)
-        runtime.label = "read_npu_codes f16"
-        layers.read_codes(codes, slot, tokens=16, member_rows=(hidden,))
+        clamped = replace(codes, grid=CodeGrid(1 / 128, 1 / 128, per_token=False, bits=8), clamps=True)
+        for name, own in (("", codes), (" uint8", clamped)):
+            runtime.label = f"rms_norm f16{name or ' uint16'} codes"
+            layers.rms_norm(slot, slot, slot, hidden=hidden, tokens=16, epsilon=1e-5, delta=one, rounded=own)
+            runtime.label = f"write_npu_codes f16{name}"
+            layers.write_codes(slot, own, tokens=16, columns=hidden)
+            runtime.label = f"read_npu_codes f16{name}"
+            layers.read_codes(own, slot, tokens=16, member_rows=(hidden,))
     else:
         for tokens in (1, 64):
             name = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
@@ -216,6 +223,18 @@ def _record_glue(
             runtime.programs[name] = replace(half, name=name, defines=tuple(sorted(defines)))
 
 
+def _record_outliers(runtime: ProgramRecorder, slot: SharedArray) -> None:
+    outliers = GpuOutliers(runtime, np.float16, np.float16, style="simt")
+    found, hot = OutlierList(slot, slot, slot), HotWeights(slot, slot, (ROWS,), COLUMNS, -1.0, 1.0)
+    runtime.label = "find_outliers f16"
+    outliers.find(slot, found, hot, tokens=64)
+    for tokens in (1, 64):
+        for name, fetched in (("hot", None), ("cold", slot)):
+            runtime.label = f"multiply_outliers f16 T{tokens} {name}"
+            options = {"tokens": tokens, "covered": tokens, "npu_rows": (ROWS,), "fetched": fetched}
+            outliers.multiply(slot, found, hot, slot, **options)
+
+
 @functools.cache
 def programs() -> tuple[Program, ...]:
     """Return the programs of the `simt` style with float16 activations, in the order of the tables."""
@@ -225,6 +244,7 @@ def programs() -> tuple[Program, ...]:
     for heads in HEADS:
         _record_glue(runtime, slot, heads, rounds=False)
     _record_glue(runtime, slot, HEADS[0], rounds=True)
+    _record_outliers(runtime, slot)
     for bits in (4, 8):
         runtime.label = f"embedding w{bits}"
         table = GpuLinear.pack(runtime, [_weight(bits)], activation_dtype=np.float16)

@@ -237,12 +237,10 @@ def read_log(log: str, wanted: dict[str, Program]) -> Iterator[tuple[str, Static
 
 
 def _row(body: str, answers: dict[str, int], program: Program) -> StaticRow:
-    # Every kernel of a program is compiled twice, the second time for launches without a global offset.
-    dumps = re.findall(r"Native code for.*?(?=NIR \(final form\)|@@BUILT)", body, re.S)
-    kernels = re.findall(r"__kernel\b.*?\bvoid\s+(\w+)\s*\(", program.source, re.S)
-    place = kernels.index(program.kernel) if 2 * len(kernels) == len(dumps) else len(dumps) // 2 - 1
-    dump = dumps[2 * place + 1]
-    before = body[: body.index(dump)]
+    # The last dump of the kernel is for launches without a global offset.
+    parts = re.split(r"NIR \(final form\)", body.partition("@@BUILT")[0])
+    own = [part for part in parts if f"impl __wrapped_{program.kernel} {{" in part and "Native code" in part]
+    before, _, dump = own[-1].partition("Native code")
     code, _, summary = dump.partition("; CL: outputs")
 
     def last(pattern: str, text: str) -> int:
@@ -265,7 +263,7 @@ def _row(body: str, answers: dict[str, int], program: Program) -> StaticRow:
         registers=registers,
         wave=answers["wave"],
         waves=min(MOST_WAVES, by_registers, by_memory),
-        private_bytes=last(r"scratch: (\d+)", before[before.rindex("workgroup_size") :]) if sizes else 0,
+        private_bytes=last(r"scratch: (\d+)", before),
         local_bytes=answers["local_bytes"],
         instructions=last(r"(\d+) instr, ", summary) - last(r"(\d+) nops, ", summary),
         loop_slots=sum(1 + sum(map(int, re.findall(r"\((?:rpt|nop)(\d)\)", line))) for line in loop),

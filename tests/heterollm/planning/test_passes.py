@@ -11,13 +11,8 @@ from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.cli import main
 from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
-from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.planning import LoadOptions
 from heterollm.planning.passes import check_pass
-from heterollm.profiler.measure.linears import code_of
-from heterollm.profiler.predict import fitted_predictor
-from heterollm.profiler.records import LinearKey, Profile, Record, profile_path
-from heterollm.profiler.work import enumerate_points
 from heterollm.solver import Plan, PlanRequest
 
 CONTEXT = 600
@@ -33,26 +28,11 @@ def calibration(bundled_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def profiled(bundled_model, tmp_path_factory):
-    """A profile of the host for integer graphs, in which both parts are equally fast."""
+def profiled(bundled_model, keep_even_profile, tmp_path_factory):
+    """A profile of the host for integer graphs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        device = open_device("host", gpu_threads=1)
-        config = ModelConfig.from_folder(bundled_model)
-        shape = shape_of_specs(config, op_specs(config, "w8a8", 32, True, float_bits=32), "model")
-        traits = device.gpu.traits
-        points, _ = enumerate_points(
-            [shape],
-            device.npu,
-            cache_bytes=traits.cache_bytes,
-            max_buffer_bytes=traits.max_buffer_bytes,
-        )
-        made = Profile.of(device)
-        for work in points:
-            key = LinearKey(work.processor, work.point, code_of(work.processor))
-            made.add(Record(key, (5.0 + work.point.flops / 1e4,)))
-        made.save(profile_path(device.name, device.fingerprint()))
-        fitted_predictor(made)
+        keep_even_profile(open_device("host", gpu_threads=1), bundled_model, "w8a8")
         yield
 
 

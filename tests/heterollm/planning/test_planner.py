@@ -20,13 +20,10 @@ from heterollm.data import bundled_model
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Member, OpSpec, Phase, Precision, WeightFormat, ffn_specs
 from heterollm.llm import LLM
-from heterollm.model import ModelConfig, op_specs, shape_of_specs
+from heterollm.model import ModelConfig, op_specs
 from heterollm.planning import LoadOptions, ProfiledModel, Solved, solve_for
 from heterollm.planning.planner import solve_plan, solver_of
-from heterollm.profiler.measure.linears import code_of
-from heterollm.profiler.predict import fitted_predictor
 from heterollm.profiler.records import FenceKey, LinearKey, LinearPoint, Profile, Record, profile_path
-from heterollm.profiler.work import enumerate_points
 from heterollm.report.plan import _reasons
 from heterollm.solver import NpuLimits, Plan, PlanRequest, Solver, predict_pass
 from heterollm.solver.costs import Overheads, Slowdown
@@ -45,26 +42,12 @@ def folder(tmp_path_factory, write_model) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(folder, tmp_path_factory) -> Path:
-    """A cache folder with a profile of the host, in which both parts are equally fast, and its predictor."""
+def cache(folder, keep_even_profile, tmp_path_factory) -> Path:
+    """A cache folder with a profile of the host and its predictor."""
     target: Path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(target))
-        device = open_device("host")
-        config = ModelConfig.from_folder(folder)
-        shape = shape_of_specs(config, op_specs(config, "w4a16", 32, True, float_bits=32), "model")
-        points, _ = enumerate_points(
-            [shape],
-            device.npu,
-            cache_bytes=device.gpu.traits.cache_bytes,
-            max_buffer_bytes=device.gpu.traits.max_buffer_bytes,
-        )
-        made = Profile.of(device)
-        for work in points:
-            key = LinearKey(work.processor, work.point, code_of(work.processor))
-            made.add(Record(key, (5.0 + work.point.flops / 1e4,)))
-        made.save(profile_path(device.name, device.fingerprint()))
-        fitted_predictor(made)
+        keep_even_profile(open_device("host"), folder, "w4a16")
     return target
 
 

@@ -402,6 +402,46 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         step.array[STEP_LENGTH] = tokens
 
 
+def sum_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Readers of outputs that add the NPU's rows to those of a shadow, on slots of the exact size."""
+    rng, tokens, heads = np.random.default_rng(0), 3, HeadShape(3, 1, 20, 9)
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = heads.capacity - tokens, tokens, 0
+
+    def slot(columns: int, dtype: type) -> SharedArray:
+        return fill_slot(runtime, rng.standard_normal((tokens, columns)).astype(dtype))
+
+    def segments(members: tuple[int, ...], splits: tuple[int, ...], dtype: type) -> Segments:
+        return Segments(slot(sum(splits), dtype), slot(sum(members), dtype), members, splits, join="sum")
+
+    def members_of(value: Segments) -> list[np.ndarray]:
+        parts = np.split(value.b.array.astype(np.float64), np.cumsum(value.rows)[:-1], axis=1)
+        added = np.split(value.a.array, np.cumsum(value.splits)[:-1], axis=1)
+        for part, own in zip(parts, added, strict=True):
+            part[:, : own.shape[1]] += own
+        return parts
+
+    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
+        layers, gate = GpuGlue(runtime, dtype, dtype, style=style), "fp32" if dtype == np.float32 else "fp16"
+        gate_up, out = segments((21, 21), (3, 16), dtype), slot(21, dtype)
+        layers.gated_activation(gate_up, out, tokens=tokens, intermediate=21)()
+        yield
+        assert linear_errors(out.array, reference_layers.gated_activation(*members_of(gate_up))).within(gate)
+        head, logits = segments((21,), (9,), dtype), slot(21, np.float32)
+        layers.join_logits(head, logits, rows=tokens)()
+        yield
+        assert linear_errors(logits.array, *members_of(head)).within(gate)
+        *_, end = heads.layer_offsets(0, dtype)
+        qkv, cache = segments((60, 20, 20), (24, 8, 0), dtype), runtime.shared((end,), dtype)
+        tables = [fill_slot(runtime, np.full((heads.capacity, 10), value, np.float32)) for value in (1, 0)]
+        options = {"shape": heads, "rotation": Rotation(*tables), "tokens": tokens}
+        q = slot(60, np.float32)
+        layers.rope_and_store(qkv, None, q, KvLayer(cache, 0), step, **options)()
+        yield
+        # Angles of zero turn nothing.
+        assert linear_errors(q.array, members_of(qkv)[0]).within(gate)
+
+
 def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Every kernel that rounds what it writes, on slots of the exact size."""
     rng = np.random.default_rng(0)
@@ -544,6 +584,7 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "ranges": range_launches,
     "variants": variant_launches,
     "layers": layer_launches,
+    "sums": sum_launches,
     "rounding": rounding_launches,
     "NPU codes": npu_code_launches,
     "outliers": outlier_launches,

@@ -1,4 +1,4 @@
-"""The operations of a graph as QNN's compiler has lowered it."""
+"""NPUs without a phone, and the operations of a graph as QNN's compiler has lowered it."""
 
 import json
 import re
@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from heterollm.kernels.npu import HostNpu, QnnNpu
 from heterollm.kernels.npu.graphs import write_graph
 
 OPEN_AND_TRACE = """
@@ -25,6 +26,30 @@ BASE = {
     "enable_htp_fp16_precision": "1",
     "htp_graph_finalization_optimization_mode": "3",
 }
+
+
+@pytest.fixture
+def npu():
+    """ONNX Runtime's CPU provider, anew for each test."""
+    backend = HostNpu()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def host():
+    """The same for all tests of a file; in this folder it takes the place of the device."""
+    backend = HostNpu()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    """Qualcomm's emulator for all tests of a file; the tests are marked."""
+    backend = QnnNpu(emulator=True)
+    yield backend
+    backend.close()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from heterollm.kernels.npu import (
     K_SPLIT_COLUMNS,
     FfnShape,
     FfnShard,
-    HostNpu,
     LinearShard,
     QnnNpu,
     qnn_available,
@@ -31,13 +30,6 @@ FORMS = {
     False: ["ffn", "ffn_weight_first", "ffn_k_chunked"],
     True: ["ffn", "ffn_int8", "ffn_k_chunked", "ffn_k_chunked_int8"],
 }
-
-
-@pytest.fixture
-def npu():
-    backend = HostNpu()
-    yield backend
-    backend.close()
 
 
 def run(npu, part, length, form=None, seed=0):

@@ -24,13 +24,6 @@ LENGTHS = ((1, 1), (20, 32), (64, 64))
 
 
 @pytest.fixture
-def npu():
-    backend = HostNpu()
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
 def check(npu, within_gate):
     return lambda case, *graph: within_gate(case.on_npu(npu, *graph), case, *graph)
 

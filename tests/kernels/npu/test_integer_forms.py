@@ -93,20 +93,6 @@ def quality_db(actual, expected):
     return -10 * np.log10(linear_errors(actual, expected).nmse)
 
 
-@pytest.fixture(scope="module")
-def host():
-    npu = HostNpu()
-    yield npu
-    npu.close()
-
-
-@pytest.fixture(scope="module")
-def emulator():
-    npu = QnnNpu(emulator=True)
-    yield npu
-    npu.close()
-
-
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_a_linear_is_within_the_gate_on_the_host(host, block):
     shard, x, y = linear_case(block=block, seed=block)

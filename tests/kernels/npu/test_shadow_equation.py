@@ -1,7 +1,6 @@
 """Equation 1 of llm.npu: clamped 8-bit inputs on the NPU plus what is beyond them in floats on the GPU."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,17 +18,10 @@ from heterollm.kernels.gpu import (
     found_bytes,
     outlier_flag_bytes,
 )
-from heterollm.kernels.npu import HostNpu, LinearRanges, LinearShard, ShadowRanges
+from heterollm.kernels.npu import LinearRanges, LinearShard, ShadowRanges
 
 TOKENS, COLUMNS, MEMBERS = 64, 192, (72, 40)
 ROWS = sum(MEMBERS)
-
-
-@pytest.fixture(scope="module")
-def npu():
-    made = HostNpu()
-    yield made
-    made.close()
 
 
 def device(runtime, size_bytes):
@@ -60,7 +52,7 @@ def ranges_of(x, floats, limit):
     return LinearRanges(max(whole), float(np.abs(x).max()), 8, whole, shadow)
 
 
-def computed(runtime, npu, x, floats, weight, ranges, *, shadow):
+def computed(runtime, host, x, floats, weight, ranges, *, shadow):
     """Return the output as the engine's kernels and a graph compute it."""
     own = ranges.of_placement(shadow=shadow)
     glue, outliers = GpuGlue(runtime, np.float32, np.float32), GpuOutliers(runtime, np.float32, np.float32)
@@ -84,8 +76,8 @@ def computed(runtime, npu, x, floats, weight, ranges, *, shadow):
         product = outliers.multiply(source, found, hot, b, tokens=TOKENS, covered=TOKENS, npu_rows=MEMBERS)
         run_launches(runtime, [*finding, product])
     shard = LinearShard(weight, 0, "qkv", tuple((0, rows) for rows in MEMBERS), "equation 1", ranges=own)
-    npu.prepare(shard, TOKENS, "static_int8").bind({"x": inputs.array}, {"y": outputs.array})()
-    npu.release(shard)
+    host.prepare(shard, TOKENS, "static_int8").bind({"x": inputs.array}, {"y": outputs.array})()
+    host.release(shard)
     logits = runtime.shared((TOKENS, ROWS), np.float32)
     joined = Segments(a, b, (ROWS,), (ROWS,), join="sum" if shadow else "concatenate")
     run_launches(
@@ -123,24 +115,24 @@ def bound(x, floats, weight, grid):
 
 
 @given(seed=st.integers(0, 1 << 20), channels=st.integers(0, 12), factor=st.sampled_from([2.0, 30.0, 1000.0]))
-def test_the_sum_is_the_float_result_to_the_rounding_of_8_bits(runtime, npu, seed, channels, factor):
+def test_the_sum_is_the_float_result_to_the_rounding_of_8_bits(runtime, host, seed, channels, factor):
     x, floats, weight = data(seed, channels, factor)
     ranges = ranges_of(x, floats, 1.0)
     exact = x.astype(np.float64) @ floats.T.astype(np.float64)
-    y = computed(runtime, npu, x, floats, weight, ranges, shadow=True)
+    y = computed(runtime, host, x, floats, weight, ranges, shadow=True)
     grid = ranges.of_placement(shadow=True).grid
     # Half a step of the output is that of exact sums, and the products of outliers are those of float32.
     slack = 0.01 * np.repeat(grid.member_steps, MEMBERS) + 1e-5 * np.abs(x).max()
     assert np.all(np.abs(y - exact) <= bound(x, floats, weight, grid) + slack)
 
 
-def test_without_the_shadow_outliers_cost_what_the_bound_excludes(runtime, npu):
+def test_without_the_shadow_outliers_cost_what_the_bound_excludes(runtime, host):
     x, floats, weight = data(1, 6, 100.0)
     ranges = ranges_of(x, floats, 1.0)
     exact = x.astype(np.float64) @ floats.T.astype(np.float64)
 
     def error(shadow):
-        y = computed(runtime, npu, x, floats, weight, ranges, shadow=shadow)
+        y = computed(runtime, host, x, floats, weight, ranges, shadow=shadow)
         return np.square(y - exact).sum()
 
     # The step of the input is 100 times as large.

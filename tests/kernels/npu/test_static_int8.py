@@ -69,20 +69,6 @@ def check(npu, shard, codes, form, steps):
     assert np.abs(found - exact_codes(shard, codes)).max() <= steps
 
 
-@pytest.fixture(scope="module")
-def host():
-    npu = HostNpu()
-    yield npu
-    npu.close()
-
-
-@pytest.fixture(scope="module")
-def emulator():
-    npu = QnnNpu(emulator=True)
-    yield npu
-    npu.close()
-
-
 @given(
     rows=st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple),
     columns=st.sampled_from([32, 320]),
