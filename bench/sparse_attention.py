@@ -1,9 +1,9 @@
 """How long does sparse attention take on the OpenCL device of `host`, beside dense attention?
 
 Times the kernels of one layer at random data, in turns: dense attention, and the four steps of sparse
-attention (codes, estimate, selection, attention to what was selected), for a chunk of 256 tokens at the end of
-a context. The estimate is the GPU's own; where an NPU makes it, it takes none of the GPU's time, so the table
-has both ratios: with all four steps, and without the estimate.
+attention (codes, estimate, selection, attention to what was selected), for a chunk of 256 tokens at the end
+of a context. The estimate is the GPU's own; where an NPU makes it, it takes none of the GPU's time, so the
+table has both ratios: with all four steps, and without the estimate.
 
     python bench/sparse_attention.py --threads 1 --out bench/results/sparse_attention.jsonl
 """
