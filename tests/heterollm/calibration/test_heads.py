@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from heterollm.base import CalibrationError, OptionError
 from heterollm.calibration import calibrate, load_calibration
+from heterollm.calibration.head_importance import measure_importance
+from heterollm.calibration.head_records import HeadCalibration
 from heterollm.calibration.run import BUILT_IN_CHARACTERS, IMPORTANCE_WINDOWS
 from heterollm.cli import main
 from heterollm.solver.keep import keep_ratios
@@ -20,8 +24,14 @@ OPTIONS: dict[str, Any] = {"windows": 3, "window_tokens": 128, "gpu_threads": 1}
 
 @pytest.fixture(scope="module")
 def calibrated(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished file that went on with importance."""
     path = tmp_path_factory.mktemp("calibration") / "calibration.json"
-    calibrate(bundled_model, output=path, head_importance=True, **OPTIONS)
+    first = calibrate(bundled_model, output=path, **OPTIONS)
+    assert first.complete
+    assert first.head_needs().importance is None
+    then = calibrate(bundled_model, output=path, head_importance=True, **OPTIONS)
+    assert then == load_calibration(path)
+    assert [one.needed for one in then.heads] == [one.needed for one in first.heads]
     return path
 
 
@@ -65,33 +75,37 @@ def test_importance_is_the_loss_that_transformers_has_without_a_head_or_layer(
         assert max(rises) > 1e-3
 
 
-def test_a_finished_calibration_goes_on_with_importance(
-    bundled_model: Path, calibrated: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "calibration.json"
-    first = calibrate(bundled_model, output=path, **OPTIONS)
-    assert first.complete
-    assert first.head_needs().importance is None
+class Meter:
+    """Stands for the loss: each pass has a loss of its own, and the first is that of the whole model."""
 
-    def stop(stage: str, done: int, _total: int) -> None:
-        if (stage, done) == ("Removing heads", 11):
-            raise KeyboardInterrupt
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
 
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(bundled_model, output=path, head_importance=True, progress=stop, **OPTIONS)
-    stopped = load_calibration(path)
-    assert [len(one.importance) for one in stopped.heads] == [8, 2, 0, 0]
-    assert stopped.head_needs().importance is None
+    def surprises_with(self, reader: Any, only: Any = None) -> np.ndarray:
+        self.asked.append(only if reader is not None else None)
+        # Losses by what is left out, so that the order of passes does not matter.
+        x, y = np.eye(8, dtype=np.float32), np.ones((8, 4), np.float32)
+        made = y if reader is None else reader(None, x, y)
+        return np.array([float(made.sum()), 100.0 * (only[0][0] if only else 0)])
+
+
+@pytest.mark.parametrize("done", [0, 4, 7, 14])
+def test_importance_goes_on_after_the_last_measured_head(done: int) -> None:
+    record = HeadCalibration(0, (1.0,) * 4, (1.0,) * 2, (1.0,) * 4, (1.0,) * 4, (1.0,) * 2, (1.0,) * 4, ())
+    heads = [structs.replace(record, layer=layer) for layer in range(3)]
+    weight = np.arange(32, dtype=np.float32).reshape(4, 8)
+    weights: Any = SimpleNamespace(linear=lambda *_: [weight], config=SimpleNamespace(head_dim=2))
+    meter: Any = Meter()
+    every = list(measure_importance(heads, weights, meter, lambda *_: None))
+    assert len(every) == 3 * 5
+    assert meter.asked[:6] == [None, *[[(0, "o")]] * 4, [(0, "o"), (0, "down")]]
+    stopped: Any = Meter()
     begun: list[int] = []
-    calibrate(
-        bundled_model,
-        output=path,
-        head_importance=True,
-        progress=lambda stage, done, _: begun.append(done) if stage == "Removing heads" else None,
-        **OPTIONS,
-    )
-    assert begun == list(range(11, 37))
-    assert path.read_bytes() == calibrated.read_bytes()
+    rest = measure_importance(every[done], weights, stopped, lambda *given: begun.append(given[1]))
+    assert list(rest) == every[done + 1 :]
+    # One more pass for the loss of the whole model, unless nothing is left.
+    assert len(stopped.asked) == (15 - done if done < 14 else 0)
+    assert begun[:1] == ([done + 1] if done < 14 else [])
 
 
 def test_ratios_follow_from_a_file(calibrated: Path) -> None:
