@@ -1,14 +1,14 @@
 """What share of a prompt's time does attention take on `host`, dense and sparse?
 
-Loads a model with dense attention, and with sparse attention of all layers but the dense first one, whose
-scores the NPU or the GPU estimates. It runs prompts of each length in turns. Linear layers run on the GPU,
-so that plans differ in attention alone. Attention lasts from the begin of a layer's first kernel (codes of
-queries and keys, or dense attention) to the end of its last one, waits between them included; RoPE does not
-count. `overlap` is the time in which the NPU estimates while a kernel of the GPU runs.
+Loads the first layers of a model with dense attention, and with sparse attention whose scores the NPU or the
+GPU estimates, each head with the same share of keys. It runs prompts of each length in turns. Linear layers
+run on the GPU, so that plans differ in attention alone; all layers are alike, and a few show the share.
+Attention lasts from the begin of a layer's first kernel (codes of queries and keys, or dense attention) to
+the end of its last one, waits between them included; RoPE does not count. `overlap` is the time in which the
+NPU estimates while a kernel of the GPU runs.
 
     python bench/published_model.py /tmp/smollm2
-    heterollm calibrate /tmp/smollm2 docs/commands.md docs/llm-npu.md -o /tmp/heads.json --windows 4
-    python bench/sparse_prefill.py /tmp/smollm2 /tmp/heads.json --out bench/results/sparse_prefill.jsonl
+    python bench/sparse_prefill.py /tmp/smollm2 --layers 4 --out bench/results/sparse_prefill.jsonl
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,29 +27,51 @@ from typing import Any, Final
 
 from conditions import conditions
 from msgspec import structs
+from safetensors.numpy import load_file, save_file
 
-from heterollm.calibration import load_calibration
+from heterollm.calibration import calibrate, load_calibration
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales
-from heterollm.solver import AttentionEntry, Estimator, Plan, SparseAttention, keep_ratios
+from heterollm.solver import Plan, SparseAttention
+from heterollm.solver.attention import AttentionEntry, Estimator
 from heterollm.solver.head_pipeline import fused_heads
 from heterollm.trace import Span, Trace
 
 ATTENTION: Final = frozenset({"attention", "attention join", "score codes", "scores", "selection"})
+MOST: Final = 1 << 20
+"""More than any context."""
+
 ESTIMATORS: Final[tuple[Estimator, ...]] = ("npu", "gpu")
 
 
-def sparse_plan(base: Plan, calibration: Path, estimator: Estimator, keep: float, context: int) -> Plan:
-    """Return a plan with sparse attention in all layers whose heads do not keep all keys."""
-    found, scales, entries = load_calibration(calibration), calibrated_scales(calibration, 1), []
-    for layer, kept in enumerate(keep_ratios(found.head_needs(), keep, "mass")):
-        if min(kept) < 1:
-            exponents = [scale.exponent for scale in scales[layer]]
-            units = tuple(fused_heads(exponents))
-            of_units = tuple(exponents[unit[0]] for unit in units)
-            placement = SparseAttention(kept, units, of_units, estimator)
-            entries.append(AttentionEntry((1, context), (1, context), (layer, layer), placement))
-    return structs.replace(base, attention=tuple(entries), calibration=found.key)
+def first_layers(model: Path, layers: int, folder: Path) -> Path:
+    """Write a checkpoint of a model's first layers, and return its folder."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    fields = json.loads((model / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": layers}), "utf-8")
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if layer_of(name) < layers}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def layer_of(tensor: str) -> int:
+    """Return the layer of a tensor; -1 outside of layers."""
+    found = re.match(r"model\.layers\.(\d+)\.", tensor)
+    return int(found[1]) if found else -1
+
+
+def sparse_plan(base: Plan, calibration: Path, estimator: Estimator, keep: float, heads: int) -> Plan:
+    """Return a plan with sparse attention in all layers and passes."""
+    entries = []
+    for layer, scales in calibrated_scales(calibration, 1).items():
+        exponents = [scale.exponent for scale in scales]
+        units = tuple(fused_heads(exponents))
+        of_units = tuple(exponents[unit[0]] for unit in units)
+        placement = SparseAttention((keep,) * heads, units, of_units, estimator)
+        entries.append(AttentionEntry((1, MOST), (1, MOST), (layer, layer), placement))
+    key = load_calibration(calibration).key
+    return structs.replace(base, attention=tuple(entries), calibration=key)
 
 
 def measured(trace: Trace) -> dict[str, float]:
@@ -74,12 +99,14 @@ def bench(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
     longest = max(options.tokens)
     common: dict[str, Any] = {"device": "host", "scales": "stepped", "context": longest, "trace": True}
     with contextlib.ExitStack() as stack:
-        dense = stack.enter_context(LLM.load(options.model, plan="gpu", **common))
-        models, base = {"dense": dense}, structs.replace(dense.plan, chunk_length=options.chunk)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model, file = first_layers(options.model, options.layers, folder / "model"), folder / "heads.json"
+        calibrate(model, options.text, output=file, windows=2, gpu_threads=1)
+        dense = stack.enter_context(LLM.load(model, plan="gpu", **common))
+        models, base = {"dense": dense}, structs.replace(dense.plan, chunk_length=min(options.chunk, longest))
         for name in ESTIMATORS:
-            plan = sparse_plan(base, options.calibration, name, options.keep, longest)
-            given = {**common, "plan": plan, "calibration": options.calibration}
-            models[name] = stack.enter_context(LLM.load(options.model, **given))
+            plan = sparse_plan(base, file, name, options.keep, dense.config.heads)
+            models[name] = stack.enter_context(LLM.load(model, plan=plan, calibration=file, **common))
         text = "\n".join(path.read_text("utf-8") for path in options.text)
         ids = dense.tokenizer.encode(text)
         if len(ids) < longest:
@@ -102,6 +129,7 @@ def row(options: argparse.Namespace, tokens: int, name: str, runs: list[dict[str
     best: Mapping[str, float] = min(runs, key=lambda one: one["prefill_ms"])
     return {
         "model": options.model.name,
+        "layers": options.layers,
         "tokens": tokens,
         "chunk": options.chunk,
         "attention": "dense" if name == "dense" else f"sparse, estimated by the {name.upper()}",
@@ -118,8 +146,8 @@ def main() -> None:
     """Print a table and append its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("calibration", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--keep", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=3)
