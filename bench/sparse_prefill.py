@@ -103,7 +103,10 @@ def bench(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
         model, file = first_layers(options.model, options.layers, folder / "model"), folder / "heads.json"
         calibrate(model, options.text, output=file, windows=2, gpu_threads=1)
         dense = stack.enter_context(LLM.load(model, plan="gpu", **common))
-        models, base = {"dense": dense}, structs.replace(dense.plan, chunk_length=min(options.chunk, longest))
+        models, base = (
+            {"dense": dense},
+            structs.replace(dense.plan, chunk_length=min(options.chunk, dense.plan.chunk_length)),
+        )
         for name in ESTIMATORS:
             plan = sparse_plan(base, file, name, options.keep, dense.config.heads)
             models[name] = stack.enter_context(LLM.load(model, plan=plan, calibration=file, **common))
@@ -148,7 +151,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
-    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--keep", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=3)
     docs = Path(__file__).parent.parent / "docs"
