@@ -116,13 +116,17 @@ def main() -> None:
     common = {"label": "measured", "threads": options.threads, "style": options.style, "half": options.half}
     common |= {"tokens": TOKENS, **conditions(), **device.description()}
     print(f"Measured on {device.gpu.traits.name}, {options.threads} threads; times in us of one layer.")
-    print("| heads | context | keep | dense | codes | estimate | selection | attention | all / dense |", end="")
+    print(
+        "| heads | context | keep | dense | codes | estimate | selection | attention | all / dense |", end=""
+    )
     print(" without estimate / dense |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name in options.heads:
         for context in options.contexts:
             for row in bench_context(device, HEADS[name], context, options.half, options.style):
                 cells = [f"{row[f'{part}_us']:.0f}" for part in ("dense", *STEPS)]
-                cells += [f"{row[ratio]:.2f}" for ratio in ("sparse_over_dense", "without_estimate_over_dense")]
+                cells += [
+                    f"{row[ratio]:.2f}" for ratio in ("sparse_over_dense", "without_estimate_over_dense")
+                ]
                 print(f"| {name} | {context} | {row['keep']} | {' | '.join(cells)} |", flush=True)
                 if options.out:
                     options.out.parent.mkdir(parents=True, exist_ok=True)
