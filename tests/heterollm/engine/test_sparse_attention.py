@@ -26,7 +26,8 @@ from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.sync.faults import Gate
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales
-from heterollm.solver import AttentionEntry, Plan, ScoreBuckets, SparseAttention
+from heterollm.solver import Plan, ScoreBuckets, SparseAttention
+from heterollm.solver.attention import AttentionEntry
 
 CHUNK = 128
 CONTEXT = 640
