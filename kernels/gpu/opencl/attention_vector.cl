@@ -187,12 +187,12 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #ifdef GATHERED
   // Rows are tokens of one head, as if it shared its key head with no other.
   const int kv_head = gathered_head(order, first_slot, get_group_id(1)), heads = all_heads;
-  const int key_head = kv_head / MEMBERS;
+  const uint key_head = (uint)kv_head / MEMBERS;
   counts += kv_head * blocks;
   attention_tile tile = find_gathered_tile(step, get_num_groups(0) - 1 - get_group_id(0), counts);
   if (tile.rows <= 0)
     return;
-  __global const int *list = positions + ((size_t)kv_head * blocks + tile.first_row / BLOCK) * most;
+  __global const int *list = positions + ((size_t)kv_head * blocks + (uint)tile.first_row / BLOCK) * most;
   int begins[ROWS], ends[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     const int token = tile.position + tile.first_row + min(r, tile.rows - 1);

@@ -148,7 +148,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
   const decay_tables tables = make_decay_tables(factor);
   for (int i = 0; i < end - start; i += 8) *(__global float8 *)(own + i) = 0.0f;
   for (int row = 0; row < rows; ++row) {
-    __global const uchar *codes = scores + (size_t)row * keys;
+    __global const uchar *codes = scores + (uint)row * (uint)keys;
     const int row_begin = BEGIN_OF(row), row_end = END_OF(row);
     const int head = row_begin & ~7, inner = (row_begin + 7) & ~7, tail = row_end & ~7;
     const int has_head = head < inner, has_tail = tail >= inner && tail < row_end;
@@ -195,7 +195,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
     int8 top = 0;
     for (int at = start + lane * 8; at < end; at += WG * 8) {
       const int8 seen = seen_by(at, BEGIN_OF(row), END_OF(row));
-      const int8 code = INTS_OF_CODES(*(__global const uchar8 *)(scores + (size_t)row * keys + at)) & seen;
+      const int8 code = INTS_OF_CODES(*(__global const uchar8 *)(scores + (uint)row * (uint)keys + at)) & seen;
       top = code > top ? code : top;
     }
     const int4 four = top.lo > top.hi ? top.lo : top.hi;
@@ -213,7 +213,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
     float8 sum = 0.0f;
     for (int at = start + lane * 8; at < end; at += WG * 8) {
       const int8 seen = seen_by(at, BEGIN_OF(row), END_OF(row));
-      const float8 code = FLOATS_OF_CODES(*(__global const uchar8 *)(scores + (size_t)row * keys + at)) - CODE_ZERO;
+      const float8 code = FLOATS_OF_CODES(*(__global const uchar8 *)(scores + (uint)row * (uint)keys + at)) - CODE_ZERO;
       const float8 share = exp2_8(score_of(code, factor, cap) - row_top[row]);
       sum += seen ? share : (float8)0.0f;
     }
@@ -230,7 +230,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
     float8 sum = 0.0f;
     for (int row = 0; row < rows; ++row) {
       const int8 seen = seen_by(at, BEGIN_OF(row), END_OF(row));
-      const float8 code = FLOATS_OF_CODES(*(__global const uchar8 *)(scores + (size_t)row * keys + at)) - CODE_ZERO;
+      const float8 code = FLOATS_OF_CODES(*(__global const uchar8 *)(scores + (uint)row * (uint)keys + at)) - CODE_ZERO;
       const float8 share = exp2_8(score_of(code, factor, cap) - row_top[row]);
       sum += seen ? share * row_share[row] : (float8)0.0f;
     }
