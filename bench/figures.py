@@ -23,6 +23,7 @@ import ablation_table
 import accuracy_table
 import aims
 import llm_npu_tables
+import shadow_attention_tables
 import sparse_tables
 import what_if
 
@@ -493,6 +494,13 @@ def llm_npu_table(name: str) -> str:
     return table(head, right, getattr(llm_npu_tables, name)(one, rows_of("simulated_llm_npu")))
 
 
+def shadow_attention_table(name: str) -> str:
+    """The simulated tables of the pass shadowattn."""
+    head, right = shadow_attention_tables.HEADS[name]
+    rows = rows_of("simulated_shadow_attention")
+    return table(head, right, getattr(shadow_attention_tables, name)(one, rows))
+
+
 def chunk_gain(limit: int) -> str:
     """Return what `block` with k-chunked graphs gains over `tensor`, by where rows begin to spill."""
     found = [
@@ -668,6 +676,8 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SPARSE, "loss of the published model"): sparse_table("loss", PUBLISHED, 2048),
     (SPARSE, "loss of the bundled model"): sparse_table("loss", "tiny_python_lm", 512),
     (SPARSE, "agreement"): sparse_table("agreement"),
+    (SPARSE, "simulated lengths"): lambda: shadow_attention_table("lengths"),
+    (SPARSE, "simulated steps"): lambda: shadow_attention_table("steps"),
     (SPARSE, "retrieval"): sparse_table("retrieval"),
 }
 """Tables by page and name."""
