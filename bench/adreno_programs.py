@@ -12,14 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor
+from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor, buckets, score_scales
 from heterollm.kernels.gpu import (
     STEP_WORDS,
     GpuGlue,
     GpuLinear,
     GpuOutliers,
     GpuRuntime,
+    GpuSparseAttention,
     HeadShape,
+    HeadTable,
     HotWeights,
     KernelParameters,
     KernelStyle,
@@ -28,10 +30,13 @@ from heterollm.kernels.gpu import (
     OutlierList,
     Rotation,
     RoundedInputs,
+    ScoreMemory,
     Scores,
     Segments,
+    Selection,
     ShapeClass,
     SharedArray,
+    SparseShape,
     Variant,
     default_parameters,
     with_numbers,
@@ -235,6 +240,28 @@ def _record_outliers(runtime: ProgramRecorder, slot: SharedArray) -> None:
             outliers.multiply(slot, found, hot, slot, **options)
 
 
+def _record_sparse(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:
+    layers = GpuSparseAttention(runtime, np.float16, np.float16, style="simt")
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    shape = SparseShape(HeadShape(*heads, 512), 64, 512)
+    group, kv_heads, cache = shape.heads.group, shape.heads.kv_heads, KvLayer(slot, 0)
+    memory, selection = ScoreMemory.allocate(runtime, shape), Selection.allocate(runtime, shape)
+    scale = score_scales((10.0,) * group, 5.0, (80.0,) * group)
+    kind = f"f16 hd{shape.heads.head_dim} group{group}"
+    for count in (1, 9):
+        options = {"order": range(kv_heads), "keep": (0.2,) * heads[0], "buckets": buckets(count)}
+        table = HeadTable.upload(runtime, shape.heads, [scale] * kv_heads, **options)
+        runtime.label = f"score_codes {kind}{' 9 buckets' if count > 1 else ''}"
+        layers.quantise(slot, cache, memory, table, step, shape=shape)
+    slots: dict[str, Any] = {"shape": shape, "slots": (0, kv_heads)}
+    runtime.label = f"score_estimate {kind}"
+    layers.estimate(memory, exponent=scale.exponent, **slots)
+    runtime.label = f"selection {kind}"
+    layers.select(memory, table, selection, step, scores=Scores(0.1), **slots)
+    runtime.label = f"attention {kind} gathered"
+    layers.attend(slot, cache, table, selection, slot, step, scores=Scores(0.1), **slots)
+
+
 @functools.cache
 def programs() -> tuple[Program, ...]:
     """Return the programs of the `simt` style with float16 activations, in the order of the tables."""
@@ -245,6 +272,8 @@ def programs() -> tuple[Program, ...]:
         _record_glue(runtime, slot, heads, rounds=False)
     _record_glue(runtime, slot, HEADS[0], rounds=True)
     _record_outliers(runtime, slot)
+    for heads in HEADS[:2]:
+        _record_sparse(runtime, slot, heads)
     for bits in (4, 8):
         runtime.label = f"embedding w{bits}"
         table = GpuLinear.pack(runtime, [_weight(bits)], activation_dtype=np.float16)

@@ -23,6 +23,7 @@ import ablation_table
 import accuracy_table
 import aims
 import llm_npu_tables
+import shadow_attention_tables
 import sparse_tables
 import what_if
 
@@ -493,6 +494,13 @@ def llm_npu_table(name: str) -> str:
     return table(head, right, getattr(llm_npu_tables, name)(one, rows_of("simulated_llm_npu")))
 
 
+def shadow_attention_table(name: str) -> str:
+    """The simulated tables of the pass shadowattn."""
+    head, right = shadow_attention_tables.HEADS[name]
+    rows = rows_of("simulated_shadow_attention")
+    return table(head, right, getattr(shadow_attention_tables, name)(one, rows))
+
+
 def chunk_gain(limit: int) -> str:
     """Return what `block` with k-chunked graphs gains over `tensor`, by where rows begin to spill."""
     found = [
@@ -668,6 +676,8 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SPARSE, "loss of the published model"): sparse_table("loss", PUBLISHED, 2048),
     (SPARSE, "loss of the bundled model"): sparse_table("loss", "tiny_python_lm", 512),
     (SPARSE, "agreement"): sparse_table("agreement"),
+    (SPARSE, "simulated lengths"): lambda: shadow_attention_table("lengths"),
+    (SPARSE, "simulated steps"): lambda: shadow_attention_table("steps"),
     (SPARSE, "retrieval"): sparse_table("retrieval"),
 }
 """Tables by page and name."""
@@ -879,6 +889,17 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
         LLM_NPU,
         f"the perplexity of {kept['windows']} windows rises by {kept['change_percent']:.1f} % with all "
         f"shadows, and by {gone['change_percent']:.1f} % with none.",
+    )
+    own = [row for row in rows_of("sparse_accuracy") if row["kind"] == "runtime"]
+    mass, uniform = (one(own, rule=rule, estimator="npu") for rule in ("mass", "uniform"))
+    yield (
+        SPARSE,
+        (
+            f"the loss of {mass['windows']} windows rises by {mass['rise_nats']:.3f} "
+            f"({mass['standard_error_nats']:.3f}) nats with ratios by attention mass, and by "
+            f"{uniform['rise_nats']:.3f} "
+            f"({uniform['standard_error_nats']:.3f}) with the same ratio in all heads."
+        ),
     )
     most = emulated("activation_first", 32) / emulated("weight_first", 32)
     yield PAPER_MAP, f"reproduced in the emulator at `fp16` ({most:.0f} times at 32 tokens)"

@@ -1,9 +1,9 @@
 """How long does sparse attention take on the OpenCL device of `host`, beside dense attention?
 
 Times the kernels of one layer at random data, in turns: dense attention, and the four steps of sparse
-attention (codes, estimate, selection, attention to what was selected), for a chunk of 256 tokens at the end of
-a context. The estimate is the GPU's own; where an NPU makes it, it takes none of the GPU's time, so the table
-has both ratios: with all four steps, and without the estimate.
+attention (codes, estimate, selection, attention to what was selected), for a chunk of 256 tokens at the end
+of a context. The estimate is the GPU's own; where an NPU makes it, it takes none of the GPU's time, so the
+table has both ratios: with all four steps, and without the estimate.
 
     python bench/sparse_attention.py --threads 1 --out bench/results/sparse_attention.jsonl
 """
@@ -116,13 +116,17 @@ def main() -> None:
     common = {"label": "measured", "threads": options.threads, "style": options.style, "half": options.half}
     common |= {"tokens": TOKENS, **conditions(), **device.description()}
     print(f"Measured on {device.gpu.traits.name}, {options.threads} threads; times in us of one layer.")
-    print("| heads | context | keep | dense | codes | estimate | selection | attention | all / dense |", end="")
+    print(
+        "| heads | context | keep | dense | codes | estimate | selection | attention | all / dense |", end=""
+    )
     print(" without estimate / dense |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name in options.heads:
         for context in options.contexts:
             for row in bench_context(device, HEADS[name], context, options.half, options.style):
                 cells = [f"{row[f'{part}_us']:.0f}" for part in ("dense", *STEPS)]
-                cells += [f"{row[ratio]:.2f}" for ratio in ("sparse_over_dense", "without_estimate_over_dense")]
+                cells += [
+                    f"{row[ratio]:.2f}" for ratio in ("sparse_over_dense", "without_estimate_over_dense")
+                ]
                 print(f"| {name} | {context} | {row['keep']} | {' | '.join(cells)} |", flush=True)
                 if options.out:
                     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from .npu_shards import planned_shard as planned_shard
 from .observer import EngineActivity as EngineActivity
 from .precision import check_precision as check_precision
 from .runner import Engine as Engine
+from .score_slots import score_graphs as score_graphs
 from .session import Session as Session
 from .session import check_ids as check_ids
 from .shadows import ColdProduct as ColdProduct

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -214,16 +214,22 @@ class Engine:
             self._fall_back(error, position)
             self._one_token(cache, position, token)
 
-    def compile_ahead(self, cache: KvCache, lengths: tuple[int, ...], progress: Progress) -> None:
-        """Compile decode and the given prefill lengths, building or loading their NPU graphs."""
-        passes: list[tuple[Phase, int]] = [("decode", 1), *(("prefill", length) for length in lengths)]
-        for done, (phase, length) in enumerate(passes):
+    def compile_ahead(self, cache: KvCache, chunks: Iterable[tuple[int, int]], progress: Progress) -> None:
+        """Compile decode and passes of prefill, building or loading their NPU graphs.
+
+        Args:
+            cache: A session's KV cache to bind first.
+            chunks: Position and length of each pass of prefill.
+            progress: Called with a stage's name, steps done and steps in all.
+        """
+        passes: list[tuple[Phase, int, int]] = [("decode", 0, 1), *(("prefill", *chunk) for chunk in chunks)]
+        for done, (phase, position, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
             try:
-                self._head_pass(self._pass(phase, self._lengths(phase, length), 0, cache), phase, 1)
+                self._head_pass(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
             except NPU_FAILURES as error:
                 self._fall_back(error, 0)
-                self._head_pass(self._pass(phase, self._lengths(phase, length), 0, cache), phase, 1)
+                self._head_pass(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:

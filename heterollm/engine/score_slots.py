@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from heterollm.engine.lanes import Lane
+from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.gpu import HeadShape, ScoreMemory, Selection, SparseShape
+from heterollm.kernels.npu import ScoresShard, graph_tensors
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan, SparseAttention, score_keys
 
@@ -20,6 +22,7 @@ __all__ = [
     "SCORE_SLOTS",
     "key_borders",
     "score_graph_bytes",
+    "score_graphs",
     "score_memory",
     "score_sizes",
     "score_tokens",
@@ -97,9 +100,16 @@ def score_sizes(config: ModelConfig, plan: Plan, context: int) -> Iterator[tuple
         yield SELECTION_COUNTS, 4 * heads.heads * shape.blocks
 
 
-def score_graph_bytes(config: ModelConfig, plan: Plan, context: int) -> int:
-    """Return the bytes of inputs and outputs of all graphs of scores that some pass may run."""
-    heads, graphs = HeadShape(config.heads, config.kv_heads, config.head_dim, context), {}
+def score_graphs(config: ModelConfig, plan: Plan, context: int) -> tuple[tuple[ScoresShard, int], ...]:
+    """Return all graphs of scores that some pass may run, once each, with their rows.
+
+    Args:
+        config: The model.
+        plan: The plan.
+        context: Positions of a session.
+    """
+    heads = HeadShape(config.heads, config.kv_heads, config.head_dim, context)
+    graphs: dict[tuple[ScoresShard, int], None] = {}
     for entry in plan.attention:
         placement, most = entry.placement, min(entry.lengths[1], plan.chunk_length)
         if not isinstance(placement, SparseAttention) or placement.estimator != "npu":
@@ -107,13 +117,19 @@ def score_graph_bytes(config: ModelConfig, plan: Plan, context: int) -> int:
         seen = range(entry.keys[0], min(entry.keys[1], context) + 1)
         ends = {min(keys, seen[-1]) for keys in (*score_keys(context), context) if seen and keys >= seen[0]}
         lengths = [tokens for tokens in LENGTHS if _padded(entry.lengths[0]) <= tokens <= _padded(most)]
-        for keys, tokens in itertools.product(ends, lengths):
+        for keys, tokens in itertools.product(sorted(ends), lengths):
             shape = sparse_shape(heads, tokens, keys)
-            codes = shape.query_bytes + shape.key_bytes + shape.score_bytes
             for unit, exponent in zip(placement.units, placement.exponents, strict=True):
-                graph = len(unit), exponent, shape.tokens, shape.keys
-                graphs[graph] = codes * len(unit) // config.kv_heads
-    return sum(graphs.values())
+                graphs[ScoresShard(len(unit), shape.keys, config.head_dim, exponent), shape.rows] = None
+    return tuple(graphs)
+
+
+def score_graph_bytes(config: ModelConfig, plan: Plan, context: int) -> int:
+    """Return the bytes of all graphs of scores that some pass may run, with their inputs and outputs."""
+    return sum(
+        graph_tensors(shard, rows, code_dtype(8)).size_bytes + shard.weight_bytes
+        for shard, rows in score_graphs(config, plan, context)
+    )
 
 
 def score_memory(lane: Lane) -> tuple[ScoreMemory, Selection]:

@@ -57,7 +57,7 @@ def start_engine(
     if not allow_slow:
         check_emulation(engine)
     ahead = (min(device.standard_lengths[1], plan.chunk_length),) if plan.uses_npu else ()
-    engine.compile_ahead(engine.new_cache(), ahead, progress)
+    engine.compile_ahead(engine.new_cache(), [(0, length) for length in ahead], progress)
     if device.time_kind == "real" and engine.observer is None:
         longest = min(plan.chunk_length, context - 1)
         _run_once(engine, [length for length in (*ahead, *WARM_TOKENS) if length <= longest])

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -33,8 +33,19 @@ from heterollm.engine import (
     planned_contexts,
     planned_graphs,
     planned_shard,
+    score_graphs,
 )
-from heterollm.kernels.npu import GRAPHS_FOLDER, SOCS, NpuShard, QnnNpu, chosen_context_layers
+from heterollm.kernels.npu import (
+    GRAPHS_FOLDER,
+    SOCS,
+    BuiltGraph,
+    GraphForm,
+    GraphShard,
+    NpuShard,
+    QnnNpu,
+    ScoresShard,
+    chosen_context_layers,
+)
 from heterollm.kernels.ops import Group, Precision, Scales
 from heterollm.model import Checkpoint, ModelConfig, load_weights
 from heterollm.planning.calibrated import (
@@ -66,7 +77,7 @@ class GroupBuild:
     """Build times of the graphs of one group at one length, or at all that share contexts, over all layers.
 
     Args:
-        group: The group.
+        group: The group; ``scores`` are those of sparse attention, which all layers share.
         lengths: Tokens of each graph.
         graphs: Number of graphs.
         contexts: Number of context binaries that hold them.
@@ -77,7 +88,7 @@ class GroupBuild:
         refusal: Reason why the emulator refuses a graph, else empty.
     """
 
-    group: Group
+    group: Group | Literal["scores"]
     lengths: tuple[int, ...]
     graphs: int
     contexts: int
@@ -219,7 +230,9 @@ def precompile(
     ranges = calibrated_ranges(calibration, weights)
     every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))
     graphs = [graph for graph in every if graph.length in wanted]
-    if not graphs:
+    members = config.heads // config.kv_heads
+    scores = [graph for graph in score_graphs(config, chosen, positions) if graph[1] // members in wanted]
+    if not (graphs or scores):
         raise OptionError(
             f"Plan {chosen.level!r} runs no graph of these lengths on the NPU: nothing is to compile.",
             fix="Choose plan level layer or npu, or other lengths.",
@@ -227,8 +240,8 @@ def precompile(
     contexts = planned_contexts(graphs, layers)
     shard_of = functools.partial(planned_shard, weights, ranges)
     npu.package(context_graphs(contexts, shard_of))
-    _check_disk(npu, contexts, shard_of)
-    builds = _build(npu, contexts, shard_of, report)
+    _check_disk(npu, contexts, shard_of, len(scores))
+    builds = (*_build(npu, contexts, shard_of, report), *_build_scores(npu, scores, members, report))
     return Precompiled(
         soc,
         SOCS[soc].name,
@@ -236,7 +249,7 @@ def precompile(
         precision,
         cache_root() / GRAPHS_FOLDER,
         npu.versions(),
-        tuple(builds),
+        builds,
     )
 
 
@@ -271,14 +284,17 @@ def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ..
 
 
 def _check_disk(
-    npu: QnnNpu, contexts: Sequence[tuple[PlannedGraph, ...]], shard_of: Callable[[PlannedGraph], NpuShard]
+    npu: QnnNpu,
+    contexts: Sequence[tuple[PlannedGraph, ...]],
+    shard_of: Callable[[PlannedGraph], NpuShard],
+    scores: int,
 ) -> None:
-    """Refuse builds that the disk cannot hold.
+    """Refuse builds that the disk cannot hold, with so many graphs of scores.
 
     Raises:
         CacheError: It cannot; the message has the needed and the free bytes.
     """
-    needed_bytes, count = SPARE_BYTES, 0
+    needed_bytes, count = SPARE_BYTES + scores * GRAPH_BYTES, scores
     for context in contexts:
         first = context[0]
         stored_bytes = npu.stored_bytes(shard_of(first), first.length, first.form)
@@ -287,7 +303,7 @@ def _check_disk(
         needed_bytes += max(0, estimate_bytes - stored_bytes)
         count += len(context)
     # While a context is built, the weights of each of its graphs lie beside its binary.
-    needed_bytes += max(sum(graph.weight_bytes for graph in context) for context in contexts)
+    needed_bytes += max((sum(graph.weight_bytes for graph in context) for context in contexts), default=0)
     folder = cache_root()
     folder.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(folder).free
@@ -315,29 +331,53 @@ def _build(
         lengths = tuple(sorted({graph.length for graph in context}))
         kinds.setdefault((order.index(context[0].spec.group), lengths), []).append(context)
     for (index, lengths), mine in sorted(kinds.items(), key=lambda item: item[0]):
-        compiled = loadable = size_bytes = 0
-        build_s = 0.0
-        refusal = ""
+        built = []
         for context in mine:
             report("Compiling NPU graphs", done_bytes, total_bytes)
-            shard = shard_of(context[0])
-            started = time.perf_counter()
-            built = npu.build(shard, context[0].length, context[0].form)
-            build_s += (time.perf_counter() - started) if built.compiled else 0.0
-            compiled += built.compiled * len(context)
-            loadable += (not built.refusal) * len(context)
-            size_bytes += built.size_bytes
-            refusal = refusal or built.refusal
+            first = context[0]
+            built.append((len(context), *_timed(npu, shard_of(first), first.length, first.form)))
             done_bytes += sum(graph.weight_bytes for graph in context)
-        yield GroupBuild(
-            group=order[index],
-            lengths=lengths,
-            graphs=sum(map(len, mine)),
-            contexts=len(mine),
-            compiled=compiled,
-            loadable=loadable,
-            size_bytes=size_bytes,
-            build_s=build_s,
-            refusal=refusal,
-        )
+        yield _counted(order[index], lengths, built)
     report("Compiling NPU graphs", total_bytes, total_bytes)
+
+
+def _build_scores(
+    npu: QnnNpu, graphs: Sequence[tuple[ScoresShard, int]], members: int, report: Progress
+) -> Iterator[GroupBuild]:
+    """Build graphs of scores, and yield the builds of each length."""
+    built: dict[int, list[tuple[int, BuiltGraph, float]]] = {}
+    for done, (shard, rows) in enumerate(graphs):
+        report("Compiling graphs of scores", done, len(graphs))
+        built.setdefault(rows // members, []).append((1, *_timed(npu, shard, rows)))
+    for tokens, own in sorted(built.items()):
+        yield _counted("scores", (tokens,), own)
+    if graphs:
+        report("Compiling graphs of scores", len(graphs), len(graphs))
+
+
+def _timed(
+    npu: QnnNpu, shard: GraphShard, length: int, form: GraphForm | None = None
+) -> tuple[BuiltGraph, float]:
+    """Build a graph; return it with the seconds that compiling it took."""
+    started = time.perf_counter()
+    built = npu.build(shard, length, form)
+    return built, (time.perf_counter() - started) if built.compiled else 0.0
+
+
+def _counted(
+    group: Group | Literal["scores"],
+    lengths: tuple[int, ...],
+    built: Sequence[tuple[int, BuiltGraph, float]],
+) -> GroupBuild:
+    """Return the sum of some contexts: each with its number of graphs, and the seconds of its build."""
+    return GroupBuild(
+        group=group,
+        lengths=lengths,
+        graphs=sum(count for count, _, _ in built),
+        contexts=len(built),
+        compiled=sum(count for count, one, _ in built if one.compiled),
+        loadable=sum(count for count, one, _ in built if not one.refusal),
+        size_bytes=sum(one.size_bytes for _, one, _ in built),
+        build_s=sum(seconds for _, _, seconds in built),
+        refusal=next((one.refusal for _, one, _ in built if one.refusal), ""),
+    )

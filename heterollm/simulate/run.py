@@ -234,9 +234,9 @@ class _Run:
         engine = self._engine(progress)
         cache = engine.new_cache()
         flights = self.plan.flights(request.prompt)
-        lengths = tuple(dict.fromkeys(sum(length for _, length in flight) for flight in flights))
+        passes = [(flight[0][0], sum(length for _, length in flight)) for flight in flights]
         # Graphs are built ahead, except with the policy online.
-        engine.compile_ahead(cache, () if request.online else lengths, progress)
+        engine.compile_ahead(cache, () if request.online else passes, progress)
         if request.trace:
             take_trace(engine)
         ids = np.arange(request.prompt, dtype=np.int32) % self.config.vocab_size

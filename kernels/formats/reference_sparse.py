@@ -74,7 +74,7 @@ def attention(
     q: NDArray[Any],
     keys: NDArray[Any],
     values: NDArray[Any],
-    kept: NDArray[np.int64],
+    kept: NDArray[Any],
     *,
     position: int,
     scale: float,

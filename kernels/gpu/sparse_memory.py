@@ -76,7 +76,7 @@ class SparseShape:
     @property
     def runs(self) -> int:
         """Work-groups that write the codes of a slot."""
-        return -(-self.keys // RUN_ROWS) - (-self.rows // RUN_ROWS)
+        return -(-self.keys // RUN_ROWS) - self.heads.group * (-self.tokens // RUN_ROWS)
 
     @property
     def query_bytes(self) -> int:

@@ -63,7 +63,7 @@ static inline attention_tile find_gathered_tile(__global const int *step, int nu
   tile.first_row = number * ROWS;
   tile.rows = min(ROWS, step[STEP_LENGTH] - tile.first_row);
   tile.start = 0;
-  tile.stop = counts[tile.first_row / BLOCK];
+  tile.stop = counts[(uint)tile.first_row / BLOCK];
   return tile;
 }
 #else

@@ -65,6 +65,13 @@
 #define KEY_STEP 8
 #endif
 
+// The position of a work-item's key.
+#ifdef GATHERED
+#define PLACE_OF(key) place
+#else
+#define PLACE_OF(key) (key)
+#endif
+
 #define CLEAR_SCORE(r) float4 score##r = 0.0f;
 #define ADD_LOW(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4], piece.lo, score##r);
 #define ADD_HIGH(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4 + 1], piece.hi, score##r);
@@ -78,7 +85,7 @@
   {                                                                                                          \
     const float sum = (score##r.x + score##r.y) + (score##r.z + score##r.w);                                 \
     const int token = tile.position + (uint)(tile.first_row + min(r, tile.rows - 1)) / GROUP;                \
-    const bool seen = key < tile.stop && place <= token && (window <= 0 || place > token - window);          \
+    const bool seen = key < tile.stop && PLACE_OF(key) <= token && (window <= 0 || PLACE_OF(key) > token - window); \
     score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(sum) : NO_SCORE;                                       \
   }
 // Rows that only fill the last vector have scores, too: finite ones.
@@ -118,10 +125,10 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #ifdef GATHERED
   // Rows are tokens of one head, as if it shared its key head with no other.
   const int kv_head = gathered_head(order, first_slot, get_group_id(1)), heads = all_heads;
-  const int key_head = kv_head / MEMBERS;
+  const uint key_head = (uint)kv_head / MEMBERS;
   counts += kv_head * blocks;
   attention_tile tile = find_gathered_tile(step, get_num_groups(0) - 1 - get_group_id(0), counts);
-  __global const int *list = positions + ((size_t)kv_head * blocks + tile.first_row / BLOCK) * most;
+  __global const int *list = positions + ((size_t)kv_head * blocks + (uint)tile.first_row / BLOCK) * most;
 #else
   const int kv_head = get_group_id(1), heads = get_num_groups(1) * GROUP, key_head = kv_head;
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),

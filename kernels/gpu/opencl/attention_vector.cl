@@ -187,24 +187,25 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #ifdef GATHERED
   // Rows are tokens of one head, as if it shared its key head with no other.
   const int kv_head = gathered_head(order, first_slot, get_group_id(1)), heads = all_heads;
-  const int key_head = kv_head / MEMBERS;
+  const uint key_head = (uint)kv_head / MEMBERS;
   counts += kv_head * blocks;
   attention_tile tile = find_gathered_tile(step, get_num_groups(0) - 1 - get_group_id(0), counts);
   if (tile.rows <= 0)
     return;
-  __global const int *list = positions + ((size_t)kv_head * blocks + tile.first_row / BLOCK) * most;
+  __global const int *list = positions + ((size_t)kv_head * blocks + (uint)tile.first_row / BLOCK) * most;
   int begins[ROWS], ends[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     const int token = tile.position + tile.first_row + min(r, tile.rows - 1);
     begins[r] = window > 0 ? places_up_to(list, tile.stop, token - window) : 0;
     ends[r] = places_up_to(list, tile.stop, token);
   }
-#define FIRST_SEEN(i, token) begins[i]
-#define LAST_SEEN(i, token) (ends[i] - 1)
+#define FIRST_SEEN(i) begins[i]
+#define LAST_SEEN(i) (ends[i] - 1)
 #else
   __global const int *list = 0;
-#define FIRST_SEEN(i, token) (window > 0 ? (token)-window + 1 : 0)
-#define LAST_SEEN(i, token) (token)
+#define TOKEN(i) (tile.position + (tile.first_row + min(i, tile.rows - 1)) / group)
+#define FIRST_SEEN(i) (window > 0 ? TOKEN(i) - window + 1 : 0)
+#define LAST_SEEN(i) TOKEN(i)
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
                                   get_num_groups(2), group, window, part_keys);
   if (tile.rows <= 0)
@@ -244,9 +245,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
         if (v * 8 < count)
           score_tile((const float *)(queries + r * WIDE), keys + v, scores + r * KEY_VECTORS + v);
       for (int i = r; i < r + MICRO; ++i) {
-        int token = tile.position + (tile.first_row + min(i, tile.rows - 1)) / group;
-        decay[i] = soften(scores + i * KEY_VECTORS, FIRST_SEEN(i, token) - first,
-                          min(LAST_SEEN(i, token) - first, count - 1), cap, largest + i, total + i);
+        decay[i] = soften(scores + i * KEY_VECTORS, FIRST_SEEN(i) - first, min(LAST_SEEN(i) - first, count - 1), cap,
+                          largest + i, total + i);
       }
       for (int v = 0; v < WIDE; v += VECTORS)
         value_tile((const float *)(scores + r * KEY_VECTORS), decay + r, values + v, count,

@@ -1,46 +1,57 @@
 // Writes the codes of queries and keys from which an NPU's graph estimates attention scores. Follows sparse.h.
 //
-// Grid of both kernels: runs of RUN_ROWS rows, those of the keys first; slots.
+// Grid of both kernels: runs of RUN_ROWS rows, first those of the keys, then those of each member; slots.
 
 typedef struct {
-  __global const float *queries;   // of the first member
+  __global const float *queries;  // of a member; null for keys
   __global const kv_t *keys;
-  __global const float4 *numbers;  // of the first member
-  int stride;                      // between the queries of two tokens
-  int visible;                     // keys
-  int length;                      // tokens
-  int tokens;                      // of a member, padding included
-} score_rows;
+  uint stride;                    // between two rows
+  int first, count;               // rows of the run, padding included
+  int existing;                   // rows that exist
+  int padded;                     // rows of the codes before the run's member
+  float reciprocal;               // of the step
+} code_run;
 
-static inline score_rows find_rows(__global const float *q, __global const kv_t *cache, __global const int *step,
-                                   __global const float4 *numbers, int key_head, int key_heads, ulong k_offset,
-                                   ulong head_stride, int tokens, int keys) {
-  score_rows rows;
-  rows.queries = q + key_head * (GROUP * HEAD_DIM);
-  rows.keys = cache + k_offset + key_head * head_stride;
-  rows.numbers = numbers + key_head * GROUP;
-  rows.stride = key_heads * (GROUP * HEAD_DIM);
-  rows.visible = min(keys, step[STEP_POSITION] + step[STEP_LENGTH]);
-  rows.length = step[STEP_LENGTH];
-  rows.tokens = tokens;
-  return rows;
+static inline code_run find_run(__global const float *q, __global const kv_t *cache, __global const int *step,
+                                __global const float4 *numbers, int key_head, int key_heads, ulong k_offset,
+                                ulong head_stride, int tokens, int keys, int run) {
+  code_run found;
+  const int key_runs = RUNS_OF(keys), token_runs = RUNS_OF(tokens);
+  numbers += key_head * GROUP;
+  found.keys = cache + k_offset + key_head * head_stride;
+  if (run < key_runs) {
+    found.queries = 0;
+    found.stride = HEAD_DIM;
+    found.first = run * RUN_ROWS;
+    found.count = min(RUN_ROWS, keys - found.first);
+    found.existing = step[STEP_POSITION] + step[STEP_LENGTH];
+    found.padded = 0;
+    found.reciprocal = numbers[0].RECIPROCAL_KEY_STEP;
+  } else {
+    int member = 0;
+    for (run -= key_runs; run >= token_runs; run -= token_runs) ++member;
+    found.queries = q + (key_head * GROUP + member) * HEAD_DIM;
+    found.stride = key_heads * (GROUP * HEAD_DIM);
+    found.first = run * RUN_ROWS;
+    found.count = min(RUN_ROWS, tokens - found.first);
+    found.existing = step[STEP_LENGTH];
+    found.padded = member * tokens;
+    found.reciprocal = numbers[member].RECIPROCAL_QUERY_STEP;
+  }
+  return found;
 }
 
-// Eight elements of a key (of a query, counted over all members) in calibrated steps; zeros where there is no such row.
-static inline float8 load_key_steps(score_rows rows, int row, int d) {
-  if (row >= rows.visible)
+// Eight elements of a row in calibrated steps; zeros where there is no such row.
+static inline float8 load_steps(code_run run, int row, int d) {
+  if (run.first + row >= run.existing)
     return 0.0f;
-  LOAD_PART(load_kv8, load_kv, rows.keys + (size_t)row * HEAD_DIM, d, HEAD_DIM - d, value)
-  return value * rows.numbers[0].RECIPROCAL_KEY_STEP;
-}
-
-static inline float8 load_query_steps(score_rows rows, int row, int d) {
-  const int member = row / rows.tokens, token = row - member * rows.tokens;
-  if (member >= GROUP || token >= rows.length)
-    return 0.0f;
-  __global const float *query = rows.queries + (size_t)token * rows.stride + member * HEAD_DIM;
-  LOAD_PART(load_float8, load_float, query, d, HEAD_DIM - d, value)
-  return value * rows.numbers[member].RECIPROCAL_QUERY_STEP;
+  const uint at = (run.first + row) * run.stride;
+  if (run.queries) {
+    LOAD_PART(load_float8, load_float, run.queries + at, d, HEAD_DIM - d, query)
+    return query * run.reciprocal;
+  }
+  LOAD_PART(load_kv8, load_kv, run.keys + at, d, HEAD_DIM - d, key)
+  return key * run.reciprocal;
 }
 
 #ifdef BUCKETS
@@ -50,23 +61,19 @@ GROUP_SIZE __kernel void find_largest_steps(__global const float *q, __global co
                                             __global const float4 *numbers, __global float *largest, ulong k_offset,
                                             ulong head_stride, int tokens, int keys) {
   __local float values[WG];
-  const int lane = get_local_id(0), run = get_group_id(0), slot = get_group_id(1);
-  const int key_runs = (keys + RUN_ROWS - 1) / RUN_ROWS;
-  const score_rows rows = find_rows(q, cache, step, numbers, order[slot], get_num_groups(1), k_offset, head_stride,
-                                    tokens, keys);
+  const int lane = get_local_id(0), slot = get_group_id(1);
+  const code_run run = find_run(q, cache, step, numbers, order[slot], get_num_groups(1), k_offset, head_stride, tokens,
+                                keys, get_group_id(0));
   float8 top = 0.0f;
-  for (int i = lane; i < RUN_ROWS * PIECES; i += WG) {
-    const int row = i / PIECES, d = i % PIECES * 8;
-    const float8 value = run < key_runs ? load_key_steps(rows, run * RUN_ROWS + row, d)
-                                        : load_query_steps(rows, (run - key_runs) * RUN_ROWS + row, d);
-    const float8 size = as_float8(as_int8(value) & 0x7fffffff);
+  for (uint i = lane; i < run.count * PIECES; i += WG) {
+    const float8 size = as_float8(as_int8(load_steps(run, i / PIECES, i % PIECES * 8)) & 0x7fffffff);
     top = size > top ? size : top;
   }
   const float4 four = top.lo > top.hi ? top.lo : top.hi;
   const float2 two = four.lo > four.hi ? four.lo : four.hi;
   const float one = group_max(two.x > two.y ? two.x : two.y, values);
   if (lane == 0)
-    largest[slot * get_num_groups(0) + run] = one;
+    largest[slot * get_num_groups(0) + get_group_id(0)] = one;
 }
 
 // Returns the factors of the bucket whose largest codes have the least squared distance to those of the head.
@@ -110,32 +117,26 @@ GROUP_SIZE __kernel void write_score_codes(__global const float *q, __global con
                                            __global const float4 *numbers, __global uchar *query_codes,
                                            __global uchar *key_codes, __global float *score_steps, ulong k_offset,
                                            ulong head_stride, int tokens, int keys BUCKET_ARGUMENTS) {
-  const int lane = get_local_id(0), run = get_group_id(0), slot = get_group_id(1), key_head = order[slot];
-  const int key_runs = (keys + RUN_ROWS - 1) / RUN_ROWS;
-  const score_rows rows = find_rows(q, cache, step, numbers, key_head, get_num_groups(1), k_offset, head_stride,
-                                    tokens, keys);
+  const int lane = get_local_id(0), slot = get_group_id(1), key_head = order[slot];
+  const code_run run = find_run(q, cache, step, numbers, key_head, get_num_groups(1), k_offset, head_stride, tokens, keys,
+                                get_group_id(0));
 #ifdef BUCKETS
   const float4 factor =
-      nearest_bucket(largest + slot * get_num_groups(0), key_runs, get_num_groups(0), factors);
+      nearest_bucket(largest + slot * get_num_groups(0), RUNS_OF(keys), get_num_groups(0), factors);
 #else
   const float4 factor = 1.0f;
 #endif
-  if (run == 0)
-    for (int member = lane; member < GROUP; member += WG)
-      score_steps[key_head * GROUP + member] = rows.numbers[member].SCORE_STEP * (factor.x * factor.y);
-  const int first = (run < key_runs ? run : run - key_runs) * RUN_ROWS;
-  const int count = min(RUN_ROWS, (run < key_runs ? keys : GROUP * tokens) - first);
-  if (run < key_runs) {
-    key_codes += ((size_t)slot * keys + first) * HEAD_DIM;
-    for (int i = lane; i < count * PIECES; i += WG) {
-      const int row = i / PIECES, d = i % PIECES * 8;
-      store_score_codes(load_key_steps(rows, first + row, d) * factor.w, key_codes + row * HEAD_DIM, d);
+  if (get_group_id(0) == 0)
+    for (int member = lane; member < GROUP; member += WG) {
+      const int head = key_head * GROUP + member;
+      score_steps[head] = numbers[head].SCORE_STEP * (factor.x * factor.y);
     }
-  } else {
-    query_codes += ((size_t)slot * (GROUP * tokens) + first) * HEAD_DIM;
-    for (int i = lane; i < count * PIECES; i += WG) {
-      const int row = i / PIECES, d = i % PIECES * 8;
-      store_score_codes(load_query_steps(rows, first + row, d) * factor.z, query_codes + row * HEAD_DIM, d);
-    }
+  const float reciprocal = run.queries ? factor.z : factor.w;
+  __global uchar *codes = run.queries ? query_codes + (size_t)(slot * GROUP * tokens + run.padded) * HEAD_DIM
+                                      : key_codes + (size_t)(slot * keys) * HEAD_DIM;
+  codes += run.first * HEAD_DIM;
+  for (uint i = lane; i < run.count * PIECES; i += WG) {
+    const uint row = i / PIECES, d = i % PIECES * 8;
+    store_score_codes(load_steps(run, row, d) * reciprocal, codes + row * HEAD_DIM, d);
   }
 }

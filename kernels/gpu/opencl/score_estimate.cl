@@ -66,8 +66,8 @@ GROUP_SIZE __kernel void estimate_scores(__global const uchar *restrict queries,
   __local float8 row_pieces[TILE_ROWS * PIECES];
   __local float *values = (__local float *)row_pieces;
   const int lane = get_local_id(0);
-  for (int i = lane; i < TILE_ROWS * PIECES * 8; i += WG) {
-    const int row = min(i / (PIECES * 8), row_count - 1), d = i % (PIECES * 8);
+  for (uint i = lane; i < TILE_ROWS * PIECES * 8; i += WG) {
+    const uint row = min(i / (PIECES * 8), (uint)row_count - 1), d = i % (PIECES * 8);
     values[i] = d < HEAD_DIM ? (float)queries[row * HEAD_DIM + d] - (float)CODE_ZERO : 0.0f;
   }
   barrier(CLK_LOCAL_MEM_FENCE);

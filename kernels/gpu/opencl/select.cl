@@ -120,8 +120,11 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
                                           __global const float4 *restrict numbers, __global int *restrict positions,
                                           __global int *restrict counts, int first_slot, int tokens, int keys,
                                           int window, float scale, float cap) {
+  __local int lane_values[WG];
+#if WG > 1
   __local float row_values[BLOCK * WG], row_top[BLOCK], row_share[BLOCK];
-  __local int lane_values[WG], lane_equals[WG];
+  __local int lane_equals[WG];
+#endif
   const int lane = get_local_id(0), blocks = get_num_groups(0);
   // The blocks that see most positions come first.
   const int block = blocks - 1 - get_group_id(0), first = block * BLOCK;
@@ -145,7 +148,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
   const decay_tables tables = make_decay_tables(factor);
   for (int i = 0; i < end - start; i += 8) *(__global float8 *)(own + i) = 0.0f;
   for (int row = 0; row < rows; ++row) {
-    __global const uchar *codes = scores + (size_t)row * keys;
+    __global const uchar *codes = scores + (uint)row * (uint)keys;
     const int row_begin = BEGIN_OF(row), row_end = END_OF(row);
     const int head = row_begin & ~7, inner = (row_begin + 7) & ~7, tail = row_end & ~7;
     const int has_head = head < inner, has_tail = tail >= inner && tail < row_end;
@@ -192,7 +195,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
     int8 top = 0;
     for (int at = start + lane * 8; at < end; at += WG * 8) {
       const int8 seen = seen_by(at, BEGIN_OF(row), END_OF(row));
-      const int8 code = INTS_OF_CODES(*(__global const uchar8 *)(scores + (size_t)row * keys + at)) & seen;
+      const int8 code = INTS_OF_CODES(*(__global const uchar8 *)(scores + (uint)row * (uint)keys + at)) & seen;
       top = code > top ? code : top;
     }
     const int4 four = top.lo > top.hi ? top.lo : top.hi;
@@ -210,7 +213,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
     float8 sum = 0.0f;
     for (int at = start + lane * 8; at < end; at += WG * 8) {
       const int8 seen = seen_by(at, BEGIN_OF(row), END_OF(row));
-      const float8 code = FLOATS_OF_CODES(*(__global const uchar8 *)(scores + (size_t)row * keys + at)) - CODE_ZERO;
+      const float8 code = FLOATS_OF_CODES(*(__global const uchar8 *)(scores + (uint)row * (uint)keys + at)) - CODE_ZERO;
       const float8 share = exp2_8(score_of(code, factor, cap) - row_top[row]);
       sum += seen ? share : (float8)0.0f;
     }
@@ -227,7 +230,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
     float8 sum = 0.0f;
     for (int row = 0; row < rows; ++row) {
       const int8 seen = seen_by(at, BEGIN_OF(row), END_OF(row));
-      const float8 code = FLOATS_OF_CODES(*(__global const uchar8 *)(scores + (size_t)row * keys + at)) - CODE_ZERO;
+      const float8 code = FLOATS_OF_CODES(*(__global const uchar8 *)(scores + (uint)row * (uint)keys + at)) - CODE_ZERO;
       const float8 share = exp2_8(score_of(code, factor, cap) - row_top[row]);
       sum += seen ? share * row_share[row] : (float8)0.0f;
     }
@@ -243,19 +246,20 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
   const int forced = max(0, min(FIRST, end) - begin) + min(LAST, seen);
   const int kept = min(seen, max(forced, (int)ceil(numbers[head].KEEP * (float)seen)));
   // The largest number that `kept` weights reach, bit by bit. As integers, floats of one sign have the same order.
+  // Comparisons of vectors give -1.
   int least = 0, equals = kept;
   for (int bit = 1 << 30; bit > 0; bit >>= 1) {
     int8 reach = 0;
-    for (int i = lane * 8; i < size; i += WG * 8) reach -= *(__global const int8 *)(own + i) >= (least | bit);
-    const int reached = group_sum(sum_of_eight(reach), lane_values);
+    for (int i = lane * 8; i < size; i += WG * 8) reach += *(__global const int8 *)(own + i) >= (least | bit);
+    const int reached = -group_sum(sum_of_eight(reach), lane_values);
     if (reached >= kept)
       least |= bit;
     if (reached == kept)
       break;
   }
   int8 above = 0;
-  for (int i = lane * 8; i < size; i += WG * 8) above -= *(__global const int8 *)(own + i) > least;
-  equals -= group_sum(sum_of_eight(above), lane_values);
+  for (int i = lane * 8; i < size; i += WG * 8) above += *(__global const int8 *)(own + i) > least;
+  equals += group_sum(sum_of_eight(above), lane_values);
 
   // Runs of eight positions per work-item: all are read before the group writes, which it does at or before them.
   int found = 0;

@@ -22,6 +22,7 @@
 
 // Rows that a work-group of the kernels that write codes takes.
 #define RUN_ROWS 64
+#define RUNS_OF(rows) (int)((uint)((rows) + RUN_ROWS - 1) / RUN_ROWS)
 #define PIECES ((HEAD_DIM + 7) / 8)
 
 #if defined(__clang__)

@@ -5,16 +5,20 @@ import json
 import shutil
 
 import pytest
+from msgspec import structs
 
 from heterollm.base import CacheError, GraphError, OptionError, PlanError
 from heterollm.cli import main
-from heterollm.kernels.npu import QnnNpu, qnn_available
+from heterollm.kernels.npu import QnnNpu, ScoresShard, qnn_available
 from heterollm.kernels.npu import qnn as npu_qnn
 from heterollm.kernels.npu.qnn_runtime import open_context
 from heterollm.llm import LLM
+from heterollm.model import ModelConfig, op_specs
 from heterollm.planning import Precompiled, precompile
 from heterollm.planning.ahead import GroupBuild
 from heterollm.report import console as report
+from heterollm.solver import SparseAttention, level_plan
+from heterollm.solver.attention import AttentionEntry
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 needs_qnn = pytest.mark.skipif(not USABLE, reason=REASON)
@@ -129,6 +133,31 @@ class TestTheBundledModel:
             assert npu.copies_by_length
         assert looked_for == [[True] * 8]
         assert "NPU graphs share no contexts from now on: Shared weights buffer" in caplog.text
+
+    @pytest.mark.slow
+    def test_graphs_of_scores_are_compiled_once_for_all_layers(self, cache, bundled_model):
+        config = ModelConfig.from_folder(bundled_model)
+        units = tuple((head,) for head in range(config.kv_heads))
+        placement = SparseAttention((0.5,) * config.heads, units, (9,) * len(units))
+        entry = AttentionEntry((1, 64), (1, 512), (0, config.layers - 1), placement)
+        specs = op_specs(config, "w4a16", 32, True)
+        lengths = {"standard_lengths": (1, 32, 64), "chunk_length": 64}
+        plan = level_plan("gpu", specs, device="snapdragon", precision="w4a16", **lengths)
+        sparse = structs.replace(plan, attention=(entry,))
+        result = precompile(bundled_model, soc="57", plan=sparse, context=512)
+        # One for each number of keys, for all layers and heads.
+        assert [(build.group, build.lengths, build.graphs) for build in result.builds] == [
+            ("scores", (tokens,), 3) for tokens in (32, 64)
+        ]
+        assert all(build.loadable == build.compiled == 3 for build in result.builds)
+        assert 6 * 10_000 < result.size_bytes < 6 * 200_000
+        again = precompile(bundled_model, soc="57", plan=sparse, context=512, prompts=[32])
+        assert [(build.lengths, build.graphs, build.compiled) for build in again.builds] == [((32,), 3, 0)]
+        npu = QnnNpu(emulator=True, soc_model="57")
+        shape = 32 * config.heads // config.kv_heads
+        npu.prepare(ScoresShard(1, 256, config.head_dim, 9), shape)
+        assert (npu.compiled_count, npu.loaded_count) == (0, 1)
+        npu.close()
 
     def test_from_the_command_line(self, compiled, monkeypatch, capsys, bundled_model):
         monkeypatch.setenv("HETEROLLM_CACHE", str(compiled[1]))

@@ -1,6 +1,7 @@
 """The pass llm.npu on simulated SoCs: its steps, its assumptions, and what it refuses."""
 
 import json
+from typing import get_args
 
 import pytest
 
@@ -10,7 +11,7 @@ from heterollm.model import find_model, op_specs
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.plan import assumed_shadows
 from heterollm.solver import PlanRequest, level_plan, with_shadows
-from heterollm.solver.request import PASSES
+from heterollm.solver.request import LlmNpuPass
 
 SMALL, PAPER = "qwen1.5-0.5b", "snapdragon-8gen3-paper"
 
@@ -30,7 +31,7 @@ def case(name, **options):
 
 @pytest.fixture(scope="module")
 def steps():
-    return {name: simulate(case(name)) for name in PASSES}
+    return {name: simulate(case(name)) for name in get_args(LlmNpuPass)}
 
 
 def npu_lengths(result):

@@ -31,6 +31,7 @@ from heterollm.kernels.gpu import (
     GpuGlue,
     GpuLinear,
     GpuOutliers,
+    GpuSparseAttention,
     HeadShape,
     KernelStyle,
     KvLayer,
@@ -42,6 +43,7 @@ from heterollm.kernels.gpu import (
     Segments,
     ShapeClass,
     SharedArray,
+    SparseShape,
     Variant,
     code_bytes,
     default_parameters,
@@ -54,6 +56,7 @@ from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.linear_cases import LinearCase
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.outlier_cases import OutlierCases
+from heterollm.kernels.sparse_cases import SparseCase, SparsePass
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
 COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
@@ -72,6 +75,7 @@ IMAGES = [f"-DBITS={bits}{few} -DBLOCK=32 -DWEIGHT_IMAGE" for bits in (4, 8) for
 SIMT_INT8_DEFINES = [defines for defines in SIMT_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
 LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
+SPARSE = (*LAYERS, "codes.h", "sparse.h")
 
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
@@ -121,16 +125,34 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
         "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
+        "-DWG=1 -DHEAD_DIM=80 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DGATHERED -DBLOCK=32 -DMEMBERS=3",
     ],
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DGROUP=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=1 -DGATHERED -DBLOCK=32 -DMEMBERS=3 -DWHOLE_EIGHTS",
     ],
     (*ATTENTION, "attention_join.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=4 -DCODE_BITS=4 -DCODE_BLOCK=128 -DCODE_HEADS=2",
+    ],
+    (*SPARSE, "score_codes.cl"): [
+        "-DWG=1 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8 -DBUCKETS=9",
+        "-DWG=1 -DHEAD_DIM=20 -DGROUP=1 -DNPU_CODES=8 -DKV_HALF",
+        "-DWG=64 -DHEAD_DIM=128 -DGROUP=6 -DNPU_CODES=8 -DKV_HALF -DWHOLE_EIGHTS -DBUCKETS=5",
+    ],
+    (*SPARSE, "score_estimate.cl"): [
+        "-DWG=1 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8",
+        "-DWG=1 -DHEAD_DIM=20 -DGROUP=1 -DNPU_CODES=8",
+        "-DWG=64 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8",
+        "-DWG=64 -DHEAD_DIM=20 -DGROUP=1 -DNPU_CODES=8",
+    ],
+    (*SPARSE, "select.cl"): [
+        f"-DWG={items} -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8 -DBLOCK=32 -DFIRST=4 -DLAST=64{cap}"
+        for items in (1, 64)
+        for cap in ("", " -DSOFT_CAP")
     ],
     SOURCES: [""],
 }
@@ -539,6 +561,28 @@ def outlier_launches(runtime: OpenClRuntime) -> Iterator[None]:
             assert linear_errors(actual, exact).nmse < (1e-6 if dtype == np.float16 else 1e-10)
 
 
+def sparse_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """The steps of sparse attention in each style and type, on slots of the exact size."""
+    for (style, dtype), window in zip(
+        itertools.product(("vector", "simt"), (np.float32, np.float16)), (0, 40, 0, 40), strict=True
+    ):
+        sparse = GpuSparseAttention(runtime, dtype, dtype, style=style)
+        shape = SparseShape(HeadShape(4, 2, 20, 115), 40, 112)
+        scores, keep = Scores(0.2, window, 3.0 if window else 0.0), (0.1, 0.7, 0.9, 1.0)
+        own = SparsePass(shape, 75, 35, scores, (1, 0), keep, exponent=3, buckets=9)
+        case = SparseCase(runtime, sparse, dtype, dtype, own, np.random.default_rng(0))
+        for actual, exact in zip(*case.quantise(), strict=True):
+            np.testing.assert_allclose(actual, exact, rtol=1e-6)
+        yield
+        np.testing.assert_array_equal(*case.estimate((0, 2)))
+        yield
+        selected = case.select((1, 2), (0, 1))
+        yield
+        numbers = case.attend(selected)
+        yield
+        assert linear_errors(*numbers).within("fp32" if dtype == np.float32 else "fp16")
+
+
 def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Kernels of fences, of their litmus test and of injected delays."""
     data, rounds = runtime.shared((70,), np.uint32), runtime.shared((1,), np.uint32)
@@ -588,6 +632,7 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "rounding": rounding_launches,
     "NPU codes": npu_code_launches,
     "outliers": outlier_launches,
+    "sparse attention": sparse_launches,
     "hand-overs": hand_over_launches,
 }
 FAULTY: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {

@@ -1,0 +1,104 @@
+"""The pass shadowattn on simulated SoCs: where it pays, what it assumes, and the overlap of its pipeline."""
+
+import json
+
+import pytest
+
+from heterollm.base import OptionError, silent
+from heterollm.kernels.open import open_device
+from heterollm.kernels.sim import Simulation
+from heterollm.model import find_model, op_specs
+from heterollm.planning import ProfiledModel
+from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
+from heterollm.simulate.plan import profile_of
+from heterollm.solver import AttentionRequest
+
+MODEL = "qwen1.5-0.5b"
+LITTLE_GPU = {"gpu.attention_tflops": 0.02}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
+        yield
+
+
+def case(passes=("shadowattn",), **options):
+    attention = {name: options.pop(name) for name in ("estimator", "pipeline") if name in options}
+    changed = {"prompt": 4096, "decode": 0, "level": "gpu", "head_bits": 8, "overrides": LITTLE_GPU} | options
+    return SimulationRequest(MODEL, passes=passes, attention=AttentionRequest(**attention), **changed)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return simulate(case(()))
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    return simulate(case())
+
+
+def overlap_us(result):
+    return sum(one.used_us["both"] for one in result.prefill.account() if one.operator == "attention")
+
+
+@pytest.mark.slow
+def test_long_prompts_gain_where_little_of_the_gpu_is_left(dense, sparse):
+    assert sparse.prefill.attention_us < dense.prefill.attention_us
+    assert sparse.ttft_us < dense.ttft_us
+    # What is no attention takes as long as before.
+    others = [one.prefill.elapsed_us - one.prefill.attention_us for one in (dense, sparse)]
+    assert others[1] == pytest.approx(others[0], rel=0.02)
+    assert overlap_us(sparse) > 0.0 == overlap_us(dense)
+
+
+@pytest.mark.slow
+def test_graphs_of_scores_are_built_before_the_prompt(sparse):
+    assert not [span for span in sparse.prefill.spans if span.name in ("build", "open")]
+
+
+@pytest.mark.slow
+def test_prompts_are_predicted_with_their_sparse_attention(dense, sparse):
+    config = find_model(MODEL, closest=False).config
+    device = open_device("sim:snapdragon-8gen3", simulation=Simulation(overrides=LITTLE_GPU))
+    specs = op_specs(config, "w4a16", 128, True)
+    profile = profile_of(device, MODEL, config, specs, silent, sparse=True)
+    model = ProfiledModel(profile, config, specs, "w4a16", "assumed")
+    # Estimates and attention slow each other down, which is not predicted.
+    for one, tolerance in ((dense, 0.05), (sparse, 0.1)):
+        predicted_us = model.prompt(one.plan, 4096).time_us
+        assert predicted_us == pytest.approx(one.prefill.elapsed_us, rel=tolerance)
+
+
+@pytest.mark.slow
+def test_short_prompts_and_whole_gpus_stay_dense():
+    """By the fitted numbers the GPU is faster than the NPU estimates: nothing changes there."""
+    own, plain = (simulate(case(passes, prompt=2048, overrides={})) for passes in (("shadowattn",), ()))
+    assert own.plan.attention == ()
+    assert own.prefill.elapsed_us == plain.prefill.elapsed_us
+
+
+@pytest.mark.slow
+def test_rows_name_the_options(sparse):
+    row = SimulatedRow.of(case(), sparse)
+    data = json.loads(json.dumps(row.to_dict()))
+    assert data["attention"]["keep"] == 0.2
+    assert data["passes"] == ["shadowattn"]
+    assert data["prefill"]["attention_ms"] == pytest.approx(sparse.prefill.attention_us / 1e3)
+    assert SimulatedRow.from_dict(data) == row
+    assert SimulatedRow.of(case(())).attention is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"numerics": True}, "assumes what a calibration would say"),
+        ({"in_flight": 4}, "number of chunks in flight"),
+        ({"passes": ("shadowattn", "shadowattn")}, "name one twice"),
+    ],
+)
+def test_what_the_pass_cannot_have_is_refused(changed, message):
+    with pytest.raises(OptionError, match=message):
+        case(**changed)
