@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-__all__ = ["accuracy_lines", "importance_lines", "outlier_lines"]
+__all__ = ["accuracy_lines", "importance_lines", "loss_lines", "outlier_lines"]
 
 Row = Mapping[str, Any]
 BAND = 5
 """Layers of a line."""
+WORST = 8
+"""Operators whose losses are shown."""
 
 
 def accuracy_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -58,6 +62,28 @@ def importance_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ..
         largest = [max(one["importance"] for one in band if one["group"] == group) for group in groups]
         lines.append((f"{first} to {min(first + BAND - 1, last)}", *(f"{value:,.0f}" for value in largest)))
     return ["layers", *(f"`{group}`" for group in groups)], lines
+
+
+def loss_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the operators that lose most without their shadow, and their places in other orders.
+
+    A loss is over the median of all: 8-bit grids everywhere else make each one uncertain by the same draw.
+    """
+    operators = _operators(rows)
+    losses = [one["loss"] for one in operators]
+    middle = median(losses)
+    spread = median([abs(loss - middle) for loss in losses])
+    orders = [sorted(operators, key=lambda one: one[name], reverse=True) for name in ("importance", "gain")]
+    worst = sorted(operators, key=lambda one: one["loss"], reverse=True)[:WORST]
+    return [
+        (
+            f"`{one['group']}` of layer {one['layer']}",
+            f"{100 * math.expm1(one['loss'] - middle):+.1f} %",
+            f"{(one['loss'] - middle) / spread:.0f}",
+            *(str(order.index(one) + 1) for order in orders),
+        )
+        for one in worst
+    ]
 
 
 def _operators(rows: Sequence[Row]) -> list[Row]:

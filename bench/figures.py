@@ -616,6 +616,13 @@ def outlier_table() -> str:
     return table(head, "lrrrr", accuracy_table.outlier_lines(own))
 
 
+def loss_table() -> str:
+    """The published model's operators that lose most without their shadow."""
+    own = [row for row in rows_of("accuracy") if row["model"] == PUBLISHED]
+    head = "operator | perplexity | median deviations | place by importance | place by error"
+    return table(head, "lrrrr", accuracy_table.loss_lines(own))
+
+
 def importance_table() -> str:
     """Importance of the published model's outliers by layer."""
     own = [row for row in rows_of("accuracy") if row["model"] == PUBLISHED]
@@ -653,6 +660,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (LLM_NPU, "accuracy of a published model"): accuracy_tables(PUBLISHED),
     (LLM_NPU, "outlier channels"): outlier_table,
     (LLM_NPU, "importance"): importance_table,
+    (LLM_NPU, "losses"): loss_table,
 }
 """Tables by page and name."""
 
