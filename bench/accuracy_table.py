@@ -94,11 +94,13 @@ def _operators(rows: Sequence[Row]) -> list[Row]:
 def _name(row: Row) -> str:
     if row["method"] != "shadow":
         return str(row["method"])
+    limit_db = row.get("int16_limit_db")
+    wide = "" if limit_db is None else f", 16 bits below {limit_db:g} dB"
     if row["pruned"] == 0:
-        return "shadow, none pruned"
+        return f"shadow, none pruned{wide}"
     ranking = "" if row["pruned"] == 100 else f" by {row['ranking']}"
     kind = ", clamped without it" if row["scale"] == "threshold" else ""
-    return f"shadow, {row['pruned']} % pruned{ranking}{kind}"
+    return f"shadow, {row['pruned']} % pruned{ranking}{kind}{wide}"
 
 
 def _cell(row: Row) -> str:
