@@ -347,6 +347,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", default=bundled_model(), help="default: bundled")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--text", choices=TEXTS, default="code")
+    parser.add_argument("--strength", type=int, action="append", help="of the bundled model's; repeatable")
     parser.add_argument("--runtime", action="store_true", help="through heterollm itself")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     asked = parser.parse_args()
@@ -354,6 +355,7 @@ def main() -> None:
     found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)  # noqa: S603
     stated = {"bench": "accuracy", "version": heterollm.__version__, "commit": found.stdout.strip()}
     measured, strengths = (runtime_rows, (RUNTIME_STRENGTH,)) if asked.runtime else (rows, STRENGTHS)
+    strengths = tuple(asked.strength or strengths)
     for strength in strengths if asked.model == bundled_model() else (1,):
         for row in measured(asked.model, strength, asked.windows, [asked.text]):
             shown = {name: value for name, value in row.items() if name not in ("operators", "seconds")}

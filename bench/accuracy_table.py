@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-__all__ = ["accuracy_lines", "importance_lines", "outlier_lines"]
+__all__ = ["accuracy_lines", "importance_lines", "loss_lines", "outlier_lines"]
 
 Row = Mapping[str, Any]
 BAND = 5
 """Layers of a line."""
+WORST = 8
+"""Operators whose losses are shown."""
 
 
 def accuracy_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -60,6 +64,28 @@ def importance_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ..
     return ["layers", *(f"`{group}`" for group in groups)], lines
 
 
+def loss_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the operators that lose most without their shadow, and their places in other orders.
+
+    A loss is over the median of all: 8-bit grids everywhere else make each one uncertain by the same draw.
+    """
+    operators = _operators(rows)
+    losses = [one["loss"] for one in operators]
+    middle = median(losses)
+    spread = median([abs(loss - middle) for loss in losses])
+    orders = [sorted(operators, key=lambda one: one[name], reverse=True) for name in ("importance", "gain")]
+    worst = sorted(operators, key=lambda one: one["loss"], reverse=True)[:WORST]
+    return [
+        (
+            f"`{one['group']}` of layer {one['layer']}",
+            f"{100 * math.expm1(one['loss'] - middle):+.1f} %",
+            f"{(one['loss'] - middle) / spread:.0f}",
+            *(str(order.index(one) + 1) for order in orders),
+        )
+        for one in worst
+    ]
+
+
 def _operators(rows: Sequence[Row]) -> list[Row]:
     found: list[Row] = [row for row in rows if row["kind"] == "outliers"][-1]["operators"]
     return found
@@ -68,11 +94,13 @@ def _operators(rows: Sequence[Row]) -> list[Row]:
 def _name(row: Row) -> str:
     if row["method"] != "shadow":
         return str(row["method"])
+    limit_db = row.get("int16_limit_db")
+    wide = "" if limit_db is None else f", 16 bits below {limit_db:g} dB"
     if row["pruned"] == 0:
-        return "shadow, none pruned"
+        return f"shadow, none pruned{wide}"
     ranking = "" if row["pruned"] == 100 else f" by {row['ranking']}"
     kind = ", clamped without it" if row["scale"] == "threshold" else ""
-    return f"shadow, {row['pruned']} % pruned{ranking}{kind}"
+    return f"shadow, {row['pruned']} % pruned{ranking}{kind}{wide}"
 
 
 def _cell(row: Row) -> str:

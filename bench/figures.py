@@ -625,6 +625,13 @@ def outlier_table() -> str:
     return table(head, "lrrrr", accuracy_table.outlier_lines(own))
 
 
+def loss_table() -> str:
+    """The published model's operators that lose most without their shadow."""
+    own = [row for row in rows_of("accuracy") if row["model"] == PUBLISHED]
+    head = "operator | perplexity | median deviations | place by importance | place by error"
+    return table(head, "lrrrr", accuracy_table.loss_lines(own))
+
+
 def importance_table() -> str:
     """Importance of the published model's outliers by layer."""
     own = [row for row in rows_of("accuracy") if row["model"] == PUBLISHED]
@@ -679,6 +686,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SPARSE, "simulated lengths"): lambda: shadow_attention_table("lengths"),
     (SPARSE, "simulated steps"): lambda: shadow_attention_table("steps"),
     (SPARSE, "retrieval"): sparse_table("retrieval"),
+    (LLM_NPU, "losses"): loss_table,
 }
 """Tables by page and name."""
 
