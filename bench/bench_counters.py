@@ -26,6 +26,7 @@ from conditions import conditions
 from heterollm.engine import Engine, Step
 from heterollm.kernels.gpu import SharedArray
 from heterollm.kernels.open import open_device
+from heterollm.kernels.ops import GraphMemory
 from heterollm.kernels.sim import SIMULATED
 from heterollm.model import find_model, op_specs, shape_only_weights
 from heterollm.simulate import SimulationRequest, simulate
@@ -128,7 +129,7 @@ def rows_of(model: str, soc: str, kind: str) -> list[dict[str, Any]]:
         found = row_of(counts + counts_of(engine.steps(phase, tokens)))  # type: ignore[arg-type]
         sync = plan.sync.of(phase)  # type: ignore[arg-type]
         rows.append({"soc": soc, "memory": kind, "phase": phase, "tokens": tokens, "sync": sync, **found})
-    copies = plan.npu_bytes(specs, copies_by_length=True)
+    copies = plan.npu_bytes(specs, GraphMemory(True))
     return [row | {"npu_weight_bytes": copies} for row in rows]
 
 

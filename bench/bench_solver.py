@@ -24,7 +24,7 @@ from typing import Any, Final
 from conditions import conditions
 
 from heterollm.kernels.npu import K_SPLIT_COLUMNS, STANDARD_LENGTHS
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import GraphMemory, OpSpec
 from heterollm.model import ModelShape
 from heterollm.model.known import ModelSize
 from heterollm.solver import SOLVED_LEVELS, Budget, NpuLimits, Slices, Solver
@@ -129,7 +129,7 @@ def measure(
     whole_bytes = sum(spec.weight_bytes() for spec in specs)
     for title, budget in (
         ("plan", Budget()),
-        ("plan within half the weights", Budget(whole_bytes // 2, True)),
+        ("plan within half the weights", Budget(whole_bytes // 2, GraphMemory(True))),
     ):
         times = []
         for _ in range(rounds):

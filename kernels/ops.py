@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace as replace_struct
@@ -107,6 +107,30 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphMemory:
+    """How the memory of an NPU's graphs counts.
+
+    Args:
+        copies_by_length: Whether each length of a slice holds weights of its own.
+        activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
+        reuses_io: Whether the longest graph's input and output serve all lengths of a slice.
+    """
+
+    copies_by_length: bool = False
+    activation_bytes: int = 0
+    reuses_io: bool = False
+
+    @property
+    def counts_graphs(self) -> bool:
+        """Whether further lengths of a slice take memory."""
+        return self.copies_by_length or self.activation_bytes > 0
+
+
+COUNTED_ONCE: Final = GraphMemory()
+"""Weights count once for all lengths, inputs and outputs not at all."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpSpec:
     """One group of linear layers of a model.
 
@@ -165,24 +189,20 @@ class OpSpec:
         self,
         member_rows: tuple[int, ...],
         lengths: Collection[int],
-        *,
-        copies_by_length: bool,
-        activation_bytes: int,
-        reuses_io: bool = False,
+        memory: GraphMemory,
     ) -> int:
         """Return the bytes that the NPU graphs of some rows of each member take.
 
         Args:
             member_rows: Rows of each member.
             lengths: Tokens of each graph.
-            copies_by_length: Whether each graph holds weights of its own.
-            activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
-            reuses_io: Whether the longest graph's input and output serve all lengths.
+            memory: How they count.
         """
         outputs = sum(member_rows) if self.then is None else self.then.rows
-        tokens = max(lengths, default=0) if reuses_io else sum(lengths)
-        io_bytes = tokens * (self.columns + outputs) * activation_bytes
-        return self.slice_bytes(member_rows) * (len(lengths) if copies_by_length else 1) + io_bytes
+        tokens = max(lengths, default=0) if memory.reuses_io else sum(lengths)
+        io_bytes = tokens * (self.columns + outputs) * memory.activation_bytes
+        copies = len(lengths) if memory.copies_by_length else 1
+        return self.slice_bytes(member_rows) * copies + io_bytes
 
 
 def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:

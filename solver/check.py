@@ -8,7 +8,7 @@ from typing import get_args
 from msgspec.structs import replace
 
 from heterollm.base import PlanError, format_bytes
-from heterollm.kernels.npu import FfnShape, GraphShape, LinearShape, NpuBackend
+from heterollm.kernels.npu import FfnShape, GraphShape, LinearShape, NpuBackend, graph_memory
 from heterollm.kernels.ops import Activation, OpSpec, Phase
 from heterollm.solver.attention import SparseAttention
 from heterollm.solver.ffn import split_alignment
@@ -96,19 +96,13 @@ def _check_address_space(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | 
     """Refuse a pass whose NPU graphs cannot be open together; graphs of other passes may be closed."""
     if npu is None or npu.addressable_bytes is None:
         return
-    activation_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
+    memory = graph_memory(npu)
     for phase in get_args(Phase):
         entries = [entry for entry in plan.entries if entry.phase == phase]
         for length in _decisive_lengths(entries, plan.chunk_length):
             rows = min(length, head_rows)
             need = sum(
-                spec.graph_bytes(
-                    placement.npu_rows,
-                    set(placement.npu_lengths),
-                    copies_by_length=npu.copies_by_length,
-                    activation_bytes=activation_bytes,
-                    reuses_io=npu.reuses_io,
-                )
+                spec.graph_bytes(placement.npu_rows, set(placement.npu_lengths), memory)
                 for spec, placement in plan.operators(phase, length, specs, rows=rows)
                 if placement.npu_lengths
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from heterollm.base import OptionError
@@ -21,6 +22,7 @@ from heterollm.solver.costs import CachedCosts, Costs
 from heterollm.solver.flights import shortened
 from heterollm.solver.plan import Plan
 from heterollm.solver.predict import predict_pass
+from heterollm.solver.prompts import relative_time
 from heterollm.solver.slices import Slices
 from heterollm.solver.solve import Solver
 
@@ -68,12 +70,11 @@ def plan_chunks(
 
     whole_us = {prompt: prompt_us(plan, prompt) for prompt in prompts}
 
-    def total(one: Plan) -> float:
-        return sum(weight * prompt_us(one, prompt) / whole_us[prompt] for prompt, weight in prompts.items())
+    def loss(found: tuple[Plan, Slices]) -> float:
+        return relative_time(prompts, whole_us, lambda prompt: prompt_us(found[0], prompt))
 
-    shorter = min(((own, own_slices), (shortened(plan, chunk), slices)), key=lambda found: total(found[0]))
-    gains = total(shorter[0]) < (1.0 - GAIN_FRACTION) * sum(prompts.values())
-    return shorter if gains else (plan, slices)
+    shorter = min(((own, own_slices), (shortened(plan, chunk), slices)), key=loss)
+    return shorter if loss(shorter) < 1.0 - GAIN_FRACTION else (plan, slices)
 
 
 def best_chunk(
@@ -119,15 +120,8 @@ def best_chunk(
         return full_us + (pass_us(left, count * chunk) if left else 0.0)
 
     layer = solver.layer
-    weights = {prompt: weight / prompt_us(prompt, solver.chunk_length) for prompt, weight in prompts.items()}
-
-    def total_us(chunk: int) -> float:
-        return sum(weight * prompt_us(prompt, chunk) for prompt, weight in weights.items())
-
-    best = solver.chunk_length
-    best_us = (1.0 - GAIN_FRACTION) * sum(prompts.values())
-    for chunk in sorted(length for length in offered if 1 < length < solver.chunk_length):
-        chunk_us = total_us(chunk)
-        if chunk_us < best_us:
-            best, best_us = chunk, chunk_us
-    return best
+    whole_us = {prompt: prompt_us(prompt, solver.chunk_length) for prompt in prompts}
+    shorter = sorted(length for length in offered if 1 < length < solver.chunk_length)
+    losses = [relative_time(prompts, whole_us, partial(prompt_us, chunk=chunk)) for chunk in shorter]
+    least = min(losses, default=1.0)
+    return shorter[losses.index(least)] if least < 1.0 - GAIN_FRACTION else solver.chunk_length

@@ -22,6 +22,7 @@ from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
 from heterollm.solver.plan_records import ChunkSchedule, GroupTimes, PlanEntry
 from heterollm.solver.predict import predict_pass
+from heterollm.solver.prompts import relative_time
 from heterollm.solver.request import InFlight
 from heterollm.solver.schedule import Stage, schedule_chunks
 from heterollm.solver.slices import Slices
@@ -198,13 +199,7 @@ class _Flights:
         if flown is None:
             return None
         free, budget = flown.applied(self._shorter(flown.tokens)), self.solver.budget
-        held_bytes = free.npu_bytes(
-            self.solver.specs,
-            copies_by_length=budget.copies_by_length,
-            activation_bytes=budget.activation_bytes,
-            reuses_io=budget.reuses_io,
-        )
-        if budget.holds(held_bytes):
+        if budget.holds(free.npu_bytes(self.solver.specs, budget.memory)):
             return self._loss(flown), free
         held = self.plan.slices
         resident = {(item.group, item.npu_rows, length) for item in held for length in item.lengths}
@@ -246,11 +241,11 @@ class _Flights:
 
     def _loss(self, flown: _Flown) -> float:
         """Return the mean time of the prompts, relative to one chunk after the other."""
-        relative = (
-            weight * self._prompt_us(prompt, flown.tokens, flown.schedule) / self._before_us[prompt]
-            for prompt, weight in self.prompts.items()
-        )
-        return sum(relative) / sum(self.prompts.values())
+
+        def prompt_us(prompt: int) -> float:
+            return self._prompt_us(prompt, flown.tokens, flown.schedule)
+
+        return relative_time(self.prompts, self._before_us, prompt_us)
 
     def _prompt_us(self, prompt: int, chunk: int, schedule: ChunkSchedule) -> float:
         if prompt <= chunk:

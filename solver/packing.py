@@ -260,13 +260,13 @@ class _Table:
                 split[:, have] < split[:, without]
             ).any(axis=-1)
         # With a copy for each length, graphs of one token share nothing with those of other lengths.
-        apart = budget.copies_by_length and 1 in bits
+        apart = budget.memory.copies_by_length and 1 in bits
         if apart:
             useful &= (masks == bits[1]) | (masks & bits[1] == 0)
         places = np.argwhere(useful)
         lengths = [tuple(length for length in offered if mask & bits[length]) for mask in places[:, 1]]
         sizes = [
-            group.layers * budget.graph_bytes(spec, rows[number], own)
+            group.layers * spec.graph_bytes(rows[number], own, budget.memory)
             for number, own in zip(places[:, 0], lengths, strict=True)
         ]
         limit = math.inf if budget.npu_bytes is None else budget.npu_bytes

@@ -19,7 +19,7 @@ from msgspec.structs import force_setattr, replace
 
 from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import GROUPS, OpSpec, Phase, ffn_specs
+from heterollm.kernels.ops import GROUPS, GraphMemory, OpSpec, Phase, ffn_specs
 from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
@@ -182,30 +182,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for start in range(0, len(chunks), self.lanes):
             yield chunks[start : start + self.lanes]
 
-    def npu_bytes(
-        self,
-        specs: Sequence[OpSpec],
-        *,
-        copies_by_length: bool,
-        activation_bytes: int = 0,
-        reuses_io: bool = False,
-    ) -> int:
+    def npu_bytes(self, specs: Sequence[OpSpec], memory: GraphMemory) -> int:
         """Return the bytes that the NPU's graphs take.
 
         Args:
             specs: Every group of the model.
-            copies_by_length: Whether every length of a slice holds weights of its own.
-            activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
-            reuses_io: Whether the longest graph's input and output serve all lengths of a slice.
+            memory: How they count.
         """
         return sum(
-            spec.graph_bytes(
-                held.npu_rows,
-                held.lengths,
-                copies_by_length=copies_by_length,
-                activation_bytes=activation_bytes,
-                reuses_io=reuses_io,
-            )
+            spec.graph_bytes(held.npu_rows, held.lengths, memory)
             for held in self.slices
             for spec in (*specs, *ffn_specs(specs))
             if spec.group == held.group and held.layers[0] <= spec.layer <= held.layers[1]

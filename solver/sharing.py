@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import GraphMemory, OpSpec
 from heterollm.solver.plan import Plan
 
 __all__ = ["GraphSharing", "graph_sharing"]
@@ -59,10 +59,7 @@ def graph_sharing(
     specs: Sequence[OpSpec],
     prompt: int,
     norms: int,
-    *,
-    copies_by_length: bool = True,
-    activation_bytes: int = 0,
-    reuses_io: bool = False,
+    memory: GraphMemory,
 ) -> GraphSharing:
     """Return what the chunks of a prompt share under a plan.
 
@@ -71,9 +68,7 @@ def graph_sharing(
         specs: Every group of the model.
         prompt: Tokens of the prompt.
         norms: Norms of a layer before or behind attention and feed-forward network.
-        copies_by_length: Whether every length of a slice holds weights of its own.
-        activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
-        reuses_io: Whether the longest graph's input and output serve all lengths of a slice.
+        memory: How the memory of graphs counts.
 
     Raises:
         PlanError: The plan has no entry for a chunk.
@@ -83,28 +78,19 @@ def graph_sharing(
     lengths = [length for _, length in plan.chunks(prompt)]
     flown = plan.of_flights if len(lengths) > 1 else plan
 
-    def held_bytes(spec: OpSpec, rows: tuple[int, ...], graphs: Collection[int]) -> int:
-        return spec.graph_bytes(
-            rows,
-            graphs,
-            copies_by_length=copies_by_length,
-            activation_bytes=activation_bytes,
-            reuses_io=reuses_io,
-        )
-
     held: dict[tuple[OpSpec, tuple[int, ...]], set[int]] = {}
     separate_bytes = 0
     for length in lengths:
         for spec, placement in flown.operators("prefill", length, body):
             if graphs := set(placement.npu_lengths):
                 held.setdefault((spec, placement.npu_rows), set()).update(graphs)
-                separate_bytes += held_bytes(spec, placement.npu_rows, graphs)
+                separate_bytes += spec.graph_bytes(placement.npu_rows, graphs, memory)
     return GraphSharing(
         chunks=len(lengths),
         norms=norms * layers,
         linears=len(LINEAR_PARTS) * layers,
         attentions=layers,
         graphs=sum(map(len, held.values())),
-        held_bytes=sum(held_bytes(spec, rows, graphs) for (spec, rows), graphs in held.items()),
+        held_bytes=sum(spec.graph_bytes(rows, graphs, memory) for (spec, rows), graphs in held.items()),
         separate_bytes=separate_bytes,
     )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
 from heterollm.base import OptionError, PlanError
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import COUNTED_ONCE, GraphMemory, Group, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option
@@ -54,34 +54,15 @@ class Budget:
 
     Args:
         npu_bytes: Bytes of all graphs of all slices; None is no limit.
-        copies_by_length: Whether each length of a slice needs its own copy of the weights.
-        activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
-        reuses_io: Whether the longest graph's input and output serve all lengths of a slice.
+        memory: How their memory counts.
     """
 
     npu_bytes: int | None = None
-    copies_by_length: bool = False
-    activation_bytes: int = 0
-    reuses_io: bool = False
+    memory: GraphMemory = COUNTED_ONCE
 
     def __post_init__(self) -> None:
         if self.npu_bytes is not None and self.npu_bytes < 0:
             raise OptionError(f"The NPU's budget is {self.npu_bytes} bytes.", fix="Give 0 or more.")
-
-    @property
-    def counts_graphs(self) -> bool:
-        """Whether further lengths of a slice take memory."""
-        return self.copies_by_length or self.activation_bytes > 0
-
-    def graph_bytes(self, spec: OpSpec, rows: Rows, lengths: Collection[int]) -> int:
-        """Return the bytes that graphs of some rows of a group take at some lengths, in one layer."""
-        return spec.graph_bytes(
-            rows,
-            lengths,
-            copies_by_length=self.copies_by_length,
-            activation_bytes=self.activation_bytes,
-            reuses_io=self.reuses_io,
-        )
 
     def holds(self, size_bytes: int) -> bool:
         """Return whether ``size_bytes`` fit."""

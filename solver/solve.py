@@ -280,10 +280,10 @@ class Solver:
 
     def _holds(self, slices: Slices, factor: float = 1.0) -> bool:
         """Return whether all graphs of resident slices fit into ``factor`` times the budget."""
-        if not self.budget.counts_graphs:
+        if not self.budget.memory.counts_graphs:
             return True
         size_bytes = sum(
-            (1 if group == "head" else self.layers) * self.budget.graph_bytes(spec, rows, lengths)
+            (1 if group == "head" else self.layers) * spec.graph_bytes(rows, lengths, self.budget.memory)
             for group, spec in self._groups.items()
             for rows, lengths in slices.get(group, {}).items()
         )
@@ -354,7 +354,7 @@ class Solver:
             choices.append(FeedForwardCosts(gate_up, down, ffn_costs, activation))
         # The head computes one row in every pass; only passes with all logits have more.
         choices += [*groups.values(), GroupCosts(self.head, 1, head, {1: sum(weights.values())}, margin)]
-        chosen = choose_slices(choices, Budget() if self.budget.counts_graphs else self.budget)
+        chosen = choose_slices(choices, Budget() if self.budget.memory.counts_graphs else self.budget)
         return {group: dict.fromkeys(rows, self.limits.standard_lengths) for group, rows in chosen.items()}
 
     def _equal_weights(self, table: OptionTable) -> dict[int, float]:

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 
 from heterollm.base import PAGE_BYTES, DeviceError, format_bytes, round_up
+from heterollm.kernels.npu import graph_memory
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver import Plan
 
@@ -104,12 +105,7 @@ def memory_need(
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
     one_head = round_up(context * config.head_dim * cache_dtype.itemsize, PAGE_BYTES)
-    graphs = plan.npu_bytes(
-        specs,
-        copies_by_length=npu is not None and npu.copies_by_length,
-        activation_bytes=npu.activation_dtype.itemsize if npu is not None and npu.io_by_graph else 0,
-        reuses_io=npu is not None and npu.reuses_io,
-    )
+    graphs = plan.npu_bytes(specs, graph_memory(npu))
     if npu is not None and npu.io_by_graph:
         graphs += score_graph_bytes(config, plan, context)
     if npu is not None and npu.addressable_bytes is not None:

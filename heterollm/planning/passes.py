@@ -8,7 +8,7 @@ for each operator how many rows the NPU computes in integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
@@ -27,6 +27,7 @@ from heterollm.solver import (
     ShadowChannels,
     level_plan,
     llm_npu_pass,
+    relative_time,
     with_schedule,
 )
 
@@ -139,7 +140,7 @@ def faster_plan(model: ProfiledModel, plan: Plan, other: Plan, prompts: Mapping[
         other: The other plan.
         prompts: Weights of prompts by length.
     """
-    return other if _Loss(model, plan, prompts)(other) < 1.0 else plan
+    return other if _loss_beside(model, plan, prompts)(other) < 1.0 else plan
 
 
 def fastest_in_flight(
@@ -163,7 +164,7 @@ def fastest_in_flight(
         costs_at, limits = model.costs.at, model.limits
         return min((with_schedule(one, model.specs, count, costs_at, limits) for one in plans), key=loss)
 
-    loss = _Loss(model, plan, prompts)
+    loss = _loss_beside(model, plan, prompts)
     if in_flight != "auto":
         return fastest(in_flight)
     found = [(loss(one), one) for one in (plan, *map(fastest, AUTOMATIC))]
@@ -171,26 +172,12 @@ def fastest_in_flight(
     return next(one for own, one in found if own <= least * (1.0 + WORTH_DOUBLING))
 
 
-class _Loss:
-    """The time of prompts under a plan, relative to that under a first plan.
+def _loss_beside(model: ProfiledModel, first: Plan, prompts: Mapping[int, float]) -> Callable[[Plan], float]:
+    """Return the relative time of prompts under a plan beside a first one, as a function of the plan."""
 
-    Args:
-        model: The profiled model.
-        plan: The first plan.
-        prompts: Weights of prompts by length.
-    """
+    def prompt_us(plan: Plan, prompt: int) -> float:
+        found = model.prompt(plan, prompt)
+        return math.inf if found is None else found.time_us
 
-    def __init__(self, model: ProfiledModel, plan: Plan, prompts: Mapping[int, float]) -> None:
-        self._model = model
-        self._prompts = prompts
-        self._before = {prompt: model.prompt(plan, prompt) for prompt in prompts}
-
-    def __call__(self, plan: Plan) -> float:
-        """Return the mean of the relative times; infinity where the profile lacks one."""
-        total = 0.0
-        for prompt, weight in self._prompts.items():
-            found, before = self._model.prompt(plan, prompt), self._before[prompt]
-            if found is None or before is None:
-                return math.inf
-            total += weight * found.time_us / before.time_us
-        return total / sum(self._prompts.values()) if total else 1.0
+    before_us = {prompt: prompt_us(first, prompt) for prompt in prompts}
+    return lambda plan: relative_time(prompts, before_us, lambda prompt: prompt_us(plan, prompt))

@@ -124,9 +124,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
         ),
         Budget(
             model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB),
-            copies_by_length=model.copies_by_length,
-            activation_bytes=model.profile.graph_activation_bytes,
-            reuses_io=model.profile.reuses_io,
+            model.profile.graph_memory,
         ),
         chunk_length=min(request.context, longest),
         head_rows=HEAD_ROWS,

@@ -82,31 +82,13 @@ class ProfiledModel:
         """Whether the profile has times of the model's linear layers on the NPU."""
         return self._measured(self.specs)
 
-    @property
-    def copies_by_length(self) -> bool:
-        """Whether each length of a resident slice holds weights of its own."""
-        return self.profile.copies_by_length
-
     def npu_bytes(self, plan: Plan) -> int:
         """Return the bytes that the NPU's graphs of a plan take: weights, inputs and outputs."""
-        return plan.npu_bytes(
-            self.specs,
-            copies_by_length=self.copies_by_length,
-            activation_bytes=self.profile.graph_activation_bytes,
-            reuses_io=self.profile.reuses_io,
-        )
+        return plan.npu_bytes(self.specs, self.profile.graph_memory)
 
     def sharing(self, plan: Plan, prompt: int) -> GraphSharing:
         """Return what the chunks of a prompt share under a plan."""
-        return graph_sharing(
-            plan,
-            self.specs,
-            prompt,
-            block_norms(self.config),
-            copies_by_length=self.copies_by_length,
-            activation_bytes=self.profile.graph_activation_bytes,
-            reuses_io=self.profile.reuses_io,
-        )
+        return graph_sharing(plan, self.specs, prompt, block_norms(self.config), self.profile.graph_memory)
 
     @property
     def missing(self) -> frozenset[str]:

@@ -85,12 +85,13 @@ def held_words(model: ProfiledModel, plan: Plan) -> str:
     """Return a sentence about the memory of the NPU's graphs."""
     profile, limit = model.profile, plan.request.npu_gib if plan.request is not None else None
     words = [f"The NPU's graphs take {format_bytes(model.npu_bytes(plan))} in all layers"]
-    if model.copies_by_length:
+    memory = profile.graph_memory
+    if memory.copies_by_length:
         words.append("weights counted for each length")
     elif profile.graphs_by_length:
         words.append("weights counted once for all lengths")
-    if profile.graph_activation_bytes:
-        of = "the longest graph of each slice" if profile.reuses_io else "every graph"
+    if memory.activation_bytes:
+        of = "the longest graph of each slice" if memory.reuses_io else "every graph"
         words.append(f"inputs and outputs of {of} included")
     if limit is not None:
         words.append(f"{format_bytes(int(limit * GIB))} were allowed")

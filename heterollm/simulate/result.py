@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 from msgspec import structs
 
 from heterollm.base import GIB, Amount, Count
 from heterollm.kernels.device import Device
+from heterollm.kernels.npu import graph_memory
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.kernels.sim import (
     AS_INTEGERS,
@@ -178,34 +179,14 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
     """
     soc = soc_of(device)
     count = sum((held.layers[1] - held.layers[0] + 1) * len(held.lengths) for held in plan.slices)
-    held_bytes = plan.npu_bytes(specs, **_counted(device))
+    held_bytes = plan.npu_bytes(specs, graph_memory(device.npu))
     limit_gib = soc.npu.address_space_gib or None
     return GraphUse(count, held_bytes / GIB, limit_gib, count * soc.build.session_us / 1e6)
 
 
 def sharing_of(device: Device, plan: Plan, specs: Sequence[OpSpec], prompt: int, norms: int) -> GraphSharing:
     """Return what the chunks of a prompt share; the arguments are those of :func:`graph_sharing`."""
-    return graph_sharing(plan, specs, prompt, norms, **_counted(device))
-
-
-class _Counted(TypedDict):
-    """The way in which the memory of a device's graphs counts."""
-
-    copies_by_length: bool
-    activation_bytes: int
-    reuses_io: bool
-
-
-def _counted(device: Device) -> _Counted:
-    npu = device.npu
-    if npu is None:
-        return {"copies_by_length": False, "activation_bytes": 0, "reuses_io": False}
-    item_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
-    return {
-        "copies_by_length": npu.copies_by_length,
-        "activation_bytes": item_bytes,
-        "reuses_io": npu.reuses_io,
-    }
+    return graph_sharing(plan, specs, prompt, norms, graph_memory(device.npu))
 
 
 @dataclass(frozen=True, slots=True)

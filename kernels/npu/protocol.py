@@ -18,6 +18,7 @@ from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.npu.shapes import GraphShape
 from heterollm.kernels.npu.shards import GraphShard, ScoresShard
 from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
+from heterollm.kernels.ops import COUNTED_ONCE, GraphMemory
 
 __all__ = [
     "INTEGER_FORMS",
@@ -31,6 +32,7 @@ __all__ = [
     "TimeKind",
     "check_form",
     "edge_dtype",
+    "graph_memory",
 ]
 
 TimeKind = Literal["real", "emulated", "simulated"]
@@ -235,6 +237,14 @@ def edge_dtype(form: GraphForm, dtype: np.dtype[Any]) -> np.dtype[Any]:
     if form in INTEGER_FORMS or form == "scores":
         return code_dtype(16 if form in ("integer", "ffn_integer") else 8)
     return dtype
+
+
+def graph_memory(npu: NpuBackend | None) -> GraphMemory:
+    """Return how the memory of a backend's graphs counts; without one each slice counts once."""
+    if npu is None:
+        return COUNTED_ONCE
+    item_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
+    return GraphMemory(npu.copies_by_length, item_bytes, npu.reuses_io)
 
 
 def check_form(

@@ -29,6 +29,7 @@ from heterollm.base import (
     missing_field,
 )
 from heterollm.kernels.device import Device, fingerprint_of
+from heterollm.kernels.ops import GraphMemory
 from heterollm.kernels.sim import name_in_words
 from heterollm.profiler.records.record_json import KIND_NAMES, RecordLine, record_line
 from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Processor, Record
@@ -106,26 +107,21 @@ class Profile:
         return str(self.description["device"])
 
     @property
-    def copies_by_length(self) -> bool:
-        """Whether each standard length of an NPU graph holds weights of its own."""
-        return bool(self.description["npu_copies_by_length"])
+    def graph_memory(self) -> GraphMemory:
+        """How the memory of the NPU's graphs counts."""
+        found, item_bytes = self.description, 0
+        if found.get("npu_io_by_graph", False):
+            item_bytes = 4 if found.get("activation_dtype") == "float32" else 2
+        return GraphMemory(
+            copies_by_length=bool(found["npu_copies_by_length"]),
+            activation_bytes=item_bytes,
+            reuses_io=bool(found.get("npu_reuses_io", False)),
+        )
 
     @property
     def graphs_by_length(self) -> bool:
         """Whether each standard length of a slice is a graph of its own, which takes time to build."""
-        return bool(self.description.get("npu_graphs_by_length", self.copies_by_length))
-
-    @property
-    def graph_activation_bytes(self) -> int:
-        """Size of an element of an NPU graph's own input and output; 0 if a graph has none of its own."""
-        if not self.description.get("npu_io_by_graph", False):
-            return 0
-        return 4 if self.description.get("activation_dtype") == "float32" else 2
-
-    @property
-    def reuses_io(self) -> bool:
-        """Whether all lengths of a slice reserve memory for the longest one's input and output alone."""
-        return bool(self.description.get("npu_reuses_io", False))
+        return bool(self.description.get("npu_graphs_by_length", self.graph_memory.copies_by_length))
 
     @property
     def addressable_bytes(self) -> int | None:

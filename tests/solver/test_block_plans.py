@@ -14,7 +14,7 @@ from msgspec import structs
 
 from heterollm.base import PlanError
 from heterollm.kernels.npu import FfnShape, LinearShape
-from heterollm.kernels.ops import Phase, ffn_spec, ffn_specs
+from heterollm.kernels.ops import GraphMemory, Phase, ffn_spec, ffn_specs
 from heterollm.solver import Budget, NpuLimits, Plan, Solver, check_plan
 from heterollm.solver.ffn_slices import FeedForwardCosts
 from heterollm.solver.placements import FfnPlacement, RowsPlacement
@@ -327,7 +327,7 @@ def resident_bytes(plan, specs, copies_by_length):
     seeds, st.integers(0, 4_000_000), st.booleans(), st.sampled_from([None, {1: 1.0}, {70: 3.0, 300: 1.0}])
 )
 def test_the_budget_is_never_exceeded(made, seed, npu_bytes, copies_by_length, weights):
-    specs, budget = made.model(), Budget(npu_bytes, copies_by_length)
+    specs, budget = made.model(), Budget(npu_bytes, GraphMemory(copies_by_length))
     costs = (made.block_costs if seed % 2 else made.proportional_blocks)(seed)
     solver = Solver(specs, made.limits((1, 32, 64)), costs, budget=budget, chunk_length=96, level="block")
     plan = solver.plan(device="d", precision="fp16", weights=weights)
@@ -351,7 +351,7 @@ def test_a_block_wins_and_is_held_within_a_budget(made):
     """The cases above use blocks, too."""
     used = 0
     for seed in range(20):
-        budget = Budget(1_500_000, copies_by_length=bool(seed % 2))
+        budget = Budget(1_500_000, GraphMemory(bool(seed % 2)))
         costs = made.proportional_blocks(seed)
         solver = Solver(
             made.model(), made.limits((1, 32, 64)), costs, budget=budget, chunk_length=96, level="block"

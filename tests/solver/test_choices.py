@@ -163,7 +163,7 @@ from heterollm.solver.slices import Budget
 from heterollm.solver.solve import Solver
 for seed in range(4):
     costs = made.RandomCosts(seed)
-    budget = Budget(100_000, copies_by_length=bool(seed % 2))
+    budget = Budget(100_000, GraphMemory(bool(seed % 2)))
     limits = made.make_limits(forms=("a", "b"))
     solver = Solver(made.make_model(), limits, costs, budget=budget, chunk_length=160)
     print(hashlib.sha256(solver.plan(device="d", precision="fp16").to_json().encode()).hexdigest())

@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
+from heterollm.kernels.ops import GraphMemory
 from heterollm.solver import Budget, Plan, PlanRequest, Solver, plan_flights, predict_prompt
 from heterollm.solver.costs import Overheads
 
@@ -28,7 +29,7 @@ def planned(made):
     @functools.cache
     def plans(seed, level="block", limit=None, attention_us=40.0, overheads=made.free, in_flight=4):
         costs_at = functools.partial(Attention, seed, attention_us, overheads)
-        budget = Budget(limit, copies_by_length=True)
+        budget = Budget(limit, GraphMemory(True))
         solver = Solver(
             made.model(), made.limits(), costs_at(0), budget=budget, chunk_length=128, level=level
         )
@@ -58,9 +59,9 @@ def test_chunks_in_flight_are_predicted_faster(planned, seed, level):
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_graphs_of_chunks_in_flight_keep_the_budget(planned, fraction):
     solver, plan, _ = planned(0)
-    limit = int(fraction * plan.npu_bytes(solver.specs, copies_by_length=True))
+    limit = int(fraction * plan.npu_bytes(solver.specs, GraphMemory(True)))
     _, plan, flown = planned(0, limit=limit)
-    assert flown.npu_bytes(solver.specs, copies_by_length=True) <= limit
+    assert flown.npu_bytes(solver.specs, GraphMemory(True)) <= limit
     if not fraction:
         assert flown == plan
 

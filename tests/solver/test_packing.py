@@ -9,6 +9,7 @@ import pytest
 
 import heterollm.solver.solve as solve
 from heterollm.base import PlanError
+from heterollm.kernels.ops import GraphMemory
 from heterollm.solver import Budget, Objective, Solver
 from heterollm.solver.candidates import few_leading_lengths_for, few_lengths_for
 from heterollm.solver.options import Option
@@ -79,7 +80,7 @@ def size_of(group, held, budget):
         weights = group.spec.slice_bytes(rows)
         outputs = sum(rows) if group.spec.then is None else group.spec.then.rows
         for length in lengths:
-            total += weights + length * (group.spec.columns + outputs) * budget.activation_bytes
+            total += weights + length * (group.spec.columns + outputs) * budget.memory.activation_bytes
     return group.layers * total
 
 
@@ -101,7 +102,7 @@ def test_no_set_of_rows_and_lengths_is_cheaper(made, seed):
     margin = draw.choice([0.0, 0.1])
     groups = [made_group(made, draw, name, margin) for name in ("o", "down")]
     one = groups[0].spec.slice_bytes((64,))
-    budget = Budget(draw.randint(0, 30) * one, True, draw.choice([0, 2]))
+    budget = Budget(draw.randint(0, 30) * one, GraphMemory(True, draw.choice([0, 2])))
     best = []
     for group in groups:
         sets = [(size_of(group, held, budget), cost_of(group, held)) for held in every_set()]
@@ -156,7 +157,9 @@ def test_no_set_of_an_ffn_with_two_paths_is_cheaper(made, seed):
 
     gate_up, down, ffn = few(gate_up), few(down), few(ffn)
     packing = FfnPacking(gate_up, down, ffn, dict.fromkeys(passes, 5.0))
-    budget = Budget(draw.randint(4, 30) * gate_up.spec.slice_bytes((64,)), True, draw.choice([0, 2]))
+    budget = Budget(
+        draw.randint(4, 30) * gate_up.spec.slice_bytes((64,)), GraphMemory(True, draw.choice([0, 2]))
+    )
 
     def cost(held):
         total = 0.0
@@ -205,8 +208,10 @@ def test_one_length_serves_shorter_passes_by_padding_and_longer_ones_as_chunks(m
     }
     group = GroupPacking(spec, 1, options, dict.fromkeys(options, 1.0), Objective())
     one = spec.slice_bytes((256,))
-    assert pack([group.frontier(Budget(one, True))], Budget(one, True)) == {"o": {(256,): (64,)}}
-    both = Budget(2 * one, True)
+    assert pack([group.frontier(Budget(one, GraphMemory(True)))], Budget(one, GraphMemory(True))) == {
+        "o": {(256,): (64,)}
+    }
+    both = Budget(2 * one, GraphMemory(True))
     assert pack([group.frontier(both)], both) == {"o": {(256,): (32, 64)}}
 
 
@@ -216,14 +221,14 @@ def test_inputs_and_outputs_count(made):
     group = GroupPacking(spec, 3, options, {64: 1.0}, Objective())
     need = 3 * (spec.slice_bytes((256,)) + 64 * (64 + 256) * 2)
     for size, held in ((need - 1, {}), (need, {(256,): (64,)})):
-        budget = Budget(size, True, 2)
+        budget = Budget(size, GraphMemory(True, 2))
         assert pack([group.frontier(budget)], budget) == {"o": held}
 
 
 def test_a_group_that_only_the_npu_runs_needs_its_memory(made):
     spec = made.spec("o", (256,))
     group = GroupPacking(spec, 1, {64: [option((256,), (64,), 10.0, False)]}, {64: 1.0}, Objective())
-    budget = Budget(spec.slice_bytes((256,)) - 1, True)
+    budget = Budget(spec.slice_bytes((256,)) - 1, GraphMemory(True))
     with pytest.raises(PlanError, match="does not hold what only the NPU"):
         pack([group.frontier(budget)], budget)
 
@@ -243,7 +248,7 @@ def test_sequences_with_few_lengths_cover_the_pass(tokens):
 def test_rows_that_are_refined_under_the_budget_alone_lose_little(made, seed, part, monkeypatch):
     """Where rough graphs are far over the budget, only decode is refined before it counts."""
     specs = made.model(hidden=2048, keys=512, wide=6144, vocabulary=4096)
-    budget = Budget(int(part * sum(spec.weight_bytes() for spec in specs)), True, 2)
+    budget = Budget(int(part * sum(spec.weight_bytes() for spec in specs)), GraphMemory(True, 2))
     solver = Solver(
         specs, made.limits(), made.proportional(seed), budget=budget, chunk_length=256, head_rows=1
     )
@@ -262,15 +267,15 @@ def test_rows_that_are_refined_under_the_budget_alone_lose_little(made, seed, pa
 def test_a_whole_plan_keeps_the_budget_with_inputs_and_outputs(made, seed, activation_bytes):
     specs = made.model()
     free = Solver(specs, made.limits(), made.proportional(seed), chunk_length=256)
-    count = {"copies_by_length": True, "activation_bytes": activation_bytes}
-    most = free.plan(device="d", precision="fp16").npu_bytes(specs, **count)
+    memory = GraphMemory(copies_by_length=True, activation_bytes=activation_bytes)
+    most = free.plan(device="d", precision="fp16").npu_bytes(specs, memory)
     times = []
     for part in (0.2, 0.5, 1.5):
-        budget = Budget(int(part * most), **count)
+        budget = Budget(int(part * most), memory)
         solver = replace(free, budget=budget)
         plan, slices = solver.solve(device="d", precision="fp16")
         assert plan.uses_npu
-        assert plan.npu_bytes(specs, **count) <= budget.npu_bytes
+        assert plan.npu_bytes(specs, memory) <= budget.npu_bytes
         assert solver.solve(device="d", precision="fp16") == (plan, slices)
         times.append(sum(solver.length(tokens, slices).time_us for tokens in (1, 64, 256)))
     assert times[0] >= times[1] >= times[2]

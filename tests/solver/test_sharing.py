@@ -2,6 +2,7 @@
 
 import pytest
 
+from heterollm.kernels.ops import GraphMemory
 from heterollm.model import block_norms, find_model, op_specs
 from heterollm.solver import graph_sharing, level_plan
 
@@ -14,7 +15,7 @@ def shared(prompt, chunk=256, level="npu", model="qwen1.5-1.8b"):
     plan = level_plan(
         level, specs, device="d", precision="w4a16", standard_lengths=LENGTHS, chunk_length=chunk
     )
-    return specs, graph_sharing(plan, specs, prompt, block_norms(config))
+    return specs, graph_sharing(plan, specs, prompt, block_norms(config), GraphMemory(copies_by_length=True))
 
 
 def test_qwen_has_the_counts_of_the_paper() -> None:

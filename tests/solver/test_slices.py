@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import OptionError
+from heterollm.kernels.ops import GraphMemory
 from heterollm.solver import Budget, Objective, Solver, pass_weights
 from heterollm.solver.slice_sets import SliceCost
 from heterollm.solver.slices import GroupCosts, choose_slices
@@ -40,7 +41,7 @@ def resident_bytes(plan, specs, copies_by_length):
     st.sampled_from([None, {1: 1.0}, {70: 3.0, 300: 1.0}]),
 )
 def test_the_budget_is_never_exceeded(made, seed, npu_bytes, copies_by_length, weights):
-    specs, budget = made.model(), Budget(npu_bytes, copies_by_length)
+    specs, budget = made.model(), Budget(npu_bytes, GraphMemory(copies_by_length))
     costs = (made.costs if seed % 2 else made.proportional)(seed)
     solver = Solver(specs, made.limits((1, 32, 64)), costs, budget=budget, chunk_length=96)
     plan = solver.plan(device="d", precision="fp16", weights=weights)
@@ -179,7 +180,7 @@ def test_a_length_without_a_copy_is_not_run(made, seed):
     """A budget for copies at one token has none left for prompts, which the slices would serve as well."""
 
     def solver(npu_bytes):
-        budget = Budget(npu_bytes, copies_by_length=True)
+        budget = Budget(npu_bytes, GraphMemory(True))
         return Solver(made.model(), made.limits(), made.proportional(seed), budget=budget, chunk_length=64)
 
     slices, specs = solver(10**9).slices({1: 1.0}), made.model()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterollm.base import OptionError, PlanError
+from heterollm.kernels.ops import GraphMemory
 from heterollm.solver import Budget, Solver, choose_lengths
 from heterollm.solver.candidates import npu_lengths_for
 from heterollm.solver.chunks import best_chunk, plan_chunks
@@ -153,7 +154,7 @@ def test_a_plan_with_shorter_chunks_is_the_fastest_of_both_slices_or_not_taken(m
         def between_us(self, spec, tokens):
             return super().between_us(spec, tokens) + (20_000.0 if tokens > 32 else 0.0)
 
-    budget = Budget(300_000 * (1 + seed % 4), copies_by_length=True, activation_bytes=2)
+    budget = Budget(300_000 * (1 + seed % 4), GraphMemory(True, 2))
     costs = Costs(seed, overheads=Overheads())
     solver = Solver(made.model(), made.limits((1, 32, 64)), costs, budget=budget, chunk_length=128)
     plan, slices = solver.solve(device="d", precision="fp16")
@@ -179,7 +180,7 @@ def test_a_plan_with_shorter_chunks_is_the_fastest_of_both_slices_or_not_taken(m
         found, _ = plan_chunks(solver, plan, slices, prompts, lambda _: costs)
         assert found in ((own, given) if least < 0.9 * 3.0 else (plan,))
         assert total(found) == pytest.approx(least if least < 0.9 * 3.0 else 3.0)
-        assert found.npu_bytes(solver.specs, copies_by_length=True, activation_bytes=2) <= budget.npu_bytes
+        assert found.npu_bytes(solver.specs, budget.memory) <= budget.npu_bytes
 
 
 def test_chunks_of_no_prompt_are_refused(made):

@@ -20,6 +20,7 @@ from heterollm.base import GIB, MIB, DeviceError, PlanError
 from heterollm.engine import available_bytes, check_memory, memory_need
 from heterollm.engine.memory import MemoryNeed
 from heterollm.kernels.npu import LinearShard
+from heterollm.kernels.ops import GraphMemory
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, op_specs
 from heterollm.solver import check_plan, level_plan, with_shadows
@@ -126,10 +127,7 @@ def test_a_pass_whose_graphs_exceed_the_address_space_is_refused(bundled_model: 
         "layer", specs, device="d", precision="w4a16", standard_lengths=(32, 64), chunk_length=64
     )
     one = max(
-        sum(
-            spec.graph_bytes(spec.member_rows, (length,), copies_by_length=True, activation_bytes=2)
-            for spec in specs[:-1]
-        )
+        sum(spec.graph_bytes(spec.member_rows, (length,), GraphMemory(True, 2)) for spec in specs[:-1])
         for length in (32, 64)
     )
 

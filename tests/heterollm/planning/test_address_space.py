@@ -9,7 +9,7 @@ import pytest
 
 from heterollm.base import GIB, silent
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Phase, Precision, ffn_specs
+from heterollm.kernels.ops import GraphMemory, Phase, Precision, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel, solve_plan
@@ -80,7 +80,7 @@ def test_lengths_that_share_weights_leave_room_for_more(tmp_path_factory: pytest
             simulation = Simulation(overrides={"npu.shared_contexts": float(shared)})
             device = open_device("sim:snapdragon-8gen3", simulation=simulation)
             profile = profile_of(device, "llama-3-8b", found.config, specs, silent)
-            assert profile.copies_by_length is not bool(shared)
+            assert profile.graph_memory.copies_by_length is not bool(shared)
             assert profile.graphs_by_length
             model = ProfiledModel(profile, found.config, specs, PRECISION)
             plan = plans[shared] = solve_plan(model, PlanRequest()).plan
@@ -100,7 +100,7 @@ def test_lengths_that_share_weights_leave_room_for_more(tmp_path_factory: pytest
             )
     assert held[1] > held[0]
     # The plan with shared weights would not fit with a copy for each length.
-    assert plans[1].npu_bytes(specs, copies_by_length=True, activation_bytes=2) > 3.5 * GIB
+    assert plans[1].npu_bytes(specs, GraphMemory(True, 2)) > 3.5 * GIB
 
 
 @pytest.mark.parametrize("gib", [0.0, 0.5, 3.0, 3.5, 8.0])
