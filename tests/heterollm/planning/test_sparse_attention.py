@@ -56,6 +56,7 @@ def without_sparse_times(model):
     return dataclasses.replace(model, profile=Profile(profile.description, records, profile.runs))
 
 
+@pytest.mark.slow
 def test_the_pass_adds_attention_and_changes_nothing_else(model, solved):
     plain = solve_plan(model, structs.replace(REQUEST, passes=(), attention=AttentionRequest())).plan
     assert plain.attention == ()
@@ -65,6 +66,7 @@ def test_the_pass_adds_attention_and_changes_nothing_else(model, solved):
     assert solved.notes == ()
 
 
+@pytest.mark.slow
 def test_long_prompts_gain_and_short_ones_lose_nothing(model, solved):
     dense = structs.replace(solved.plan, attention=())
     for prompt in (64, 256, 1024, 2048, CONTEXT):
@@ -74,11 +76,13 @@ def test_long_prompts_gain_and_short_ones_lose_nothing(model, solved):
     assert model.predict(solved.plan, "decode", 1) == model.predict(dense, "decode", 1)
 
 
+@pytest.mark.slow
 def test_heads_keep_what_was_asked_in_the_mean(model, heads, solved):
     assert all(one.estimator == "gpu" for one in solved.plan.sparse_attention)
     assert sum(map(sum, heads.keep)) / (2 * model.config.heads) == pytest.approx(0.2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_plan_explains_where_sparse_attention_pays(solved, capsys):
     console.present(plan_report(solved, (256, CONTEXT), 1, explain=True))
     shown = " ".join(capsys.readouterr().out.split())
@@ -86,6 +90,7 @@ def test_plan_explains_where_sparse_attention_pays(solved, capsys):
     assert "Attention of all layers in the longest passes, predicted" in shown
 
 
+@pytest.mark.slow
 def test_chunks_run_one_after_the_other_and_a_note_says_so(model, heads):
     several = structs.replace(REQUEST, in_flight=4)
     solved = solve_plan(model, several, heads)
@@ -94,6 +99,7 @@ def test_chunks_run_one_after_the_other_and_a_note_says_so(model, heads):
     assert any("not combined with several at once" in note for note in solved.notes)
 
 
+@pytest.mark.slow
 def test_profiles_without_its_times_are_refused_by_name(model, heads, solved):
     lacking = without_sparse_times(model)
     with pytest.raises(ProfileError, match="no times of sparse attention"):
@@ -102,6 +108,7 @@ def test_profiles_without_its_times_are_refused_by_name(model, heads, solved):
     assert solve_plan(lacking, PlanRequest(context=CONTEXT, level="tensor")).plan.attention == ()
 
 
+@pytest.mark.slow
 def test_devices_whose_npu_estimates_no_scores_are_refused_by_name(model, heads, solved):
     profile = model.profile
     records = {
@@ -170,6 +177,7 @@ def test_a_calibration_gives_ratios_and_exponents_of_its_own_model_alone(bundled
         calibrated_heads(path, dataclasses.replace(config, layers=config.layers + 1), request)
 
 
+@pytest.mark.slow
 def test_sparse_placements_hold_every_key_head(model, solved):
     for one in solved.plan.sparse_attention:
         assert isinstance(one, SparseAttention)
