@@ -908,6 +908,17 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
         f"the perplexity of {kept['windows']} windows rises by {kept['change_percent']:.1f} % with all "
         f"shadows, and by {gone['change_percent']:.1f} % with none.",
     )
+    own = [row for row in rows_of("sparse_accuracy") if row["kind"] == "runtime"]
+    mass, uniform = (one(own, rule=rule, estimator="npu") for rule in ("mass", "uniform"))
+    yield (
+        SPARSE,
+        (
+            f"the loss of {mass['windows']} windows rises by {mass['rise_nats']:.3f} "
+            f"({mass['standard_error_nats']:.3f}) nats with ratios by attention mass, and by "
+            f"{uniform['rise_nats']:.3f} "
+            f"({uniform['standard_error_nats']:.3f}) with the same ratio in all heads."
+        ),
+    )
     most = emulated("activation_first", 32) / emulated("weight_first", 32)
     yield PAPER_MAP, f"reproduced in the emulator at `fp16` ({most:.0f} times at 32 tokens)"
 

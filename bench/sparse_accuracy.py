@@ -4,13 +4,14 @@ Attention is emulated in torch: no time is measured here. It is sparse in the la
 all of it where a row says so.
 
     python bench/sparse_accuracy.py heads --out FILE
-    python bench/sparse_accuracy.py loss,agreement --out FILE
+    python bench/sparse_accuracy.py loss,agreement,runtime --out FILE
     python bench/sparse_accuracy.py heads,importance --model FOLDER --tokens 2048 --out FILE
     python bench/sparse_accuracy.py loss,agreement,retrieval --model FOLDER --tokens 2048 --out FILE
 
 `heads` calibrates as `heterollm calibrate` does, and `importance` measures equations 1 and 2. The other parts
 read the rows of both in FILE. `loss` is that of the last quarter of each text, dense and sparse; `agreement`
 compares selections with those of exact scores; `retrieval` asks for a number that one sentence states.
+`runtime` runs heterollm itself on `host`, with its own calibration.
 FILE is bench/results/sparse_accuracy.jsonl for the rows in docs/shadow-attention.md; FOLDER is made by
 bench/published_model.py. Texts are the bundled held-out Python code, and the English of Python's own help.
 """
@@ -30,6 +31,7 @@ import msgspec
 import numpy as np
 import torch
 from sparse_emulation import Agreement, Emulation, Sparse, by_head, scales_of
+from sparse_runtime import runtime_rows
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -47,6 +49,9 @@ LONG = 4096
 CALIBRATION_WINDOWS = 2
 """Of each text, before those that are measured."""
 
+VARIANTS = "variants"
+"""Stands beside the rules for exact scores, buckets, and sparse attention in all of a text."""
+
 IMPORTANCE_TOKENS = 128
 """First tokens of a calibration window of each text, on which heads are removed."""
 
@@ -55,7 +60,8 @@ BUNDLED_TOKENS = 512
 DEPTHS = (0.1, 0.5, 0.9)
 NUMBER = "7416"
 FACT = f"\n\nThe secret number of the harbour master is {NUMBER}. Remember it.\n\n"
-QUESTION = "What is the secret number of the harbour master? Answer with the number only."
+QUESTION = "What is the secret number of the harbour master?"
+BEGIN = "The secret number of the harbour master is "
 
 Row = dict[str, Any]
 
@@ -67,12 +73,12 @@ class Study:
         folder: The checkpoint.
         tokens: Tokens of a text.
         known: Rows so far, from which the calibration comes.
-        rules: Rules of the rows of `loss`.
+        rules: Rules of the rows of `loss`, and :data:`VARIANTS`.
     """
 
-    def __init__(self, folder: Path, tokens: int, known: Sequence[Row], rules: Sequence[KeepRule]) -> None:
+    def __init__(self, folder: Path, tokens: int, known: Sequence[Row], rules: Sequence[str]) -> None:
         self._config = ModelConfig.from_folder(folder)
-        self._tokens, self._rules = tokens, rules
+        self._folder, self._tokens, self._rules = folder, tokens, rules
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._emulation = Emulation(folder)
         code = (bundled_model() / "held_out.txt").read_text("utf-8")
@@ -180,11 +186,11 @@ class Study:
 
     def _cases(self) -> Iterator[Row]:
         keeps = KEEPS if self._tokens < LONG else KEEPS[:1]
-        for rule in self._rules:
+        for rule in (rule for rule in KEEP_RULES if rule in self._rules):
             for keep in keeps:
                 yield {"keep": keep, "rule": rule, "buckets": 1}
-        if "mass" in self._rules:
-            for count in (0, 5, 9):
+        if VARIANTS in self._rules:
+            for count in (5, 9, 0):
                 yield {"keep": KEEPS[0], "rule": "mass", "buckets": count}
             yield {"keep": KEEPS[0], "rule": "mass", "buckets": 1, "whole": True}
 
@@ -223,8 +229,9 @@ class Study:
 
     def agreement(self) -> Iterator[Row]:
         """Yield the recall of positions and of attention, for the last quarter of the queries."""
-        cases: list[tuple[float, KeepRule, int]] = [(keep, "uniform", 1) for keep in KEEPS]
-        cases += [(KEEPS[0], "uniform", 5), (KEEPS[0], "uniform", 9), (KEEPS[0], "mass", 1)]
+        first = KEEPS[0]
+        cases: list[tuple[float, KeepRule, int]] = [(first, "uniform", 9), (first, "mass", 1)]
+        cases += [(first, "uniform", 5), *((keep, "uniform", 1) for keep in reversed(KEEPS))]
         for keep, rule, count in cases:
             recalls, masses = [], []
             for _, ids in self._measured():
@@ -246,21 +253,25 @@ class Study:
                 "worst_mass": float(mass.min()),
             }
 
+    def runtime(self) -> Iterator[Row]:
+        """Yield the rise of the loss in heterollm itself."""
+        yield from runtime_rows(self._folder, [ids for _, ids in self._measured()])
+
     def retrieval(self) -> Iterator[Row]:
         """Yield whether greedy decoding gives the number that a sentence states; prompts are sparse."""
         answer = self._ids(NUMBER)
         if self._tokenizer.chat_template is None:
             raise SystemExit("retrieval needs a model that answers questions.")
         filler = self._texts["english"][CALIBRATION_WINDOWS * self._tokens :]
-        fact, sparse = self._ids(FACT), {"dense": None}
-        for rule in ("uniform", "mass"):
-            sparse[rule] = self._sparse(KEEPS[0], rule, 1)
+        fact = self._ids(FACT)
+        sparse = {"dense": None, "mass": self._sparse(KEEPS[0], "mass", 1)}
         for depth in DEPTHS:
             room = self._tokens - len(fact) - 64
             at = int(depth * room)
             text = self._tokenizer.decode([*filler[:at], *fact, *filler[at:room]])
             chat = [{"role": "user", "content": f"{text}\n\n{QUESTION}"}]
-            prompt = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            asked = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            prompt = self._ids(asked + BEGIN)
             for rule, how in sparse.items():
                 logits = self._emulation.logits([*prompt, *answer], len(answer) + 1, how)[:-1]
                 surprise = nn.functional.cross_entropy(logits, torch.tensor(answer))
@@ -302,10 +313,10 @@ def _short(value: object) -> str:
 def main() -> None:
     """Print the rows and append them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("parts", help="of heads, importance, loss, agreement, retrieval; commas between them")
+    parser.add_argument("parts", help="heads, importance, loss, agreement, runtime, retrieval")
     parser.add_argument("--model", type=Path, default=bundled_model(), help="default: bundled")
     parser.add_argument("--tokens", type=int, default=BUNDLED_TOKENS, help="of a text")
-    parser.add_argument("--rules", default=",".join(KEEP_RULES), help="of keep ratios")
+    parser.add_argument("--rules", default=",".join((*KEEP_RULES, VARIANTS)), help="of keep ratios")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
     asked = parser.parse_args()

@@ -93,10 +93,10 @@ def retrieval_lines(rows: Sequence[Row]) -> tuple[list[str], Lines]:
     depths = list(dict.fromkeys(row["depth"] for row in own))
     lines: Lines = []
     for rule in dict.fromkeys(row["rule"] for row in own):
-        found = [_last(own, rule=rule, depth=depth) for depth in depths]
-        name = "dense" if rule == "dense" else f"{RULES[rule]}, {found[0]['keep']:.0%}"
-        words = ("found" if row["found"] else "missed" for row in found)
-        lines.append((name, *(f"{word} ({row['nats']:.2f})" for word, row in zip(words, found, strict=True))))
+        found = [_find(own, rule=rule, depth=depth) for depth in depths]
+        keep = next(row["keep"] for row in own if row["rule"] == rule)
+        name = "dense" if rule == "dense" else f"{RULES[rule]}, {keep:.0%}"
+        lines.append((name, *("" if row is None else _found(row) for row in found)))
     return ["keys", *(f"at {depth:.0%}" for depth in depths)], lines
 
 
@@ -142,6 +142,10 @@ def _colour(share: float) -> str:
 def _loss(row: Row) -> str:
     rise, error = row["rise_nats"], row["standard_error_nats"]
     return f"{rise:+.3f} ({error:.3f}), {row['top_1_agreement']:.0%}"
+
+
+def _found(row: Row) -> str:
+    return f"{'found' if row['found'] else 'missed'} ({row['nats']:.2f})"
 
 
 def _agreement(row: Row) -> Iterator[str]:
