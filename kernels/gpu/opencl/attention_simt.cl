@@ -163,7 +163,10 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   barrier(CLK_LOCAL_MEM_FENCE);
 
   for (int first = tile.start; first < tile.stop; first += WG) {
-    const int key = first + lane, count = min(WG, tile.stop - first), place = PLACE(list, min(key, tile.stop - 1));
+    const int key = first + lane, count = min(WG, tile.stop - first);
+#ifdef GATHERED
+    const int place = list[min(key, tile.stop - 1)];
+#endif
     REPEAT(ROWS, CLEAR_SCORE)
 #ifdef COALESCED
     __local uint4 *staged = (__local uint4 *)scores;
@@ -186,7 +189,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #else
     // With few rows no compiler knows the end, so none reads the whole key at once, which would take most registers.
     const uint whole = ROWS > 2 ? HEAD_DIM / 8 * 8 : HEAD_DIM / 8 * 8 * (uint)group / GROUP;
-    __global const kv_t *key_row = keys + (uint)place * HEAD_DIM;
+    __global const kv_t *key_row = keys + (uint)PLACE(list, min(key, tile.stop - 1)) * HEAD_DIM;
     for (uint step = 0; step < whole; step += KEY_STEP)
       UNROLL for (uint d = step; d < step + KEY_STEP; d += 8) {
         const float8 piece = load_kv8(key_row, d);

@@ -14,6 +14,27 @@
 #define TILE_ROWS 8
 #endif
 
+#if WG == 1
+#if defined(__clang__) && defined(__AVX2__) && HEAD_DIM % 2 == 0
+// A part is two elements as 16-bit integers, whose products the processor adds in one instruction.
+typedef int part_t;
+typedef int8 part8;
+typedef short pairs16 __attribute__((__vector_size__(32)));
+#define PARTS_OF_HEAD (HEAD_DIM / 2)
+#define PART(codes, d)                                                                                                 \
+  ((((int)(codes)[2 * (d)] - CODE_ZERO) & 0xffff) | ((int)(codes)[2 * (d) + 1] - CODE_ZERO) << 16)
+#define ADD_PRODUCTS(a, b, sum)                                                                                        \
+  ((sum) + __builtin_astype(                                                                                           \
+               __builtin_ia32_pmaddwd256(__builtin_astype(a, pairs16), __builtin_astype(b, pairs16)), int8))
+#else
+typedef float part_t;
+typedef float8 part8;
+#define PARTS_OF_HEAD HEAD_DIM
+#define PART(codes, d) ((float)(codes)[d] - (float)CODE_ZERO)
+#define ADD_PRODUCTS(a, b, sum) FMA(a, b, sum)
+#endif
+#endif
+
 static inline float8 code_values(uchar8 codes) { return FLOATS_OF_CODES(codes) - (float)CODE_ZERO; }
 
 static inline uchar8 score_codes(float8 sum, float multiplier) {
@@ -32,33 +53,33 @@ GROUP_SIZE __kernel void estimate_scores(__global const uchar *restrict queries,
   keys += ((size_t)slot * key_count + first_key) * HEAD_DIM;
   scores += ((size_t)slot * rows + first_row) * key_count + first_key;
 #if WG == 1
-  // Keys are transposed, so that a vector has one element of several keys.
-  float8 columns[HEAD_DIM * TILE_KEYS / 8];
-  float values[STEP_ROWS * HEAD_DIM];
+  // Keys are transposed, so that a vector has one part of several keys.
+  part8 columns[PARTS_OF_HEAD * TILE_KEYS / 8];
+  part_t values[STEP_ROWS * PARTS_OF_HEAD];
   for (int key = 0; key < TILE_KEYS; ++key) {
     __global const uchar *own = keys + (size_t)min(key, count - 1) * HEAD_DIM;
-    for (int d = 0; d < HEAD_DIM; ++d) ((float *)columns)[d * TILE_KEYS + key] = (float)own[d] - (float)CODE_ZERO;
+    for (int d = 0; d < PARTS_OF_HEAD; ++d) ((part_t *)columns)[d * TILE_KEYS + key] = PART(own, d);
   }
   for (int row = 0; row < row_count; row += STEP_ROWS) {
     for (int i = 0; i < STEP_ROWS; ++i) {
       __global const uchar *own = queries + (size_t)min(row + i, row_count - 1) * HEAD_DIM;
-      for (int d = 0; d < HEAD_DIM; ++d) values[i * HEAD_DIM + d] = (float)own[d] - (float)CODE_ZERO;
+      for (int d = 0; d < PARTS_OF_HEAD; ++d) values[i * PARTS_OF_HEAD + d] = PART(own, d);
     }
     for (int key = 0; key < count; key += 16) {
-      float8 sums[STEP_ROWS * 2];
-      UNROLL for (int i = 0; i < STEP_ROWS * 2; ++i) sums[i] = 0.0f;
-      for (int d = 0; d < HEAD_DIM; ++d) {
-        const float8 low = columns[(d * TILE_KEYS + key) / 8], high = columns[(d * TILE_KEYS + key) / 8 + 1];
+      part8 sums[STEP_ROWS * 2];
+      UNROLL for (int i = 0; i < STEP_ROWS * 2; ++i) sums[i] = 0;
+      for (int d = 0; d < PARTS_OF_HEAD; ++d) {
+        const part8 low = columns[(d * TILE_KEYS + key) / 8], high = columns[(d * TILE_KEYS + key) / 8 + 1];
         UNROLL for (int i = 0; i < STEP_ROWS; ++i) {
-          const float8 value = values[i * HEAD_DIM + d];
-          sums[2 * i] = FMA(value, low, sums[2 * i]);
-          sums[2 * i + 1] = FMA(value, high, sums[2 * i + 1]);
+          const part8 value = values[i * PARTS_OF_HEAD + d];
+          sums[2 * i] = ADD_PRODUCTS(value, low, sums[2 * i]);
+          sums[2 * i + 1] = ADD_PRODUCTS(value, high, sums[2 * i + 1]);
         }
       }
       for (int i = 0; i < min(STEP_ROWS, row_count - row); ++i) {
         __global uchar8 *target = (__global uchar8 *)(scores + (size_t)(row + i) * key_count + key);
-        target[0] = score_codes(sums[2 * i], multiplier);
-        target[1] = score_codes(sums[2 * i + 1], multiplier);
+        target[0] = score_codes(FLOATS_OF_CODES(sums[2 * i]), multiplier);
+        target[1] = score_codes(FLOATS_OF_CODES(sums[2 * i + 1]), multiplier);
       }
     }
   }
