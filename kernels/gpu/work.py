@@ -217,11 +217,9 @@ def selection_work(heads: int, step: NDArray[np.int32], *, tokens: int, window: 
         tokens: Tokens of the pass.
         window: Positions that a token sees; 0 for all.
     """
-    rows, seen, last = _visible(step, tokens, window)
-    blocks = -(-rows // SELECTION_ROWS)
-    return GpuWork(
-        "elementwise", SELECTION_FLOPS * heads * seen, heads * seen, 4 * heads * blocks * last, rows
-    )
+    rows, seen, _ = _visible(step, tokens, window)
+    positions = heads * -(-rows // SELECTION_ROWS) * seen / max(1, rows)
+    return GpuWork("elementwise", SELECTION_FLOPS * heads * seen, heads * seen, 4 * positions, rows)
 
 
 def sparse_attention_work(
@@ -247,9 +245,9 @@ def sparse_attention_work(
         kv_bytes: Size of an element of the cache.
         output_bytes: Size of an element of the output.
     """
-    rows, seen, last = _visible(step, tokens, window)
+    rows, seen, _ = _visible(step, tokens, window)
     outputs = heads * rows * shape.head_dim
-    gathered = heads * -(-rows // SELECTION_ROWS) * keep * last
+    gathered = heads * -(-rows // SELECTION_ROWS) * keep * seen / max(1, rows)
     read = 2 * gathered * shape.head_dim * kv_bytes + 4 * (outputs + gathered)
     return GpuWork("attention", 4 * keep * seen * heads * shape.head_dim, read, outputs * output_bytes, rows)
 

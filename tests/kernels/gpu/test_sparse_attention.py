@@ -9,6 +9,9 @@ from heterollm.base import KernelError
 from heterollm.kernels.cases import GuardedOutput, run_launches
 from heterollm.kernels.formats import reference_sparse
 from heterollm.kernels.gpu import (
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
     GpuGlue,
     GpuSparseAttention,
     HeadShape,
@@ -17,6 +20,7 @@ from heterollm.kernels.gpu import (
     Scores,
     SparseShape,
     merge_launches,
+    work,
 )
 from heterollm.kernels.sparse_cases import SparseCase, SparsePass
 
@@ -252,6 +256,24 @@ def test_merged_launches_give_the_same(runtime, make):
     np.testing.assert_array_equal(*outputs)
     assert isinstance(calls[0], MergedLaunch)
     assert len(calls) == 1
+
+
+def test_the_work_of_all_positions_is_that_of_dense_attention():
+    heads, step = HeadShape(9, 3, 64, 4096), np.zeros(STEP_WORDS, np.int32)
+    step[[STEP_POSITION, STEP_LENGTH]] = 1000, 250
+    for window in (0, 300):
+        common = {"tokens": 256, "window": window, "kv_bytes": 2, "output_bytes": 4}
+        dense = work.attention_work(heads, step, **common)
+        whole, fifth = (
+            work.sparse_attention_work(heads, step, 9, keep=keep, **common) for keep in (1.0, 0.2)
+        )
+        assert whole.flops == pytest.approx(dense.flops)
+        assert fifth.flops == pytest.approx(dense.flops / 5)
+        # Each block of queries reads keys of its own.
+        assert whole.read_bytes > 5 * dense.read_bytes
+        assert whole.written_bytes == dense.written_bytes
+        part = work.selection_work(3, step, tokens=256, window=window)
+        assert part.read_bytes * 4 * 64 == pytest.approx(dense.flops / 3)
 
 
 def test_sizes_that_do_not_fit_are_refused(runtime, make):
