@@ -649,6 +649,23 @@ def sparse_table(name: str, *asked: object) -> Callable[[], str]:
     return made
 
 
+def prefill_table() -> str:
+    """Attention's share of a prompt on ``host``, dense and sparse."""
+    lines = [
+        (
+            f"{row['tokens']}",
+            row["attention"],
+            f"{row['prefill_ms']:.0f}",
+            f"{row['attention_ms']:.0f}",
+            f"{row['share']:.0%}",
+            f"{row['overlap_ms']:.0f}",
+        )
+        for row in rows_of("sparse_prefill")
+    ]
+    head = "tokens | attention | prompt, ms | its attention, ms | share | both processors, ms"
+    return table(head, "rlrrrr", lines)
+
+
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
@@ -687,6 +704,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SPARSE, "simulated steps"): lambda: shadow_attention_table("steps"),
     (SPARSE, "retrieval"): sparse_table("retrieval"),
     (LLM_NPU, "losses"): loss_table,
+    (SPARSE, "share of a prompt"): prefill_table,
 }
 """Tables by page and name."""
 
