@@ -108,7 +108,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GraphMemory:
-    """How the memory of an NPU's graphs counts.
+    """The way in which the memory of an NPU's graphs counts.
 
     Args:
         copies_by_length: Whether each length of a slice holds weights of its own.

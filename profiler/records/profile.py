@@ -108,7 +108,7 @@ class Profile:
 
     @property
     def graph_memory(self) -> GraphMemory:
-        """How the memory of the NPU's graphs counts."""
+        """The way in which the memory of the NPU's graphs counts."""
         found, item_bytes = self.description, 0
         if found.get("npu_io_by_graph", False):
             item_bytes = 4 if found.get("activation_dtype") == "float32" else 2
