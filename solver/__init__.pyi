@@ -37,8 +37,8 @@ from .profile_costs import ProfileCosts as ProfileCosts
 from .profile_costs import best_strategy as best_strategy
 from .profile_costs import limits_of as limits_of
 from .profile_costs import power_of as power_of
-from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .prompts import relative_time as relative_time
+from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import InFlight as InFlight
 from .request import PassName as PassName

@@ -14,8 +14,8 @@ from .protocol import NpuGraph as NpuGraph
 from .protocol import TimeKind as TimeKind
 from .protocol import check_form as check_form
 from .protocol import edge_dtype as edge_dtype
-from .qnn import BuiltGraph as BuiltGraph
 from .protocol import graph_memory as graph_memory
+from .qnn import BuiltGraph as BuiltGraph
 from .qnn import QnnNpu as QnnNpu
 from .qnn_binaries import GRAPHS_FOLDER as GRAPHS_FOLDER
 from .qnn_contexts import chosen_context_layers as chosen_context_layers
