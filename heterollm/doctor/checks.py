@@ -12,6 +12,7 @@ from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
 from heterollm.doctor.power import power_cases
 from heterollm.doctor.scores import score_cases
+from heterollm.doctor.sparse import sparse_cases
 from heterollm.kernels.device import Device
 from heterollm.kernels.sync import LITMUS_ROUNDS, flag_litmus, refused_strategies
 
@@ -26,7 +27,7 @@ FIX: Final = "Use `--sync sleep_poll`, and update the OpenCL driver."
 
 def device_cases(device: Device) -> list[DoctorCase]:
     """Return every check of a device: GPU, NPU, flag, clocks and cores."""
-    cases = [*gpu_linear_cases(device), *gpu_layer_cases(device)]
+    cases = [*gpu_linear_cases(device), *gpu_layer_cases(device), *sparse_cases(device)]
     if device.npu is not None:
         cases += [*npu_cases(device, device.npu), *score_cases(device.npu)]
     return [*cases, *context_cases(device), *flag_cases(device), *power_cases(device)]

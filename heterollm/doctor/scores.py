@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.score_cases import ScoresCase
 
-__all__ = ["SCORES", "score_cases"]
+__all__ = ["SCORES", "code_differences", "score_cases"]
 
 SCORES: Final = "attention scores, 8 bits"
 LARGEST_FRACTION: Final = 0.01
@@ -34,8 +35,12 @@ def score_cases(npu: NpuBackend) -> Iterator[DoctorCase]:
 
 
 def _scores(npu: NpuBackend, case: ScoresCase) -> Seen:
-    found, exact = case.on_npu(npu)
-    differences = np.abs(found - exact)
+    return code_differences(*case.on_npu(npu), fix=FIX)
+
+
+def code_differences(found: NDArray[Any], exact: NDArray[Any], *, fix: str) -> Seen:
+    """Compare codes with the exact ones: few may differ, by one."""
+    differences = np.abs(found.astype(np.int64) - exact)
     fraction, largest = float((differences > 0).mean()), int(differences.max())
     message = f"{fraction:.1%} of the codes differ, by {largest} at most"
-    return Seen(fraction <= LARGEST_FRACTION and largest <= 1, message, FIX)
+    return Seen(fraction <= LARGEST_FRACTION and largest <= 1, message, fix)

@@ -17,12 +17,14 @@ from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.power import CLOCKS, CORES
 from heterollm.doctor.run import Problem, unlisted_vendors
 from heterollm.doctor.scores import SCORES, score_cases
+from heterollm.doctor.sparse import ATTENTION, CODES, SELECTION, sparse_cases
 from heterollm.kernels.device import DeviceStatus
-from heterollm.kernels.formats import reference, reference_layers
+from heterollm.kernels.formats import reference, reference_layers, reference_sparse
 from heterollm.kernels.gpu import GpuLinear, GpuWork
 from heterollm.kernels.npu.contexts import SharingVerdict
 from heterollm.kernels.open import open_device
 from heterollm.kernels.score_cases import ScoresCase
+from heterollm.kernels.sparse_cases import SparseCase
 from heterollm.kernels.sync.litmus import Litmus
 from heterollm.report import console as report
 from heterollm.report import diagnosis_report
@@ -50,7 +52,8 @@ def cases_of(device, *operators):
 def test_host_passes_every_check(diagnosis):
     assert diagnosis.passed
     assert diagnosis.device == "host"
-    compared = [check for check in diagnosis.checks if check.operator not in (FLAG, CLOCKS, CORES, SCORES)]
+    without_numbers = (FLAG, CLOCKS, CORES, SCORES, CODES, SELECTION)
+    compared = [check for check in diagnosis.checks if check.operator not in without_numbers]
     assert all(check.error <= check.gate == 1e-10 for check in compared)
 
 
@@ -76,6 +79,10 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "soft cap of the logits",
         "join of the logits",
         "shadow outliers",
+        CODES,
+        SCORES,
+        SELECTION,
+        ATTENTION,
         FLAG,
         CLOCKS,
         CORES,
@@ -163,6 +170,7 @@ ORACLES = {
     "RoPE and KV write": (reference_layers, "rotate"),
     "attention, prefill": (reference_layers, "attention"),
     "attention, decode": (reference_layers, "attention"),
+    ATTENTION: (reference_sparse, "attention"),
     "gated activation": (reference_layers, "gated_activation"),
 }
 
@@ -352,6 +360,31 @@ def test_scores_whose_codes_all_lie_beside_the_exact_ones_fail(device, monkeypat
     run = ScoresCase.on_npu
     monkeypatch.setattr(ScoresCase, "on_npu", shifted)
     assert [run_case(case, "fp32").status for case in score_cases(device.npu)] == [status] * 3
+
+
+@pytest.mark.parametrize(
+    ("operator", "module", "name", "changed"),
+    [
+        (CODES, reference_sparse, "codes", lambda codes: codes ^ 1),
+        (CODES, reference_sparse, "nearest_bucket", lambda _: (0.5, 2.0)),
+        (SCORES, reference_sparse, "estimate", lambda codes: codes ^ 1),
+        (SELECTION, SparseCase, "select", lambda heads: [[kept[1:] for kept in own] for own in heads]),
+        (SELECTION, SparseCase, "select", lambda heads: [[kept[::-1] for kept in own] for own in heads]),
+        (
+            SELECTION,
+            SparseCase,
+            "select",
+            lambda heads: [[np.arange(len(kept)) for kept in own] for own in heads],
+        ),
+    ],
+)
+def test_a_wrong_kernel_of_sparse_attention_is_named(device, monkeypatch, operator, module, name, changed):
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given, **options: changed(right(*given, **options)))
+    checks = [run_case(case, "fp32") for case in sparse_cases(device) if case.operator == operator]
+    failed = [check for check in checks if check.status == "fail"]
+    assert failed
+    assert all("shadowattn" in check.fix for check in failed)
 
 
 def test_an_npu_without_such_a_graph_says_so(device, monkeypatch):
