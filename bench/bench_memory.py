@@ -3,8 +3,8 @@
 Anonymous and shared memory of the process (/proc/self/smaps_rollup), which cannot be given back without
 swapping, every 10 ms; mapped files are listed beside it. Two figures, each beside its limit: the peak of a
 load that quantises (an empty cache) or reads the cache, at most 1.6 times the quantised model and a layer in
-float more (and the NPU part's copies, where a plan has any); and what stays after a prompt of 1024 tokens and
-a few more, at most 1.25 times (`w4a8`: 1.7 times) the weights of every copy that the plan needs and the KV
+float more (and the NPU's graphs, where a plan has any); and what stays after a prompt of 1024 tokens and
+a few more, at most 1.25 times (`w4a8`: 1.7 times) the weights on the GPU, the NPU's graphs and the KV
 cache. Each level in a process of its own.
 
 TinyLlama-1.1B's shape with random weights.
@@ -81,7 +81,7 @@ def child(folder: Path, level: str, precision: str, context: int) -> dict[str, A
     own, files = held_bytes()
     specs = llm._weights.specs  # noqa: SLF001
     slots = pool_sizes(llm.config, specs, llm.plan, llm.device.activation_dtype.itemsize, context)
-    need = memory_need(llm.config, specs, llm.plan, context, slots, llm.device.cache_dtype)
+    need = memory_need(llm.config, specs, llm.plan, context, slots, llm.device.cache_dtype, llm.device.npu)
     config = llm.config
     layer = sum(spec.rows * spec.columns for spec in specs if spec.layer == 0) * 4
     del session
@@ -91,10 +91,10 @@ def child(folder: Path, level: str, precision: str, context: int) -> dict[str, A
         "context": context,
         "before_bytes": before,
         "peak_bytes": peak.own,
-        "peak_limit_bytes": int(PEAK_FACTOR * llm._weights.size_bytes) + layer + need.npu_weights,  # noqa: SLF001
+        "peak_limit_bytes": int(PEAK_FACTOR * llm._weights.size_bytes) + layer + need.npu_graphs,  # noqa: SLF001
         "resident_bytes": own,
         "resident_limit_bytes": int(
-            RESIDENT_FACTORS[precision] * (need.gpu_weights + need.npu_weights + need.kv_cache)
+            RESIDENT_FACTORS[precision] * (need.gpu_weights + need.npu_graphs + need.kv_cache)
         ),
         "need_bytes": need.total,
         "slots_bytes": need.slots,
