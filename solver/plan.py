@@ -197,13 +197,18 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def without_npu(self) -> Plan:
-        """Return a plan that gives everything to the GPU, with dense attention, and is else the same."""
+        """Return a plan that gives everything to the GPU and is else the same.
+
+        Attention becomes dense where the NPU estimates any scores, and stays as it is where the GPU does.
+        """
         entries = (
             PlanEntry(entry.phase, entry.lengths, entry.layers, group, GPU_ONLY)
             for entry in self.entries
             for group in (("gate_up", "down") if entry.group == "ffn" else (entry.group,))
         )
-        return replace(self, entries=tuple(dict.fromkeys(entries)), slices=(), schedule=None, attention=())
+        attention = () if self.estimates_on_npu else self.attention
+        kept = tuple(dict.fromkeys(entries))
+        return replace(self, entries=kept, slices=(), schedule=None, attention=attention)
 
     @property
     def has_ffn(self) -> bool:
@@ -213,9 +218,12 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def uses_npu(self) -> bool:
         """Whether any placement needs the NPU."""
-        return any(entry.placement.npu_lengths for entry in self.placed) or any(
-            one.estimator == "npu" for one in self.sparse_attention
-        )
+        return any(entry.placement.npu_lengths for entry in self.placed) or self.estimates_on_npu
+
+    @property
+    def estimates_on_npu(self) -> bool:
+        """Whether the NPU estimates scores of any attention."""
+        return any(one.estimator == "npu" for one in self.sparse_attention)
 
     @property
     def sparse_attention(self) -> tuple[SparseAttention, ...]:

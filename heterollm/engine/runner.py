@@ -178,6 +178,10 @@ class Engine:
     ) -> None:
         """Run tokens through the model, in the plan's chunks.
 
+        Where the GPU continues alone and attention becomes dense, all chunks of this call are computed again:
+        the logits are those of dense attention behind what the cache held before. Keys of earlier calls stay,
+        also those that sparse attention has changed.
+
         Args:
             cache: The session's cache; written from ``position`` on.
             position: Position of the first token.
@@ -203,6 +207,10 @@ class Engine:
                 try:
                     self._chunk(cache, position + first, tokens, phase, rows, last)
                 except NPU_FAILURES as error:
+                    if first and phase == "prefill" and self.plan.estimates_on_npu:
+                        self._fall_back(error, position)
+                        self.prefill(cache, position, ids, phase, target)
+                        return
                     self._fall_back(error, position + first)
                     self._chunk(cache, position + first, tokens, phase, rows, last)
 

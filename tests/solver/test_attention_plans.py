@@ -60,6 +60,7 @@ def test_sparse_attention_uses_the_npu_where_it_estimates_and_goes_with_it(plan)
     npu = structs.replace(plan, attention=(entry(structs.replace(SPARSE, estimator="npu")),))
     assert npu.uses_npu
     assert npu.without_npu().attention == ()
+    assert plan.without_npu().attention == plan.attention
 
 
 def test_a_plan_that_fits_the_model_passes(plan, made):
