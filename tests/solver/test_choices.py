@@ -159,6 +159,7 @@ import hashlib, importlib.util, sys
 spec = importlib.util.spec_from_file_location("made", sys.argv[1])
 made = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(made)
+from heterollm.kernels.ops import GraphMemory
 from heterollm.solver.slices import Budget
 from heterollm.solver.solve import Solver
 for seed in range(4):

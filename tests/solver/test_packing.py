@@ -22,7 +22,7 @@ ROWS = ((64,), (128,), (256,))
 
 
 def option(rows, lengths, cost, is_split):
-    return Option(RowsPlacement(rows, lengths), cost, 1.0, 1.0, cost, is_split)
+    return Option(RowsPlacement(rows, lengths), cost, 1.0, 1.0, cost, is_split, 1.0)
 
 
 def made_group(made, draw, name, margin, *, with_gpu=True, layers=2):
@@ -139,6 +139,7 @@ def test_no_set_of_an_ffn_with_two_paths_is_cheaper(made, seed):
                 1.0,
                 item.cost + 60,
                 item.is_split,
+                1.0,
             )
             for item in items
         ]

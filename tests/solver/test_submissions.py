@@ -25,10 +25,10 @@ SEEDS = range(40)
 def priced(gpu_us=0.0, npu_us=0.0):
     """Return a placement whose parts take so long; without an NPU's time it is the GPU's."""
     if not npu_us:
-        return Option(GPU_ONLY, gpu_us, gpu_us, 0.0, gpu_us, False)
+        return Option(GPU_ONLY, gpu_us, gpu_us, 0.0, gpu_us, False, gpu_us)
     placement = RowsPlacement(npu_rows=(64,), npu_lengths=(1,), form="plain")
     time_us = max(gpu_us, npu_us)
-    return Option(placement, time_us, gpu_us, npu_us, time_us, gpu_us > 0)
+    return Option(placement, time_us, gpu_us, npu_us, time_us, gpu_us > 0, gpu_us)
 
 
 def random_places(made, draw, low=1.0, high=200.0):
