@@ -17,17 +17,23 @@ WORST = 8
 
 
 def accuracy_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the columns, and a line of perplexity changes for each method."""
-    latest = {(row["model"], row["strength"], _name(row)): row for row in rows if row["kind"] == "accuracy"}
-    models = list(dict.fromkeys((model, strength) for model, strength, _ in latest))
+    """Return the columns, one for each model, strength and text, and a line of changes for each method."""
+    latest = {(*_column(row), _name(row)): row for row in rows if row["kind"] == "accuracy"}
+    found = list(dict.fromkeys(key[:-1] for key in latest))
     lines: list[tuple[str, ...]] = []
     for name in dict.fromkeys(name for *_, name in latest):
-        found = [latest.get((*model, name)) for model in models]
-        lines.append((name, *("" if row is None else _cell(row) for row in found)))
+        own = [latest.get((*column, name)) for column in found]
+        lines.append((name, *("" if row is None else _cell(row) for row in own)))
+    texts = len({text for *_, text in found})
     columns = ["method"]
-    for model, strength in models:
-        columns.append(f"{model}, outliers x{strength:g}" if strength != 1 else model)
+    for model, strength, text in found:
+        outliers = f", outliers x{strength:g}" if strength != 1 else ""
+        columns.append(f"{model}{outliers}{f', {text}' if texts > 1 else ''}")
     return columns, lines
+
+
+def _column(row: Row) -> tuple[str, float, str]:
+    return row["model"], row["strength"], row.get("text", "held_out.txt")
 
 
 def outlier_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
