@@ -17,23 +17,25 @@ WORST = 8
 
 
 def accuracy_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the columns, one for each model, strength and text, and a line of changes for each method."""
-    latest = {(*_column(row), _name(row)): row for row in rows if row["kind"] == "accuracy"}
-    found = list(dict.fromkeys(key[:-1] for key in latest))
+    """Return the columns, one for each model, strength, text and calibration, and a line for each method."""
+    latest = {(_column(row), _name(row)): row for row in rows if row["kind"] == "accuracy"}
+    found = list(dict.fromkeys(column for column, _ in latest))
     lines: list[tuple[str, ...]] = []
-    for name in dict.fromkeys(name for *_, name in latest):
-        own = [latest.get((*column, name)) for column in found]
+    for name in dict.fromkeys(name for _, name in latest):
+        own = [latest.get((column, name)) for column in found]
         lines.append((name, *("" if row is None else _cell(row) for row in own)))
-    texts = len({text for *_, text in found})
+    several = [len(set(values)) > 1 for values in zip(*found, strict=True)]
     columns = ["method"]
-    for model, strength, text in found:
+    for model, strength, text, calibrating in found:
         outliers = f", outliers x{strength:g}" if strength != 1 else ""
-        columns.append(f"{model}{outliers}{f', {text}' if texts > 1 else ''}")
+        words = f", {text}" if several[2] else ""
+        windows = f", {calibrating} windows calibrate" if several[3] else ""
+        columns.append(f"{model}{outliers}{words}{windows}")
     return columns, lines
 
 
-def _column(row: Row) -> tuple[str, float, str]:
-    return row["model"], row["strength"], row.get("text", "held_out.txt")
+def _column(row: Row) -> tuple[str, float, str, int]:
+    return row["model"], row["strength"], row.get("text", "held_out.txt"), row["calibration_windows"]
 
 
 def outlier_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
