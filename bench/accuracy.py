@@ -5,14 +5,14 @@ computed in torch on integer grids (bench/accuracy_methods.py: exact products of
 rest of the model in float32. Thresholds, outlier channels and errors come from heterollm's own calibration.
 
     python bench/accuracy.py --out bench/results/accuracy.jsonl
-    python bench/accuracy.py FOLDER --windows 8 --text code --out bench/results/accuracy.jsonl
-    python bench/accuracy.py FOLDER --windows 8 --text prose --out bench/results/accuracy.jsonl
+    python bench/accuracy.py FOLDER --windows 8 --text prose --text code --out bench/results/accuracy.jsonl
     python bench/accuracy.py --runtime --out bench/results/accuracy.jsonl
 
 The first runs the bundled model after outlier channels were put into it by a rescale that preserves its
 function: some weights of each norm times a strength, and the columns of the next linears that read them
-divided by it. The second and third run a checkpoint as it is, calibrated on code and prose alike. The last
-runs one of the first's models through heterollm itself, on `host`, with all shadows and with none.
+divided by it. The second runs a checkpoint as it is, calibrated on code and prose alike. The last runs one of
+the first's models through heterollm itself, on `host`, with all shadows and with none. Rows are appended as
+they are found; the methods that are compared come first, for each text, and variants of them last.
 
 Code is the bundled held-out text; prose are the paragraphs of Python's own language reference, as
 `pydoc_data.topics` has them.
@@ -27,8 +27,8 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, product
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -55,15 +55,20 @@ RANKED_TOKENS = 256
 STRENGTHS = (1, 8, 32, 128)
 RUNTIME_STRENGTH = 32
 OUTLIER_CHANNELS = 3
-SHARES = (25, 50, 75, 85)
+SHARES = (50, 75, 85)
+SMALL_SHARE = 25
 PAPER_SHARE = 85
-INT16_LIMITS_DB = (20.0, 25.0)
+RANKINGS = ("importance", "loss")
+INT16_LIMIT_DB = 25.0
+INT16_LIMITS_DB = (20.0, INT16_LIMIT_DB)
 WORST_PERCENT = 8
 GROUPS = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
 GROUPS |= {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 Key = tuple[int, str]
 Choice = Mapping[Key, Method] | Method
+Case = tuple[str, dict[str, Any], Choice]
+"""A name, what else a row says of the method, and the method."""
 
 
 def code() -> tuple[str, str]:
@@ -184,15 +189,34 @@ def _sqnr_db(one: Linears, method: Method) -> float:
     return errors.sqnr_db
 
 
-def cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Choice]]:
-    """Yield names, options and methods."""
+def cases(model: Model) -> Iterator[Case]:
+    """Yield the methods that are compared."""
     yield "W8A8 per tensor, static", {}, methods.static
     yield "W8A8 per channel, static", {}, methods.static_by_row
     yield "SmoothQuant", {}, methods.smooth
     yield "LLM.int8()", {}, methods.llm_int8
-    yield from shadow_cases(model)
-    yield "W8A8 per tensor, a scale for each token", {}, methods.by_token
+    plans = Plans(model)
+    yield plans.pruned(0)
+    for share in SHARES:
+        for ranking in RANKINGS:
+            yield plans.pruned(share, ranking)
+    yield plans.pruned(100)
+    yield plans.wide(PAPER_SHARE, INT16_LIMIT_DB)
     yield "A16W8 per tensor, static", {}, methods.int16
+
+
+def further_cases(model: Model) -> Iterator[Case]:
+    """Yield variants of the methods."""
+    plans = Plans(model)
+    for share in SHARES:
+        yield plans.pruned(share, "error")
+    for share in (PAPER_SHARE, 100):
+        yield plans.pruned(share, scale="threshold")
+    for limit_db in INT16_LIMITS_DB:
+        yield plans.wide(0, limit_db)
+    for ranking in (*RANKINGS, "error"):
+        yield plans.pruned(SMALL_SHARE, ranking)
+    yield "W8A8 per tensor, a scale for each token", {}, methods.by_token
     ranked = model.ranked(methods.error)
     worst = ranked[len(ranked) - max(1, round(len(ranked) * WORST_PERCENT / 100)) :]
     mixed = {key: methods.int16 if key in worst else methods.static for key in model.groups}
@@ -205,33 +229,32 @@ def cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Choice]]:
     yield "shadow, none pruned, outputs in floats", {}, methods.shadow_with_float_outputs
 
 
-def shadow_cases(model: Model) -> Iterator[tuple[str, dict[str, Any], Choice]]:
-    """Yield shadows pruned in several orders, and with 16 bits."""
-    order = sorted(model.groups, key=lambda key: model.losses[key])
-    rankings = {"importance": model.ranked(methods.importance), "error": model.ranked(methods.gain)}
-    rankings["loss"] = order
+class Plans:
+    """Shadows of a model, pruned in several orders, and with 16 bits."""
 
-    def plan(keys: Sequence[Key], share: int, instead: Method) -> dict[Key, Method]:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._orders = {"importance": model.ranked(methods.importance), "error": model.ranked(methods.gain)}
+        self._orders["loss"] = sorted(model.groups, key=lambda key: model.losses[key])
+
+    def pruned(self, share: int, ranking: str = "importance", scale: str = "maximum") -> Case:
+        """Return the case without a share of the shadows."""
+        instead = methods.static if scale == "maximum" else methods.clamped
+        options = {"pruned": share, "ranking": ranking, "scale": scale}
+        return "shadow", options, self._plan(share, ranking, instead)
+
+    def wide(self, share: int, limit_db: float) -> Case:
+        """Return the case without a share of the shadows as the product decides, 16 bits below a limit."""
+        name, options, _ = self.pruned(share, "error")
+        plan = self._plan(share, "error", methods.static)
+        wide = self._model.below(limit_db, plan)
+        stated = {"int16_limit_db": limit_db, "int16_operators": len(wide), "operators": len(plan)}
+        return name, options | stated, plan | dict.fromkeys(wide, methods.int16)
+
+    def _plan(self, share: int, ranking: str, instead: Method) -> dict[Key, Method]:
+        keys = self._orders[ranking]
         pruned = set(keys[: round(len(keys) * share / 100)])
         return {key: instead if key in pruned else methods.shadow for key in keys}
-
-    def options(share: int, ranking: str = "importance", scale: str = "maximum") -> dict[str, Any]:
-        return {"pruned": share, "ranking": ranking, "scale": scale}
-
-    yield "shadow", options(0), methods.shadow
-    for share in SHARES:
-        for ranking, keys in rankings.items():
-            yield "shadow", options(share, ranking), plan(keys, share, methods.static)
-    yield "shadow", options(100), methods.static
-    for share in (PAPER_SHARE, 100):
-        clamped = plan(rankings["importance"], share, methods.clamped)
-        yield "shadow", options(share, scale="threshold"), clamped
-    for share, limits in ((0, INT16_LIMITS_DB), (PAPER_SHARE, INT16_LIMITS_DB[-1:])):
-        for limit_db in limits:
-            pruned = plan(rankings["error"], share, methods.static)  # as the product decides
-            wide = model.below(limit_db, pruned)
-            stated = {"int16_limit_db": limit_db, "int16_operators": len(wide), "operators": len(pruned)}
-            yield "shadow", options(share, "error") | stated, pruned | dict.fromkeys(wide, methods.int16)
 
 
 def windows_of(folder: Path, text: str, count: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -255,20 +278,25 @@ def rows(folder: Path, strength: float, count: int, tested: Sequence[str]) -> It
     common |= {"calibration_windows": CALIBRATION_WINDOWS, "calibration_texts": list(known)}
     common |= {"window_tokens": WINDOW}
     yield {"kind": "outliers", **common, "operators": list(outliers(model))}
+    stated, floats = {}, {}
     for name in tested:
         windows = found[name][0]
         key = hashlib.sha256(np.array(windows, np.int32).tobytes()).hexdigest()[:16]
-        yield from text_rows(model, windows, {**common, "text": TEXTS[name]()[0], "text_key": key})
+        stated[name] = {**common, "text": TEXTS[name]()[0], "text_key": key}
+        floats[name] = [model.logits(ids, methods.exact).numpy() for ids in windows]
+        plain = map(surprises, floats[name], windows)
+        yield {"kind": "accuracy", **stated[name], "method": "float", "perplexity": perplexity(plain)}
+    for chosen, name in product((cases, further_cases), tested):
+        for row in method_rows(model, found[name][0], floats[name], chosen(model)):
+            yield {"kind": "accuracy", **stated[name], **row}
 
 
-def text_rows(
-    model: Model, windows: Sequence[Sequence[int]], common: Mapping[str, Any]
+def method_rows(
+    model: Model, windows: Sequence[Sequence[int]], floats: Sequence[Any], chosen: Iterable[Case]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of floats, then one of each method."""
-    floats = [model.logits(ids, methods.exact).numpy() for ids in windows]
+    """Yield what methods do to a text, beside its logits in floats."""
     plain = [surprises(logits, ids) for logits, ids in zip(floats, windows, strict=True)]
-    yield {"kind": "accuracy", **common, "method": "float", "perplexity": perplexity(plain)}
-    for name, options, method in cases(model):
+    for name, options, method in chosen:
         begin, found, agreed = time.perf_counter(), [], []
         for ids, reference in zip(windows, floats, strict=True):
             logits = model.logits(ids, method).numpy()
@@ -277,8 +305,6 @@ def text_rows(
         rise = np.array([one.mean() for one in found]) - [one.mean() for one in plain]
         ratio = float(np.exp(rise.mean()))
         yield {
-            "kind": "accuracy",
-            **common,
             "method": name,
             **options,
             "perplexity": perplexity(found),
@@ -346,7 +372,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", default=bundled_model(), help="default: bundled")
     parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--text", choices=TEXTS, default="code")
+    parser.add_argument("--text", choices=TEXTS, action="append", help="repeatable; default: code")
     parser.add_argument("--strength", type=int, action="append", help="of the bundled model's; repeatable")
     parser.add_argument("--runtime", action="store_true", help="through heterollm itself")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
@@ -357,7 +383,7 @@ def main() -> None:
     measured, strengths = (runtime_rows, (RUNTIME_STRENGTH,)) if asked.runtime else (rows, STRENGTHS)
     strengths = tuple(asked.strength or strengths)
     for strength in strengths if asked.model == bundled_model() else (1,):
-        for row in measured(asked.model, strength, asked.windows, [asked.text]):
+        for row in measured(asked.model, strength, asked.windows, asked.text or ["code"]):
             shown = {name: value for name, value in row.items() if name not in ("operators", "seconds")}
             words = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in shown.values())
             print(" | ".join(words), flush=True)

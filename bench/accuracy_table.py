@@ -17,17 +17,25 @@ WORST = 8
 
 
 def accuracy_lines(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the columns, and a line of perplexity changes for each method."""
-    latest = {(row["model"], row["strength"], _name(row)): row for row in rows if row["kind"] == "accuracy"}
-    models = list(dict.fromkeys((model, strength) for model, strength, _ in latest))
+    """Return the columns, one for each model, strength, text and calibration, and a line for each method."""
+    latest = {(_column(row), _name(row)): row for row in rows if row["kind"] == "accuracy"}
+    found = list(dict.fromkeys(column for column, _ in latest))
     lines: list[tuple[str, ...]] = []
-    for name in dict.fromkeys(name for *_, name in latest):
-        found = [latest.get((*model, name)) for model in models]
-        lines.append((name, *("" if row is None else _cell(row) for row in found)))
+    for name in dict.fromkeys(name for _, name in latest):
+        own = [latest.get((column, name)) for column in found]
+        lines.append((name, *("" if row is None else _cell(row) for row in own)))
+    several = [len(set(values)) > 1 for values in zip(*found, strict=True)]
     columns = ["method"]
-    for model, strength in models:
-        columns.append(f"{model}, outliers x{strength:g}" if strength != 1 else model)
+    for model, strength, text, calibrating in found:
+        outliers = f", outliers x{strength:g}" if strength != 1 else ""
+        words = f", {text}" if several[2] else ""
+        windows = f", {calibrating} windows calibrate" if several[3] else ""
+        columns.append(f"{model}{outliers}{words}{windows}")
     return columns, lines
+
+
+def _column(row: Row) -> tuple[str, float, str, int]:
+    return row["model"], row["strength"], row.get("text", "held_out.txt"), row["calibration_windows"]
 
 
 def outlier_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
