@@ -1,7 +1,7 @@
 from .account import TimeUse as TimeUse
+from .phase import PhaseUse as PhaseUse
 from .request import SimulationRequest as SimulationRequest
 from .result import GraphUse as GraphUse
-from .result import PhaseUse as PhaseUse
 from .result import SimulationResult as SimulationResult
 from .row import ROW_FIELDS as ROW_FIELDS
 from .row import SimulatedRow as SimulatedRow

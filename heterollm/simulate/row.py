@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from msgspec import structs
 
 from heterollm.base import Amount, Count, InputError, PositiveNumber, decode
-from heterollm.simulate.result import Frames
+from heterollm.simulate.phase import Frames
 from heterollm.solver import SHADOW_ATTENTION
 
 if TYPE_CHECKING:

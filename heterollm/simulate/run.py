@@ -35,17 +35,10 @@ from heterollm.model import (
     op_specs,
     shape_only_weights,
 )
+from heterollm.simulate.phase import PhaseUse, padding_us, splits_of, used
 from heterollm.simulate.plan import assumed_shadows, own_length, planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
-from heterollm.simulate.result import (
-    PhaseUse,
-    SimulationResult,
-    graphs_of,
-    padding_us,
-    sharing_of,
-    splits_of,
-    used,
-)
+from heterollm.simulate.result import SimulationResult, graphs_of, sharing_of
 from heterollm.solver import (
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
