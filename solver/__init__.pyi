@@ -1,7 +1,9 @@
 from .attention import AttentionRequest as AttentionRequest
-from .attention import ScoreBuckets as ScoreBuckets
+from .attention import Estimator as Estimator
 from .attention import SparseAttention as SparseAttention
 from .attention_costs import ProfileAttentionCosts as ProfileAttentionCosts
+from .attention_times import break_even as break_even
+from .attention_times import with_attention_time as with_attention_time
 from .candidates import NpuLimits as NpuLimits
 from .chain import Choice as Choice
 from .check import check_plan as check_plan
@@ -59,9 +61,7 @@ from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights
 from .solve import Solver as Solver
 from .sparse_plan import AttentionHeads as AttentionHeads
-from .sparse_plan import break_even as break_even
 from .sparse_plan import plan_attention as plan_attention
-from .sparse_plan import with_attention_time as with_attention_time
 from .standard_lengths import choose_lengths as choose_lengths
 from .standard_lengths import score_keys as score_keys
 from .words import describe as describe

@@ -11,9 +11,9 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 from msgspec import Meta, Struct
 
 from heterollm.base import Amount, Count, OptionError, PlanError, Positive
+from heterollm.kernels.formats import BucketCount
 
 __all__ = [
-    "BUCKETS",
     "DENSE_ATTENTION",
     "FUSED_HEADS",
     "AttentionEntry",
@@ -21,10 +21,10 @@ __all__ = [
     "AttentionRequest",
     "DenseAttention",
     "Estimator",
+    "EstimatorChoice",
     "KeepBy",
     "KeyHeads",
     "Pipeline",
-    "ScoreBuckets",
     "Share",
     "SparseAttention",
 ]
@@ -36,9 +36,8 @@ Exponent: TypeAlias = Annotated[int, Meta(ge=0, le=31)]
 Estimator: TypeAlias = Literal["npu", "gpu"]
 """The processor that estimates the scores."""
 
-ScoreBuckets: TypeAlias = Literal[1, 5, 9]
-"""Scale factors of queries and keys to choose among in each pass: the calibrated one; with each of the two
-halved or doubled; with both."""
+EstimatorChoice: TypeAlias = Literal["auto", Estimator]
+"""An estimator, or the faster one of each layer, length and number of keys."""
 
 Pipeline: TypeAlias = Literal["heads", "fused", "ordered"]
 """Steps of the pipeline over heads, each with those before: a launch for each key head; fused heads; units in
@@ -46,8 +45,6 @@ the best order, and fused as far as that pays."""
 
 KeepBy: TypeAlias = Literal["mass", "importance", "uniform"]
 """Rules by which :func:`heterollm.solver.keep.keep_ratios` shares a ratio out over layers and heads."""
-
-BUCKETS: Final[tuple[ScoreBuckets, ...]] = (1, 5, 9)
 
 FUSED_HEADS: Final = (4, 2, 1)
 """Key heads that one launch of the NPU can estimate, most first."""
@@ -85,7 +82,7 @@ class SparseAttention(
     units: tuple[KeyHeads, ...]
     exponents: tuple[Exponent, ...]
     estimator: Estimator = "npu"
-    buckets: ScoreBuckets = 1
+    buckets: BucketCount = 1
     predicted_us: Amount | None = None
 
     def check(self, heads: int, kv_heads: int, layers: tuple[int, int]) -> None:
@@ -129,7 +126,7 @@ class AttentionRequest(Struct, frozen=True, forbid_unknown_fields=True):
         keep: Mean share of the visible keys that heads keep.
         keep_by: How it is shared out over layers and heads.
         buckets: Scale factors to choose among.
-        estimator: The processor that estimates scores.
+        estimator: The processor that estimates scores; ``auto``: the faster one.
         pipeline: Steps of the pipeline over heads.
 
     Raises:
@@ -138,15 +135,15 @@ class AttentionRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     keep: Share = 0.2
     keep_by: KeepBy = "mass"
-    buckets: ScoreBuckets = 1
-    estimator: Estimator = "npu"
+    buckets: BucketCount = 1
+    estimator: EstimatorChoice = "auto"
     pipeline: Pipeline = "ordered"
 
     def __post_init__(self) -> None:
         choices: tuple[tuple[str, object, tuple[object, ...]], ...] = (
             ("rule to share out kept keys", self.keep_by, get_args(KeepBy)),
-            ("number of score buckets", self.buckets, BUCKETS),
-            ("estimator of scores", self.estimator, get_args(Estimator)),
+            ("number of score buckets", self.buckets, get_args(BucketCount)),
+            ("estimator of scores", self.estimator, get_args(EstimatorChoice)),
             ("pipeline over heads", self.pipeline, get_args(Pipeline)),
         )
         for what, given, legal in choices:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from heterollm.base import ProfileError
 from heterollm.profiler.records import Profile
 from heterollm.solver.profile_costs import ProfileCosts
@@ -11,7 +13,7 @@ __all__ = ["ProfileAttentionCosts"]
 
 
 class ProfileAttentionCosts:
-    """Times of one layer's attention on a profiled device; see :class:`.sparse_plan.AttentionCosts`.
+    """Times of one layer's attention on a profiled device; see :class:`.attention_times.AttentionCosts`.
 
     Args:
         profile: The measurements.
@@ -22,8 +24,9 @@ class ProfileAttentionCosts:
         self._device = profile.device
         self._costs = costs
         self._known: dict[tuple[int, int], SparseTimes] = {}
-        self.dense_us = costs.dense_attention_us
+        self.dense_us = functools.cache(costs.dense_attention_us)
         self.follows_graphs = bool(profile.description.get("coherent", True))
+        self.slowdown = costs.slowdown_of_bounds("compute", "compute")
         self.hand_over_us = costs.overheads.hand_over_us + 2 * costs.overheads.map_us
 
     @property

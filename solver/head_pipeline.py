@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from heterollm.solver.attention import FUSED_HEADS
+from heterollm.solver.costs import Slowdown
 
 __all__ = [
     "HeadPipeline",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 Order: TypeAlias = Sequence["PipelineUnit"]
+
+UNDISTURBED: Final = Slowdown()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ def plan_pipeline(
     *,
     most_fused: Iterable[int] = FUSED_HEADS,
     ordered: bool = True,
+    slowdown: Slowdown = UNDISTURBED,
 ) -> HeadPipeline:
     """Return the fastest pipeline of a layer.
 
@@ -90,6 +94,7 @@ def plan_pipeline(
         attend_us: Time to attend to them.
         most_fused: Limits to try.
         ordered: Whether units are put into the best order; else they stay in that of their first heads.
+        slowdown: Of both processors while both work.
     """
 
     def pipeline(limit: int) -> HeadPipeline:
@@ -104,7 +109,7 @@ def plan_pipeline(
             for heads in fused_heads(exponents, limit)
         ]
         chosen = johnson_order(units) if ordered else units
-        return HeadPipeline(tuple(chosen), two_lanes_us(chosen))
+        return HeadPipeline(tuple(chosen), two_lanes_us(chosen, slowdown))
 
     return min(map(pipeline, most_fused), key=lambda found: found.time_us)
 
@@ -131,24 +136,33 @@ def _parts(heads: list[int], most: int) -> Iterator[tuple[int, ...]]:
 
 
 def johnson_order(units: Order) -> list[PipelineUnit]:
-    """Return the order of units with the shortest time in two lanes, by Johnson's rule."""
+    """Return the order of units with the shortest time in two lanes, by Johnson's rule.
+
+    The order is exact for processors that do not slow each other down.
+    """
     fills = sorted((unit for unit in units if unit.npu_us <= unit.gpu_us), key=lambda unit: unit.npu_us)
     drains = sorted((unit for unit in units if unit.npu_us > unit.gpu_us), key=lambda unit: -unit.gpu_us)
     return fills + drains
 
 
-def two_lanes_us(order: Order) -> float:
+def two_lanes_us(order: Order, slowdown: Slowdown = UNDISTURBED) -> float:
     """Return the time of units in an order, where selection and attention share the GPU."""
-    return lanes_us((unit.npu_us, unit.gpu_us) for unit in order)
+    return lanes_us(((unit.npu_us, unit.gpu_us) for unit in order), slowdown)
 
 
-def lanes_us(times: Iterable[tuple[float, float]]) -> float:
-    """Return when the GPU ends, by the times of NPU and GPU of each unit in order."""
-    npu_us = gpu_us = 0.0
-    for launch_us, rest_us in times:
-        npu_us += launch_us
-        gpu_us = max(npu_us, gpu_us) + rest_us
-    return gpu_us
+def lanes_us(times: Iterable[tuple[float, float]], slowdown: Slowdown = UNDISTURBED) -> float:
+    """Return when the GPU ends.
+
+    Args:
+        times: Times of NPU and GPU of each unit in order, if the other one rests.
+        slowdown: Of both processors while both work.
+    """
+    now_us = queued_us = 0.0
+    for npu_us, gpu_us in times:
+        both_us = min(npu_us * slowdown.npu, queued_us * slowdown.gpu)
+        now_us += both_us + npu_us - both_us / slowdown.npu
+        queued_us += gpu_us - both_us / slowdown.gpu
+    return now_us + queued_us
 
 
 def three_lanes_us(order: Order) -> float:

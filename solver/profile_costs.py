@@ -185,6 +185,10 @@ class ProfileCosts:
             npu = self._integer_bound(spec, form, length)
         elif ("npu", "spill", gpu) in self._factors and self._spills(linear, graph_length):
             npu = "spill"
+        return self.slowdown_of_bounds(gpu, npu)
+
+    def slowdown_of_bounds(self, gpu: ContentionBound, npu: ContentionBound) -> Slowdown:
+        """Return the slowdown of both processors by what each of them is bound by."""
         return Slowdown(self._factors.get(("gpu", gpu, npu), 1.0), self._factors.get(("npu", npu, gpu), 1.0))
 
     def _graph_length(self, tokens: int) -> int:

@@ -199,8 +199,12 @@ class AttentionOptions:
         Literal[1, 5, 9], typer.Option(help="With shadowattn: scale factors to choose among in each pass.")
     ] = 1
     estimator: Annotated[
-        Literal["npu", "gpu"], typer.Option(help="With shadowattn: the processor that estimates scores.")
-    ] = "npu"
+        Literal["auto", "npu", "gpu"],
+        typer.Option(
+            help="With shadowattn: the processor that estimates scores; auto: the faster one of each layer, "
+            "length and number of keys, by the profile."
+        ),
+    ] = "auto"
 
     def request(self, **more: Any) -> AttentionRequest:  # noqa: ANN401 - fields of the request
         """Return the request of these options."""

@@ -20,7 +20,7 @@ from heterollm.engine.builder import Memory, PassBuilder, codes_of
 from heterollm.engine.score_slots import score_memory, sparse_shape
 from heterollm.engine.step import NOT_RUN, Buffer, Call, Operator, operator_name
 from heterollm.kernels.device import Device
-from heterollm.kernels.formats import ScoreScale, buckets
+from heterollm.kernels.formats import BucketCount, ScoreScale, buckets
 from heterollm.kernels.gpu import (
     GpuSparseAttention,
     HeadShape,
@@ -37,11 +37,11 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.npu import NpuGraph, ScoresShard
 from heterollm.model import ModelConfig
-from heterollm.solver import Plan, ScoreBuckets, SparseAttention
+from heterollm.solver import Plan, SparseAttention
 
 __all__ = ["NO_SCALES", "ScoreScales", "SparseAttentionEmitter"]
 
-ScoreScales: TypeAlias = Mapping[ScoreBuckets, Mapping[int, tuple[ScoreScale, ...]]]
+ScoreScales: TypeAlias = Mapping[BucketCount, Mapping[int, tuple[ScoreScale, ...]]]
 """Scales of each key head, by number of buckets and layer."""
 
 NO_SCALES: Final[ScoreScales] = MappingProxyType({})

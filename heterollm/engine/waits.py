@@ -87,16 +87,18 @@ class Fences:
 class PassFences:
     """The fences of a pass: one for each operator, since the waits of its layers are equally long.
 
-    The first layer has separate fences. Its waits can be much shorter, since no layer precedes it, and a
-    sleep that was learnt from other layers would start the NPU late in every pass.
+    The first layer that waits before an operator has a separate fence. Its wait can be much shorter, since no
+    layer precedes it, or much longer, behind layers without waits. A sleep that was learnt from other waits
+    would start the NPU late in every pass.
     """
 
-    __slots__ = ("_fences", "_made", "_phase", "_tokens")
+    __slots__ = ("_fences", "_first", "_made", "_phase", "_tokens")
 
     def __init__(self, fences: Fences, phase: Phase, tokens: int) -> None:
         self._fences = fences
         self._phase: Phase = phase
         self._tokens = tokens
+        self._first: dict[Operator | Literal["end"], int | None] = {}
         self._made: dict[tuple[Operator | Literal["end"], bool], Fence] = {}
 
     def before(self, operator: Operator | Literal["end"], layer: int | None = None) -> Fence:
@@ -106,7 +108,7 @@ class PassFences:
             operator: The operator, or the end.
             layer: The layer; None outside of layers.
         """
-        place = operator, layer == 0
+        place = operator, layer == self._first.setdefault(operator, layer)
         if place not in self._made:
             label = f"{operator}, {self._phase} of {self._tokens}"
             self._made[place] = self._fences.prepare(self._phase, label)

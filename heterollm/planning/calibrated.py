@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterollm.base import CalibrationError, PlanError
-from heterollm.kernels.formats import ScoreScale, score_scales
+from heterollm.kernels.formats import BucketCount, ScoreScale, score_scales
 from heterollm.kernels.npu import LinearRanges, ShadowRanges, StaticRanges
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights
-from heterollm.solver import HeadNeeds, ScoreBuckets, ShadowChannels
+from heterollm.solver import HeadNeeds, ShadowChannels
 
 if TYPE_CHECKING:
     from heterollm.calibration import Calibration
@@ -132,7 +132,7 @@ def _lack(own: StaticRanges | None, *, calibrated: bool) -> str:
     return "the calibration found no outliers in its input"
 
 
-def calibrated_scales(path: str | Path | None, buckets: ScoreBuckets) -> dict[int, tuple[ScoreScale, ...]]:
+def calibrated_scales(path: str | Path | None, buckets: BucketCount) -> dict[int, tuple[ScoreScale, ...]]:
     """Return the scales of each layer's key heads for estimated scores; none without a file.
 
     Static scales hold the largest magnitudes of all windows. With several buckets the middle one holds the

@@ -15,7 +15,7 @@ from heterollm.model import ModelConfig
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key, check_shadows
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
 from heterollm.planning.passes import shadows_under
-from heterollm.planning.sparse_attention import calibrated_heads, with_sparse_attention
+from heterollm.planning.sparse_attention import calibrated_heads, estimator_notes, with_sparse_attention
 from heterollm.solver import (
     LEVELS,
     SHADOW_ATTENTION,
@@ -126,6 +126,8 @@ def plan_for(
                 raise no_profile(device.name, f"The pass {SHADOW_ATTENTION}")
             request = structs.replace(options.request, context=context)
             plan = with_sparse_attention(model, plan, request, heads)
+            if plan.level != "gpu":
+                notes.extend(estimator_notes(model, request))
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
     return plan, tuple(notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 from msgspec import structs
 
@@ -14,6 +14,7 @@ from heterollm.solver import (
     SHADOW_ATTENTION,
     AttentionHeads,
     AttentionRequest,
+    Estimator,
     HeadNeeds,
     Plan,
     PlanRequest,
@@ -24,13 +25,17 @@ from heterollm.solver import (
 if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
 
-__all__ = ["assumed_heads", "calibrated_heads", "with_sparse_attention"]
+__all__ = ["assumed_heads", "calibrated_heads", "estimator_notes", "with_sparse_attention"]
 
 ASSUMED_EXPONENT: Final = 8
 """Exponent of all heads in simulations: no time depends on it but by the heads that share one."""
 
 IN_ORDER: Final = (
     "Chunks of prompts run one after the other: sparse attention is not combined with several at once."
+)
+
+ON_GPU: Final = (
+    "The profile has no NPU graphs of attention scores: the GPU estimates them where attention is sparse."
 )
 
 
@@ -99,27 +104,47 @@ def with_sparse_attention(
 
     Raises:
         ProfileError: The profile has no times of sparse attention.
-        OptionError: The device's NPU estimates no scores.
+        OptionError: The NPU is to estimate scores, and has no such graphs.
     """
     if SHADOW_ATTENTION not in request.passes or heads is None:
         return plan
     asked, costs = request.attention, model.attention_costs
+    estimators: tuple[Estimator, ...] = get_args(Estimator)
+    if asked.estimator != "auto":
+        estimators = (asked.estimator,)
+    elif plan.level == "gpu" or not costs.estimates_on_npu:
+        estimators = ("gpu",)
     if asked.estimator == "npu" and not costs.estimates_on_npu:
         raise OptionError(
             f"The device {model.profile.device} has no NPU with graphs of attention scores in its profile.",
             fix="Run `heterollm profile MODEL --pass shadowattn --update`, or let the GPU estimate: "
-            "--estimator gpu.",
+            "--estimator auto or gpu.",
         )
     attention = plan_attention(
         heads,
         costs,
         context=request.context,
         chunk_length=plan.chunk_length,
-        estimator=asked.estimator,
+        estimators=estimators,
         buckets=asked.buckets,
         pipeline=asked.pipeline,
     )
     return structs.replace(plan, attention=attention, calibration=model.calibration)
+
+
+def estimator_notes(model: ProfiledModel, request: PlanRequest) -> tuple[str, ...]:
+    """Return a note if the faster estimator is asked for, and the profile has only the GPU's.
+
+    Args:
+        model: The model on the profiled device.
+        request: The request with its passes.
+
+    Raises:
+        ProfileError: The profile has no times of sparse attention.
+    """
+    if SHADOW_ATTENTION not in request.passes or request.attention.estimator != "auto":
+        return ()
+    return () if model.attention_costs.estimates_on_npu else (ON_GPU,)
 
 
 def _windows(config: ModelConfig) -> tuple[int, ...]:

@@ -161,11 +161,15 @@ def attention_words(model: ProfiledModel, plan: Plan) -> str:
 def attention_table(model: ProfiledModel, plan: Plan, context: int) -> Table:
     """Return the predicted attention of passes that end at standard numbers of keys."""
     title = "Attention of all layers in the longest passes, predicted"
-    columns = (">session after it", ">tokens of the pass", ">sparse layers", ">dense ms", ">planned ms")
+    columns = (
+        *(">session after it", ">tokens of the pass", ">sparse layers"),
+        *("estimated by", ">dense ms", ">planned ms"),
+    )
     made = table(*columns, title=title)
     for one in break_even(plan, model.attention_costs, model.config.layers, context):
         times = (f"{time_us / 1e3:.2f}" for time_us in (one.dense_us, one.planned_us))
-        made.add_row(str(one.keys), str(one.tokens), str(one.sparse_layers), *times)
+        by = ", ".join(one.estimators).upper()
+        made.add_row(str(one.keys), str(one.tokens), str(one.sparse_layers), by, *times)
     return made
 
 

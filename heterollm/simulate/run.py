@@ -14,7 +14,7 @@ import numpy as np
 from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine
 from heterollm.kernels.device import Device
-from heterollm.kernels.formats import ScoreScale
+from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
     FewerForms,
     FfnRanges,
@@ -43,7 +43,6 @@ from heterollm.solver import (
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
     Plan,
-    ScoreBuckets,
     ShadowChannels,
     SparseAttention,
 )
@@ -182,10 +181,10 @@ def _assumed_ranges(
     return found | ffns
 
 
-def _assumed_scales(plan: Plan, config: ModelConfig) -> dict[ScoreBuckets, dict[int, tuple[ScoreScale, ...]]]:
+def _assumed_scales(plan: Plan, config: ModelConfig) -> dict[BucketCount, dict[int, tuple[ScoreScale, ...]]]:
     """Return scales of attention heads with the plan's exponents; no time depends on their steps."""
     steps = (1.0,) * (config.heads // config.kv_heads)
-    found: dict[ScoreBuckets, dict[int, tuple[ScoreScale, ...]]] = {}
+    found: dict[BucketCount, dict[int, tuple[ScoreScale, ...]]] = {}
     for entry in plan.attention:
         placement = entry.placement
         if isinstance(placement, SparseAttention):

@@ -10,7 +10,7 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure.linears import code_of
 from heterollm.profiler.records import SparseKey, SparseOperator
 
-__all__ = ["FUSED_HEADS", "SPARSE_KEEPS", "SparseCase", "sparse_cases", "sparse_key", "sparse_sizes"]
+__all__ = ["FUSED_HEADS", "SPARSE_KEEPS", "SparseOperatorCase", "sparse_cases", "sparse_key", "sparse_sizes"]
 
 FUSED_HEADS: Final = (1, 2, 4)
 """Key heads that one graph estimates (shadowAttn, section 3.4)."""
@@ -23,7 +23,7 @@ QUICK_SIZES: Final = ((256, 1024), (256, 4096), (1024, 4096))
 
 
 @dataclass(frozen=True, slots=True)
-class SparseCase:
+class SparseOperatorCase:
     """One operator of a model at one size."""
 
     shape: ModelShape
@@ -57,7 +57,7 @@ def sparse_key(
     return SparseKey(operator, tokens, keys, heads, group, shape.head_dim, keep, code)
 
 
-def sparse_cases(shape: ModelShape, *, quick: bool) -> Iterator[SparseCase]:
+def sparse_cases(shape: ModelShape, *, quick: bool) -> Iterator[SparseOperatorCase]:
     """Yield every operator of a model at the sizes to measure.
 
     Args:
@@ -65,14 +65,14 @@ def sparse_cases(shape: ModelShape, *, quick: bool) -> Iterator[SparseCase]:
         quick: Whether to yield as few sizes as predictions need.
     """
     for tokens, keys in sparse_sizes(quick=quick):
-        yield SparseCase(shape, "score_codes", tokens, keys, shape.kv_heads)
-        yield SparseCase(shape, "score_estimate", tokens, keys)
+        yield SparseOperatorCase(shape, "score_codes", tokens, keys, shape.kv_heads)
+        yield SparseOperatorCase(shape, "score_estimate", tokens, keys)
         for heads in FUSED_HEADS:
             if heads <= shape.kv_heads:
-                yield SparseCase(shape, "scores", tokens, keys, heads)
-        yield SparseCase(shape, "selection", tokens, keys, keep=SPARSE_KEEPS[0])
+                yield SparseOperatorCase(shape, "scores", tokens, keys, heads)
+        yield SparseOperatorCase(shape, "selection", tokens, keys, keep=SPARSE_KEEPS[0])
         for keep in SPARSE_KEEPS:
-            yield SparseCase(shape, "sparse_attention", tokens, keys, keep=keep)
+            yield SparseOperatorCase(shape, "sparse_attention", tokens, keys, keep=keep)
 
 
 def sparse_sizes(*, quick: bool) -> tuple[tuple[int, int], ...]:

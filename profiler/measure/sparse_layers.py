@@ -40,7 +40,7 @@ from heterollm.profiler.measure.gpu_timer import gpu_timer
 from heterollm.profiler.measure.linears import EMULATED_SAMPLES, npu_run_s
 from heterollm.profiler.measure.random_data import fill_shared
 from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S, taken
-from heterollm.profiler.measure.sparse_cases import SparseCase, sparse_cases
+from heterollm.profiler.measure.sparse_cases import SparseOperatorCase, sparse_cases
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import Record, SparseKey
 
@@ -69,11 +69,11 @@ def sparse_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = 
         quick: Whether to measure as few sizes as predictions need.
     """
     bench = _SparseBench(device)
-    passes: dict[SparseKey, list[SparseCase]] = {}
+    passes: dict[SparseKey, list[SparseOperatorCase]] = {}
     for shape in shapes:
         for case in sparse_cases(shape, quick=quick):
             if case.operator != "scores" or _has_scores(device, case):
-                first = SparseCase(shape, "score_codes", case.tokens, case.keys, shape.kv_heads)
+                first = SparseOperatorCase(shape, "score_codes", case.tokens, case.keys, shape.kv_heads)
                 passes.setdefault(first.key, []).append(case)
     return [
         Task(
@@ -87,12 +87,12 @@ def sparse_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = 
     ]
 
 
-def _has_scores(device: Device, case: SparseCase) -> bool:
+def _has_scores(device: Device, case: SparseOperatorCase) -> bool:
     shape = ScoresShape(case.heads, case.keys, case.shape.head_dim)
     return device.npu is not None and bool(device.npu.forms(shape, case.key.group * case.tokens))
 
 
-def _estimate_s(case: SparseCase, device: Device) -> float:
+def _estimate_s(case: SparseOperatorCase, device: Device) -> float:
     """Return about how long a case takes to measure."""
     if not device.gpu.computes:
         return NOTHING_COMPUTED_S
@@ -119,7 +119,7 @@ class _Pass:
         case: An operator of the pass.
     """
 
-    def __init__(self, runtime: GpuRuntime, device: Device, case: SparseCase) -> None:
+    def __init__(self, runtime: GpuRuntime, device: Device, case: SparseOperatorCase) -> None:
         model, tokens, keys = case.shape, case.tokens, case.keys
         heads = HeadShape(model.heads, model.kv_heads, model.head_dim, keys)
         self.shape = SparseShape(heads, tokens, keys)
@@ -161,14 +161,14 @@ class _SparseBench:
         runtime = self._timer.runtime
         self._attention = GpuSparseAttention(runtime, device.activation_dtype, device.cache_dtype)
 
-    def measure(self, cases: Sequence[SparseCase]) -> list[Record]:
+    def measure(self, cases: Sequence[SparseOperatorCase]) -> list[Record]:
         """Measure the cases of a pass; a failure is a record too."""
         held = _Pass(self._timer.runtime, self._device, cases[0])
         for launch in self._launches(replace(cases[0], operator="score_codes"), held):
             launch()
         return [self._measure(case, held) for case in cases]
 
-    def _measure(self, case: SparseCase, held: _Pass) -> Record:
+    def _measure(self, case: SparseOperatorCase, held: _Pass) -> Record:
         try:
             if case.operator == "scores" and self._device.npu is not None:
                 return self._on_npu(case, held, self._device.npu)
@@ -177,7 +177,7 @@ class _SparseBench:
             return Record(case.key, error=error.message)
         return taken(case.key, lambda: self._timer.time_us(launches))
 
-    def _launches(self, case: SparseCase, held: _Pass) -> Sequence[Launch]:
+    def _launches(self, case: SparseOperatorCase, held: _Pass) -> Sequence[Launch]:
         attention, memory, shape, step = self._attention, held.memory, held.shape, held.step
         slots, scores = (0, case.heads), Scores(case.shape.head_dim**-0.5)
         table = held.table(self._timer.runtime, case.keep)
@@ -194,7 +194,7 @@ class _SparseBench:
         inputs = held.q, held.cache, table, held.selection, held.out, step
         return attention.attend(*inputs, shape=shape, slots=slots, scores=scores)
 
-    def _on_npu(self, case: SparseCase, held: _Pass, npu: NpuBackend) -> Record:
+    def _on_npu(self, case: SparseOperatorCase, held: _Pass, npu: NpuBackend) -> Record:
         heads, rows, size = case.heads, held.shape.rows, case.shape.head_dim
         shard = ScoresShard(heads, case.keys, size, held.scale.exponent)
         graph, memory = npu.prepare(shard, rows), held.memory

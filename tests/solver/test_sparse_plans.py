@@ -16,11 +16,13 @@ from heterollm.solver import (
     score_keys,
 )
 from heterollm.solver.attention import DENSE_ATTENTION
+from heterollm.solver.attention_times import attention_times, with_attention_time
+from heterollm.solver.costs import Slowdown
 from heterollm.solver.predict import PredictedPass
 from heterollm.solver.sparse_costs import SparseTimes
-from heterollm.solver.sparse_plan import attention_times, with_attention_time
 
 CONTEXT = 4096
+UNDISTURBED = Slowdown()
 CHUNK = 1024
 LAYERS = 3
 
@@ -28,12 +30,13 @@ LAYERS = 3
 class FakeCosts:
     """Times that grow with the pairs of tokens and keys; launches and codes have a floor."""
 
-    def __init__(self, launch_us=20.0, seed=None, follows_graphs=True):
+    def __init__(self, launch_us=20.0, seed=None, follows_graphs=True, slowdown=UNDISTURBED):
         draw = random.Random(f"{seed}")
         self.rates = [1.0] * 5 if seed is None else [draw.uniform(0.2, 2.0) for _ in range(5)]
         self.launch_us = launch_us
         self.hand_over_us = 5.0
         self.follows_graphs = follows_graphs
+        self.slowdown = slowdown
 
     def dense_us(self, tokens, keys):
         return 4e-3 * self.rates[0] * tokens * keys
@@ -78,7 +81,7 @@ def corners(entry):
 @pytest.mark.parametrize("seed", range(12))
 def test_sparse_attention_is_predicted_to_gain_at_each_end_of_its_ranges(seed):
     costs = FakeCosts(launch_us=random.Random(seed).uniform(5, 200), seed=seed)
-    for entry in planned(costs, estimator=("npu", "gpu")[seed % 2]):
+    for entry in planned(costs, estimators=(("npu",), ("gpu",), ("npu", "gpu"))[seed % 3]):
         assert isinstance(entry.placement, SparseAttention)
         for tokens, keys in corners(entry):
             own = attention_times(entry.placement, costs, tokens, keys, score_keys(CONTEXT))
@@ -89,14 +92,14 @@ def test_short_sessions_stay_dense_and_long_ones_become_sparse(made):
     """With slow launches the break-even is far; then it comes nearer, and none is left for a slow NPU."""
     firsts = []
     for launch_us in (5.0, 200.0, 1000.0):
-        found = plan(made, planned(FakeCosts(launch_us)))
+        found = plan(made, planned(FakeCosts(launch_us), estimators=("npu",)))
         placed = {keys: found.attention_of(CHUNK, keys, 1) for keys in score_keys(CONTEXT) if keys >= CHUNK}
         kinds = [placement != DENSE_ATTENTION for placement in placed.values()]
         assert kinds == sorted(kinds), "sparse from one length on"
         firsts.append(min((keys for keys, own in placed.items() if own != DENSE_ATTENTION), default=math.inf))
     assert firsts == sorted(firsts)
     assert firsts[0] < firsts[-1]
-    assert planned(FakeCosts(1e5)) == ()
+    assert planned(FakeCosts(1e5), estimators=("npu",)) == ()
 
 
 def test_layers_that_keep_all_keys_or_see_a_window_stay_dense():
@@ -129,6 +132,37 @@ def test_the_pipeline_gains_by_fusing_and_by_order():
         sizes = [len(unit) for unit in placement.units]
         assert sizes == ([1] * 4 if pipeline == "heads" else sizes)
     assert times[0] > times[1] > times[2]
+
+
+def test_each_case_has_the_faster_estimator():
+    """Where both gain, the one with the shorter time is taken."""
+    costs = FakeCosts(100.0)
+    alone = {one: planned(costs, estimators=(one,)) for one in ("npu", "gpu")}
+    both = planned(costs)
+    assert {entry.placement.estimator for entry in both} == {"npu", "gpu"}
+    for tokens, keys in itertools.product((64, 256, 600, CHUNK), score_keys(CONTEXT)):
+        found = [
+            entry.placement.predicted_us
+            for entries in (*alone.values(), both)
+            for entry in entries
+            if entry.serves(tokens, keys, 1) and entry.lengths[1] == tokens and entry.keys[1] == keys
+        ]
+        if found:
+            assert found[-1] == min(found)
+
+
+def test_processors_that_slow_each_other_down_take_longer():
+    placement = SparseAttention((0.2,) * 8, ((0, 1), (2, 3)), (8, 8))
+    alone, beside = (
+        attention_times(placement, FakeCosts(slowdown=own), CHUNK, CONTEXT, score_keys(CONTEXT)).time_us
+        for own in (UNDISTURBED, Slowdown(1.5, 1.2))
+    )
+    own = FakeCosts().sparse(CHUNK, CONTEXT)
+    gpu_us, npu_us = 2 * (own.select_us + own.attention_us(0.2)), own.scores_us[2]
+    both_us = min(1.2 * npu_us, 1.5 * gpu_us)
+    gained_us = both_us * (1 / 1.2 + 1 / 1.5 - 1)
+    assert beside == pytest.approx(own.quantise_us + 5.0 + 2 * (npu_us + gpu_us) - gained_us)
+    assert alone < beside
 
 
 def test_mapped_memory_has_no_overlap():

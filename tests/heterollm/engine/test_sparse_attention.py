@@ -17,7 +17,7 @@ from heterollm.calibration import calibrate, load_calibration
 from heterollm.engine import Engine, memory_need, pool_sizes
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.slot_check import CHECK_VARIABLE
-from heterollm.kernels.formats import ScoreScale
+from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
 from heterollm.kernels.gpu import is_complete
 from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
@@ -26,7 +26,7 @@ from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.sync.faults import Gate
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales
-from heterollm.solver import Plan, ScoreBuckets, SparseAttention
+from heterollm.solver import Plan, SparseAttention
 from heterollm.solver.attention import AttentionEntry
 
 CHUNK = 128
@@ -68,7 +68,7 @@ def plans(dense: LLM, file: Path) -> Callable[..., Plan]:
         *,
         lengths: tuple[int, int] = (1, CHUNK),
         keys: tuple[int, int] = (1, CONTEXT),
-        buckets: ScoreBuckets = 1,
+        buckets: BucketCount = 1,
         base: Plan = dense.plan,
     ) -> Plan:
         entries = []
@@ -128,7 +128,7 @@ def test_all_keys_are_dense_attention(
 
 @pytest.mark.parametrize("buckets", [1, pytest.param(5, marks=pytest.mark.slow), 9])
 def test_both_estimators_give_the_same_bits(
-    buckets: ScoreBuckets,
+    buckets: BucketCount,
     plans: Callable[..., Plan],
     load: Callable[..., LLM],
     dense: LLM,

@@ -163,8 +163,12 @@ def test_a_pass_shares_a_prediction_among_the_layers_of_a_group(
     own = [wait for wait in waits if wait.label.endswith("prefill of 20")]
     assert len(own) == len({id(wait.prediction) for wait in own}) == 8
     made = llm._engine.fences.of_pass("prefill", 20)
-    assert made.before("o", 1) is made.before("o", 2) is not made.before("o", 0)
-    assert made.before("o", 1) is not made.before("down", 1)
+    first, *others = (made.before("o", layer) for layer in (0, 1, 2))
+    assert others[0] is others[1] is not first
+    # Layers without waits are in the wait of the first layer that has one.
+    first, *others = (made.before("scores", layer) for layer in (1, 2, 3, 1))
+    assert others[0] is others[1] is not first is others[2]
+    assert made.before("down", 1) not in (first, *others)
     llm.session().prefill(list(range(20)))
     assert all(wait.prediction.mean_us >= 0 for wait in own)
 
