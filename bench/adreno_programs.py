@@ -6,8 +6,10 @@ Nothing runs: a GPU runtime that only notes files, names and defines stands in f
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -45,6 +47,9 @@ from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 
+sys.path.insert(0, str(Path(__file__).parent))
+from live_text import live_hash
+
 ROWS: Final = 256
 COLUMNS: Final = 2048
 BLOCK: Final = 32
@@ -80,6 +85,11 @@ class Program:
         """The compiler's options."""
         return " ".join(f"-D{key}={value}" for key, value in self.defines)
 
+    @property
+    def hash(self) -> str:
+        """A short hash of what a compiler sees of the program."""
+        return live_hash(self.kernel, self.source, {key: str(value) for key, value in self.defines})
+
 
 class ProgramRecorder:
     """A GPU runtime that notes what it is asked to build, and otherwise is the simulated one.
@@ -111,6 +121,8 @@ class ProgramRecorder:
                 label = f"attention_join {self.label.partition(' ')[2]}"
             elif name == "list_outliers":
                 label = "list_outliers"
+            elif name == "find_largest_steps":
+                label = self.label.replace("score_codes", "score_ranges").removesuffix(" 9 buckets")
             while label in self.programs:
                 label += "+"
             self.programs[label] = Program(label, name, tuple(files), defined)

@@ -7,6 +7,7 @@ code generation; `llvm` lets clang optimise it to SPIR-V first, as compilers bui
 
     python bench/adreno_static.py FOLDER                     # all programs, both front ends
     python bench/adreno_static.py FOLDER --only 'T64' --front llvm
+    python bench/adreno_static.py FOLDER --stale --keep      # those without a row of the present source
 
 FOLDER takes about 1.2 GB and is used again. The first run needs root: it installs qemu-user-static, and
 unpacks Debian packages without installing them. A program takes 3 to 8 s on an idle core, RoPE a minute.
@@ -54,7 +55,7 @@ PRODUCTS: Final = {"mad.f32": 1, "mad.f16": 1, "dp4acc": 4}
 """Multiply-adds of one instruction."""
 
 
-class StaticRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StaticRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One program of the table.
 
     Args:
@@ -68,6 +69,8 @@ class StaticRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         loop_products: Multiply-adds of that loop; half ones run at twice the rate, which slots do not show.
         loop_half_products: Those with half arithmetic.
         loop_private: Private loads and stores of that loop.
+        source: Hash of the program that the row was taken from, as :attr:`adreno_programs.Program.hash` makes
+            it; it does not cover the compilers. The rows from before have none.
     """
 
     registers: int
@@ -80,6 +83,7 @@ class StaticRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loop_products: int
     loop_half_products: int
     loop_private: int
+    source: str = ""
 
 
 class StaticTables(msgspec.Struct, forbid_unknown_fields=True):
@@ -270,6 +274,7 @@ def _row(body: str, answers: dict[str, int], program: Program) -> StaticRow:
         loop_products=_products(loop),
         loop_half_products=_products(loop, ("mad.f16",)),
         loop_private=sum(_repeats(line) for line in loop if re.search(r"\b(?:ldp|stp)\b", line)),
+        source=program.hash,
     )
 
 
@@ -315,9 +320,14 @@ def read_results() -> StaticTables:
     return msgspec.json.decode(RESULTS.read_bytes(), type=StaticTables)
 
 
+def is_stale(row: StaticRow | None, program: Program) -> bool:
+    """Return whether a program has no row, or one of another version of its source."""
+    return row is None or row.source != program.hash
+
+
 def print_table(rows: dict[str, StaticRow], before: dict[str, StaticRow]) -> None:
     """Print a table in Markdown, with the numbers before beside those of now."""
-    names = StaticRow.__struct_fields__
+    names = [name for name in StaticRow.__struct_fields__ if name != "source"]
     print("| program | " + " | ".join(name.replace("_", " ") for name in names) + " |")
     print("|---" * (len(names) + 1) + "|")
     for program, row in rows.items():
@@ -338,20 +348,28 @@ def main() -> None:
     parser.add_argument("--front", choices=FRONTS, action="append", help="front end; both by default")
     parser.add_argument("--gpu", type=int, choices=(740, 750), default=740, help="Adreno")
     parser.add_argument("--only", default="", help="regular expression of the programs' names")
+    parser.add_argument(
+        "--stale", action="store_true", help="only programs without a row of their present source"
+    )
     parser.add_argument("--keep", action="store_true", help="write bench/results/adreno_static.json")
     given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     prepare(folder)
     kept = read_results()
-    wanted = [program for program in programs() if re.search(given.only, program.name)]
+    asked = [program for program in programs() if re.search(given.only, program.name)]
     for front in given.front or FRONTS:
-        rows, name = compile_programs(folder, wanted, front, given.gpu), f"{front} {given.gpu}"
+        name = f"{front} {given.gpu}"
+        table = kept.tables.get(name, {})
+        wanted = [
+            program for program in asked if not given.stale or is_stale(table.get(program.name), program)
+        ]
+        rows = compile_programs(folder, wanted, front, given.gpu)
         print(f"\n{name} (Mesa's compiler; nothing ran)\n")
         print_table(rows, kept.before.get(name, {}))
         # Programs that no longer exist go; those that were not asked for stay.
         names = {program.name for program in programs()}
-        old = {program: row for program, row in kept.tables.get(name, {}).items() if program in names}
+        old = {program: row for program, row in table.items() if program in names}
         kept.tables[name] = old | rows
     if given.keep:
         RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")

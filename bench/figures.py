@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import ablation_table
 import accuracy_table
+import adreno_programs
 import aims
 import llm_npu_tables
 import shadow_attention_tables
@@ -371,6 +372,7 @@ def adreno_table() -> str:
     """Mesa's compiler on the kernels for an Adreno 740, by both front ends."""
     kept = json.loads((ROOT / "bench" / "results" / "adreno_static.json").read_text("utf-8"))["tables"]
     fronts = kept["mesa 740"], kept["llvm 740"]
+    present = {program.name: program.hash for program in adreno_programs.programs()}
     lines = []
     for program in dict.fromkeys(program for front in reversed(fronts) for program in front):
         cells = [f"`{program}`"]
@@ -380,7 +382,8 @@ def adreno_table() -> str:
             if row is None:
                 cells += ["-"] * 4
                 continue
-            cells += [str(row[name]) for name in ("registers", "waves", "private_bytes")]
+            old = "" if row["source"] == present.get(program) else " †"
+            cells += [f"{row['registers']}{old}", str(row["waves"]), str(row["private_bytes"])]
             cells.append(f"{row['loop_slots'] / row['loop_products']:.2f}" if counts else "-")
         lines.append(cells)
     columns = "registers | waves | private B | slots"

@@ -4,6 +4,8 @@
 """
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,6 +74,55 @@ def test_a_dump_is_read(bench):
     assert (row.registers, row.wave, row.instructions) == (13, 128, 7)
     # 96 registers hold three pairs of waves, 32 KiB six groups of a pair.
     assert (row.waves, row.local_bytes, row.private_bytes) == (6, 5000, 0)
+
+
+def test_every_row_is_of_a_program_with_a_hash(bench):
+    names = {program.name for program in bench.programs()}
+    for table in bench.read_results().tables.values():
+        assert table.keys() <= names
+        assert all(len(row.source) == 12 for row in table.values())
+
+
+def test_a_row_is_stale_once_what_a_compiler_sees_differs(bench):
+    program = bench.Program("p", "p", ("glue.h", "pointwise.cl"), (("WG", 64),))
+    ((_, row),) = bench.read_log(LOG, {"p": program})
+    assert not bench.is_stale(row, program)
+    assert not bench.is_stale(
+        row, bench.Program("p", "p", ("glue.h", "pointwise.cl"), (("OTHER", 1), ("WG", 64)))
+    )
+    assert bench.is_stale(row, bench.Program("p", "p", ("glue.h", "pointwise.cl"), (("WG", 32),)))
+    assert bench.is_stale(row, bench.Program("p", "q", ("glue.h", "pointwise.cl"), (("WG", 64),)))
+    assert bench.is_stale(None, program)
+
+
+@pytest.mark.parametrize(
+    ("source", "same"),
+    [
+        ("// words\n#define UNUSED 1\n#if BITS == 4\nint  a;\n#else\nint b;\n#endif\n", True),
+        ("#ifndef BITS\nint c;\n#elif BITS > 8 || !defined(BITS)\nint b;\n#else\nint a;\n#endif", True),
+        ("#define WORD (32 / BITS)\n#if WORD / 2 == 4 && defined WORD\nint a;\n#endif", True),
+        ("#define PAIR_2 1\n#define PASTE(n) PAIR_##n\nint a;", False),
+        ("int a; int b;", False),
+        ("int b;", False),
+    ],
+)
+def test_only_what_a_compiler_sees_counts(bench, source, same):
+    from_live = sys.modules["live_text"].live_text
+    assert (from_live(source, {"BITS": "4"}) == "int a;") is same
+
+
+@pytest.mark.slow
+def test_the_live_text_preprocesses_to_what_the_source_does(bench):
+    if shutil.which("cpp") is None:
+        pytest.skip("needs cpp, such as `apt install cpp`")
+    for program in bench.programs():
+        command = ["cpp", "-P", "-undef", "-D__clang__=1", *program.options.split()]
+        live = sys.modules["live_text"].live_text(program.source, {k: str(v) for k, v in program.defines})
+        made = [
+            subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout.split()
+            for text in (program.source, live)
+        ]
+        assert made[0] == made[1] != [], program.name
 
 
 def test_the_kept_tables_show_no_private_memory(bench):
