@@ -36,6 +36,7 @@ FLOORS = (
         "heterollm.kernels.linear_cases",
         "heterollm.kernels.outlier_cases",
         "heterollm.kernels.score_cases",
+        "heterollm.kernels.sparse_cases",
     ),
     ("heterollm.kernels.sync", "heterollm.kernels.cases"),
     ("heterollm.kernels.gpu", "heterollm.kernels.npu"),

@@ -14,7 +14,7 @@ from msgspec import structs
 import heterollm
 from heterollm.base import CalibrationError, EngineError, GraphError, PlanError, silent
 from heterollm.calibration import calibrate, load_calibration
-from heterollm.engine import Engine, memory_need, pool_sizes
+from heterollm.engine import HEAD_ROWS, Engine, memory_need, pool_sizes
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.formats import BucketCount, ScoreScale
@@ -432,6 +432,27 @@ def test_a_failure_behind_the_first_chunk_leaves_earlier_turns_as_they_are(
     np.testing.assert_array_equal(got, twin.prefill(ids[150:450], all_logits=True))
     exact = dense.session().prefill(ids[:450], all_logits=True)[150:]
     assert 5 < sqnr_db(got, exact) < 60
+
+
+def test_where_the_gpu_estimates_attention_stays_sparse_without_the_npu(
+    failing: dict[str, int],
+    plans: Callable[..., Plan],
+    load: Callable[..., LLM],
+    half_rows_plan: Callable[..., Plan],
+    dense: LLM,
+    ids: list[int],
+) -> None:
+    expected = load(plan=plans("gpu")).session().prefill(ids[:300], all_logits=True)
+    llm = load(plan=plans("gpu", base=half_rows_plan(dense, CHUNK)), allow_fallback=True)
+    steps = llm.steps("prefill", CHUNK)
+    graphs = sum(step.action == "graph" and step.operator != "head" for step in steps)
+    heads = CHUNK // HEAD_ROWS
+    failing["fails at"] = failing["runs"] + graphs + heads + 3
+    got = llm.session().prefill(ids[:300], all_logits=True)
+    assert f"since token {CHUNK}," in llm.failures[0]
+    assert any(step.operator == "selection" for step in llm.steps("prefill", CHUNK))
+    assert sqnr_db(got, expected) > LOGITS_SQNR_DB["fp32"]
+    np.testing.assert_array_equal(llm.session().prefill(ids[:300], all_logits=True), expected)
 
 
 # -- memory and other devices --------------------------------------------------------------------------------
