@@ -43,6 +43,7 @@ from .prompts import relative_time as relative_time
 from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import InFlight as InFlight
+from .request import LlmNpuPass as LlmNpuPass
 from .request import PassName as PassName
 from .request import PlanRequest as PlanRequest
 from .request import RequestedLevel as RequestedLevel

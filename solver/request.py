@@ -19,6 +19,7 @@ __all__ = [
     "SHADOW_ATTENTION",
     "SOLVED_LEVELS",
     "InFlight",
+    "LlmNpuPass",
     "PassName",
     "PlanRequest",
     "RequestedLevel",

@@ -19,7 +19,7 @@ from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.kernels.threads import split_threads
 from heterollm.planning import LoadKeywords, LoadOptions
-from heterollm.solver import LENGTH_POLICIES, LengthPolicy, PassName, PlanRequest
+from heterollm.solver import LENGTH_POLICIES, LengthPolicy, LlmNpuPass, PlanRequest
 
 __all__ = [
     "LEVEL_NAMES",
@@ -107,7 +107,7 @@ class Configuration:
     scales: Scales = "free"
     power: Power | Literal[""] = "burst"
     calibration: str = ""
-    pass_name: PassName | Literal[""] = ""
+    pass_name: LlmNpuPass | Literal[""] = ""
     baseline: bool = False
 
     @property
@@ -221,7 +221,7 @@ def expand(
     _check(policies, LENGTH_POLICIES, "length policy")
     _check(syncs, SYNC_OPTIONS, "sync")
     _check(precisions, get_args(Precision), "precision")
-    _check(passes, (NONE, *get_args(PassName)), "pass")
+    _check(passes, (NONE, *get_args(LlmNpuPass)), "pass")
     for level in levels:
         if level not in LEVEL_NAMES and not _is_file(level):
             raise OptionError(
@@ -314,7 +314,7 @@ def _own(
         length_policy=policy if level in COVERED else "auto",
         sync=sync if uses_npu or sync == "operator" else "auto",
         calibration=str(calibration) if integers and calibration is not None else "",
-        pass_name=cast("PassName", pass_name) if passable and pass_name != NONE else "",
+        pass_name=cast("LlmNpuPass", pass_name) if passable and pass_name != NONE else "",
     )
 
 
