@@ -84,7 +84,7 @@ SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
     "demo": "Try every plan level with the bundled model; no download.",
-    "calibrate": "Measure activations and heads: for integers, sparse attention.",
+    "calibrate": "Measure a model's activations and attention heads on text.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",
     "devices": "List the devices, and why one is not usable.",
     "doctor": "Check every operator on a device against float64.",

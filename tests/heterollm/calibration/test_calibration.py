@@ -405,7 +405,7 @@ def test_the_command_prints_a_summary(
     summary = json.loads(capsys.readouterr().out)
     assert (summary["linears"], summary["ffns"], summary["failed"]) == (16, 4, [])
     named = {"path", "model", "weights_key", "tokens", "checked_tokens", "linears", "ffns", "failed"}
-    assert set(summary) == named
+    assert set(summary) == named | {"window_tokens", "head_importance", "keep"}
 
 
 # -- a profile that measures integer forms, and plans that choose among them ---------------------------
