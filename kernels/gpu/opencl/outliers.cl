@@ -21,8 +21,9 @@ GROUP_SIZE __kernel void find_outliers(__global const act_t *restrict x, __globa
   for (int i = begin; i < end; i += 8) {
     const int count = min(8, columns - i);
     int8 outside = 0;
-    for (int token = first; token < last; ++token) {
-      LOAD_PART(load_act8, load_act, x + (size_t)token * columns, i, count, value)
+    __global const act_t *row = x + (size_t)first * columns;
+    for (int token = first; token < last; ++token, row += columns) {
+      LOAD_PART(load_act8, load_act, row, i, count, value)
       outside |= (value < low) | (value > high);
     }
     outside &= (int8)(1, 2, 4, 8, 16, 32, 64, 128);
@@ -41,7 +42,7 @@ GROUP_SIZE __kernel void list_outliers(__global uint *flags, __global const int 
 #if WG > 1
   __local int2 counts[WG];
 #endif
-  const int lane = get_local_id(0), own = (words + WG - 1) / WG;
+  const int lane = get_local_id(0), own = (uint)(words + WG - 1) / WG;
   const int begin = min(words, lane * own), end = min(words, begin + own);
   int2 mine = 0;
   for (int word = begin; word < end; ++word)
@@ -113,11 +114,11 @@ GROUP_SIZE __kernel void multiply_outliers(__global const act_t *restrict x, __g
     for (int number = 0; number < count; ++number) {
       const int channel = channels[number];
 #ifdef FETCHED
-      const size_t row = number;
+      const uint row = number;
 #else
-      const size_t row = place[channel];
+      const uint row = place[channel];
 #endif
-      LOAD_PART(load_act8, load_act, weights + row * rows, i, width, weight)
+      LOAD_PART(load_act8, load_act, weights + row * (uint)rows, i, width, weight)
 #define ADD(t)                                                                                                         \
   {                                                                                                                    \
     const float value = token + t < covered ? load_act(x, (size_t)t * columns + channel) : 0.0f;                       \
