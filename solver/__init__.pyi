@@ -65,5 +65,6 @@ from .sparse_plan import AttentionHeads as AttentionHeads
 from .sparse_plan import plan_attention as plan_attention
 from .standard_lengths import choose_lengths as choose_lengths
 from .standard_lengths import score_keys as score_keys
+from .standard_lengths import score_tokens as score_tokens
 from .words import describe as describe
 from .words import notation as notation

@@ -15,17 +15,17 @@ from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.gpu import HeadShape, ScoreMemory, Selection, SparseShape
 from heterollm.kernels.npu import ScoresShard, graph_tensors
 from heterollm.model import ModelConfig
-from heterollm.solver import Plan, SparseAttention, score_keys
+from heterollm.solver import Plan, SparseAttention, score_keys, score_tokens
 
 __all__ = [
     "PRIVATE_SCORE_SLOTS",
     "SCORE_SLOTS",
     "key_borders",
+    "longest_scored_pass",
     "score_graph_bytes",
     "score_graphs",
     "score_memory",
     "score_sizes",
-    "score_tokens",
     "sparse_shape",
 ]
 
@@ -38,12 +38,6 @@ PRIVATE_SCORE_SLOTS: Final = (SCORE_STEPS, SCORE_RANGES, SELECTION, SELECTION_CO
 
 SCORE_SLOTS: Final = (SCORE_QUERIES, SCORE_KEYS, SCORES, *PRIVATE_SCORE_SLOTS)
 """All of them, which all layers share."""
-
-SMALLEST_PASS: Final = 32
-"""Tokens of a tile of every NPU."""
-
-LENGTHS: Final = tuple(SMALLEST_PASS << power for power in range(16))
-"""Tokens of padded passes."""
 
 
 def key_borders(plan: Plan, context: int) -> tuple[int, ...]:
@@ -71,13 +65,13 @@ def sparse_shape(heads: HeadShape, tokens: int, keys: int) -> SparseShape:
         keys: Most keys that it sees.
     """
     standard = score_keys(heads.capacity)
-    return SparseShape(heads, _padded(tokens), standard[bisect.bisect_left(standard, keys)])
+    return SparseShape(heads, score_tokens(tokens), standard[bisect.bisect_left(standard, keys)])
 
 
-def score_tokens(plan: Plan) -> int:
+def longest_scored_pass(plan: Plan) -> int:
     """Return the most tokens of a pass with sparse attention, padded; 0 without any."""
     longest = (tokens for tokens, _ in _longest(plan))
-    return max(map(_padded, longest), default=0)
+    return max(map(score_tokens, longest), default=0)
 
 
 def score_sizes(config: ModelConfig, plan: Plan, context: int) -> Iterator[tuple[str, int]]:
@@ -116,7 +110,8 @@ def score_graphs(config: ModelConfig, plan: Plan, context: int) -> tuple[tuple[S
             continue
         seen = range(entry.keys[0], min(entry.keys[1], context) + 1)
         ends = {min(keys, seen[-1]) for keys in (*score_keys(context), context) if seen and keys >= seen[0]}
-        lengths = [tokens for tokens in LENGTHS if _padded(entry.lengths[0]) <= tokens <= _padded(most)]
+        least, largest = score_tokens(entry.lengths[0]), score_tokens(most)
+        lengths = [least << power for power in range((largest // least).bit_length())]
         for keys, tokens in itertools.product(sorted(ends), lengths):
             shape = sparse_shape(heads, tokens, keys)
             for unit, exponent in zip(placement.units, placement.exponents, strict=True):
@@ -148,7 +143,3 @@ def _longest(plan: Plan) -> Iterator[tuple[int, int]]:
         tokens = min(entry.lengths[1], plan.chunk_length)
         if isinstance(entry.placement, SparseAttention) and entry.lengths[0] <= tokens:
             yield tokens, entry.keys[1]
-
-
-def _padded(tokens: int) -> int:
-    return LENGTHS[bisect.bisect_left(LENGTHS, tokens)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from heterollm.engine.score_slots import PRIVATE_SCORE_SLOTS, score_sizes, score_tokens
+from heterollm.engine.score_slots import PRIVATE_SCORE_SLOTS, longest_scored_pass, score_sizes
 from heterollm.kernels.gpu import (
     FACTOR_BYTES,
     LARGEST_CODE_BYTES,
@@ -91,7 +91,7 @@ def pool_sizes(
     """
     tokens = plan.chunk_length
     padded = max(tokens, _npu_tokens(plan, head=False))
-    attended = max(tokens, score_tokens(plan))
+    attended = max(tokens, longest_scored_pass(plan))
     head_npu = _npu_tokens(plan, head=True)
     head_rows = max(HEAD_ROWS, head_npu)
     widest = max(spec.rows for spec in specs if spec.group != "head")
