@@ -85,4 +85,5 @@ from .waiting import HostClock as HostClock
 from .waiting import Strategy as Strategy
 from .waiting import SyncChoice as SyncChoice
 from .waiting import WaitPrediction as WaitPrediction
+from .work import SELECTION_FLOPS as SELECTION_FLOPS
 from .work import GpuWork as GpuWork

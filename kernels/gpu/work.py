@@ -18,6 +18,7 @@ from heterollm.kernels.ops import WeightFormat
 
 __all__ = [
     "BLOCK_BYTES",
+    "SELECTION_FLOPS",
     "GpuKind",
     "GpuWork",
     "attention_work",

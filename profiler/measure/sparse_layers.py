@@ -18,6 +18,7 @@ from heterollm.base import HeteroLLMError
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import score_scales
 from heterollm.kernels.gpu import (
+    SELECTION_FLOPS,
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
@@ -51,8 +52,6 @@ USUAL_RUNS: Final = 8
 OVERHEAD_S: Final = 0.02
 CORE_FLOPS: Final = 20e9
 ACCELERATOR_CORES: Final = 16
-SELECTION_FLOPS: Final = 30
-"""For each pair of query and key."""
 
 LARGEST: Final = 5.0
 """About the largest of the normal numbers that stand for queries and keys."""

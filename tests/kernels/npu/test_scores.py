@@ -1,9 +1,6 @@
 """Attention scores of an NPU graph with two inputs and no weights, against integer arithmetic."""
 
 import dataclasses
-import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,37 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterollm.base import GraphError
-from heterollm.kernels.npu import HostNpu, QnnNpu, ScoresShard, qnn_available
-from heterollm.kernels.npu.graphs import write_graph
+from heterollm.kernels.npu import QnnNpu, ScoresShard, qnn_available
 from heterollm.kernels.score_cases import ScoresCase
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
 slow = [*emulated, pytest.mark.slow]
 SHARD = ScoresShard(2, 128, 64, 10)
-
-OPEN_AND_TRACE = """
-import sys
-from pathlib import Path
-from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
-options = {"backend_type": "htp", "soc_model": "57", "htp_graph_finalization_optimization_mode": "3"}
-options |= {"profiling_level": "optrace", "profiling_file_path": "profile.csv"}
-open_session(Path(sys.argv[1]), QnnTarget(True, options), "traced")
-"""
-
-
-@pytest.fixture(scope="module")
-def host():
-    npu = HostNpu()
-    yield npu
-    npu.close()
-
-
-@pytest.fixture(scope="module")
-def emulator():
-    npu = QnnNpu(emulator=True)
-    yield npu
-    npu.close()
 
 
 def differences(case, npu):
@@ -86,14 +59,8 @@ def test_the_emulator_is_within_one_code(emulator, heads, tokens, keys, head_dim
         for sizes in ((1, 128, 128), (2, 224, 512), (4, 128, 128), (4, 768, 2048))
     ],
 )
-def test_the_compiler_keeps_integers(heads, rows, keys, tmp_path):
-    shard = dataclasses.replace(SHARD, heads=heads, keys=keys)
-    model = write_graph(shard, "scores", np.dtype(np.float16), tmp_path, rows)
-    command = [sys.executable, "-P", "-c", OPEN_AND_TRACE, str(model)]
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=600)
-    [schematic] = tmp_path.glob("*_schematic.bin")
-    graph = schematic.read_bytes().decode("latin-1").split(":::BEGIN:graph_after_optimization:::")[1]
-    operations = re.findall(r"'operation':'([^']+)'", graph)
+def test_the_compiler_keeps_integers(heads, rows, keys, compiled):
+    operations, _ = compiled(dataclasses.replace(SHARD, heads=heads, keys=keys), "scores", rows, {})
     assert operations
     assert not [name for name in operations if ".fp16" in name or "uantize" in name or "Cast" in name]
 
