@@ -168,7 +168,9 @@ class GpuSparseAttention(GpuAttention):
             *map(np.int32, (slots[0], shape.tokens, shape.keys, scores.window)),
             *map(np.float32, (scores.scale / cap if cap else scores.scale * LOG2_E, cap * LOG2_E)),
         )
-        work = functools.partial(selection_work, count, step.array, tokens=shape.tokens, window=scores.window)
+        work = functools.partial(
+            selection_work, count, step.array, block=shape.block, tokens=shape.tokens, window=scores.window
+        )
         size = shape.blocks * items, count
         return self._runtime.launch(kernel, arguments, size, (items, 1), "selection", work=work)
 
@@ -235,6 +237,7 @@ class GpuSparseAttention(GpuAttention):
             step.array,
             count,
             keep=keep,
+            block=shape.block,
             tokens=shape.tokens,
             window=scores.window,
             kv_bytes=self._kv_dtype.itemsize,

@@ -39,8 +39,6 @@ KINDS: Final = get_args(GpuKind)
 BLOCK_BYTES: Final = 8
 """Size of a scale and a sum of int8 codes, both float32, per scale block."""
 
-SELECTION_ROWS: Final = 32
-"""Queries that share a selection."""
 SELECTION_FLOPS: Final = 30
 """Operations for each score: two exponentials, sums, and the search for the least weight that is kept."""
 
@@ -209,17 +207,18 @@ def estimate_work(heads: int, rows: int, keys: int, head_dim: int) -> GpuWork:
     return GpuWork("attention", 2 * scores * head_dim, heads * (rows + keys) * head_dim, scores, rows)
 
 
-def selection_work(heads: int, step: NDArray[np.int32], *, tokens: int, window: int) -> GpuWork:
+def selection_work(heads: int, step: NDArray[np.int32], *, block: int, tokens: int, window: int) -> GpuWork:
     """Return the work of selecting positions.
 
     Args:
         heads: Query heads.
         step: The step buffer.
+        block: Queries that share a selection.
         tokens: Tokens of the pass.
         window: Positions that a token sees; 0 for all.
     """
     rows, seen, _ = _visible(step, tokens, window)
-    positions = heads * -(-rows // SELECTION_ROWS) * seen / max(1, rows)
+    positions = heads * -(-rows // block) * seen / max(1, rows)
     return GpuWork("elementwise", SELECTION_FLOPS * heads * seen, heads * seen, 4 * positions, rows)
 
 
@@ -229,6 +228,7 @@ def sparse_attention_work(
     heads: int,
     *,
     keep: float,
+    block: int,
     tokens: int,
     window: int,
     kv_bytes: int,
@@ -241,6 +241,7 @@ def sparse_attention_work(
         step: The step buffer.
         heads: Query heads of the launch.
         keep: Mean share of the positions that is kept.
+        block: Queries that share a selection.
         tokens: Tokens of the pass.
         window: Positions that a token sees; 0 for all.
         kv_bytes: Size of an element of the cache.
@@ -248,7 +249,7 @@ def sparse_attention_work(
     """
     rows, seen, _ = _visible(step, tokens, window)
     outputs = heads * rows * shape.head_dim
-    gathered = heads * -(-rows // SELECTION_ROWS) * keep * seen / max(1, rows)
+    gathered = heads * -(-rows // block) * keep * seen / max(1, rows)
     read = 2 * gathered * shape.head_dim * kv_bytes + 4 * (outputs + gathered)
     return GpuWork("attention", 4 * keep * seen * heads * shape.head_dim, read, outputs * output_bytes, rows)
 

@@ -265,14 +265,14 @@ def test_the_work_of_all_positions_is_that_of_dense_attention():
         common = {"tokens": 256, "window": window, "kv_bytes": 2, "output_bytes": 4}
         dense = work.attention_work(heads, step, **common)
         whole, fifth = (
-            work.sparse_attention_work(heads, step, 9, keep=keep, **common) for keep in (1.0, 0.2)
+            work.sparse_attention_work(heads, step, 9, keep=keep, block=32, **common) for keep in (1.0, 0.2)
         )
         assert whole.flops == pytest.approx(dense.flops)
         assert fifth.flops == pytest.approx(dense.flops / 5)
         # Each block of queries reads keys of its own.
         assert whole.read_bytes > 5 * dense.read_bytes
         assert whole.written_bytes == dense.written_bytes
-        part = work.selection_work(3, step, tokens=256, window=window)
+        part = work.selection_work(3, step, block=32, tokens=256, window=window)
         assert part.read_bytes * 4 * 64 == pytest.approx(dense.flops / 3)
 
 
