@@ -26,10 +26,12 @@ from .ranges import LinearRanges as LinearRanges
 from .ranges import ShadowRanges as ShadowRanges
 from .ranges import StaticRanges as StaticRanges
 from .ranges import step_of as step_of
+from .shapes import ExpertsShape as ExpertsShape
 from .shapes import FfnShape as FfnShape
 from .shapes import GraphShape as GraphShape
 from .shapes import LinearShape as LinearShape
 from .shapes import ScoresShape as ScoresShape
+from .shards import ExpertsShard as ExpertsShard
 from .shards import FfnShard as FfnShard
 from .shards import GraphShard as GraphShard
 from .shards import LinearShard as LinearShard

@@ -1,4 +1,4 @@
-"""An ffn shard as one NPU graph: gate, up, their activation and a partial down product."""
+"""Ffn shards as NPU graphs: gate, up, their activation and a partial down product, of one or of experts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from onnx import helper
 
 from heterollm.kernels.formats import LinearWeight, take_rows
 from heterollm.kernels.npu.linear_graphs import (
@@ -17,11 +18,11 @@ from heterollm.kernels.npu.linear_graphs import (
     k_split_bounds,
 )
 from heterollm.kernels.npu.protocol import GraphForm
-from heterollm.kernels.npu.shards import FfnShard
+from heterollm.kernels.npu.shards import ExpertsShard, FfnShard
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.ops import Activation
 
-__all__ = ["build_ffn"]
+__all__ = ["build_experts", "build_ffn"]
 
 # Both activations are gate * sigmoid(s). For SiLU s is the gate. For GELU (tanh formula) it is
 # 2 sqrt(2 / pi) (gate + 0.044715 gate³), since (1 + tanh(t)) / 2 = sigmoid(2 t); this keeps the digits that a
@@ -30,14 +31,26 @@ GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
 
 
-def build_ffn(shard: FfnShard, form: GraphForm, body: GraphBody, k_split_columns: int) -> None:
-    """Append the nodes of an ffn shard from ``x [1, m, h]`` to ``y [1, m, h]``.
+def build_ffn(
+    shard: FfnShard,
+    form: GraphForm,
+    body: GraphBody,
+    k_split_columns: int,
+    *,
+    source: str = INPUT,
+    target: str = OUTPUT,
+    prefix: str = "",
+) -> None:
+    """Append the nodes of an ffn shard from ``source [1, m, h]`` to ``target [1, m, h]``.
 
     Args:
         shard: The shard.
         form: Graph form, legal for its number format.
         body: The graph to append to.
         k_split_columns: Most inputs of one range of the last linear in a k-split form.
+        source: Name of the input.
+        target: Name of the output.
+        prefix: Prefix of the names of all other nodes and tensors.
 
     Raises:
         GraphError: The last linear cannot be split that way.
@@ -46,28 +59,58 @@ def build_ffn(shard: FfnShard, form: GraphForm, body: GraphBody, k_split_columns
     if form in ("ffn_k_chunked", "ffn_k_chunked_int8"):
         bounds = k_split_bounds(shard.width, shard.format, k_split_columns, shard.label)
     if shard.format.quantized or form == "ffn":
-        _build_rows(shard, body, bounds, integer_inputs=form in ("ffn_int8", "ffn_k_chunked_int8"))
+        integer = form in ("ffn_int8", "ffn_k_chunked_int8")
+        _build_rows(shard, body, bounds, source, target, prefix, integer_inputs=integer)
     else:
-        _build_columns(shard, body, bounds)
+        _build_columns(shard, body, bounds, source, target, prefix)
 
 
-def _build_rows(shard: FfnShard, body: GraphBody, bounds: Bounds | None, *, integer_inputs: bool) -> None:
+def build_experts(shard: ExpertsShard, form: GraphForm, body: GraphBody, k_split_columns: int) -> None:
+    """Append the nodes of a group of experts, each on rows of its own, of :data:`INPUT` and :data:`OUTPUT`.
+
+    Raises:
+        GraphError: As :func:`build_ffn`.
+    """
+    sources, targets = ([f"{name}_{own}" for own in shard.experts] for name in ("inputs", "outputs"))
+    # Equal parts, of any length.
+    body.nodes.append(helper.make_node("Split", [INPUT], sources, axis=1, num_outputs=len(sources)))
+    for expert, part, source, target in zip(shard.experts, shard.parts, sources, targets, strict=True):
+        names = {"source": source, "target": target, "prefix": f"{expert}_"}
+        build_ffn(part, form, body, k_split_columns, **names)
+    body.add("Concat", targets, OUTPUT, axis=1)
+
+
+def _build_rows(
+    shard: FfnShard,
+    body: GraphBody,
+    bounds: Bounds | None,
+    source: str,
+    target: str,
+    prefix: str,
+    *,
+    integer_inputs: bool,
+) -> None:
     """Write each linear from ``[1, m, k]`` to ``[1, m, n]``."""
     for name, weight in zip(("gate", "up"), _gate_up(shard), strict=True):
-        target, prefix = _product(shard, name), f"{name}_"
-        add_linear(body, weight, INPUT, target, prefix=prefix, integer_inputs=integer_inputs)
-    _add_activated(shard, body, bias_shape=(shard.width,))
-    add_linear(body, shard.down, "activated", OUTPUT, bounds, prefix="down_", integer_inputs=integer_inputs)
+        product, own = _product(shard, prefix + name), f"{prefix}{name}_"
+        add_linear(body, weight, source, product, prefix=own, integer_inputs=integer_inputs)
+    activated = _add_activated(shard, body, prefix, bias_shape=(shard.width,))
+    own = f"{prefix}down_"
+    add_linear(body, shard.down, activated, target, bounds, prefix=own, integer_inputs=integer_inputs)
 
 
-def _build_columns(shard: FfnShard, body: GraphBody, bounds: Bounds | None) -> None:
+def _build_columns(
+    shard: FfnShard, body: GraphBody, bounds: Bounds | None, source: str, target: str, prefix: str
+) -> None:
     """Write each linear from ``[1, k, m]`` to ``[1, n, m]``; transpose the input and the output."""
-    add_transpose(body, INPUT, "x_columns")
+    x_columns, y_columns = f"{prefix}x_columns", f"{prefix}y_columns"
+    add_transpose(body, source, x_columns)
     for name, weight in zip(("gate", "up"), _gate_up(shard), strict=True):
-        add_weight_first(body, weight, "x_columns", _product(shard, name), prefix=f"{name}_")
-    _add_activated(shard, body, bias_shape=(shard.width, 1))
-    add_weight_first(body, shard.down, "activated", "y_columns", bounds, prefix="down_")
-    add_transpose(body, "y_columns", OUTPUT)
+        product, own = _product(shard, prefix + name), f"{prefix}{name}_"
+        add_weight_first(body, weight, x_columns, product, prefix=own)
+    activated = _add_activated(shard, body, prefix, bias_shape=(shard.width, 1))
+    add_weight_first(body, shard.down, activated, y_columns, bounds, prefix=f"{prefix}down_")
+    add_transpose(body, y_columns, target)
 
 
 def _gate_up(shard: FfnShard) -> tuple[LinearWeight, LinearWeight]:
@@ -80,34 +123,41 @@ def _product(shard: FfnShard, member: str) -> str:
     return member if shard.bias is None else f"{member}_product"
 
 
-def _add_activated(shard: FfnShard, body: GraphBody, bias_shape: tuple[int, ...]) -> None:
-    """Append ``activated = activation(gate + bias) * (up + bias)``."""
+def _add_activated(shard: FfnShard, body: GraphBody, prefix: str, bias_shape: tuple[int, ...]) -> str:
+    """Append ``activation(gate + bias) * (up + bias)`` and return its name."""
+    gate, up, share, up_share, activated = (
+        f"{prefix}{name}" for name in ("gate", "up", "share", "up_share", "activated")
+    )
     if shard.bias is not None:
-        for name, bias in zip(("gate", "up"), np.split(shard.bias, 2), strict=True):
+        for name, bias in zip((gate, up), np.split(shard.bias, 2), strict=True):
             body.tensors[f"{name}_bias"] = bias.astype(body.dtype).reshape(bias_shape)
             body.add("Add", [_product(shard, name), f"{name}_bias"], name)
-    argument = ACTIVATIONS[shard.activation](body)
-    body.add("Sigmoid", [argument], "share")
+    argument = ACTIVATIONS[shard.activation](body, prefix)
+    body.add("Sigmoid", [argument], share)
     # The order matters: QNN fuses gate * sigmoid(gate) into one operator, which rounds to NMSE 2e-6
     # (emulated, one token), and gate * up could exceed float16 where the whole product does not.
-    body.add("Mul", ["up", "share"], "up_share")
-    body.add("Mul", ["gate", "up_share"], "activated")
+    body.add("Mul", [up, share], up_share)
+    body.add("Mul", [gate, up_share], activated)
+    return activated
 
 
-def _silu(_body: GraphBody) -> str:
-    return "gate"
+def _silu(_body: GraphBody, prefix: str) -> str:
+    return f"{prefix}gate"
 
 
-def _gelu_tanh(body: GraphBody) -> str:
+def _gelu_tanh(body: GraphBody, prefix: str) -> str:
     # The factor comes before the square, which could exceed float16.
-    body.tensors["cubic"] = np.array([math.sqrt(GELU_CUBIC)], body.dtype)
-    body.tensors["linear"] = np.array([GELU_LINEAR], body.dtype)
-    body.add("Mul", ["gate", "cubic"], "scaled")
-    body.add("Mul", ["scaled", "scaled"], "square")
-    body.add("Add", ["square", "linear"], "slope")
-    body.add("Mul", ["gate", "slope"], "argument")
-    return "argument"
+    gate, cubic, linear, scaled, square, slope, argument = (
+        f"{prefix}{name}" for name in ("gate", "cubic", "linear", "scaled", "square", "slope", "argument")
+    )
+    body.tensors[cubic] = np.array([math.sqrt(GELU_CUBIC)], body.dtype)
+    body.tensors[linear] = np.array([GELU_LINEAR], body.dtype)
+    body.add("Mul", [gate, cubic], scaled)
+    body.add("Mul", [scaled, scaled], square)
+    body.add("Add", [square, linear], slope)
+    body.add("Mul", [gate, slope], argument)
+    return argument
 
 
-ACTIVATIONS: dict[Activation, Callable[[GraphBody], str]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: dict[Activation, Callable[[GraphBody, str], str]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 """Functions that append the argument of an activation's sigmoid and return its name."""

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_OF_INTEGERS, TILE_TOKENS, GraphForm
-from heterollm.kernels.npu.shapes import FfnShape, GraphShape, LinearShape, ScoresShape, WeightShape
+from heterollm.kernels.npu.shapes import (
+    ExpertsShape,
+    FfnShape,
+    GraphShape,
+    LinearShape,
+    ScoresShape,
+    WeightShape,
+)
 
-__all__ = ["every_form", "integer_forms", "reshaped_forms", "scores_forms"]
+__all__ = ["every_form", "experts_forms", "integer_forms", "reshaped_forms", "scores_forms"]
 
 SCORES_TILE_TOKENS = 32
 """Hexagon pads scores to tiles of 32 tokens."""
@@ -21,6 +28,8 @@ def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) ->
     """
     if isinstance(shape, ScoresShape):
         return scores_forms(length)
+    if isinstance(shape, ExpertsShape):
+        return experts_forms(every_form(shape.one, length, floats))
     rounded, ffn = shape.integer_inputs, isinstance(shape, FfnShape)
     plain: tuple[GraphForm, ...]
     if shape.weight.scales == "tensor":
@@ -37,6 +46,11 @@ def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) ->
 def scores_forms(length: int) -> tuple[GraphForm, ...]:
     """Return the legal forms of attention scores of any shape."""
     return () if length % SCORES_TILE_TOKENS else ("scores",)
+
+
+def experts_forms(forms: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
+    """Return the legal forms of a group from those of one expert: experts have no calibrated ranges."""
+    return tuple(form for form in forms if form not in TILE_OF_INTEGERS)
 
 
 def integer_forms(shape: WeightShape, length: int) -> tuple[GraphForm, ...]:

@@ -19,12 +19,19 @@ from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 
 from heterollm.base import PAGE_BYTES, GraphError
 from heterollm.kernels.formats import QuantizedTensor
-from heterollm.kernels.npu.ffn_graphs import build_ffn
+from heterollm.kernels.npu.ffn_graphs import build_experts, build_ffn
 from heterollm.kernels.npu.integer_graphs import build_integer_ffn, build_integer_linear
 from heterollm.kernels.npu.linear_graphs import GraphBody, Tensors, build_linear
-from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm, edge_dtype
+from heterollm.kernels.npu.protocol import INTEGER_FORMS, K_SPLIT_COLUMNS, GraphForm, edge_dtype
 from heterollm.kernels.npu.scores_graphs import build_scores
-from heterollm.kernels.npu.shards import FfnShard, GraphShard, LinearShard, NpuShard, ScoresShard
+from heterollm.kernels.npu.shards import (
+    ExpertsShard,
+    FfnShard,
+    GraphShard,
+    LinearShard,
+    ScoresShard,
+    WeightShard,
+)
 from heterollm.kernels.npu.tensors import GraphTensor, graph_tensors
 
 __all__ = ["GRAPH_VERSION", "graph_identity", "shard_digest", "write_graph"]
@@ -67,9 +74,12 @@ def shard_digest(shard: GraphShard) -> str:
     if isinstance(shard, ScoresShard):
         return hashlib.sha256(json.dumps(shard.key).encode()).hexdigest()
     identity: list[Any] = [shard.weights_key, shard.layer, shard.group, shard.row_ranges, str(shard.format)]
-    if isinstance(shard, FfnShard):
-        identity.append(shard.activation)
-    if shard.ranges is not None:
+    parts = _ffns(shard)
+    if parts:
+        identity.append(parts[0].activation)
+    if isinstance(shard, ExpertsShard):
+        identity.append(shard.experts)
+    elif shard.ranges is not None:
         identity.append(asdict(shard.ranges))
     digest = hashlib.sha256(json.dumps(identity).encode())
     for array in _sampled_arrays(shard):
@@ -93,19 +103,30 @@ def graph_identity(shard: GraphShard, form: GraphForm, length: int) -> dict[str,
         "form": form,
         "length": length,
     }
-    if isinstance(shard, FfnShard):
-        identity |= {"activation": shard.activation, "outputs": shard.rows, "bias": shard.bias is not None}
+    for part in _ffns(shard)[:1]:
+        identity |= {"activation": part.activation, "outputs": shard.rows, "bias": part.bias is not None}
+    if isinstance(shard, ExpertsShard):
+        identity["experts"] = shard.experts
     return identity
 
 
-def _sampled_arrays(shard: NpuShard) -> list[NDArray[Any]]:
-    weights = (shard.gate_up, shard.down) if isinstance(shard, FfnShard) else (shard.weight,)
+def _ffns(shard: WeightShard) -> tuple[FfnShard, ...]:
+    """Return the ffns in a graph."""
+    if isinstance(shard, ExpertsShard):
+        return shard.parts
+    return (shard,) if isinstance(shard, FfnShard) else ()
+
+
+def _sampled_arrays(shard: WeightShard) -> list[NDArray[Any]]:
+    weights = [shard.weight] if isinstance(shard, LinearShard) else []
+    biases: list[NDArray[Any]] = []
+    for part in _ffns(shard):
+        weights += [part.gate_up, part.down]
+        biases += [] if part.bias is None else [part.bias]
     arrays: list[NDArray[Any]] = []
     for weight in weights:
         arrays += [weight.codes, weight.scales] if isinstance(weight, QuantizedTensor) else [weight]
-    if isinstance(shard, FfnShard) and shard.bias is not None:
-        arrays.append(shard.bias)
-    return arrays
+    return arrays + biases
 
 
 def write_graph(
@@ -144,6 +165,8 @@ def write_graph(
         build_integer_linear(shard, form, body)
     elif isinstance(shard, FfnShard):
         build_ffn(shard, form, body, k_split_columns)
+    elif isinstance(shard, ExpertsShard):
+        build_experts(shard, form, body, k_split_columns)
     else:
         build_linear(shard, form, body, k_split_columns)
     weights = folder / "graph.weights"
@@ -175,6 +198,8 @@ def _value_info(name: str, tensor: GraphTensor) -> ValueInfoProto:
 def _forms(shard: GraphShard) -> frozenset[GraphForm]:
     if isinstance(shard, ScoresShard):
         return frozenset({"scores"})
+    if isinstance(shard, ExpertsShard):
+        return _forms(shard.parts[0]) - INTEGER_FORMS
     if isinstance(shard, FfnShard):
         return QUANTIZED_FFN_FORMS if shard.format.quantized else FLOAT_FFN_FORMS
     return QUANTIZED_FORMS if shard.format.quantized else FLOAT_FORMS

@@ -46,6 +46,7 @@ class HostNpu:
     io_by_graph = False
     reuses_io = False
     addressable_bytes = None
+    graph_weight_bytes = None
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 64
     activation_dtype: np.dtype[Any] = np.dtype(np.float32)

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from heterollm.base import GraphError
+from heterollm.base import GraphError, format_bytes
 from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.npu.shapes import GraphShape
-from heterollm.kernels.npu.shards import GraphShard, ScoresShard
+from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard
 from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
 from heterollm.kernels.ops import COUNTED_ONCE, GraphMemory
 
@@ -77,6 +77,8 @@ Forms of an ffn shard:
 - ``ffn_k_chunked``, ``ffn_k_chunked_int8``: ``ffn``, ``ffn_int8`` or, with float weights,
   ``ffn_weight_first``, with a k-split of the last linear.
 - ``ffn_integer``: all three as ``integer``, SiLU between them in 16 bits, too.
+
+Experts have the forms of an ffn but ``ffn_integer``, each expert in the same one.
 
 The form of scores, ``scores``, has uint8 codes at its edges; it exists at multiples of 32 tokens.
 """
@@ -166,6 +168,10 @@ class NpuBackend(Protocol):
         """Most bytes that all its open graphs can take; None without a limit of its own."""
 
     @property
+    def graph_weight_bytes(self) -> int | None:
+        """Most bytes of weights in one graph of experts; None without a limit."""
+
+    @property
     def activation_dtype(self) -> np.dtype[Any]:
         """Element type of the input and output of graphs with float activations."""
 
@@ -194,7 +200,8 @@ class NpuBackend(Protocol):
 
         Args:
             shard: The shard.
-            length: Tokens of one run, a standard length. For scores, any length that has a form.
+            length: Tokens of one run, a standard length; of each expert. For scores, any length that has a
+                form.
             form: Graph form; the first legal one by default.
             any_length: Whether other lengths are legal too; only measurements need that.
 
@@ -265,6 +272,13 @@ def check_form(
         )
     if length < 1:
         raise GraphError(f"A graph of {shard.label} needs at least one token, not {length}.")
+    limit = backend.graph_weight_bytes
+    if isinstance(shard, ExpertsShard) and limit is not None and shard.weight_bytes > limit:
+        raise GraphError(
+            f"{shard.label} have {format_bytes(shard.weight_bytes)} of weights; {backend.name} takes "
+            f"{format_bytes(limit)} in one graph.",
+            fix="Make smaller groups.",
+        )
     forms = backend.forms(shard.shape, length)
     if not forms:
         raise GraphError(

@@ -32,7 +32,7 @@ from heterollm.kernels.npu.contexts import (
     SharingVerdict,
     context_label,
 )
-from heterollm.kernels.npu.forms import integer_forms, reshaped_forms, scores_forms
+from heterollm.kernels.npu.forms import experts_forms, integer_forms, reshaped_forms, scores_forms
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
@@ -55,8 +55,8 @@ from heterollm.kernels.npu.qnn_sharing import (
 )
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.npu.shapes import GraphShape, LinearShape, ScoresShape
-from heterollm.kernels.npu.shards import GraphShard, LinearShard, NpuShard, ScoresShard
+from heterollm.kernels.npu.shapes import ExpertsShape, GraphShape, LinearShape, ScoresShape
+from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, LinearShard, NpuShard, ScoresShard
 from heterollm.kernels.npu.tensors import graph_tensors
 from heterollm.kernels.ops import Power
 
@@ -69,6 +69,10 @@ DEFAULT_SOC_MODEL = "57"
 
 HEXAGON_BYTES = 7 * GIB // 2
 """Memory that one process domain of a Hexagon maps: 3.5 GiB by onnxruntime-qnn#606, up to 4 elsewhere."""
+
+EXPERTS_BYTES = HEXAGON_BYTES // 4
+"""Most weights of one graph of experts. A graph is opened and closed as a whole, so the address space should
+hold several. No other limit of a Hexagon is known; Apple's NPU refuses more than 1.2 GB (NPUMoE, 4.2)."""
 
 BLOCK_OPTION = {"enable_block_quant_weight_optimization": "1"}
 """Makes the compiler keep 4-bit blocks in integers; without it they become FP16, with nothing gained."""
@@ -121,6 +125,7 @@ class QnnNpu:
     graphs_by_length = True
     io_by_graph = True
     addressable_bytes: int | None = HEXAGON_BYTES
+    graph_weight_bytes: int | None = EXPERTS_BYTES
     activation_dtype: np.dtype[Any] = np.dtype(np.float16)
 
     def __init__(
@@ -187,6 +192,8 @@ class QnnNpu:
             return ()
         if isinstance(shape, ScoresShape):
             return scores_forms(length)
+        if isinstance(shape, ExpertsShape):
+            return experts_forms(self.forms(shape.one, length))
         weight = shape.weight
         # MatMulNBits on HTP has float activations only.
         if weight.bits == 32 or shape.integer_inputs:
@@ -395,7 +402,7 @@ class QnnNpu:
         self, shard: GraphShard, length: int, form: GraphForm | None, chosen: GraphForm
     ) -> list[PackedGraph]:
         """Return the graphs that share a graph's context, itself included."""
-        if isinstance(shard, ScoresShard):
+        if isinstance(shard, ScoresShard | ExpertsShard):
             return [(shard, chosen, length)]
         rows = tuple([stop - start for start, stop in shard.row_ranges])
         place = (shard.layer, shard.group, rows, length, form)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from heterollm.kernels.ops import Activation, WeightFormat
 
-__all__ = ["FfnShape", "GraphShape", "LinearShape", "ScoresShape", "WeightShape"]
+__all__ = ["ExpertsShape", "FfnShape", "GraphShape", "LinearShape", "ScoresShape", "WeightShape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,22 @@ class FfnShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """A group of experts of equal shape.
+
+    Args:
+        one: Shape of one expert.
+        experts: Number of experts.
+    """
+
+    one: FfnShape
+    experts: int
+
+    def __str__(self) -> str:
+        return str(self.one)
+
+
+@dataclass(frozen=True, slots=True)
 class ScoresShape:
     """Attention scores, in codes of 8 bits.
 
@@ -70,7 +86,7 @@ class ScoresShape:
 
 
 WeightShape: TypeAlias = LinearShape | FfnShape
-GraphShape: TypeAlias = WeightShape | ScoresShape
+GraphShape: TypeAlias = WeightShape | ExpertsShape | ScoresShape
 
 
 def _weights(weight: WeightFormat, integer_inputs: bool) -> str:

@@ -1,7 +1,7 @@
-"""The NPU's shards of a layer, one graph each: linears, part of an ffn, attention scores.
+"""The NPU's shards of a layer, one graph each: linears, part of an ffn, experts, attention scores.
 
-Linears and ffns hold weights. Scores have none: both factors are inputs of their graph, so that one graph
-serves all layers with its quantisation steps.
+Linears, ffns and experts hold weights. Scores have none: both factors are inputs of their graph, so that one
+graph serves all layers with its quantisation steps.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from numpy.typing import NDArray
 from heterollm.base import GraphError
 from heterollm.kernels.formats import LARGEST_EXPONENT, LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges
-from heterollm.kernels.npu.shapes import FfnShape, LinearShape, ScoresShape
+from heterollm.kernels.npu.shapes import ExpertsShape, FfnShape, LinearShape, ScoresShape
 from heterollm.kernels.ops import Activation, Group, WeightFormat
 
-__all__ = ["FfnShard", "GraphShard", "LinearShard", "NpuShard", "ScoresShard", "ShardKey"]
+__all__ = [
+    "ExpertsShard",
+    "FfnShard",
+    "GraphShard",
+    "LinearShard",
+    "NpuShard",
+    "ScoresShard",
+    "ShardKey",
+    "WeightShard",
+]
 
 SCORES_CONTEXT_BYTES: Final = 100_000
 """About the size of a binary of scores: 58 to 161 KB for 192 to 4096 queries and up to 8192 keys."""
@@ -201,6 +210,94 @@ class FfnShard:
         return (*identity, self.activation, self.bias is not None, str(self.ranges))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsShard:
+    """A group of experts of one layer, each with input rows of its own.
+
+    The length of its graph is the capacity: the rows of each expert, which follow one another in the order of
+    the experts. Rows do not mix, so that those past an expert's tokens may hold anything.
+
+    Args:
+        experts: The experts' numbers in their layer.
+        parts: The whole feed-forward network of each.
+
+    Raises:
+        GraphError: There are no experts, one is given twice, or their shapes differ.
+    """
+
+    experts: tuple[int, ...]
+    parts: tuple[FfnShard, ...]
+
+    def __post_init__(self) -> None:
+        alike = {(part.shape, part.cut, part.layer, part.weights_key, part.rows) for part in self.parts}
+        if not self.parts or not len(set(self.experts)) == len(self.experts) == len(self.parts):
+            raise GraphError(
+                f"A graph of experts {self.experts} needs each once, with weights, not {len(self.parts)}."
+            )
+        if len(alike) != 1 or len({part.bias is None for part in self.parts}) != 1:
+            raise GraphError(f"Experts {self.experts} differ in layer, shape or number format.")
+
+    @property
+    def layer(self) -> int:
+        """Decoder layer."""
+        return self.parts[0].layer
+
+    @property
+    def group(self) -> str:
+        """Name of the group."""
+        return "experts"
+
+    @property
+    def weights_key(self) -> str:
+        """Content hash of the model's weights."""
+        return self.parts[0].weights_key
+
+    @property
+    def rows(self) -> int:
+        """Outputs ``h`` of each expert."""
+        return self.parts[0].rows
+
+    @property
+    def columns(self) -> int:
+        """Inputs ``h``."""
+        return self.parts[0].columns
+
+    @property
+    def row_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Rows taken of gate and of up of each expert: all."""
+        return self.parts[0].row_ranges
+
+    @property
+    def integer_inputs(self) -> bool:
+        """Whether the inputs of each linear are rounded to int8 for each block of its weights."""
+        return self.parts[0].integer_inputs
+
+    @property
+    def shape(self) -> ExpertsShape:
+        """The shape of its graphs."""
+        return ExpertsShape(self.parts[0].shape, len(self.parts))
+
+    @property
+    def format(self) -> WeightFormat:
+        """The number format of all weights."""
+        return self.parts[0].format
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads: those of all experts."""
+        return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def label(self) -> str:
+        """Name of the shard in messages."""
+        return f"experts {', '.join(map(str, self.experts))} of layer {self.layer}"
+
+    @property
+    def key(self) -> ShardKey:
+        """Identity of the shard."""
+        return (*self.parts[0].key, "experts", *self.experts)
+
+
 @dataclass(frozen=True, slots=True)
 class ScoresShard:
     """Attention scores ``Q·Kᵀ`` of several key heads, before any scale or mask.
@@ -253,9 +350,12 @@ class ScoresShard:
 
 
 NpuShard: TypeAlias = LinearShard | FfnShard
+"""The NPU's part of an operator that is split by rows or by its width."""
+
+WeightShard: TypeAlias = NpuShard | ExpertsShard
 """The NPU's part of an operator with weights."""
 
-GraphShard: TypeAlias = NpuShard | ScoresShard
+GraphShard: TypeAlias = WeightShard | ScoresShard
 """The shard that one graph of an NPU backend computes."""
 
 

@@ -1,6 +1,7 @@
 """Inputs and outputs of NPU graphs by name, and checks of the arrays that are bound to them.
 
-The graph of a linear or an ffn reads ``x [m, k]`` and writes ``y [m, r]``. The graph of scores reads
+The graph of a linear or an ffn reads ``x [m, k]`` and writes ``y [m, r]``, that of experts the rows of
+one after another. The graph of scores reads
 ``queries [heads, m, d]`` and ``keys [heads, S, d]`` and writes ``scores [heads, m, S]``.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import GraphError
-from heterollm.kernels.npu.shards import GraphShard, ScoresShard
+from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard
 
 __all__ = [
     "INPUT",
@@ -76,7 +77,7 @@ def graph_tensors(shard: GraphShard, length: int, dtype: np.dtype[Any]) -> Graph
 
     Args:
         shard: The shard.
-        length: Tokens of one run.
+        length: Tokens of one run; of each expert.
         dtype: Element type at the graph's edges: :func:`heterollm.kernels.npu.edge_dtype`.
     """
     if isinstance(shard, ScoresShard):
@@ -85,7 +86,8 @@ def graph_tensors(shard: GraphShard, length: int, dtype: np.dtype[Any]) -> Graph
             for size in ((length, shard.head_dim), (shard.keys, shard.head_dim), (length, shard.keys))
         )
         return GraphTensors({QUERIES: queries, KEYS: keys}, {SCORES: scores})
-    x, y = GraphTensor((length, shard.columns), dtype), GraphTensor((length, shard.rows), dtype)
+    tokens = length * len(shard.experts) if isinstance(shard, ExpertsShard) else length
+    x, y = GraphTensor((tokens, shard.columns), dtype), GraphTensor((tokens, shard.rows), dtype)
     return GraphTensors({INPUT: x}, {OUTPUT: y})
 
 

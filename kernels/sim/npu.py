@@ -14,6 +14,7 @@ from heterollm.base import GIB
 from heterollm.kernels.npu import (
     INTEGER_FORMS,
     STANDARD_LENGTHS,
+    ExpertsShard,
     FfnShard,
     GraphForm,
     GraphShape,
@@ -43,6 +44,9 @@ FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 
 AS_INTEGERS: Final = " as integers"
 """End of the name of a run of an integer graph."""
+
+GRAPHS_IN_SPACE: Final = 4
+"""Least number of the largest graphs of experts that the address space holds, as on a real Hexagon."""
 
 BASELINE_FORMS: Final = frozenset(
     {"matmul_nbits", "matmul_nbits_int8", "activation_first", "weight_first", "static_int8"}
@@ -83,6 +87,7 @@ class SimulatedNpu:
         self.copies_by_length = not soc.npu.shared_contexts
         self.io_by_graph = bool(soc.npu.io_by_graph)
         self.addressable_bytes = int(soc.npu.address_space_gib * GIB) or None
+        self.graph_weight_bytes = (self.addressable_bytes or 0) // GRAPHS_IN_SPACE or None
         self.activation_dtype = np.dtype(np.float16) if real is None else real.activation_dtype
         self.compiled_count = 0
         self._soc = soc
@@ -215,6 +220,7 @@ def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | Score
     if isinstance(shard, ScoresShard):
         return ScoresWork(shard.heads, length, shard.keys, shard.head_dim)
     weight = shard.format
+    ffn = shard.parts[0] if isinstance(shard, ExpertsShard) else shard
     return NpuWork(
         rows=shard.rows,
         columns=shard.columns,
@@ -223,5 +229,6 @@ def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | Score
         block=weight.block,
         form=form,
         integer_inputs=shard.integer_inputs,
-        width=shard.width if isinstance(shard, FfnShard) else 0,
+        width=ffn.width if isinstance(ffn, FfnShard) else 0,
+        experts=len(shard.experts) if isinstance(shard, ExpertsShard) else 1,
     )

@@ -62,6 +62,7 @@ class NpuWork:
         form: As :data:`heterollm.kernels.npu.GraphForm`.
         integer_inputs: Whether inputs are int8.
         width: Rows of gate and of up each, for the forms of a block; else 0.
+        experts: Blocks in the graph, each with so many tokens of its own.
 
     Raises:
         OptionError: A size, the number format or the form is not possible.
@@ -75,9 +76,10 @@ class NpuWork:
     form: str = "matmul_nbits"
     integer_inputs: bool = False
     width: int = 0
+    experts: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.columns, self.tokens) < 1:
+        if min(self.rows, self.columns, self.tokens, self.experts) < 1:
             raise OptionError(
                 f"NPU work must not be empty: {self.rows} x {self.columns}, {self.tokens} tokens."
             )
@@ -197,11 +199,12 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
         work: The run.
     """
     products = [_product(soc, work, rows, columns, chunk) for rows, columns, chunk in _products(work)]
+    products *= work.experts
     # The activation of a block reads gate and up and writes their product.
-    gated_bytes = 3 * work.width * work.tokens * FLOAT_BYTES
+    gated_bytes = 3 * work.experts * work.width * work.tokens * FLOAT_BYTES
     gated_us = gated_bytes / (soc.npu.vector_gbps * soc.npu.clock_factor * 1e3)
     edge_bytes = 1 if work.static_int8 else FLOAT_BYTES
-    copy_us = _copied_us(soc, (work.columns + work.rows) * work.tokens * edge_bytes)
+    copy_us = _copied_us(soc, (work.columns + work.rows) * work.experts * work.tokens * edge_bytes)
     fixed_us = soc.npu.execute_us + copy_us
     parts: dict[NpuBound, float] = {
         "fixed": fixed_us,

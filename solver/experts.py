@@ -1,0 +1,376 @@
+"""Experts of a mixture on both processors: which of them the NPU holds, in which graphs, at which capacity.
+
+The NPU runs static graphs: a group of experts, each with as many rows as the capacity, filled or not
+(NPUMoE, section 4). At the same time the GPU computes the other experts, and the tokens beyond a capacity.
+How many tokens an expert gets differs from chunk to chunk. So a placement is judged by its mean time over
+the loads of calibrated chunks: the mean of the slower processor's time, which the mean load does not give.
+
+Only the number of experts at each capacity matters to the NPU's time, and only the capacity of each expert to
+the GPU's. So the search chooses a capacity, or none, for each expert, and then packs equal ones into graphs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+from msgspec import Struct
+
+from heterollm.base import Amount, Count, PlanError, Positive
+from heterollm.solver.costs import Slowdown
+from heterollm.solver.slice_sets import Floats, Ints, frontier
+
+__all__ = [
+    "ExpertGroup",
+    "ExpertPrices",
+    "ExpertsEstimate",
+    "ExpertsPlacement",
+    "LayerExperts",
+    "Overflow",
+    "place_experts",
+]
+
+Overflow = Literal["gpu", "drop", "pad"]
+"""Fate of tokens beyond a capacity: the GPU computes them, or nobody does; ``pad`` takes capacities that hold
+all calibrated loads."""
+
+BLOCKS: Final = 12
+"""Most blocks of experts of similar popularity that get one capacity each, before single experts move."""
+
+EXHAUSTED: Final = 4096
+"""Most choices of a capacity for each expert of a layer that are all tried."""
+
+IMPOSSIBLE_US: Final = 1e12
+"""Time of what cannot run: finite, so that it can be subtracted again."""
+
+BUDGET_UNITS: Final = 8192
+"""Parts of a budget by which sizes count, rounded up."""
+
+
+class ExpertGroup(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Experts in one NPU graph.
+
+    Args:
+        experts: The experts, by falling popularity.
+        capacity: Most tokens that it computes for each of them.
+    """
+
+    experts: tuple[Count, ...]
+    capacity: Positive
+
+
+class ExpertsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="experts"):
+    """The placement of a layer's experts; the GPU computes those in no group.
+
+    Args:
+        groups: The NPU's groups, in the order in which it runs them.
+        overflow: Fate of tokens beyond a capacity.
+        form: Form of the NPU graphs; None is the backend's first choice.
+        predicted_us: Predicted mean time.
+    """
+
+    groups: tuple[ExpertGroup, ...] = ()
+    overflow: Overflow = "gpu"
+    form: str | None = None
+    predicted_us: Amount | None = None
+
+    def capacities(self, experts: int) -> tuple[int, ...]:
+        """Return the capacity of each of a layer's experts; 0 on the GPU.
+
+        Raises:
+            PlanError: An expert is given twice or is not the layer's, or a group is empty.
+        """
+        found = [0] * experts
+        for group in self.groups:
+            if not group.experts:
+                raise PlanError(f"A group of capacity {group.capacity} has no experts.", fix="Leave it out.")
+            for expert in group.experts:
+                if not 0 <= expert < experts or found[expert]:
+                    raise PlanError(
+                        f"Expert {expert} is given twice, or is not among the {experts} of the layer.",
+                        fix="Name each expert in one group at most.",
+                    )
+                found[expert] = group.capacity
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPrices:
+    """Times and sizes of a layer's experts on a device.
+
+    Args:
+        npu_us: Returns the time of the graph of so many experts at a capacity, its launch included;
+            ``math.inf`` if the NPU cannot run it.
+        gpu_us: ``[rows + 1]``, the GPU's time for one expert with so many rows, the first for none.
+        capacities: Capacities of graphs, ascending.
+        expert_bytes: Size of an expert's weights.
+        row_bytes: Size of the input and the output of a row, if each graph has memory of its own for them.
+        most_weight_bytes: Most bytes of weights in one graph; None without a limit.
+        gpu_base_us: The GPU's time that no placement changes.
+        hand_over_us: Time that the hand-over to the NPU and back takes, once for a layer.
+        slowdown: Of both processors while both work.
+    """
+
+    npu_us: Callable[[int, int], float]
+    gpu_us: Floats
+    capacities: tuple[int, ...]
+    expert_bytes: int
+    row_bytes: int = 0
+    most_weight_bytes: int | None = None
+    gpu_base_us: float = 0.0
+    hand_over_us: float = 0.0
+    slowdown: Slowdown = field(default_factory=Slowdown)
+
+    def most_experts(self, experts: int) -> int:
+        """Return the most experts of one graph, of a layer's."""
+        limit = self.most_weight_bytes
+        return experts if limit is None else min(experts, limit // self.expert_bytes)
+
+    def graph_bytes(self, experts: int, capacity: int) -> int:
+        """Return the size of the graph of so many experts."""
+        return experts * (self.expert_bytes + capacity * self.row_bytes)
+
+    def joint_us(self, gpu_us: Floats, npu_us: Floats) -> Floats:
+        """Return when both processors end, as :func:`joint_time_us` does, but for arrays."""
+        gpu, npu = self.slowdown.gpu, self.slowdown.npu
+        both = np.minimum(npu_us * npu, gpu_us * gpu)
+        joint: Floats = both + (npu_us - both / npu) + (gpu_us - both / gpu)
+        return joint
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsEstimate:
+    """Costs of a placement over calibrated chunks.
+
+    Args:
+        time_us: Mean time of the layer's experts.
+        npu_us: The NPU's time, hand-over included, the same in each chunk.
+        gpu_us: Mean time of the GPU.
+        padding_share: Share of the graphs' rows that have no token.
+        overflow_share: Share of all rows that are beyond the capacity of an expert on the NPU.
+        graph_bytes: Size of the graphs.
+        graphs: Number of the graphs.
+    """
+
+    time_us: float
+    npu_us: float
+    gpu_us: float
+    padding_share: float
+    overflow_share: float
+    graph_bytes: int
+    graphs: int
+
+
+class LayerExperts:
+    """The search for one layer.
+
+    A *level* is the place of a capacity among all, plus 1; level 0 is the GPU.
+
+    Args:
+        loads: ``[chunks, experts]``, tokens of each expert in calibrated chunks.
+        prices: Times and sizes.
+        overflow: Fate of tokens beyond a capacity. ``drop`` is placed as ``gpu``: nothing else would hold the
+            solver from dropping all.
+
+    Attributes:
+        sizes: Sizes in bytes of the placements on the Pareto frontier of the search, ascending.
+        costs: Their mean times, descending.
+
+    Raises:
+        PlanError: The loads have no chunk or expert, or more tokens than there are times for.
+    """
+
+    def __init__(self, loads: Ints, prices: ExpertPrices, overflow: Overflow = "gpu") -> None:
+        if loads.ndim != 2 or not loads.size or loads.min() < 0 or loads.max() >= len(prices.gpu_us):
+            raise PlanError(
+                f"Loads of experts {list(loads.shape)} need chunks, experts, and at most "
+                f"{len(prices.gpu_us) - 1} tokens of an expert.",
+                fix="Calibrate with chunks of the length that the plan is for.",
+            )
+        self._loads, self._prices, self._overflow = loads, prices, overflow
+        self.experts = loads.shape[1]
+        # A capacity past the one that holds the largest load gains nothing.
+        enough = next((place for place, own in enumerate(prices.capacities) if own >= loads.max()), None)
+        self.capacities = prices.capacities[: None if enough is None else enough + 1]
+        over = np.stack([np.maximum(loads - own, 0).T for own in (0, *self.capacities)], axis=1)
+        self._gpu_us: Floats = prices.gpu_us[over]  # [experts, levels, chunks]
+        if overflow == "pad":
+            self._gpu_us[:, 1:][over[:, 1:] > 0] = IMPOSSIBLE_US
+        packed = [_packed(self.experts, own, prices) for own in self.capacities]
+        self._npu_us = np.stack([np.zeros(self.experts + 1), *(times for times, _ in packed)])
+        self._last_graphs = [last for _, last in packed]
+        self._bytes = np.array([0, *(prices.graph_bytes(1, own) for own in self.capacities)], np.int64)
+        self._ranked = np.argsort(-loads.sum(axis=0), kind="stable")
+        blocks, levels = self._candidates()
+        sizes, costs = self._judge(blocks, levels)
+        kept = frontier(sizes.tolist(), costs.tolist())
+        self.sizes, self.costs = sizes[kept], costs[kept]
+        self._kept = np.empty((len(kept), self.experts), np.int64)
+        for number, block in enumerate(blocks):
+            self._kept[:, block] = levels[kept, number : number + 1]
+
+    def best(self, most_bytes: int | None = None) -> ExpertsPlacement:
+        """Return the best placement found whose graphs take at most so many bytes; None for any."""
+        limit = math.inf if most_bytes is None else most_bytes
+        place = int(np.searchsorted(self.sizes, limit, side="right")) - 1
+        return self._placement(*self._improved(self._kept[place], limit))
+
+    def estimate(self, placement: ExpertsPlacement) -> ExpertsEstimate:
+        """Return the costs of any placement of the layer, over the loads.
+
+        Raises:
+            PlanError: The placement is not one of this layer.
+        """
+        prices, capacities = self._prices, np.array(placement.capacities(self.experts), np.int64)
+        held = np.minimum(self._loads, capacities)
+        beyond = np.where(capacities > 0, self._loads - held, 0)
+        on_gpu = self._loads - held - (beyond if placement.overflow != "gpu" else 0)
+        gpu_us = prices.gpu_base_us + prices.gpu_us[on_gpu].sum(axis=1)
+        graphs = [(len(own.experts), own.capacity) for own in placement.groups]
+        npu_us = sum(prices.npu_us(*graph) for graph in graphs) + (prices.hand_over_us if graphs else 0.0)
+        rows = int(capacities.sum()) * len(self._loads)
+        return ExpertsEstimate(
+            time_us=float(prices.joint_us(gpu_us, np.full_like(gpu_us, npu_us)).mean()),
+            npu_us=npu_us,
+            gpu_us=float(gpu_us.mean()),
+            padding_share=1 - int(held.sum()) / rows if rows else 0.0,
+            overflow_share=int(beyond.sum()) / max(1, int(self._loads.sum())),
+            graph_bytes=sum(prices.graph_bytes(*graph) for graph in graphs),
+            graphs=len(graphs),
+        )
+
+    def _candidates(self) -> tuple[list[Ints], Ints]:
+        """Return blocks of experts, and the levels ``[n, blocks]`` to try: all, or falling by popularity."""
+        levels = range(len(self.capacities), -1, -1)
+        if len(levels) ** self.experts <= EXHAUSTED:
+            found = itertools.product(levels, repeat=self.experts)
+            return list(self._ranked[:, None]), np.array(list(found), np.int64)
+        blocks = np.array_split(self._ranked, min(BLOCKS, self.experts))
+        falling = itertools.combinations_with_replacement(levels, len(blocks))
+        return blocks, np.array(list(falling), np.int64)
+
+    def _judge(self, blocks: Sequence[Ints], levels: Ints) -> tuple[Ints, Floats]:
+        """Return the sizes and mean times of the levels of blocks."""
+        gpu_us = np.full((len(levels), len(self._loads)), self._prices.gpu_base_us)
+        counts = np.zeros((len(levels), len(self._bytes)), np.int64)
+        for number, block in enumerate(blocks):
+            gpu_us += self._gpu_us[block].sum(axis=0)[levels[:, number]]
+            counts[np.arange(len(levels)), levels[:, number]] += len(block)
+        npu_us = self._npu_us[np.arange(len(self._bytes)), counts].sum(axis=1)
+        return counts @ self._bytes, self._mean_us(gpu_us, npu_us)
+
+    def _mean_us(self, gpu_us: Floats, npu_us: Floats) -> Floats:
+        """Return mean times, from the GPU's ``[..., chunks]`` and the NPU's ``[...]``."""
+        npu_us = npu_us + np.where(npu_us > 0, self._prices.hand_over_us, 0.0)
+        mean: Floats = self._prices.joint_us(gpu_us, npu_us[..., None]).mean(axis=-1)
+        return mean
+
+    def _improved(self, levels: Ints, limit: float) -> tuple[Ints, float]:
+        """Return levels and their mean time, after moves of single experts, or else exchanges of two.
+
+        Each is the best of its kind; the search ends where none gains.
+        """
+        everyone, kinds = np.arange(self.experts), np.arange(len(self._bytes))
+        while True:
+            own = self._gpu_us[everyone, levels]
+            gpu_us = own.sum(axis=0) + self._prices.gpu_base_us
+            counts = np.bincount(levels, minlength=len(kinds))
+            times = self._npu_us[kinds, counts]
+            less = (self._npu_us[kinds, np.maximum(counts - 1, 0)] - times)[levels, None]
+            more = self._npu_us[kinds, np.minimum(counts + 1, self.experts)] - times
+            npu_us, size = times.sum(), int(counts @ self._bytes)
+            now_us = float(self._mean_us(gpu_us, npu_us))
+            least_us = now_us * (1 - 1e-9)
+            moved_us = self._mean_us(gpu_us + self._gpu_us - own[:, None], npu_us + less + more)
+            moved_us[everyone, levels] = math.inf
+            moved_us[size + self._bytes - self._bytes[levels, None] > limit] = math.inf
+            expert, level = np.unravel_index(moved_us.argmin(), moved_us.shape)
+            if moved_us[expert, level] < least_us:
+                levels = levels.copy()
+                levels[expert] = level
+                continue
+            first, second = np.nonzero(levels[:, None] < levels)
+            if not first.size:
+                return levels, now_us
+            taken = self._gpu_us[first, levels[second]] + self._gpu_us[second, levels[first]]
+            swapped_us = self._mean_us(gpu_us + taken - own[first] - own[second], npu_us)
+            pair = swapped_us.argmin()
+            if swapped_us[pair] >= least_us:
+                return levels, now_us
+            levels = levels.copy()
+            exchanged = [first[pair], second[pair]]
+            levels[exchanged] = levels[exchanged[::-1]]
+
+    def _placement(self, levels: Ints, mean_us: float) -> ExpertsPlacement:
+        """Return the placement of levels; large graphs take the popular experts of a capacity."""
+        groups = []
+        for level in range(len(self.capacities), 0, -1):
+            left = [int(expert) for expert in self._ranked if levels[expert] == level]
+            graphs, count = list[int](), len(left)
+            while count:
+                graphs.append(int(self._last_graphs[level - 1][count]))
+                count -= graphs[-1]
+            for size in sorted(graphs, reverse=True):
+                groups.append(ExpertGroup(tuple(left[:size]), self.capacities[level - 1]))
+                left = left[size:]
+        return ExpertsPlacement(tuple(groups), self._overflow, predicted_us=mean_us)
+
+
+def place_experts(
+    loads: Sequence[Ints], prices: ExpertPrices, most_bytes: int | None = None, overflow: Overflow = "gpu"
+) -> tuple[ExpertsPlacement, ...]:
+    """Return the placement of each layer's experts, within the bytes that all graphs together may take.
+
+    A layer's share of the budget is the best by its Pareto frontier, with sizes rounded up to a
+    :data:`BUDGET_UNITS`-th of the budget. Up to :data:`EXHAUSTED` choices a layer is solved exactly. Else the
+    search begins at the best capacities that fall from block to block of experts, by popularity.
+
+    Args:
+        loads: By layer, ``[chunks, experts]``, tokens of each expert in calibrated chunks.
+        prices: Times and sizes.
+        most_bytes: The budget; None for any.
+        overflow: Fate of tokens beyond a capacity.
+
+    Raises:
+        PlanError: As :class:`LayerExperts`.
+    """
+    layers = [LayerExperts(own, prices, overflow) for own in loads]
+    if most_bytes is None:
+        return tuple(layer.best() for layer in layers)
+    shares = _shares([(layer.sizes, layer.costs) for layer in layers], most_bytes)
+    return tuple(layer.best(share) for layer, share in zip(layers, shares, strict=True))
+
+
+def _shares(frontiers: Sequence[tuple[Ints, Floats]], most_bytes: int) -> list[int]:
+    """Return each layer's bytes, so that the sum of the costs is least."""
+    unit = max(1, -(-most_bytes // BUDGET_UNITS))
+    units = most_bytes // unit
+    least, choices = np.zeros(units + 1), []
+    for sizes, costs in frontiers:
+        table = np.full((len(sizes), units + 1), math.inf)
+        for place, size in enumerate(-(-sizes // unit)):
+            if size <= units:
+                table[place, size:] = least[: units + 1 - size] + costs[place]
+        choices.append(table.argmin(axis=0))
+        least = table.min(axis=0)
+    shares = list[int]()
+    for (sizes, _), choice in zip(reversed(frontiers), reversed(choices), strict=True):
+        shares.append(int(sizes[choice[units]]))
+        units -= -(-shares[-1] // unit)
+    return shares[::-1]
+
+
+def _packed(experts: int, capacity: int, prices: ExpertPrices) -> tuple[Floats, Ints]:
+    """Return the least time of 0 to all experts at a capacity in graphs, and the size of the last graph."""
+    most = prices.most_experts(experts)
+    graph_us = np.array([min(prices.npu_us(size, capacity), IMPOSSIBLE_US) for size in range(1, most + 1)])
+    times, last = np.zeros(experts + 1), np.zeros(experts + 1, np.int64)
+    for count in range(1, experts + 1):
+        tried = graph_us[:count] + times[count - 1 :: -1][: len(graph_us)]
+        last[count] = tried.argmin() + 1 if tried.size else 1
+        times[count] = tried.min(initial=IMPOSSIBLE_US * count)
+    return times, last
