@@ -11,6 +11,7 @@ from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.npu import ExpertsShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.graphs import graph_identity, shard_digest, write_graph
 from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.sim import Simulation, open_simulated
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -200,3 +201,11 @@ def test_the_context_of_a_group_is_cached(kind, make_group, tmp_path, monkeypatc
         assert (npu.compiled_count, npu.loaded_count) == counts
         assert npu.open_bytes == shard.weight_bytes + 2 * 2 * 2 * 32 * 128
         npu.close()
+
+
+def test_a_simulated_npu_takes_groups(make_group):
+    npu = open_simulated("sim:snapdragon-8gen3", Simulation()).npu
+    shard = make_group((0, 1, 2, 3))
+    works = [npu.prepare(own, 64).work for own in (shard, shard.parts[0])]
+    assert works[0] == dataclasses.replace(works[1], experts=4)
+    assert npu.graph_weight_bytes == npu.addressable_bytes // 4

@@ -163,6 +163,16 @@ def test_a_block_is_one_call_of_its_three_products(form: str) -> None:
     assert block.busy_us == pytest.approx(sum(part.busy_us for part in parts), rel=0.1)
 
 
+@pytest.mark.parametrize("soc", EVERY, ids=lambda soc: soc.name)
+def test_experts_in_one_graph_share_its_fixed_cost(soc: SocParameters) -> None:
+    one = NpuWork(2048, 2048, 64, form="ffn", width=768)
+    alone, group = npu_time(soc, one), npu_time(soc, replace(one, experts=8))
+    assert group.busy_us == pytest.approx(8 * alone.busy_us)
+    assert group.fixed_us - group.copy_us == pytest.approx(alone.fixed_us - alone.copy_us)
+    assert group.copy_us == pytest.approx(8 * alone.copy_us)
+    assert group.dram_bytes == pytest.approx(8 * alone.dram_bytes)
+
+
 def test_a_block_within_the_limit_does_not_spill() -> None:
     assert npu_time(SOC, NpuWork(4096, 4096, 1, 4, 128, "ffn", width=3584)).spill_bytes == 0
     assert npu_time(SOC, NpuWork(4096, 4096, 1, 4, 128, "ffn", width=4608)).spill_bytes > 0
@@ -216,6 +226,7 @@ def test_more_work_is_never_faster_on_the_npu(
         {"form": "matmul"},
         {"form": "ffn"},
         {"width": 64},
+        {"experts": 0},
         {"bits": 16},
         {"bits": 5},
         {"block": 0},
