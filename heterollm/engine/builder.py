@@ -171,10 +171,11 @@ class PassBuilder:
         writes: Sequence[Memory] = (),
         ends: bool = True,
         label: str = "",
+        work: LinearWork | None = None,
     ) -> None:
         """Append a glue kernel, and the end of its operator unless more kernels of it follow."""
         label = label or operator_name(operator, layer)
-        self.steps.append(self._step(operator, layer, "kernel", label, launch, reads, writes))
+        self.steps.append(self._step(operator, layer, "kernel", label, launch, reads, writes, work=work))
         if ends:
             self.end_operator(operator, layer)
 
