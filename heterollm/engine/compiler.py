@@ -12,12 +12,14 @@ from typing import Final
 import numpy as np
 
 from heterollm.base import Progress
-from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of, merge_steps, segments_of
+from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts import ExpertEmitter
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.lanes import Lane
+from heterollm.engine.merging import merge_steps
 from heterollm.engine.passes import CompiledPass
+from heterollm.engine.placed import PlacedOp, codes_of, segments_of
 from heterollm.engine.slot_check import SlotCheck
 from heterollm.engine.slots import INPUT_SLOTS, is_private, lane_slot, pool_sizes
 from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales, SparseAttentionEmitter

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterollm.base import Progress
-from heterollm.engine.builder import PassBuilder, codes_of
+from heterollm.engine.builder import PassBuilder
 from heterollm.engine.lanes import Lane
+from heterollm.engine.placed import codes_of
 from heterollm.engine.slots import (
     EXPERT_ACTIVATED,
     EXPERT_GATE_UP,

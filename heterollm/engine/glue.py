@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of, segments_of
+from heterollm.engine.builder import PassBuilder
 from heterollm.engine.lanes import Lane
+from heterollm.engine.placed import PlacedOp, codes_of, segments_of
 from heterollm.engine.step import Buffer
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device

@@ -63,7 +63,7 @@ SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
         "gate_up": ("feed_forward_input", "gate_up"),
         "down": ("activated", "feed_forward_delta"),
         "head": ("head_input", "logits"),
-    "experts": ("feed_forward_input", "feed_forward_delta"),
+        "experts": ("feed_forward_input", "feed_forward_delta"),
     }
 )
 """Input and output of each group."""

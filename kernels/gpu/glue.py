@@ -122,7 +122,9 @@ class GpuGlue(GpuAttention):
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
         if centered and hidden % 8:
-            raise KernelError(f"{label}: a mean over {hidden} columns, no multiple of 8, cannot be subtracted.")
+            raise KernelError(
+                f"{label}: a mean over {hidden} columns, no multiple of 8, cannot be subtracted."
+            )
         out.require(rows * hidden * self._item_bytes, f"{label} output")
         files = ("codes.h", "rms_norm.cl") if isinstance(rounded, NpuCodes) else ("rms_norm.cl",)
         widths = (hidden, delta.splits[0])
