@@ -24,6 +24,10 @@ __all__ = ["LayerConfig", "ModelConfig"]
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations by their names in ``config.json``."""
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts")
+"""Fields with the number of experts; the first that a configuration has counts, and families have a default of
+the last."""
+
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000
 """Limits that refuse a damaged number before any list over layers or experts is made."""
@@ -233,10 +237,12 @@ def _mixture(fields: JsonFields, family: Family) -> tuple[Routing | None, int, i
     mixture = family.mixture
     if mixture is None:
         return None, 0, fields.count("intermediate_size")
-    experts = fields.count(mixture.count_field, maximum=MOST_EXPERTS)
+    # transformers writes either name, whichever the family's publisher took.
+    count = next(name for name in EXPERT_COUNTS if fields.get(name) is not None)
+    experts = fields.count(count, maximum=MOST_EXPERTS)
     chosen = fields.count("num_experts_per_tok")
     if chosen > experts:
-        raise fields.fail("num_experts_per_tok", f"at most the {experts} of {mixture.count_field}")
+        raise fields.fail("num_experts_per_tok", f"at most the {experts} of {count}")
     if fields.get("mlp_only_layers") or fields.count("decoder_sparse_step", 1) != 1:
         raise unsupported("A model with experts in some layers alone (mlp_only_layers, decoder_sparse_step)")
     sparsemixer = mixture.scoring == "sparsemixer"
@@ -285,7 +291,7 @@ def _check_supported(fields: JsonFields) -> Family:
         )
         raise unsupported(f"A checkpoint that is already quantised (quantization_config: {method})")
     for name, what in OPTIONAL_FEATURES.items():
-        followed = name in family.follows or (family.mixture and name == family.mixture.count_field)
+        followed = name in family.follows or (name in EXPERT_COUNTS and family.mixture is not None)
         if fields.get(name) not in (None, False) and not followed:
             raise unsupported(f"{what} ({name}) in model type {model_type}")
     return family

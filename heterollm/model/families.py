@@ -60,7 +60,6 @@ class Mixture:
         router: Module of the router, below the layer's prefix.
         members: Module of gate, up and down, with ``{expert}`` for the number of an expert; without it the
             tensor ``[experts, rows, k]`` holds all experts, and members that share it follow each other.
-        count_field: Field with the number of experts.
         width_field: Field with the width of an expert.
         shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
             without them.
@@ -72,7 +71,6 @@ class Mixture:
 
     router: str
     members: Mapping[str, str]
-    count_field: str = "num_local_experts"
     width_field: str = "intermediate_size"
     shared_field: str = ""
     scoring: Scoring = "softmax"
@@ -360,7 +358,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_key_value_heads": 8,
                 "rms_norm_eps": 1e-5,
                 "rope_theta": 1_000_000.0,
-                "num_local_experts": 8,
+                "num_experts": 8,
                 "num_experts_per_tok": 2,
             },
             slides=every_layer,
@@ -375,7 +373,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             mixture=Mixture(
                 "mlp.gate",
                 NAMED_EXPERTS,
-                count_field="num_experts",
                 width_field="moe_intermediate_size",
                 normalized_field="norm_topk_prob",
             ),
@@ -395,7 +392,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="OlmoeForCausalLM",
             tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
             mixture=Mixture(
-                "mlp.gate", NAMED_EXPERTS, count_field="num_experts", normalized_field="norm_topk_prob"
+                "mlp.gate", NAMED_EXPERTS, normalized_field="norm_topk_prob"
             ),
             defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
             follows=frozenset({"attention_bias", "clip_qkv"}),
@@ -412,7 +409,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_key_value_heads": 8,
                 "rms_norm_eps": 1e-5,
                 "rope_theta": 1_000_000.0,
-                "num_local_experts": 16,
+                "num_experts": 16,
                 "num_experts_per_tok": 2,
                 "router_jitter_noise": 0.01,
             },
@@ -429,7 +426,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="GraniteMoeForCausalLM",
             tensors=TensorNames(ATTENTION, NORMS),
             mixture=Mixture("block_sparse_moe.router.layer", STACKED_EXPERTS),
-            defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+            defaults={"num_experts": 8, "num_experts_per_tok": 2},
             follows=GRANITE_FIELDS,
             bos_ids=(1,),
             eos_ids=(2,),
@@ -442,7 +439,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             mixture=Mixture(
                 "block_sparse_moe.router.layer", STACKED_EXPERTS, shared_field="shared_intermediate_size"
             ),
-            defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+            defaults={"num_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
             follows=GRANITE_FIELDS,
             bos_ids=(1,),
             eos_ids=(2,),

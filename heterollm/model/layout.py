@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from msgspec import structs
+
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, Scales, WeightFormat
 from heterollm.model.config import ModelConfig
@@ -301,7 +303,7 @@ def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, 
 
     def weight(columns: int) -> WeightFormat:
         block = effective_block(columns, max(spec.weight.block for spec in specs)) if like.weight.block else 0
-        return replace(like.weight, block=block)
+        return structs.replace(like.weight, block=block)
 
     def spec(layer: int) -> OpSpec:
         down = replace(like, group="experts", layer=layer, members=(Member("down", config.hidden_size),))
