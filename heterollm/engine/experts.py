@@ -77,7 +77,8 @@ class ExpertEmitter:
         if own is None:
             return None
         routing, then = own.spec.experts, own.spec.then
-        assert routing is not None and then is not None  # by expert_specs
+        assert routing is not None  # by expert_specs
+        assert then is not None
         lane, tokens = builder.lane, builder.tokens
         shape = ExpertShape(routing, tokens)
         slots, hidden, width = lane.private, own.spec.columns, then.columns
@@ -88,13 +89,14 @@ class ExpertEmitter:
         inner_codes = _codes(lane, EXPERT_ACTIVATED, then)
         codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
 
-        launch = own.router.launch(x, logits, tokens=tokens, output_dtype=np.float32, label=f"{layer}.router")
+        label = f"{layer}.router"
+        launch = own.router.launch(x, logits, tokens=tokens, output_dtype=np.float32, label=label)
         builder.kernel("router", layer, launch, reads=(x,), writes=(logits,), ends=False)
         launch = self._kernels.route(logits, lists, shape=shape)
         chosen = lists.chosen, lists.weights
         builder.kernel("routing", layer, launch, reads=(logits,), writes=chosen, ends=False)
         launch = self._kernels.sort(lists, shape=shape)
-        order = lists.source, lists.position, lists.tiles
+        order = lists.source, lists.position, lists.places
         builder.kernel("order of experts", layer, launch, reads=chosen, writes=order, ends=False)
         launch = self._kernels.gather(x, rows, lists, shape=shape, columns=hidden, codes=codes)
         gathered = codes_of(row_codes) or (rows,)
@@ -103,7 +105,7 @@ class ExpertEmitter:
 
         name = f"{layer}.experts"
         launch = own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
-        work, reads = _work(own.spec, shape), (*gathered, lists.tiles)
+        work, reads = _work(own.spec, shape), (*gathered, lists.places)
         builder.kernel("experts", layer, launch, reads=reads, writes=(gate_up,), work=work, ends=False)
         launch = self._glue.gated_activation(
             Segments(gate_up, gate_up, (width, width), (0, 0)),
@@ -118,7 +120,7 @@ class ExpertEmitter:
         launch = own.down.grouped_launch(
             activated, rows, lists, shape=shape, rounded=inner_codes, label=f"{name} down"
         )
-        work, reads = _work(then, shape), (*(codes_of(inner_codes) or (activated,)), lists.tiles)
+        work, reads = _work(then, shape), (*(codes_of(inner_codes) or (activated,)), lists.places)
         builder.kernel(
             "experts", layer, launch, reads=reads, writes=(rows,), work=work, label=launch.label, ends=False
         )

@@ -74,13 +74,14 @@ EXPERT_ACTIVATED, EXPERT_OUTPUT = "expert_activated", "expert_output"
 outputs; the intermediate values of these rows; and the sum of each token."""
 
 EXPERT_LISTS: Final[dict[str, str]] = {
-    name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "tiles")
+    name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "places")
 }
 """Slots of the lists of :class:`heterollm.kernels.gpu.ExpertLists`."""
 
 PRIVATE_SLOTS: Final = (
     *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, OUTLIER_FLAGS),
-    *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT, *EXPERT_LISTS.values()),
+    *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT),
+    *EXPERT_LISTS.values(),
     *PRIVATE_SCORE_SLOTS,
 )
 """Slots that neither the host nor the NPU reads or writes."""
@@ -144,7 +145,8 @@ def pool_sizes(
 
 def _expert_sizes(spec: OpSpec, tokens: int, item_bytes: int) -> dict[str, int]:
     """Return the sizes of the slots of a mixture of experts."""
-    assert spec.experts is not None and spec.then is not None  # by expert_specs
+    assert spec.experts is not None  # by expert_specs
+    assert spec.then is not None
     shape = ExpertShape(spec.experts, tokens)
     hidden, width = spec.columns, spec.then.columns
     sizes = {
@@ -154,7 +156,10 @@ def _expert_sizes(spec: OpSpec, tokens: int, item_bytes: int) -> dict[str, int]:
         EXPERT_ACTIVATED: shape.pairs * width * item_bytes,
         EXPERT_OUTPUT: tokens * hidden * item_bytes,
     }
-    sizes |= {EXPERT_LISTS[name]: size for name, size in ExpertLists.bytes(shape).items()}
+    # Fewer tokens may have more steps of rows, as each is shorter.
+    for count in range(1, tokens + 1):
+        for name, size in ExpertLists.sizes(ExpertShape(spec.experts, count)).items():
+            sizes[EXPERT_LISTS[name]] = max(size, sizes.get(EXPERT_LISTS[name], 0))
     if spec.integer_inputs:
         for slot, own in ((EXPERT_ROWS, spec), (EXPERT_ACTIVATED, spec.then)):
             codes, blocks = code_bytes(shape.pairs, own.columns, own.weight.block)

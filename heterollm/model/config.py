@@ -67,15 +67,16 @@ class ModelConfig:
         model_type: A key of :data:`heterollm.model.families.FAMILIES`.
         family: Display name of the model type.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width of the feed-forward layer, in a mixture that of the shared experts; 0 without.
+        intermediate_size: Width of the feed-forward layer; in a mixture that of the shared experts, 0 for
+            none.
         layers: Decoder layers.
         heads: Query heads.
         kv_heads: Key and value heads; divides ``heads``.
         head_dim: Width of one head (even).
         vocab_size: Rows of the embedding and of the LM head.
         max_positions: Longest supported context.
-        rms_norm_eps: Added to the mean square in every norm. The residual stream is divided by a multiplier of
-            what layers add to it, if the model has one, and this number by its square.
+        rms_norm_eps: Added to the mean square in every norm. Where a multiplier scales what layers add to the
+            residual stream, the stream is divided by it instead, and this number by its square.
         activation: Activation of the gate.
         rope: Rotary position embedding of layers with full attention.
         rotary_dim: Elements of a head that RoPE rotates, even.

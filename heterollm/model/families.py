@@ -391,9 +391,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             covers="OLMoE",
             architecture="OlmoeForCausalLM",
             tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
-            mixture=Mixture(
-                "mlp.gate", NAMED_EXPERTS, normalized_field="norm_topk_prob"
-            ),
+            mixture=Mixture("mlp.gate", NAMED_EXPERTS, normalized_field="norm_topk_prob"),
             defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
             follows=frozenset({"attention_bias", "clip_qkv"}),
             joint_head_norms=True,

@@ -28,7 +28,8 @@ class ModelShape:
         heads: Query heads.
         kv_heads: Key and value heads.
         head_dim: Width of a head.
-        intermediate_size: Width of the feed-forward network, in a mixture that of the shared experts; 0 without.
+        intermediate_size: Width of the feed-forward network; in a mixture that of the shared experts, 0 for
+            none.
         vocab_size: Rows of the head.
         weight_bytes: Bytes of all weights, embedding included.
         experts: The experts of one layer; None without.

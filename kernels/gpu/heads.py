@@ -112,7 +112,7 @@ class Rotation:
         dim: Rotated elements of a head, even; None for all.
         norms: float32 ``[2 * head_dim]``, weights of q's norm, then of k's; None for no norms.
         epsilon: Added to the mean square in those norms.
-        joint: Whether one norm spans all heads of q, another all of k; ``norms`` has a weight for each element.
+        joint: Whether one norm spans all heads of q, another all of k, with weights for each element.
         limit: Magnitude that bounds q, k and v before the rotation; 0 for none.
     """
 
