@@ -72,7 +72,7 @@ class ExpertEmitter:
         return None if spec is None else _codes(lane, "linear_input", spec)
 
     def mixture(self, builder: PassBuilder, layer: int) -> Segments | None:
-        """Append a layer's experts, behind the norm before them; return their output, None without experts."""
+        """Append a layer's experts behind their norm, and return their output; None without experts."""
         own = self._layers.get(layer)
         if own is None:
             return None

@@ -70,8 +70,8 @@ COLD_CHANNELS: Final = 32
 
 ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP = "router_logits", "expert_rows", "expert_gate_up"
 EXPERT_ACTIVATED, EXPERT_OUTPUT = "expert_activated", "expert_output"
-"""Slots of a mixture of experts: the router's logits; rows in the order of experts, first the inputs, then the
-outputs; the intermediate values of these rows; and the sum of each token."""
+"""Slots of a mixture of experts: the router's logits; rows in the order of experts, inputs and later outputs;
+their intermediate values; and the sum of each token."""
 
 EXPERT_LISTS: Final[dict[str, str]] = {
     name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "places")

@@ -45,7 +45,7 @@ class GlueTensors:
             self.bias(spec.layer, spec.group)
 
     def norm(self, layer: int, norm: Norm) -> Any:  # noqa: ANN401 - pyopencl is not typed
-        """Return a norm's factors and its bias, if it has one, float32 ``[hidden]``; None without such a norm."""
+        """Return a norm's factors, then its bias if it has one, float32 ``[hidden]``; None for no norm."""
         return self._norms.get((layer, norm))
 
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401

@@ -25,8 +25,8 @@ ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh":
 """Activations by their names in ``config.json``."""
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts")
-"""Fields with the number of experts; the first that a configuration has counts, and families have a default of
-the last."""
+"""Fields with the number of experts. The first that a configuration has counts; families give the last a
+default."""
 
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000
