@@ -12,7 +12,8 @@ The first runs the bundled model after outlier channels were put into it by a re
 function: some weights of each norm times a strength, and the columns of the next linears that read them
 divided by it. The second runs a checkpoint as it is, calibrated on code and prose alike. The last runs one of
 the first's models through heterollm itself, on `host`, with all shadows and with none. Rows are appended as
-they are found; the methods that are compared come first, for each text, and variants of them last.
+they are found; the methods that are compared come first, for each text, and variants of them last. A run that
+was cut short goes on: rows that `--out` has already are left out, and measured losses are taken from it.
 
 Code is the bundled held-out text; prose are the paragraphs of Python's own language reference, as
 `pydoc_data.topics` has them.
@@ -28,6 +29,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -65,6 +67,7 @@ WORST_PERCENT = 8
 GROUPS = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
 GROUPS |= {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
+Row = Mapping[str, Any]
 Key = tuple[int, str]
 Choice = Mapping[Key, Method] | Method
 Case = tuple[str, dict[str, Any], Choice]
@@ -153,25 +156,23 @@ class Model:
         """Write the checkpoint."""
         self._model.save_pretrained(folder)
 
-    def calibrate(self, windows: Sequence[Sequence[int]], ranked: int) -> None:
-        """Measure on all windows but the last, which checks; the last some rank the groups by loss.
-
-        Args:
-            windows: Token ids.
-            ranked: Windows that rank.
-        """
+    def calibrate(self, windows: Sequence[Sequence[int]]) -> None:
+        """Measure on all windows of token ids but the last, which checks."""
         for ids in windows[:-1]:
             self.logits(ids, Linears.measure)
         self.logits(windows[-1], Linears.check)
+
+    def rank(self, windows: Sequence[Sequence[int]]) -> None:
+        """Measure what each group alone loses without its shadow."""
         self.losses = dict.fromkeys(self.groups, 0.0)
-        for ids in windows[-ranked:]:
+        for ids in windows:
             part = ids[:RANKED_TOKENS]
             states = self.states(part, methods.shadow)
             whole = surprises(self.logits(part, methods.shadow).numpy(), part).mean()
             for key in self.groups:
                 without = dict.fromkeys(self.groups, methods.shadow) | {key: methods.static}
                 logits = self.logits(part, without, states[key[0]], key[0])
-                self.losses[key] += float(surprises(logits.numpy(), part).mean() - whole) / ranked
+                self.losses[key] += float(surprises(logits.numpy(), part).mean() - whole) / len(windows)
 
     def ranked(self, measure: Callable[[Linears], float]) -> list[Key]:
         """Return the groups by a measure, the least first."""
@@ -266,18 +267,26 @@ def windows_of(folder: Path, text: str, count: int) -> tuple[list[list[int]], li
     return found[:count], found[-CALIBRATION_WINDOWS:]
 
 
-def rows(folder: Path, strength: float, count: int, tested: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the outliers of a model, then its rows."""
+def rows(
+    folder: Path, strength: float, count: int, tested: Sequence[str], old: Sequence[Row]
+) -> Iterator[dict[str, Any]]:
+    """Yield the outliers of a model, then its rows, without those that are there already."""
     model = Model(folder, strength)
     # The bundled model knows no prose.
     known = ("code",) if folder == bundled_model() else tuple(TEXTS)
     found = {name: windows_of(folder, TEXTS[name]()[1], count) for name in known}
     last = zip(*(calibrating for _, calibrating in found.values()), strict=True)
-    model.calibrate(list(chain.from_iterable(last))[-CALIBRATION_WINDOWS:], len(known))
-    common = {"model": folder.name, "strength": strength, "windows": count}
-    common |= {"calibration_windows": CALIBRATION_WINDOWS, "calibration_texts": list(known)}
-    common |= {"window_tokens": WINDOW}
-    yield {"kind": "outliers", **common, "operators": list(outliers(model))}
+    calibrating = list(chain.from_iterable(last))[-CALIBRATION_WINDOWS:]
+    model.calibrate(calibrating)
+    calibrated = {"model": folder.name, "strength": strength, "calibration_windows": CALIBRATION_WINDOWS}
+    calibrated |= {"calibration_texts": list(known), "window_tokens": WINDOW}
+    common = {**calibrated, "windows": count}
+    ranked = _having(old, kind="outliers", **calibrated)
+    if ranked:
+        model.losses = {(one["layer"], one["group"]): one["loss"] for one in ranked[-1]["operators"]}
+    else:
+        model.rank(calibrating[-len(known) :])
+        yield {"kind": "outliers", **common, "operators": list(outliers(model))}
     stated, floats = {}, {}
     for name in tested:
         windows = found[name][0]
@@ -285,10 +294,22 @@ def rows(folder: Path, strength: float, count: int, tested: Sequence[str]) -> It
         stated[name] = {**common, "text": TEXTS[name]()[0], "text_key": key}
         floats[name] = [model.logits(ids, methods.exact).numpy() for ids in windows]
         plain = map(surprises, floats[name], windows)
-        yield {"kind": "accuracy", **stated[name], "method": "float", "perplexity": perplexity(plain)}
+        if not _having(old, **stated[name], method="float"):
+            yield {"kind": "accuracy", **stated[name], "method": "float", "perplexity": perplexity(plain)}
     for chosen, name in product((cases, further_cases), tested):
-        for row in method_rows(model, found[name][0], floats[name], chosen(model)):
+        done = partial(_having, old, **stated[name])
+        left = (
+            (method, options, choice)
+            for method, options, choice in chosen(model)
+            if not done(method=method, **{"int16_limit_db": None, **options})
+        )
+        for row in method_rows(model, found[name][0], floats[name], left):
             yield {"kind": "accuracy", **stated[name], **row}
+
+
+def _having(rows: Iterable[Row], **asked: object) -> list[Row]:
+    """Return the rows that have these values."""
+    return [row for row in rows if all(row.get(name) == value for name, value in asked.items())]
 
 
 def method_rows(
@@ -316,7 +337,7 @@ def method_rows(
 
 
 def runtime_rows(
-    folder: Path, strength: float, count: int, _tested: Sequence[str]
+    folder: Path, strength: float, count: int, _tested: Sequence[str], _old: Sequence[Row]
 ) -> Iterator[dict[str, Any]]:
     """Yield the perplexity of a model in heterollm on ``host``, with its own calibration."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -382,8 +403,10 @@ def main() -> None:
     stated = {"bench": "accuracy", "version": heterollm.__version__, "commit": found.stdout.strip()}
     measured, strengths = (runtime_rows, (RUNTIME_STRENGTH,)) if asked.runtime else (rows, STRENGTHS)
     strengths = tuple(asked.strength or strengths)
+    lines = asked.out.read_text("utf-8").splitlines() if asked.out is not None and asked.out.exists() else ()
+    old = [json.loads(line) for line in lines]
     for strength in strengths if asked.model == bundled_model() else (1,):
-        for row in measured(asked.model, strength, asked.windows, asked.text or ["code"]):
+        for row in measured(asked.model, strength, asked.windows, asked.text or ["code"], old):
             shown = {name: value for name, value in row.items() if name not in ("operators", "seconds")}
             words = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in shown.values())
             print(" | ".join(words), flush=True)

@@ -90,12 +90,12 @@ class Trace:
 
 def load(folder: Path, level: str, *, traced: bool, merged: bool) -> tuple[Any, Trace]:
     """Return a loaded model whose passes are recorded from now on."""
-    import heterollm.engine.builder
+    import heterollm.engine.merging
     import heterollm.llm
 
     trace = Trace()
     if not merged:
-        heterollm.engine.builder.merge_launches = lambda _runtime, calls: list(calls)
+        heterollm.engine.merging.merge_launches = lambda _runtime, calls: list(calls)
     if traced:
         heterollm.llm.open_device = with_fixed(heterollm.llm.open_device, profiling=True)
         heterollm.llm.start_engine = with_fixed(heterollm.llm.start_engine, observer=trace)

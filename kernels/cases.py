@@ -165,7 +165,7 @@ class _NormData:
 
     residual: NDArray[Any]
     slot: GuardedOutput
-    weight: NDArray[Any]
+    weights: NDArray[Any]
     delta: Segments
     bias: GpuBuffer | None
     post: GpuBuffer | None
@@ -201,6 +201,7 @@ class LayerCases:
         biased: bool = False,
         post: bool = False,
         scale: float = 1.0,
+        centered: bool = False,
     ) -> tuple[Numbers, Numbers]:
         """Add a linear layer's output to the residual and norm the sum; return the norm and the sum.
 
@@ -211,12 +212,13 @@ class LayerCases:
             biased: Whether the added value has a bias.
             post: Whether the added value is normed first.
             scale: Of the added value.
+            centered: Whether the norm is a LayerNorm.
         """
         data = self._norm_data(tokens, hidden, split, biased, post, scale)
         out = GuardedOutput(self.gpu, (tokens, hidden), self.activation_dtype)
         launch = self.layers.rms_norm(
             data.slot.slot,
-            self.gpu.upload(data.weight),
+            self.gpu.upload(data.weights if centered else data.weights[0]),
             out.slot,
             hidden=hidden,
             tokens=tokens,
@@ -224,9 +226,10 @@ class LayerCases:
             delta=data.delta,
             bias=data.bias,
             post=data.post,
+            centered=centered,
         )
         run_launches(self.gpu, [launch])
-        exact = reference_layers.rms_norm(data.total, data.weight, EPSILON)
+        exact = _normed(data.total, data.weights, centered=centered)
         return (out.read(), exact), (data.slot.read(), data.total)
 
     def final_norm(
@@ -239,6 +242,7 @@ class LayerCases:
         biased: bool = False,
         post: bool = False,
         scale: float = 1.0,
+        centered: bool = False,
     ) -> tuple[Numbers, Numbers]:
         """Norm the last rows of the sum without storing it; return the norm and the residual.
 
@@ -250,12 +254,13 @@ class LayerCases:
             biased: Whether the added value has a bias.
             post: Whether the added value is normed first.
             scale: Of the added value.
+            centered: Whether the norm is a LayerNorm.
         """
         data = self._norm_data(tokens, hidden, split, biased, post, scale)
         out = GuardedOutput(self.gpu, (tokens - head_row, hidden), self.activation_dtype)
         launch = self.layers.final_norm(
             data.slot.slot,
-            self.gpu.upload(data.weight),
+            self.gpu.upload(data.weights if centered else data.weights[0]),
             out.slot,
             step_slot(self.gpu, 0, tokens, head_row),
             rows=tokens - head_row,
@@ -263,9 +268,10 @@ class LayerCases:
             delta=data.delta,
             bias=data.bias,
             post=data.post,
+            centered=centered,
         )
         run_launches(self.gpu, [launch])
-        exact = reference_layers.rms_norm(data.total[head_row:], data.weight, EPSILON)
+        exact = _normed(data.total[head_row:], data.weights, centered=centered)
         return (out.read(), exact), (data.slot.read(), data.residual.astype(np.float64))
 
     def rope(
@@ -278,6 +284,8 @@ class LayerCases:
         rotary: int | None = None,
         biased: bool = False,
         normed: bool = False,
+        joint: bool = False,
+        limit: float = 0.0,
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Turn queries and keys and store keys and values; return queries, keys and values.
 
@@ -289,13 +297,16 @@ class LayerCases:
             rotary: Columns of a head that turn; default all.
             biased: Whether the members have biases.
             normed: Whether the heads of queries and keys are normed first.
+            joint: Whether one norm spans all heads of queries, another all of keys.
+            limit: Bound of the magnitude before the rotation; 0 for none.
 
         Raises:
             KernelError: Other positions of the cache were written.
         """
         generator, rows, head_dim = self.generator, shape.rows, shape.head_dim
         segments, qkv = self._output(tokens, rows, splits)
-        bias, norms = _random(generator, sum(rows)), generator.uniform(0.5, 1.5, (2, head_dim))
+        widths = rows[:2] if joint else (head_dim, head_dim)
+        bias, norms = _random(generator, sum(rows)), generator.uniform(0.5, 1.5, sum(widths))
         norms = norms.astype(np.float32)
         turned = head_dim if rotary is None else rotary
         angles = generator.uniform(0.0, 6.0, (shape.capacity, turned // 2))
@@ -311,16 +322,21 @@ class LayerCases:
             KvLayer(cache, 1),
             step_slot(self.gpu, position, tokens),
             shape=shape,
-            rotation=Rotation(cos, sin, rotary, self.gpu.upload(norms) if normed else None, EPSILON),
+            rotation=Rotation(
+                *(cos, sin, rotary, self.gpu.upload(norms) if normed else None, EPSILON), joint, limit
+            ),
             tokens=tokens,
         )
         run_launches(self.gpu, [launch])
         inputs = np.split(qkv + (bias if biased else 0), np.cumsum(rows)[:-1], axis=1)
-        exact = [part.reshape(-1, head_dim) for part in inputs]
+        exact = inputs
         if normed:
+            parts = zip(inputs, widths, np.split(norms, [widths[0]]), strict=False)
             exact[:2] = [
-                reference_layers.rms_norm(part, own, EPSILON) for part, own in zip(exact, norms, strict=False)
+                reference_layers.rms_norm(part.reshape(-1, width), own, EPSILON) for part, width, own in parts
             ]
+        if limit:
+            exact = [np.clip(part, -limit, limit) for part in exact]
         q, k, v = (part.reshape(tokens, -1, head_dim) for part in exact)
         angle = [table[position : position + tokens] for table in tables]
         q, k = reference_layers.rotate(q, *angle), reference_layers.rotate(k, *angle)
@@ -470,19 +486,25 @@ class LayerCases:
         self, tokens: int, hidden: int, split: int, biased: bool, post: bool, scale: float
     ) -> _NormData:
         """Return the inputs of a norm; see :meth:`norm` for the arguments."""
-        weight, own = self.generator.uniform(0.5, 1.5, (2, hidden)).astype(np.float32)
+        own, *weights = self.generator.uniform(0.5, 1.5, (3, hidden)).astype(np.float32)
         residual = _random(self.generator, (tokens, hidden))
         segments, delta = self._output(tokens, (hidden,), (split,), scale)
         bias = _random(self.generator, hidden)
         return _NormData(
             residual=residual,
             slot=GuardedOutput(self.gpu, residual.shape, np.float32, residual),
-            weight=weight,
+            weights=np.array(weights),
             delta=segments,
             bias=self.gpu.upload(bias) if biased else None,
             post=self.gpu.upload(own) if post else None,
             total=_added(residual, delta, bias if biased else None, own if post else None),
         )
+
+
+def _normed(x: NDArray[np.float64], weights: NDArray[Any], *, centered: bool) -> NDArray[np.float64]:
+    if centered:
+        return reference_layers.layer_norm(x, *weights, EPSILON)
+    return reference_layers.rms_norm(x, weights[0], EPSILON)
 
 
 def _random(

@@ -3,7 +3,8 @@
 A *group* is a set of linear layers that read the same input and run as one operator: ``qkv``, ``o``,
 ``gate_up``, ``down``, ``head``. Shapes are ``m`` tokens × ``k`` inputs × ``n`` outputs; a weight is
 ``[n, k]``, output rows first. The ``ffn`` group is gate, up, their activation and down as one operator, which
-is split along the intermediate width.
+is split along the intermediate width. The ``experts`` group is such a network for each expert of a layer, of
+which each token chooses some.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Final, Literal, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace as replace_struct
+
+from heterollm.base import OptionError
 
 __all__ = [
     "GROUPS",
@@ -26,8 +29,10 @@ __all__ = [
     "Phase",
     "Power",
     "Precision",
+    "Routing",
     "ScaleKind",
     "Scales",
+    "Scoring",
     "WeightFormat",
     "ffn_spec",
     "ffn_specs",
@@ -42,8 +47,12 @@ ScaleKind = Literal["free", "stepped", "tensor"]
 """Scales of quantised weights: those of :data:`Scales`, or one positive scale for a tensor (``w8a8``)."""
 
 Phase = Literal["prefill", "decode"]
-Group = Literal["qkv", "o", "gate_up", "down", "head", "ffn"]
+Group = Literal["qkv", "o", "gate_up", "down", "head", "ffn", "experts"]
 Join = Literal["concatenate", "sum"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
+"""Weights of the chosen experts: their shares in the softmax of all logits, the sigmoids of their logits, or
+for ``sparsemixer`` the share of each in the softmax of the logits near it that were not chosen before."""
+
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate; ``gelu_tanh`` is GELU by its tanh formula."""
 
@@ -131,6 +140,42 @@ COUNTED_ONCE: Final = GraphMemory()
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How each token chooses some experts of a layer: those of the largest logits; of equal ones the first.
+
+    Args:
+        experts: Experts of a layer.
+        chosen: Experts that each token chooses.
+        scoring: Rule of their weights.
+        normalized: Whether the weights of the chosen experts are divided by their sum.
+        scale: Factor on all weights.
+        jitter: With ``sparsemixer``, half the relative distance from the largest logit within which logits
+            are near it.
+        biased: Whether the choice is by score plus a bias of the expert, which its weight ignores.
+
+    Raises:
+        OptionError: A token cannot choose so many experts, or a number does not suit the scoring.
+    """
+
+    experts: int
+    chosen: int
+    scoring: Scoring = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    jitter: float = 0.0
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        mixes = self.scoring == "sparsemixer"
+        if not 1 <= self.chosen <= self.experts or (mixes and (self.normalized or self.biased)):
+            raise OptionError(f"No token can choose experts by {self}.")
+
+    def touched(self, tokens: int) -> float:
+        """Return the experts that ``tokens`` tokens are expected to choose if all experts are as likely."""
+        return float(self.experts * (1 - (1 - self.chosen / self.experts) ** tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class OpSpec:
     """One group of linear layers of a model.
 
@@ -144,8 +189,9 @@ class OpSpec:
         source: Name of the value read.
         target: Name of the value written.
         integer_inputs: Whether inputs are rounded to int8 for each block of the weights (``w4a8``).
-        then: The down projection of an ``ffn`` group, else None; a split then divides the intermediate width,
-            and the shards' outputs are summed.
+        then: The down projection of an ``ffn`` or ``experts`` group, else None; a split of an ffn divides the
+            intermediate width, and the shards' outputs are summed.
+        experts: Routing of an ``experts`` group, whose members and ``then`` are of one expert; else None.
     """
 
     group: Group
@@ -158,6 +204,7 @@ class OpSpec:
     join: Join = "concatenate"
     integer_inputs: bool = False
     then: OpSpec | None = None
+    experts: Routing | None = None
 
     @property
     def rows(self) -> int:
@@ -171,15 +218,26 @@ class OpSpec:
 
     def flops(self, tokens: int) -> int:
         """Return the multiply-adds of one pass over ``tokens`` tokens, counted as two each."""
+        if self.experts is not None:
+            tokens *= self.experts.chosen
         own = 2 * tokens * self.rows * self.columns
         return own if self.then is None else own + self.then.flops(tokens)
 
     def weight_bytes(self) -> int:
-        """Return the bytes of weights that one pass reads."""
-        return self.slice_bytes(self.member_rows)
+        """Return the bytes of all weights."""
+        return self.slice_bytes(self.member_rows) * (1 if self.experts is None else self.experts.experts)
+
+    def read_bytes(self, tokens: int) -> float:
+        """Return the bytes of weights that a pass is expected to read: with experts those that it chooses."""
+        if self.experts is None:
+            return self.weight_bytes()
+        return self.slice_bytes(self.member_rows) * self.experts.touched(tokens)
 
     def slice_bytes(self, member_rows: tuple[int, ...]) -> int:
-        """Return the bytes of weights of some rows of each member and of the matching columns of ``then``."""
+        """Return the bytes of weights of some rows of each member and of the matching columns of ``then``.
+
+        Those of an ``experts`` group are rows of one expert.
+        """
         own = self.weight.weight_bytes(sum(member_rows), self.columns)
         if self.then is None:
             return own

@@ -135,7 +135,8 @@ class ProfileCosts:
         self._kernels = _kernels_of_operators(profile)
         self.overheads = replace(overheads_of(profile), merges_launches=not self._kernels)
         self.position = position
-        self.missing: set[str] = set()
+        # The profiler does not measure mixtures of experts.
+        self.missing: set[str] = set() if shape.experts is None else {"experts"}
         self._predictor = predictor or fitted_predictor(profile)
         self._shape = shape
         self._streamed = shape.streamed(profile.cache_bytes)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
 
 from heterollm.engine.lanes import Lane
-from heterollm.engine.shadows import OutlierShadow
+from heterollm.engine.placed import HandedOver, Memory, PlacedOp, codes_of, place_of
 from heterollm.engine.step import (
-    NOT_RUN,
     Action,
     Buffer,
     Call,
@@ -21,98 +18,15 @@ from heterollm.engine.step import (
     operator_name,
 )
 from heterollm.engine.waits import PassFences
-from heterollm.kernels.gpu import (
-    DeviceMemory,
-    GpuRuntime,
-    Launch,
-    MergedLaunch,
-    NpuCodes,
-    RoundedInputs,
-    Segments,
-    SharedArray,
-    merge_launches,
-)
+from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, Launch, RoundedInputs, SharedArray
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Fence
 from heterollm.solver import Placement
 
-__all__ = ["HandedOver", "Memory", "PassBuilder", "PlacedOp", "merge_steps"]
-
-Memory: TypeAlias = "DeviceMemory | Buffer"
-"""A buffer, or the memory of one."""
+__all__ = ["PassBuilder"]
 
 SCRATCH_CODES = Buffer("scratch_codes")
 """GPU memory for int8 codes between a rounding kernel and the linear that follows it."""
-
-
-class HandedOver(Protocol):
-    """An operator whose input the GPU hands over to the NPU."""
-
-    @property
-    def operator(self) -> Operator:
-        """The operator's name."""
-
-    @property
-    def layer(self) -> int | None:
-        """The decoder layer; None for the head."""
-
-    @property
-    def name(self) -> str:
-        """The operator with its layer, such as ``3.qkv``."""
-
-    @property
-    def npu_source(self) -> SharedArray:
-        """The memory that the NPU reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedOp:
-    """An operator of a pass with its placement and buffers.
-
-    Args:
-        spec: The group of linears, or the ffn operator.
-        placement: The placement.
-        source: Slot of the input.
-        npu_output: Slot of the NPU's output, which it writes itself unless there are codes.
-        gpu_output: Slot that the GPU writes.
-        rounded: Buffers for the input's int8 codes; None without codes.
-        codes: Codes of input and output, where the NPU computes in integers; None elsewhere.
-        shadow: Weights and lists of outliers, where the GPU multiplies them; None elsewhere.
-    """
-
-    spec: OpSpec
-    placement: Placement
-    source: SharedArray
-    npu_output: SharedArray
-    gpu_output: DeviceMemory
-    rounded: RoundedInputs | None
-    codes: NpuCodes | None = None
-    shadow: OutlierShadow | None = None
-
-    @property
-    def npu_source(self) -> SharedArray:
-        """The memory that the NPU reads."""
-        return self.source if self.codes is None else self.codes.inputs
-
-    @property
-    def npu_target(self) -> SharedArray:
-        """The memory that the NPU writes."""
-        return self.npu_output if self.codes is None else self.codes.outputs
-
-    @property
-    def operator(self) -> Operator:
-        """The operator's name."""
-        return self.spec.group
-
-    @property
-    def layer(self) -> int | None:
-        """The decoder layer; None for the head."""
-        return None if self.spec.layer < 0 else self.spec.layer
-
-    @property
-    def name(self) -> str:
-        """The operator with its layer, such as ``3.qkv``."""
-        return operator_name(self.operator, self.layer)
 
 
 class PassBuilder:
@@ -171,10 +85,11 @@ class PassBuilder:
         writes: Sequence[Memory] = (),
         ends: bool = True,
         label: str = "",
+        work: LinearWork | None = None,
     ) -> None:
         """Append a glue kernel, and the end of its operator unless more kernels of it follow."""
         label = label or operator_name(operator, layer)
-        self.steps.append(self._step(operator, layer, "kernel", label, launch, reads, writes))
+        self.steps.append(self._step(operator, layer, "kernel", label, launch, reads, writes, work=work))
         if ends:
             self.end_operator(operator, layer)
 
@@ -228,7 +143,7 @@ class PassBuilder:
     def flag(self, op: PlacedOp | None, launch: Launch) -> None:
         """Append the kernel that raises the flag."""
         layer = None if op is None else op.layer
-        self.steps.append(self._step("flag", layer, "kernel", f"flag before {_place(op)}", launch))
+        self.steps.append(self._step("flag", layer, "kernel", f"flag before {place_of(op)}", launch))
 
     # -- NPU -----------------------------------------------------------------------------------------
 
@@ -371,67 +286,9 @@ class PassBuilder:
     ) -> None:
         operator: Operator = "end of pass" if op is None else op.operator
         layer = None if op is None else op.layer
-        label = f"{action} before {_place(op)}"
+        label = f"{action} before {place_of(op)}"
         self.steps.append(self._step(operator, layer, action, label, run, reads, writes, wait=wait))
 
     def _buffers(self, memories: Sequence[Memory]) -> tuple[Buffer, ...]:
         once = dict.fromkeys(memories)
         return tuple([memory if isinstance(memory, Buffer) else self.names[memory] for memory in once])
-
-
-def codes_of(rounded: RoundedInputs | NpuCodes | None) -> tuple[DeviceMemory, ...]:
-    """Return the slots of codes that a kernel writes beside its output, if there are any."""
-    if isinstance(rounded, NpuCodes):
-        return (rounded.inputs, rounded.factors, rounded.counts)
-    memories = () if rounded is None else (rounded.codes, rounded.blocks)
-    return tuple(memory for memory in memories if isinstance(memory, DeviceMemory))
-
-
-def segments_of(value: Segments | None) -> tuple[DeviceMemory, ...]:
-    """Return the slots of a linear's output, if there is one."""
-    return () if value is None else (value.a, value.b)
-
-
-def merge_steps(runtime: GpuRuntime, steps: Sequence[Step]) -> list[Step]:
-    """Return the steps with consecutive launches merged, if the device benefits from it."""
-    left = iter(steps)
-    found = []
-    for call in merge_launches(runtime, map(_mergeable_call, steps)):
-        if isinstance(call, MergedLaunch):
-            found.append(_joined([next(left) for _ in call.labels], call))
-        else:
-            found.append(next(left))
-    return found
-
-
-def _mergeable_call(step: Step) -> Call:
-    """Return the call of a step; that of a chain of launches, one step with several labels, is not merged."""
-    run = step.run
-    return run.__call__ if isinstance(run, Launch) and len(run.parts) > 1 else run
-
-
-def _joined(steps: Sequence[Step], launch: MergedLaunch) -> Step:
-    layers = {step.layer for step in steps}
-    works = [step.work for step in steps if step.work is not None]
-    return Step(
-        operator="merged",
-        layer=layers.pop() if len(layers) == 1 else None,
-        tokens=steps[0].tokens,
-        processor="gpu",
-        action="kernel",
-        label=f"{steps[0].label} to {steps[-1].label}",
-        reads=_all_of(step.reads for step in steps),
-        writes=_all_of(step.writes for step in steps),
-        work=sum(works[1:], works[0]) if works else None,
-        # Without their calls, which would keep kernels that never run alone.
-        merged=tuple(replace(step, run=NOT_RUN) for step in steps),
-        run=launch,
-    )
-
-
-def _all_of(buffers: Iterable[tuple[Buffer, ...]]) -> tuple[Buffer, ...]:
-    return tuple(dict.fromkeys(buffer for some in buffers for buffer in some))
-
-
-def _place(op: HandedOver | None) -> str:
-    return "the end of the pass" if op is None else op.name

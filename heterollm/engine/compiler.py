@@ -7,15 +7,19 @@ prepared. Running the pass means calling its steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
 from heterollm.base import Progress
-from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of, merge_steps, segments_of
+from heterollm.engine.builder import PassBuilder
+from heterollm.engine.experts import ExpertEmitter
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.lanes import Lane
+from heterollm.engine.merging import merge_steps
 from heterollm.engine.passes import CompiledPass
+from heterollm.engine.placed import PlacedOp, codes_of, segments_of
 from heterollm.engine.slot_check import SlotCheck
 from heterollm.engine.slots import INPUT_SLOTS, is_private, lane_slot, pool_sizes
 from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales, SparseAttentionEmitter
@@ -32,6 +36,9 @@ from heterollm.model import ModelWeights
 from heterollm.solver import Placement, Plan, SparseAttention
 
 __all__ = ["Compiler"]
+
+FIRST_OF_FFN: Final[tuple[Group, ...]] = ("ffn", "gate_up")
+"""The operator that begins a feed-forward network, as a whole or as two."""
 
 
 class Compiler:
@@ -82,6 +89,7 @@ class Compiler:
             self._embedding = GpuLinear.pack(
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
+        self._experts = ExpertEmitter(device, weights, progress)
         tensors = GlueTensors(device.gpu, weights, context)
         self._splits = SplitEmitter(device, weights, plan, ranges)
         self._splits.load_shadows(plan)
@@ -117,6 +125,7 @@ class Compiler:
     def close(self) -> None:
         """Drop the packed weights; no compiled pass may run afterwards."""
         self._linears.clear()
+        self._experts.clear()
         self._splits.clear()
         self._sparse.clear()
         del self._embedding, self._glues
@@ -223,7 +232,7 @@ class Compiler:
             glue.join(builder, self._linear(builder, op))
         else:
             self._head_of_gpu(builder, op)
-        glue.soft_cap(builder)
+        glue.finish_logits(builder)
         self._splits.end(builder, waits=layers.uses_npu or bool(op.placement.npu_lengths))
         written = (*segments_of(output), builder.lane.private["residual"])
         return CompiledPass.of(self._finished(builder, f"head of {rows}", written))
@@ -317,23 +326,38 @@ class Compiler:
     # -- feed-forward network ------------------------------------------------------------------------
 
     def _feed_forward(self, builder: PassBuilder, layer: int, delta: Segments) -> Segments:
-        """Append a layer's norm and feed-forward network, and return the output."""
-        if (layer, "ffn") in builder.placements:
-            return self._ffn(builder, self._placed(builder, layer, "ffn"), delta)
-        op = self._placed(builder, layer, "gate_up")
-        self._glue(builder).norm(builder, layer, "feed_forward", delta, op.rounded or op.codes)
-        gate_up = self._linear(builder, op)
-        op = self._placed(builder, layer, "down")
-        self._glue(builder).activation(builder, layer, gate_up, op.rounded)
-        return self._linear(builder, op)
+        """Append a layer's norm, experts and feed-forward network, and return the output."""
+        glue, routed = self._glue(builder), self._experts.rounded(builder.lane, layer)
+        group = next((own for own in FIRST_OF_FFN if (layer, own) in builder.placements), None)
+        op = None if group is None else self._placed(builder, layer, group)
+        codes = op and (op.rounded or op.codes)
+        glue.norm(builder, layer, "feed_forward", delta, routed or codes)
+        experts = self._experts.mixture(builder, layer)
+        if op is None:
+            assert experts is not None  # a layer has experts, a network, or both
+            return experts
+        out = self._ffn(builder, op) if group == "ffn" else self._gate_up_and_down(builder, op)
+        if experts is None:
+            return out
+        if out.a is out.b:
+            return Segments(experts.a, out.a, out.rows, out.rows, join="sum")
+        # The next norm adds two arrays at most.
+        glue.add(builder, layer, experts)
+        return out
 
-    def _ffn(self, builder: PassBuilder, op: PlacedOp, delta: Segments) -> Segments:
+    def _gate_up_and_down(self, builder: PassBuilder, op: PlacedOp) -> Segments:
+        """Append the feed-forward network as two operators, of which ``op`` is the first."""
+        gate_up = self._linear(builder, op)
+        down = self._placed(builder, op.spec.layer, "down")
+        self._glue(builder).activation(builder, op.spec.layer, gate_up, down.rounded)
+        return self._linear(builder, down)
+
+    def _ffn(self, builder: PassBuilder, op: PlacedOp) -> Segments:
         """Append the ffn operator, split along the intermediate width; the outputs of both shards are added.
 
         The GPU's queue runs three kernels while the NPU runs one graph.
         """
         ffn = op.spec
-        self._glue(builder).norm(builder, ffn.layer, "feed_forward", delta, op.rounded or op.codes)
         (width, *_), (whole, *_) = op.placement.npu_rows, ffn.member_rows
         gpu = [] if width == whole else self._gpu_ffn(builder, op, width, whole)
         return self._splits.ffn(builder, op, gpu)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of, segments_of
+from heterollm.engine.builder import PassBuilder
 from heterollm.engine.lanes import Lane
+from heterollm.engine.placed import PlacedOp, codes_of, segments_of
 from heterollm.engine.step import Buffer
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
@@ -92,6 +93,7 @@ class GlueEmitter:
             epsilon=self._config.rms_norm_eps,
             delta=delta,
             rounded=rounded,
+            centered=self._config.centered_norms,
             **(
                 self._delta_options(layer, "o")
                 if norm == "feed_forward"
@@ -101,6 +103,21 @@ class GlueEmitter:
         reads = (residual, *segments_of(delta))
         updated = () if delta is None else (residual,)
         builder.kernel("norm", layer, launch, reads=reads, writes=(*updated, out, *codes_of(rounded)))
+
+    def add(self, builder: PassBuilder, layer: int, delta: Segments) -> None:
+        """Append the addition of values to the residual stream, by a norm whose output nothing reads."""
+        residual, out = self._private["residual"], self._pool["linear_input"]
+        launch = self._layers.rms_norm(
+            residual,
+            self._tensors.norm(layer, "feed_forward"),
+            out,
+            hidden=self._config.hidden_size,
+            tokens=builder.tokens,
+            epsilon=self._config.rms_norm_eps,
+            delta=delta,
+        )
+        reads = (residual, *segments_of(delta))
+        builder.kernel("norm", layer, launch, reads=reads, writes=(residual, out))
 
     def rope(self, builder: PassBuilder, layer: int, qkv: Segments, cache: KvMemory) -> None:
         """Append RoPE, which also writes keys and values to the cache."""
@@ -119,6 +136,8 @@ class GlueEmitter:
                 dim=config.rotary_dim if rope else 0,
                 norms=tensors.head_norms(layer),
                 epsilon=config.rms_norm_eps,
+                joint=config.joint_head_norms,
+                limit=config.qkv_limit,
             ),
             tokens=builder.tokens,
         )
@@ -200,6 +219,7 @@ class GlueEmitter:
             epsilon=config.rms_norm_eps,
             delta=delta,
             rounded=rounded,
+            centered=config.centered_norms,
             **self._delta_options(config.layers - 1, "down"),
         )
         reads = (residual, *segments_of(delta), self._step)
@@ -211,11 +231,14 @@ class GlueEmitter:
         launch = self._layers.join_logits(head, logits, rows=builder.tokens)
         builder.kernel("join", None, launch, reads=segments_of(head), writes=(logits,))
 
-    def soft_cap(self, builder: PassBuilder) -> None:
-        """Append the soft cap of the logits, if the model has one."""
+    def finish_logits(self, builder: PassBuilder) -> None:
+        """Append the bias of the logits and their soft cap, as far as the model has them."""
         cap, logits = self._config.logit_soft_cap, self._pool["logits"]
+        bias, vocabulary = self._tensors.bias(-1, "head"), self._config.vocab_size
+        if bias is not None:
+            launch = self._layers.add_bias(logits, bias, rows=builder.tokens, vocabulary=vocabulary)
+            builder.kernel("head bias", None, launch, reads=(logits,), writes=(logits,), ends=False)
         if cap:
-            vocabulary = self._config.vocab_size
             launch = self._layers.soft_cap(logits, cap, rows=builder.tokens, vocabulary=vocabulary)
             builder.kernel("soft cap", None, launch, reads=(logits,), writes=(logits,), ends=False)
 

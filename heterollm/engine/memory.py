@@ -19,6 +19,7 @@ import psutil
 from heterollm.base import PAGE_BYTES, DeviceError, format_bytes, round_up
 from heterollm.kernels.npu import graph_memory
 from heterollm.kernels.ops import Group, OpSpec
+from heterollm.model import expert_specs
 from heterollm.solver import Plan
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def memory_need(
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)
     return MemoryNeed(
-        gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding,
+        gpu_weights=sum(spec.weight_bytes() for spec in (*specs, *expert_specs(config, specs))) + embedding,
         npu_graphs=graphs,
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
         slots=sum(size for slot, size in slots.items() if slot not in SCORE_SLOTS),

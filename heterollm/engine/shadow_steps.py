@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from heterollm.engine.builder import PassBuilder, PlacedOp
+from heterollm.engine.builder import PassBuilder
 from heterollm.engine.lanes import Lane
+from heterollm.engine.placed import PlacedOp
 from heterollm.engine.shadows import ColdProduct, OutlierShadow, Shadows
 from heterollm.engine.step import Operator, Step
 from heterollm.kernels.device import Device

@@ -9,18 +9,25 @@ from heterollm.engine.score_slots import PRIVATE_SCORE_SLOTS, longest_scored_pas
 from heterollm.kernels.gpu import (
     FACTOR_BYTES,
     LARGEST_CODE_BYTES,
+    ExpertLists,
+    ExpertShape,
     code_bytes,
     found_bytes,
     outlier_flag_bytes,
 )
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import Group, OpSpec, ffn_specs
-from heterollm.model import ModelConfig
+from heterollm.model import ModelConfig, expert_specs
 from heterollm.solver import Plan
 
 __all__ = [
     "COLD_CHANNELS",
     "COLD_WEIGHTS",
+    "EXPERT_ACTIVATED",
+    "EXPERT_GATE_UP",
+    "EXPERT_LISTS",
+    "EXPERT_OUTPUT",
+    "EXPERT_ROWS",
     "HEAD_ROWS",
     "INPUT_SLOTS",
     "NPU_CODES",
@@ -29,6 +36,7 @@ __all__ = [
     "OUTLIERS",
     "OUTLIER_BATCH",
     "OUTLIER_FLAGS",
+    "ROUTER_LOGITS",
     "is_private",
     "lane_slot",
     "pool_sizes",
@@ -44,6 +52,7 @@ INPUT_SLOTS: Final[dict[Group, str]] = {
     "down": "activated",
     "head": "head_input",
     "ffn": "linear_input",
+    "experts": "linear_input",
 }
 """Input slot of each group. The slots ``<name>_codes`` and ``<name>_blocks`` hold rounded inputs, see
 :class:`heterollm.kernels.gpu.RoundedInputs`."""
@@ -59,8 +68,20 @@ COLD_WEIGHTS: Final = "cold_weights"
 COLD_CHANNELS: Final = 32
 """Channels whose weights the slot ``cold_weights`` holds; more are read in several turns."""
 
+ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP = "router_logits", "expert_rows", "expert_gate_up"
+EXPERT_ACTIVATED, EXPERT_OUTPUT = "expert_activated", "expert_output"
+"""Slots of a mixture of experts: the router's logits; rows in the order of experts, inputs and later outputs;
+their intermediate values; and the sum of each token."""
+
+EXPERT_LISTS: Final[dict[str, str]] = {
+    name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "places")
+}
+"""Slots of the lists of :class:`heterollm.kernels.gpu.ExpertLists`."""
+
 PRIVATE_SLOTS: Final = (
     *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, OUTLIER_FLAGS),
+    *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT),
+    *EXPERT_LISTS.values(),
     *PRIVATE_SCORE_SLOTS,
 )
 """Slots that neither the host nor the NPU reads or writes."""
@@ -101,7 +122,8 @@ def pool_sizes(
         "linear_input": padded * config.hidden_size * item_bytes,
         "query": attended * heads * 4,
         "attention_output": max(padded, attended) * heads * item_bytes,
-        "activated": padded * config.intermediate_size * item_bytes,
+        # A mixture without shared experts has no other network; no memory is empty.
+        "activated": padded * max(1, config.intermediate_size) * item_bytes,
         "npu_output": padded * widest * item_bytes,
         "gpu_output": tokens * widest * item_bytes,
         "head_input": head_rows * config.hidden_size * item_bytes,
@@ -113,9 +135,36 @@ def pool_sizes(
     if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
     shadows, scores = _shadow_sizes(specs, plan, item_bytes), score_sizes(config, plan, context)
+    experts = next(iter(expert_specs(config, specs)), None)
+    if experts is not None:
+        sizes |= _expert_sizes(experts, tokens, item_bytes)
     for slot, size in (*_code_sizes(specs, attended), *_npu_code_sizes(specs, plan), *shadows, *scores):
         sizes[slot] = max(size, sizes.get(slot, 0))
     return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}
+
+
+def _expert_sizes(spec: OpSpec, tokens: int, item_bytes: int) -> dict[str, int]:
+    """Return the sizes of the slots of a mixture of experts."""
+    assert spec.experts is not None  # by expert_specs
+    assert spec.then is not None
+    shape = ExpertShape(spec.experts, tokens)
+    hidden, width = spec.columns, spec.then.columns
+    sizes = {
+        ROUTER_LOGITS: tokens * spec.experts.experts * 4,
+        EXPERT_ROWS: shape.pairs * hidden * item_bytes,
+        EXPERT_GATE_UP: shape.pairs * spec.rows * item_bytes,
+        EXPERT_ACTIVATED: shape.pairs * width * item_bytes,
+        EXPERT_OUTPUT: tokens * hidden * item_bytes,
+    }
+    # Fewer tokens may have more steps of rows, as each is shorter.
+    for count in range(1, tokens + 1):
+        for name, size in ExpertLists.sizes(ExpertShape(spec.experts, count)).items():
+            sizes[EXPERT_LISTS[name]] = max(size, sizes.get(EXPERT_LISTS[name], 0))
+    if spec.integer_inputs:
+        for slot, own in ((EXPERT_ROWS, spec), (EXPERT_ACTIVATED, spec.then)):
+            codes, blocks = code_bytes(shape.pairs, own.columns, own.weight.block)
+            sizes |= {f"{slot}_codes": codes, f"{slot}_blocks": blocks}
+    return sizes
 
 
 def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from heterollm.base import PlanError
-from heterollm.engine.builder import Memory, PassBuilder, codes_of
+from heterollm.engine.builder import PassBuilder
+from heterollm.engine.placed import Memory, codes_of
 from heterollm.engine.score_slots import score_memory, sparse_shape
 from heterollm.engine.step import NOT_RUN, Buffer, Call, Operator, operator_name
 from heterollm.kernels.device import Device

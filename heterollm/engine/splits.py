@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from heterollm.engine.builder import PassBuilder, PlacedOp, codes_of
+from heterollm.engine.builder import PassBuilder
 from heterollm.engine.lanes import Lane
 from heterollm.engine.npu_shards import (
     PlannedGraph,
@@ -19,6 +19,7 @@ from heterollm.engine.npu_shards import (
     planned_shard,
     shard_ranges,
 )
+from heterollm.engine.placed import PlacedOp, codes_of
 from heterollm.engine.saturation import SaturationCount
 from heterollm.engine.shadow_steps import ShadowEmitter
 from heterollm.engine.shadows import OutlierShadow

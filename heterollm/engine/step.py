@@ -41,9 +41,16 @@ Operator: TypeAlias = Literal[
     "activation",
     "down",
     "ffn",
+    "router",
+    "routing",
+    "order of experts",
+    "gathering of rows",
+    "experts",
+    "sum of experts",
     "final norm",
     "head",
     "join",
+    "head bias",
     "soft cap",
     "rounding of inputs",
     "reading of codes",
@@ -58,11 +65,12 @@ Operator: TypeAlias = Literal[
     "merged",
     "end of pass",
 ]
-"""Groups of linears as in a plan, and glue operators. ``reading of codes`` makes floats of an integer graph's
-output; ``outliers`` are the products of inputs beyond its range. ``score codes`` are the queries and keys of
-which ``scores`` of sparse attention are estimated; ``selection`` takes the keys to attend to. ``flag`` is a
-kernel that signals the progress of the queue to the host; ``late write`` a delay from the check of buffers;
-``merged`` one launch of the kernels that :attr:`Step.merged` lists."""
+"""Groups of linears as in a plan, and glue operators. ``routing`` chooses the experts of each token, ``order
+of experts`` lists the rows of each, which ``gathering of rows`` copies side by side. ``reading of codes``
+makes floats of an integer graph's output; ``outliers`` are the products of inputs beyond its range. ``score
+codes`` are the queries and keys of which ``scores`` of sparse attention are estimated; ``selection`` takes
+the keys to attend to. ``flag`` is a kernel that signals the progress of the queue to the host; ``late write``
+a delay from the check of buffers; ``merged`` one launch of the kernels that :attr:`Step.merged` lists."""
 
 Action: TypeAlias = Literal[
     "kernel",

@@ -24,14 +24,17 @@ class GlueTensors:
         norms: list[Norm] = ["attention", "feed_forward"]
         if config.output_norms:
             norms += ["attention_output", "feed_forward_output"]
-        self.final_norm: Any = runtime.upload(weights.final_norm + offset)
+        # The head is linear, so that its norm can scale the logits.
+        final_norm = (weights.final_norm + offset) * np.float32(config.logit_scale)
+        self.final_norm: Any = self._uploaded(final_norm, weights.final_norm_bias)
         self._norms: dict[tuple[int, Norm], Any] = {}
         self._head_norms: dict[int, Any] = {}
         self._biases: dict[tuple[int, Group, int], Any] = {}
         self._ropes: dict[RopeConfig | None, tuple[Any, Any]] = {}
         for layer, features in enumerate(config.per_layer):
             for norm in norms:
-                self._norms[layer, norm] = runtime.upload(weights.norm(layer, norm) + offset)
+                factors = weights.norm(layer, norm) + offset
+                self._norms[layer, norm] = self._uploaded(factors, weights.norm_bias(layer, norm))
             if config.head_norms:
                 heads = [weights.norm(layer, "query_head"), weights.norm(layer, "key_head")]
                 self._head_norms[layer] = runtime.upload(np.concatenate(heads) + offset)
@@ -42,11 +45,11 @@ class GlueTensors:
             self.bias(spec.layer, spec.group)
 
     def norm(self, layer: int, norm: Norm) -> Any:  # noqa: ANN401 - pyopencl is not typed
-        """Return a norm's factors, float32 ``[hidden]``; None without such a norm."""
+        """Return a norm's factors, then its bias if it has one, float32 ``[hidden]``; None for no norm."""
         return self._norms.get((layer, norm))
 
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401
-        """Return the factors of q and then of k, float32 ``[2 * head_dim]``; None without such norms."""
+        """Return the factors of q and then of k, float32, of a head or of all; None without such norms."""
         return self._head_norms.get(layer)
 
     def bias(self, layer: int, group: Group, start: int = 0) -> Any:  # noqa: ANN401
@@ -56,6 +59,9 @@ class GlueTensors:
             rows = [member[start:] for member in self._weights.bias(layer, group)]
             self._biases[key] = self._runtime.upload(np.concatenate(rows)) if rows else None
         return self._biases[key]
+
+    def _uploaded(self, factors: NDArray[np.float32], bias: NDArray[np.float32] | None) -> Any:  # noqa: ANN401
+        return self._runtime.upload(factors if bias is None else np.concatenate([factors, bias]))
 
     def rope(self, rope: RopeConfig | None) -> tuple[Any, Any]:
         """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders for None."""

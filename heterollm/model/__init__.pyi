@@ -7,6 +7,7 @@ from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import default_shapes as default_shapes
 from .known import find_model as find_model
 from .layout import block_norms as block_norms
+from .layout import expert_specs as expert_specs
 from .layout import op_specs as op_specs
 from .rope import rope_tables as rope_tables
 from .rope_config import RopeConfig as RopeConfig

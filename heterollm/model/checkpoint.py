@@ -15,7 +15,7 @@ from heterollm.base import CheckpointError, OptionError
 from heterollm.model.config import ModelConfig
 from heterollm.model.file_index import FileIndex
 from heterollm.model.json_fields import read_json_object
-from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of
+from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
 from heterollm.model.tensor_file import TensorFile
 
 __all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder", "is_hub_name"]
@@ -198,13 +198,17 @@ class Checkpoint:
         """
         return self._file(name).entries[name].shape
 
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Return rows and columns of a weight; those of a stack of matrices are rows of one."""
+        return matrix_shape(self.shape(name))
+
     def size_bytes(self, name: str) -> int:
         """Return the size of a tensor in its file."""
         entry = self._file(name).entries[name]
         return entry.stop - entry.start
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[np.float32]:
-        """Return a tensor, or its rows ``[start, stop)``, as a new float32 array.
+        """Return a tensor, or rows ``[start, stop)`` of its matrix, as a new float32 array.
 
         Raises:
             CheckpointError: There is no such tensor, it has no float type, or a value is NaN or infinite.
@@ -217,7 +221,7 @@ class Checkpoint:
             )
         bits = file.bits(name)
         if rows is not None:
-            bits = bits[rows[0] : rows[1]]
+            bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
         values: NDArray[np.float32] = bits.astype(np.float32)
         if not np.isfinite(values).all():
             raise CheckpointError(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from heterollm.base import CheckpointError
-from heterollm.kernels.ops import Activation
+from heterollm.kernels.ops import Activation, Routing
 from heterollm.model.families import FAMILIES, Family, unsupported
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.rope_config import RopeConfig, read_ropes, read_rotary_dim
@@ -24,12 +24,19 @@ __all__ = ["LayerConfig", "ModelConfig"]
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations by their names in ``config.json``."""
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts")
+"""Fields with the number of experts. The first that a configuration has counts; families give the last a
+default."""
+
 MOST_LAYERS = 10_000
-"""Limit that refuses a damaged number before any list over layers is made."""
+MOST_EXPERTS = 10_000
+"""Limits that refuse a damaged number before any list over layers or experts is made."""
 
 OPTIONAL_FEATURES: Mapping[str, str] = {
     "attn_logit_softcapping": "A soft cap on attention scores",
+    "clip_qkv": "A limit of queries, keys and values",
     "final_logit_softcapping": "A soft cap on logits",
+    "lm_head_bias": "A bias of the LM head",
     "no_rope_layers": "Layers without positions",
     "num_experts": "A mixture of experts",
     "num_local_experts": "A mixture of experts",
@@ -60,14 +67,16 @@ class ModelConfig:
         model_type: A key of :data:`heterollm.model.families.FAMILIES`.
         family: Display name of the model type.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width of the feed-forward layer.
+        intermediate_size: Width of the feed-forward layer; in a mixture that of the shared experts, 0 for
+            none.
         layers: Decoder layers.
         heads: Query heads.
         kv_heads: Key and value heads; divides ``heads``.
         head_dim: Width of one head (even).
         vocab_size: Rows of the embedding and of the LM head.
         max_positions: Longest supported context.
-        rms_norm_eps: Added to the mean square in every norm.
+        rms_norm_eps: Added to the mean square in every norm. Where a multiplier scales what layers add to the
+            residual stream, the stream is divided by it instead, and this number by its square.
         activation: Activation of the gate.
         rope: Rotary position embedding of layers with full attention.
         rotary_dim: Elements of a head that RoPE rotates, even.
@@ -76,16 +85,23 @@ class ModelConfig:
         qkv_bias: Whether q, k and v have biases.
         o_bias: Whether the attention output has a bias.
         mlp_bias: Whether gate, up and down have biases.
+        head_bias: Whether the LM head has a bias.
         bos_ids: Token ids that begin a text.
         eos_ids: Token ids that end an answer, from ``config.json`` and ``generation_config.json``.
         pad_id: Padding token, if there is one.
         head_norms: Whether each head of q and k has a norm before RoPE.
+        joint_head_norms: Whether that norm spans all heads of q, and all of k.
+        qkv_limit: Magnitude that bounds q, k and v after the norm; 0 for none.
+        centered_norms: Whether norms subtract the mean and have a bias.
         output_norms: Whether the outputs of attention and feed-forward have a norm.
         norm_offset: Added to the stored weight of every norm.
         embedding_scale: Factor on the embedding.
         attention_scale: Factor on the attention scores.
         attention_soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
         logit_soft_cap: Soft cap of the logits; 0 for none.
+        logit_scale: Factor on the logits.
+        routing: Rule by which the router of each layer chooses experts; None without experts.
+        expert_size: Width of an expert; 0 without experts.
     """
 
     model_type: str
@@ -107,16 +123,23 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    head_bias: bool
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
     pad_id: int | None
     head_norms: bool
+    joint_head_norms: bool
+    qkv_limit: float
+    centered_norms: bool
     output_norms: bool
     norm_offset: float
     embedding_scale: float
     attention_scale: float
     attention_soft_cap: float
     logit_soft_cap: float
+    logit_scale: float
+    routing: Routing | None
+    expert_size: int
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> ModelConfig:
@@ -158,18 +181,26 @@ class ModelConfig:
         sources = (fields, JsonFields(generation or {}, "generation_config.json"))
         vocab_size = fields.count("vocab_size")
         attention_bias = _followed_flag(fields, family, "attention_bias")
+        # A stream that is divided by the multiplier of what is added to it gives the same norms.
+        added = _multiplier(fields, family, "residual_multiplier")
+        # In float32, as transformers computes it for float32 weights.
+        embedding_scale = float(np.sqrt(np.float32(hidden_size))) if family.scales_embedding else 1.0
+        attention_scale = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
+        if "attention_multiplier" in family.follows:
+            attention_scale = fields.positive("attention_multiplier", 1.0)
+        routing, expert_size, dense_size = _mixture(fields, family)
         return cls(
             model_type=str(fields.get("model_type")),
             family=family.name,
             hidden_size=hidden_size,
-            intermediate_size=fields.count("intermediate_size"),
+            intermediate_size=dense_size,
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=vocab_size,
             max_positions=max_positions,
-            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6) / added**2,
             activation=_activation(fields, family),
             rope=full,
             rotary_dim=rotary_dim,
@@ -178,18 +209,56 @@ class ModelConfig:
             qkv_bias=attention_bias or "qkv" in family.always_biased,
             o_bias=attention_bias,
             mlp_bias=_followed_flag(fields, family, "mlp_bias"),
+            head_bias=_followed_flag(fields, family, "lm_head_bias"),
             bos_ids=_token_ids(sources, "bos_token_id", vocab_size, family.bos_ids),
             eos_ids=_token_ids(sources, "eos_token_id", vocab_size, family.eos_ids),
             pad_id=next(iter(_token_ids(sources, "pad_token_id", vocab_size, ())), None),
             head_norms="query_head" in family.tensors.norms,
+            joint_head_norms=family.joint_head_norms,
+            qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
+            centered_norms=family.centered_norms,
             output_norms="attention_output" in family.tensors.norms,
             norm_offset=family.norm_offset,
-            # In float32, as transformers computes it for float32 weights.
-            embedding_scale=float(np.sqrt(np.float32(hidden_size))) if family.scales_embedding else 1.0,
-            attention_scale=fields.positive("query_pre_attn_scalar", head_dim) ** -0.5,
+            embedding_scale=embedding_scale * _multiplier(fields, family, "embedding_multiplier") / added,
+            attention_scale=attention_scale,
             attention_soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
             logit_soft_cap=fields.optional_positive("final_logit_softcapping") or 0.0,
+            logit_scale=1.0 / _multiplier(fields, family, "logits_scaling"),
+            routing=routing,
+            expert_size=expert_size,
         )
+
+
+def _multiplier(fields: JsonFields, family: Family, name: str) -> float:
+    return fields.positive(name, 1.0) if name in family.follows else 1.0
+
+
+def _mixture(fields: JsonFields, family: Family) -> tuple[Routing | None, int, int]:
+    """Return the routing, the width of an expert, and that of the feed-forward network of every token."""
+    mixture = family.mixture
+    if mixture is None:
+        return None, 0, fields.count("intermediate_size")
+    # transformers writes either name, whichever the family's publisher took.
+    count = next(name for name in EXPERT_COUNTS if fields.get(name) is not None)
+    experts = fields.count(count, maximum=MOST_EXPERTS)
+    chosen = fields.count("num_experts_per_tok")
+    if chosen > experts:
+        raise fields.fail("num_experts_per_tok", f"at most the {experts} of {count}")
+    if fields.get("mlp_only_layers") or fields.count("decoder_sparse_step", 1) != 1:
+        raise unsupported("A model with experts in some layers alone (mlp_only_layers, decoder_sparse_step)")
+    sparsemixer = mixture.scoring == "sparsemixer"
+    if sparsemixer and chosen != 2:
+        raise fields.fail("num_experts_per_tok", "2, the number that sparsemixer chooses")
+    field = mixture.normalized_field
+    routing = Routing(
+        experts,
+        chosen,
+        mixture.scoring,
+        normalized=fields.flag(field, False) if field else not sparsemixer,
+        jitter=fields.positive("router_jitter_noise") if sparsemixer else 0.0,
+    )
+    shared = fields.count(mixture.shared_field, minimum=0) if mixture.shared_field else 0
+    return routing, fields.count(mixture.width_field), shared
 
 
 def _per_layer(
@@ -209,7 +278,8 @@ def _check_supported(fields: JsonFields) -> Family:
         raise unsupported(f"Model type {model_type!r}{vision}")
     family = FAMILIES[model_type]
     architectures = fields.get("architectures")
-    if architectures and architectures != [family.architecture]:
+    published = (family.published_code or "").rpartition(".")[-1]
+    if architectures and architectures not in ([family.architecture], [published]):
         raise unsupported(f"Architecture {architectures!r}")
     code = fields.get("auto_map")
     named = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
@@ -222,7 +292,8 @@ def _check_supported(fields: JsonFields) -> Family:
         )
         raise unsupported(f"A checkpoint that is already quantised (quantization_config: {method})")
     for name, what in OPTIONAL_FEATURES.items():
-        if fields.get(name) not in (None, False) and name not in family.follows:
+        followed = name in family.follows or (name in EXPERT_COUNTS and family.mixture is not None)
+        if fields.get(name) not in (None, False) and not followed:
             raise unsupported(f"{what} ({name}) in model type {model_type}")
     return family
 

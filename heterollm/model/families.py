@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from heterollm.base import UnsupportedModelError
-from heterollm.kernels.ops import Group
+from heterollm.kernels.ops import Group, Scoring
 from heterollm.model.json_fields import JsonFields
 
-__all__ = ["FAMILIES", "ROPE_KINDS", "Family", "Norm", "RopeKind", "TensorNames", "unsupported"]
+__all__ = ["FAMILIES", "ROPE_KINDS", "Family", "Mixture", "Norm", "RopeKind", "TensorNames", "unsupported"]
 
 Norm = Literal[
     "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
@@ -53,6 +53,31 @@ class TensorNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """The mixture of experts in each layer of a family.
+
+    Args:
+        router: Module of the router, below the layer's prefix.
+        members: Module of gate, up and down, with ``{expert}`` for the number of an expert; without it the
+            tensor ``[experts, rows, k]`` holds all experts, and members that share it follow each other.
+        width_field: Field with the width of an expert.
+        shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
+            without them.
+        scoring: Function from the router's logits to the scores. ``sparsemixer`` chooses the largest logit,
+            then the largest of the others; the weight of each is its share in the softmax over the logits
+            near it (https://arxiv.org/abs/2409.12136).
+        normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
+    """
+
+    router: str
+    members: Mapping[str, str]
+    width_field: str = "intermediate_size"
+    shared_field: str = ""
+    scoring: Scoring = "softmax"
+    normalized_field: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The properties of a model type.
 
@@ -69,8 +94,11 @@ class Family:
         rope_aliases: Other names of RoPE types.
         norm_offset: Added to the stored weight of every norm.
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
+        mixture: The experts of its layers; None in a family without them.
+        centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
+        joint_head_norms: Whether the norm of q, and that of k, spans all heads.
         published_code: The class in ``auto_map`` of official checkpoints that predate the family's support in
-            transformers; any other code is refused.
+            transformers; any other code is refused. The class may also stand for the architecture.
         bos_ids: Default of ``bos_token_id``.
         eos_ids: Default of ``eos_token_id``.
     """
@@ -86,6 +114,9 @@ class Family:
     rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
     norm_offset: float = 0.0
     scales_embedding: bool = False
+    mixture: Mixture | None = None
+    centered_norms: bool = False
+    joint_head_norms: bool = False
     published_code: str | None = None
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
@@ -108,6 +139,16 @@ FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
         "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
     }
 )
+ATTENTION: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {group: SEPARATE[group] for group in ("qkv", "o")}
+)
+SHARED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {
+        **ATTENTION,
+        "gate_up": dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"),
+        "down": {"down": "shared_mlp.output_linear"},
+    }
+)
 
 NORMS: Mapping[Norm, str] = MappingProxyType(
     {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
@@ -124,6 +165,24 @@ SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
     }
 )
 
+
+# ---- mixtures of experts --------------------------------------------------------------------------------
+
+NAMED_EXPERTS: Mapping[str, str] = MappingProxyType(
+    {member: f"mlp.experts.{{expert}}.{member}_proj" for member in ("gate", "up", "down")}
+)
+NUMBERED_EXPERTS: Mapping[str, str] = MappingProxyType(
+    {
+        member: f"block_sparse_moe.experts.{{expert}}.{name}"
+        for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    }
+)
+STACKED_EXPERTS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("gate", "up"), "block_sparse_moe.input_linear"),
+        "down": "block_sparse_moe.output_linear",
+    }
+)
 
 # ---- layers with a sliding window -----------------------------------------------------------------------
 
@@ -174,6 +233,12 @@ GEMMA: Mapping[str, object] = MappingProxyType(
 )
 GEMMA_FIELDS = frozenset(
     {"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
+)
+GRANITE_FIELDS = frozenset(
+    {
+        *("attention_bias", "attention_multiplier", "embedding_multiplier"),
+        *("residual_multiplier", "logits_scaling"),
+    }
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -282,6 +347,100 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             slides=layers_without_rope,
             bos_ids=(128000,),
             eos_ids=(128001,),
+        ),
+        "mixtral": Family(
+            name="Mixtral",
+            covers="Mixtral",
+            architecture="MixtralForCausalLM",
+            tensors=TensorNames(ATTENTION, NORMS),
+            mixture=Mixture("block_sparse_moe.gate", NUMBERED_EXPERTS),
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1_000_000.0,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            slides=every_layer,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "qwen3_moe": Family(
+            name="Qwen3-MoE",
+            covers="Qwen3-MoE",
+            architecture="Qwen3MoeForCausalLM",
+            tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
+            mixture=Mixture(
+                "mlp.gate",
+                NAMED_EXPERTS,
+                width_field="moe_intermediate_size",
+                normalized_field="norm_topk_prob",
+            ),
+            defaults={
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "moe_intermediate_size": 768,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+            },
+            follows=frozenset({"use_sliding_window", "attention_bias"}),
+            slides=every_layer,
+        ),
+        "olmoe": Family(
+            name="OLMoE",
+            covers="OLMoE",
+            architecture="OlmoeForCausalLM",
+            tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
+            mixture=Mixture("mlp.gate", NAMED_EXPERTS, normalized_field="norm_topk_prob"),
+            defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+            follows=frozenset({"attention_bias", "clip_qkv"}),
+            joint_head_norms=True,
+            eos_ids=(50279,),
+        ),
+        "phimoe": Family(
+            name="Phi-MoE",
+            covers="Phi-3.5-MoE and Phi-mini-MoE",
+            architecture="PhimoeForCausalLM",
+            tensors=TensorNames(ATTENTION, NORMS),
+            mixture=Mixture("block_sparse_moe.gate", NUMBERED_EXPERTS, scoring="sparsemixer"),
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1_000_000.0,
+                "num_experts": 16,
+                "num_experts_per_tok": 2,
+                "router_jitter_noise": 0.01,
+            },
+            follows=frozenset({"attention_bias", "lm_head_bias", "short_mscale"}),
+            slides=every_layer,
+            centered_norms=True,
+            published_code="modeling_phimoe.PhiMoEForCausalLM",
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "granitemoe": Family(
+            name="Granite MoE",
+            covers="Granite 3.0 and 3.1 with experts",
+            architecture="GraniteMoeForCausalLM",
+            tensors=TensorNames(ATTENTION, NORMS),
+            mixture=Mixture("block_sparse_moe.router.layer", STACKED_EXPERTS),
+            defaults={"num_experts": 8, "num_experts_per_tok": 2},
+            follows=GRANITE_FIELDS,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "granitemoeshared": Family(
+            name="Granite MoE with shared experts",
+            covers="Granite MoE with shared experts",
+            architecture="GraniteMoeSharedForCausalLM",
+            tensors=TensorNames(SHARED, NORMS),
+            mixture=Mixture(
+                "block_sparse_moe.router.layer", STACKED_EXPERTS, shared_field="shared_intermediate_size"
+            ),
+            defaults={"num_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+            follows=GRANITE_FIELDS,
+            bos_ids=(1,),
+            eos_ids=(2,),
         ),
     }
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
+
+from msgspec import structs
 
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, Scales, WeightFormat
 from heterollm.model.config import ModelConfig
-from heterollm.model.families import FAMILIES, Norm, TensorNames
+from heterollm.model.families import FAMILIES, Mixture, Norm, TensorNames
 
 __all__ = [
     "HEAD_LAYER",
@@ -19,14 +22,20 @@ __all__ = [
     "block_norms",
     "embedding_name",
     "expected_tensors",
+    "expert_rows",
+    "expert_specs",
+    "final_norm_bias_name",
     "final_norm_name",
     "head_name",
     "layer_norms",
     "layer_of",
     "linear_names",
     "linear_rows",
+    "matrix_shape",
+    "norm_bias_name",
     "norm_name",
     "op_specs",
+    "router_name",
     "shortened_blocks",
 ]
 
@@ -56,6 +65,7 @@ SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
         "gate_up": ("feed_forward_input", "gate_up"),
         "down": ("activated", "feed_forward_delta"),
         "head": ("head_input", "logits"),
+        "experts": ("feed_forward_input", "feed_forward_delta"),
     }
 )
 """Input and output of each group."""
@@ -73,6 +83,7 @@ def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]
     return {
         group: {member: f"{prefix}{module}.weight" for member, module in modules.items()}
         for group, modules in names.modules.items()
+        if config.intermediate_size or group not in ("gate_up", "down")
     }
 
 
@@ -89,6 +100,28 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
     return found
 
 
+def router_name(config: ModelConfig, layer: int) -> str:
+    """Return the tensor name of a router's weight, ``[experts, hidden]``."""
+    return f"{_tensors(config).layer.format(layer=layer)}{_mixture(config).router}.weight"
+
+
+def expert_rows(config: ModelConfig, layer: int, expert: int) -> dict[str, TensorRows]:
+    """Return the weight's tensor and rows of gate, up and down of an expert.
+
+    Rows of a stacked tensor ``[experts, rows, k]`` count through all experts.
+    """
+    prefix = _tensors(config).layer.format(layer=layer)
+    members = _mixture(config).members
+    found: dict[str, TensorRows] = {}
+    for member, module in members.items():
+        together = [other for other, own in members.items() if own == module]
+        rows = config.hidden_size if member == "down" else config.expert_size
+        before = together.index(member) + (0 if "{expert}" in module else expert * len(together))
+        name = f"{prefix}{module.format(expert=expert)}.weight"
+        found[member] = TensorRows(name, before * rows, (before + 1) * rows)
+    return found
+
+
 def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
     """Return the bias name of each member of each group that has biases, as :func:`linear_names`."""
     biased: dict[Group, bool] = {
@@ -96,10 +129,12 @@ def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
         "o": config.o_bias,
         "gate_up": config.mlp_bias,
         "down": config.mlp_bias,
-        "head": False,
     }
+    if layer == HEAD_LAYER:
+        # Also the bias of a tied head has a name of its own.
+        return {"head": {"head": _bias_name(head_name(config))}} if config.head_bias else {}
     return {
-        group: {member: f"{name.removesuffix('.weight')}.bias" for member, name in members.items()}
+        group: {member: _bias_name(name) for member, name in members.items()}
         for group, members in linear_names(config, layer).items()
         if biased[group]
     }
@@ -126,6 +161,16 @@ def final_norm_name(config: ModelConfig) -> str:
     return f"{_tensors(config).final_norm}.weight"
 
 
+def norm_bias_name(config: ModelConfig, layer: int, norm: Norm) -> str:
+    """Return the tensor name of the bias of one norm of a layer."""
+    return _bias_name(norm_name(config, layer, norm))
+
+
+def final_norm_bias_name(config: ModelConfig) -> str:
+    """Return the tensor name of the bias of the norm before the head."""
+    return _bias_name(final_norm_name(config))
+
+
 def embedding_name(config: ModelConfig) -> str:
     """Return the tensor name of the token embedding."""
     return f"{_tensors(config).embedding}.weight"
@@ -134,6 +179,11 @@ def embedding_name(config: ModelConfig) -> str:
 def head_name(config: ModelConfig) -> str:
     """Return the tensor name of an untied LM head."""
     return f"{_tensors(config).head}.weight"
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of a weight; those of a stack of matrices are rows of one."""
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def layer_of(config: ModelConfig, name: str) -> int | None:
@@ -149,6 +199,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         embedding_name(config): (config.vocab_size, config.hidden_size),
         final_norm_name(config): (config.hidden_size,),
     }
+    if config.centered_norms:
+        shapes[final_norm_bias_name(config)] = (config.hidden_size,)
     for layer in (*range(config.layers), HEAD_LAYER):
         biases = bias_names(config, layer)
         for group, members in linear_rows(config, layer).items():
@@ -159,8 +211,25 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                     shapes[biases[group][member]] = (rows.stop,)
         if layer != HEAD_LAYER:
             for norm in layer_norms(config):
-                width = config.head_dim if norm in HEAD_NORMS else config.hidden_size
-                shapes[norm_name(config, layer, norm)] = (width,)
+                shapes[norm_name(config, layer, norm)] = (_norm_width(config, norm),)
+                if config.centered_norms:
+                    shapes[norm_bias_name(config, layer, norm)] = (_norm_width(config, norm),)
+            if config.routing is not None:
+                shapes |= _expert_tensors(config, layer, config.routing.experts)
+    return shapes
+
+
+def _expert_tensors(config: ModelConfig, layer: int, experts: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the router's tensor, and of those of the experts, of a layer."""
+    shapes: dict[str, tuple[int, ...]] = {router_name(config, layer): (experts, config.hidden_size)}
+    stacked = "{expert}" not in _mixture(config).members["down"]
+    for member, rows in expert_rows(config, layer, experts - 1).items():
+        columns = config.expert_size if member == "down" else config.hidden_size
+        if stacked:
+            shapes[rows.name] = (experts, rows.stop // experts, columns)
+        else:
+            for expert in range(experts):
+                shapes[expert_rows(config, layer, expert)[member].name] = (rows.stop, columns)
     return shapes
 
 
@@ -173,7 +242,9 @@ def op_specs(
     float_bits: Literal[16, 32] = 16,
     scales: Scales = "free",
 ) -> tuple[OpSpec, ...]:
-    """List every group of every layer in order of execution, and the head.
+    """List every group of every layer that a plan places, in order of execution, and the head.
+
+    The experts of a mixture, which only the GPU computes, are in :func:`expert_specs`.
 
     At ``w4a16`` and ``w4a8`` the layers have 4 bits and the head 8; at ``w4a8`` all groups, including the
     head, read inputs that are rounded to int8. At ``w8a8`` all have 8 bits, the layers with one scale for a
@@ -210,8 +281,44 @@ def op_specs(
         rounded = precision == "w4a8"
         return OpSpec(group, layer, members, columns, weight, source, target, integer_inputs=rounded)
 
-    layers = (spec(layer, group) for layer in range(config.layers) for group in GROUPS if group != "head")
+    groups = [group for group in GROUPS if group in linear_names(config, 0)]
+    layers = (spec(layer, group) for layer in range(config.layers) for group in groups)
     return (*layers, spec(HEAD_LAYER, "head"))
+
+
+def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, ...]:
+    """List the experts of every layer, in the formats of the model's other groups.
+
+    Args:
+        config: The model.
+        specs: Those groups, by :func:`op_specs`.
+
+    Raises:
+        OptionError: No legal block divides the inputs of an expert.
+    """
+    if config.routing is None:
+        return ()
+    like, size = specs[0], config.expert_size
+    source, target = SOURCES["experts"]
+
+    def weight(columns: int) -> WeightFormat:
+        block = effective_block(columns, max(spec.weight.block for spec in specs)) if like.weight.block else 0
+        return structs.replace(like.weight, block=block)
+
+    def spec(layer: int) -> OpSpec:
+        down = replace(like, group="experts", layer=layer, members=(Member("down", config.hidden_size),))
+        down = replace(down, columns=size, weight=weight(size), source="activated", target=target)
+        return replace(
+            down,
+            members=(Member("gate", size), Member("up", size)),
+            columns=config.hidden_size,
+            weight=weight(config.hidden_size),
+            source=source,
+            then=down,
+            experts=config.routing,
+        )
+
+    return tuple(spec(layer) for layer in range(config.layers))
 
 
 def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str]:
@@ -227,6 +334,23 @@ def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str
 
 def _tensors(config: ModelConfig) -> TensorNames:
     return FAMILIES[config.model_type].tensors
+
+
+def _bias_name(name: str) -> str:
+    return f"{name.removesuffix('.weight')}.bias"
+
+
+def _mixture(config: ModelConfig) -> Mixture:
+    mixture = FAMILIES[config.model_type].mixture
+    assert mixture is not None  # the model has experts
+    return mixture
+
+
+def _norm_width(config: ModelConfig, norm: Norm) -> int:
+    if norm not in HEAD_NORMS:
+        return config.hidden_size
+    heads = config.heads if norm == "query_head" else config.kv_heads
+    return config.head_dim * (heads if config.joint_head_norms else 1)
 
 
 def _rows(config: ModelConfig, member: str) -> int:

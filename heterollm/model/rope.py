@@ -130,8 +130,12 @@ def _llama3(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[
 
 
 def _longrope(rope: RopeConfig, wavelengths: Frequencies, context: int) -> tuple[Frequencies, float]:
-    divisors = rope.long_factor if context > rope.original_max_positions else rope.short_factor
+    divisors, own_factor = rope.short_factor, rope.short_attention_factor
+    if context > rope.original_max_positions:
+        divisors, own_factor = rope.long_factor, rope.long_attention_factor
     frequencies = np.reciprocal(np.array(divisors, np.float32) * wavelengths)
+    if own_factor is not None:
+        return frequencies, own_factor
     if rope.attention_factor is not None:
         return frequencies, rope.attention_factor
     factor = _factor(rope)

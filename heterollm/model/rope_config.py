@@ -38,6 +38,8 @@ class RopeConfig:
         high_frequency_factor: llama3 keeps frequencies with wavelengths below ``original / this``.
         short_factor: longrope: divisor of each frequency up to the original context.
         long_factor: longrope: divisor of each frequency beyond it.
+        short_attention_factor: longrope: attention factor up to the original context, in place of the other.
+        long_attention_factor: longrope: attention factor beyond it.
     """
 
     kind: RopeKind
@@ -55,6 +57,8 @@ class RopeConfig:
     high_frequency_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    short_attention_factor: float | None = None
+    long_attention_factor: float | None = None
 
 
 def read_rotary_dim(fields: JsonFields, family: Family, head_dim: int) -> int:
@@ -116,6 +120,7 @@ def _read(
     # A field beside the section overrides one inside, as in transformers.
     outside = fields if fields.get("original_max_position_embeddings") is not None else rope
     pairs = rotary_dim // 2
+    own_factors = kind == "longrope" and "short_mscale" in family.follows
     config = RopeConfig(
         kind=kind,
         base=rope.optional_positive("rope_theta") or fields.positive(base, DEFAULT_ROPE_BASE),
@@ -132,6 +137,8 @@ def _read(
         high_frequency_factor=rope.positive("high_freq_factor", None if kind == "llama3" else 4.0),
         short_factor=rope.numbers("short_factor", pairs) if kind == "longrope" else (),
         long_factor=rope.numbers("long_factor", pairs) if kind == "longrope" else (),
+        short_attention_factor=rope.positive("short_mscale") if own_factors else None,
+        long_attention_factor=rope.positive("long_mscale") if own_factors else None,
     )
     _check(config, rope)
     return config

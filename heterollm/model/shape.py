@@ -10,7 +10,7 @@ from typing import Literal
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import OpSpec, Precision, Scales, ffn_specs
 from heterollm.model.config import ModelConfig
-from heterollm.model.layout import HEAD_LAYER, op_specs
+from heterollm.model.layout import HEAD_LAYER, expert_specs, op_specs
 
 __all__ = ["ModelShape", "model_shape", "read_config", "shape_of_specs"]
 
@@ -21,16 +21,18 @@ class ModelShape:
 
     Args:
         name: Name in reports.
-        layer: The groups of one decoder layer, in order.
+        layer: The groups of one decoder layer that a plan places, in order.
         head: The LM head.
         layers: Decoder layers.
         hidden_size: Width of the residual stream.
         heads: Query heads.
         kv_heads: Key and value heads.
         head_dim: Width of a head.
-        intermediate_size: Width of the feed-forward network.
+        intermediate_size: Width of the feed-forward network; in a mixture that of the shared experts, 0 for
+            none.
         vocab_size: Rows of the head.
         weight_bytes: Bytes of all weights, embedding included.
+        experts: The experts of one layer; None without.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     weight_bytes: int
+    experts: OpSpec | None = None
 
     @property
     def specs(self) -> tuple[OpSpec, ...]:
@@ -57,7 +60,7 @@ class ModelShape:
 
     def streamed(self, cache_bytes: int) -> bool:
         """Whether every pass reads the weights from memory, since the last-level cache cannot hold them."""
-        layers = self.layers * sum(spec.weight_bytes() for spec in self.layer)
+        layers = self.layers * _layer_bytes(self.layer, self.experts)
         return layers + self.head.weight_bytes() > cache_bytes
 
 
@@ -105,7 +108,8 @@ def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> M
     layer = tuple(spec for spec in specs if spec.layer == 0)
     head = next(spec for spec in specs if spec.layer == HEAD_LAYER)
     tables = 1 if config.tie_word_embeddings else 2
-    layers_bytes = config.layers * sum(spec.weight_bytes() for spec in layer)
+    experts = next(iter(expert_specs(config, specs)), None)
+    layers_bytes = config.layers * _layer_bytes(layer, experts)
     return ModelShape(
         name=name,
         layer=layer,
@@ -118,4 +122,9 @@ def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> M
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         weight_bytes=layers_bytes + tables * head.weight_bytes(),
+        experts=experts,
     )
+
+
+def _layer_bytes(layer: Sequence[OpSpec], experts: OpSpec | None) -> int:
+    return sum(spec.weight_bytes() for spec in (*layer, *([experts] if experts else [])))

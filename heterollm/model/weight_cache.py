@@ -106,7 +106,7 @@ def quantized_view(file: TensorFile, name: str, weight: WeightFormat) -> Quantiz
 def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, tuple[str, tuple[int, ...]]]:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, weight in recipe.formats.items():
-        rows, columns = checkpoint.shape(name)
+        rows, columns = checkpoint.matrix_shape(name)
         blocks = columns // weight.block
         tensors[name + CODES] = ("U8", (rows, blocks, weight.block * weight.bits // 8))
         tensors[name + SCALES] = ("F16", (rows, blocks))
@@ -193,7 +193,7 @@ def _quantized_slabs(
     slabs = [
         (name, start, min(start + rows_at_once, rows))
         for name in recipe.formats
-        for rows, columns in [checkpoint.shape(name)]
+        for rows, columns in [checkpoint.matrix_shape(name)]
         for rows_at_once in [max(1, SLAB_WEIGHTS // columns)]
         for start in range(0, rows, rows_at_once)
     ]
@@ -215,7 +215,7 @@ def _quantized_slabs(
     for (name, start, stop), part in _in_parallel(work, slabs):
         _check_not_stopped(cancelled)
         yield name, start, part
-        done_bytes += checkpoint.size_bytes(name) * (stop - start) // checkpoint.shape(name)[0]
+        done_bytes += checkpoint.size_bytes(name) * (stop - start) // checkpoint.matrix_shape(name)[0]
         if progress is not None:
             progress(done_bytes, total_bytes)
 

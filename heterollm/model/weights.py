@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -30,15 +30,21 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.families import Norm
 from heterollm.model.layout import (
     HEAD_LAYER,
+    TensorRows,
     bias_names,
     embedding_name,
     expected_tensors,
+    expert_rows,
+    expert_specs,
+    final_norm_bias_name,
     final_norm_name,
-    layer_norms,
     linear_names,
     linear_rows,
+    matrix_shape,
+    norm_bias_name,
     norm_name,
     op_specs,
+    router_name,
     shortened_blocks,
 )
 from heterollm.model.weight_cache import SLAB_WEIGHTS, ByteProgress, Recipe, cached_tensors, quantized_view
@@ -60,19 +66,21 @@ class ModelWeights:
 
     Args:
         config: The model.
-        specs: Its groups of linears, in order, the head last.
+        specs: Its groups of linears that a plan places, in order, the head last.
+        experts: The experts of each layer.
         content_key: Hash of everything that determines the values.
         notes: Deviations from the request, a sentence each.
         size_bytes: Size of all weights.
         embedding: Token embedding ``[vocab, hidden]``.
         head: LM head ``[vocab, hidden]``; the same object as ``embedding`` when tied.
         linears: The linears of the layers by tensor name; unquantised ones are read on access.
-        floats: Norms and biases, float32, by tensor name.
+        floats: Norms, biases and routers, float32, by tensor name.
         checkpoint: Source of the float weights; None without values.
     """
 
     config: ModelConfig
     specs: tuple[OpSpec, ...]
+    experts: tuple[OpSpec, ...]
     content_key: str
     notes: tuple[str, ...]
     size_bytes: int
@@ -99,6 +107,24 @@ class ModelWeights:
         tensors = {name: self.linears[name] for name in dict.fromkeys(rows.name for rows in members)}
         return tuple(take_rows(tensors[rows.name], [(rows.start, rows.stop)]) for rows in members)
 
+    def expert_members(self, layer: int, members: Sequence[str]) -> Sequence[LinearWeight]:
+        """Return the weights of some members of every expert, one expert after the other, read on access.
+
+        Args:
+            layer: Decoder layer.
+            members: Such as gate and up.
+
+        Raises:
+            CheckpointError: On access at precision ``fp16``: a value cannot be represented.
+        """
+        assert self.config.routing is not None  # the model has experts
+        every = (expert_rows(self.config, layer, expert) for expert in range(self.config.routing.experts))
+        return _Members(self.linears, tuple(rows[member] for rows in every for member in members))
+
+    def router(self, layer: int) -> NDArray[np.float32]:
+        """Return the weight ``[experts, hidden]`` of a layer's router."""
+        return self.floats[router_name(self.config, layer)]
+
     def channels(self, layer: int, group: Group, dtype: DTypeLike) -> ChannelFile | None:
         """Return the float weights of a group by input channel, from a cache file; None without values.
 
@@ -122,21 +148,21 @@ class ModelWeights:
         """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's."""
         return self.floats[norm_name(self.config, layer, norm)]
 
+    def norm_bias(self, layer: int, norm: Norm) -> NDArray[np.float32] | None:
+        """Return the bias ``[hidden]`` of one norm of a layer; None in a model without."""
+        return self.floats.get(norm_bias_name(self.config, layer, norm))
+
+    @property
+    def final_norm_bias(self) -> NDArray[np.float32] | None:
+        """Bias ``[hidden]`` of the norm before the head; None in a model without."""
+        return self.floats.get(final_norm_bias_name(self.config))
+
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yield the runtime's tensors one at a time, as float32, by their Hugging Face names."""
-        yield embedding_name(self.config), _as_float32(self.embedding)
-        for layer in range(self.config.layers):
-            biases = bias_names(self.config, layer)
-            for group, members in linear_names(self.config, layer).items():
-                for name in dict.fromkeys(members.values()):
-                    yield name, _as_float32(self.linears[name])
-                for name in biases.get(group, {}).values():
-                    yield name, self.floats[name]
-            for norm in layer_norms(self.config):
-                yield norm_name(self.config, layer, norm), self.norm(layer, norm)
-        yield final_norm_name(self.config), self.final_norm
-        if not self.config.tie_word_embeddings:
-            yield linear_names(self.config, HEAD_LAYER)["head"]["head"], _as_float32(self.head)
+        """Yield the runtime's tensors one at a time, as float32, as the checkpoint names and shapes them."""
+        shapes = expected_tensors(self.config)
+        for name in self.linears:
+            yield name, _as_float32(self.linears[name]).reshape(shapes[name])
+        yield from self.floats.items()
 
 
 class _FloatLinears(Mapping[str, LinearWeight]):
@@ -148,13 +174,17 @@ class _FloatLinears(Mapping[str, LinearWeight]):
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> LinearWeight:
-        rows, columns = self._checkpoint.shape(name)
-        weight = np.empty((rows, columns), self._dtype)
+        return self.rows(name, (0, self._checkpoint.matrix_shape(name)[0]))
+
+    def rows(self, name: str, rows: tuple[int, int]) -> LinearWeight:
+        """Return the rows ``[start, stop)`` of a weight."""
+        columns = self._checkpoint.matrix_shape(name)[1]
+        weight = np.empty((rows[1] - rows[0], columns), self._dtype)
         rows_at_once = max(1, SLAB_WEIGHTS // columns)
-        for start in range(0, rows, rows_at_once):
-            stop = min(start + rows_at_once, rows)
+        for start in range(0, len(weight), rows_at_once):
+            stop = min(start + rows_at_once, len(weight))
             with np.errstate(over="ignore"):
-                weight[start:stop] = self._checkpoint.read(name, (start, stop))
+                weight[start:stop] = self._checkpoint.read(name, (rows[0] + start, rows[0] + stop))
             if not np.isfinite(weight[start:stop]).all():
                 raise CheckpointError(
                     f"Tensor {name} holds values beyond {np.finfo(np.float16).max:g}, the range of FP16.",
@@ -167,6 +197,32 @@ class _FloatLinears(Mapping[str, LinearWeight]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class _Members(Sequence[LinearWeight]):
+    """Rows of tensors, each read on access, so that the members of a group are never in memory at once."""
+
+    def __init__(self, linears: Mapping[str, LinearWeight], places: Sequence[TensorRows]) -> None:
+        self._linears = linears
+        self._places = places
+
+    @overload
+    def __getitem__(self, index: int) -> LinearWeight: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LinearWeight]: ...
+
+    def __getitem__(self, index: int | slice) -> LinearWeight | Sequence[LinearWeight]:
+        if isinstance(index, slice):
+            return _Members(self._linears, self._places[index])
+        place = self._places[index]
+        rows = place.start, place.stop
+        if isinstance(self._linears, _FloatLinears):
+            return self._linears.rows(place.name, rows)
+        return take_rows(self._linears[place.name], [rows])
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def load_weights(
@@ -206,7 +262,7 @@ def load_weights(
     dtype = np.dtype(float_dtype)
     float_bits: Literal[16, 32] = 32 if dtype == np.float32 else 16
     specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)
-    notes = tuple(shortened_blocks(specs, group_size))
+    notes = tuple(shortened_blocks((*specs, *_expert_linears(config, specs)), group_size))
     for note in notes:
         logger.warning("%s", note)
     formats = _formats(config, specs)
@@ -241,7 +297,7 @@ def shape_only_weights(config: ModelConfig, specs: Sequence[OpSpec]) -> ModelWei
     """
     shapes, formats = expected_tensors(config), _formats(config, specs)
     linears = {
-        name: shape_only_weight(shapes[name][0], shapes[name][1], weight) for name, weight in formats.items()
+        name: shape_only_weight(*matrix_shape(shapes[name]), weight) for name, weight in formats.items()
     }
     floats = {
         name: shape_only_array(shape, np.float32) for name, shape in shapes.items() if name not in formats
@@ -254,7 +310,17 @@ def _formats(config: ModelConfig, specs: Sequence[OpSpec]) -> dict[str, WeightFo
     formats = {embedding_name(config): specs[-1].weight}
     for spec in specs:
         formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
+    for spec in _expert_linears(config, specs):
+        for expert in range(config.routing.experts if config.routing else 0):
+            rows = expert_rows(config, spec.layer, expert)
+            formats.update({rows[member.name].name: spec.weight for member in spec.members})
     return formats
+
+
+def _expert_linears(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, ...]:
+    """Return gate and up, then down, of the experts of each layer."""
+    experts = expert_specs(config, specs)
+    return tuple(own for spec in experts for own in (spec, spec.then) if own is not None)
 
 
 def _model_weights(
@@ -267,12 +333,14 @@ def _model_weights(
     checkpoint: Checkpoint | None = None,
 ) -> ModelWeights:
     shapes = expected_tensors(config)
-    sizes = [weight.weight_bytes(*shapes[name]) for name, weight in _formats(config, specs).items()]
+    formats = _formats(config, specs)
+    sizes = [weight.weight_bytes(*matrix_shape(shapes[name])) for name, weight in formats.items()]
     embedding = linears[embedding_name(config)]
     head_name = linear_names(config, HEAD_LAYER)["head"]["head"]
     return ModelWeights(
         config=config,
         specs=tuple(specs),
+        experts=expert_specs(config, specs),
         content_key=content_key,
         notes=notes,
         size_bytes=sum(sizes) + sum(values.nbytes for values in floats.values()),

@@ -74,7 +74,9 @@ class GpuAttention(GlueKernels):
         pieces = max(-(-turned // 16) + -(-(head_dim - turned) // 16), -(-head_dim // 16))
 
         def defines(style: KernelStyle) -> Defines:
-            return self._kv_defines | ({"PIECES": pieces} if style == "simt" else {})
+            own: Defines = {"PIECES": pieces} if style == "simt" else {}
+            own |= {"JOINT_NORM": 1} if rotation.joint else {}
+            return self._kv_defines | own | ({"LIMITED": 1} if rotation.limit else {})
 
         widths = (head_dim // 2, turned // 2, *qkv.splits)
         kernel, style, items = self._kernel(
@@ -87,7 +89,8 @@ class GpuAttention(GlueKernels):
         memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
         heads = shape.heads + 2 * shape.kv_heads
         width = 1 if style == "vector" else round_up(pieces * heads, items)
-        arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon))
+        limit = (np.float32(rotation.limit),) if rotation.limit else ()
+        arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon), *limit)
         read_bytes = self._item_bytes * qkv.reads
         work = functools.partial(rope_work, shape, tokens, read_bytes, self._kv_dtype.itemsize)
         return self._runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)

@@ -15,7 +15,7 @@ import numpy as np
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.attention import GpuAttention
 from heterollm.kernels.gpu.codes import NpuCodes
-from heterollm.kernels.gpu.glue_kernels import Segments
+from heterollm.kernels.gpu.glue_kernels import Defines, Segments
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.rounding import RoundedInputs
@@ -52,6 +52,7 @@ class GpuGlue(GpuAttention):
         bias: Argument = None,
         post: Argument = None,
         rounded: RoundedInputs | NpuCodes | None = None,
+        centered: bool = False,
     ) -> Launch:
         """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
 
@@ -68,10 +69,14 @@ class GpuGlue(GpuAttention):
             bias: float32 ``[hidden]`` of that linear, or None.
             post: float32 ``[hidden]``, weight of the delta's norm, or None.
             rounded: Target of the codes of ``out``, int8 for a GPU, or those of an NPU; None for no codes.
+            centered: Whether it is a LayerNorm: the mean is subtracted first, and the second row of ``weight``,
+                then ``[2, hidden]``, is added at the end.
         """
         residual.require(tokens * hidden * 4, "norm residual")
         memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
-        return self._norm(mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded)
+        return self._norm(
+            mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded, centered=centered
+        )
 
     def final_norm(
         self,
@@ -86,6 +91,7 @@ class GpuGlue(GpuAttention):
         bias: Argument = None,
         post: Argument = None,
         rounded: RoundedInputs | NpuCodes | None = None,
+        centered: bool = False,
     ) -> Launch:
         """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
 
@@ -93,7 +99,9 @@ class GpuGlue(GpuAttention):
         other rows of the pass. Output row i is residual row ``step[STEP_HEAD_ROW] + i``, which must exist.
         """
         memory, shape = (residual, weight, out, step), (rows, delta.rows[0])
-        return self._norm(NORM_ADD_HEAD, memory, shape, delta, (bias, post), epsilon, rounded)
+        return self._norm(
+            NORM_ADD_HEAD, memory, shape, delta, (bias, post), epsilon, rounded, centered=centered
+        )
 
     def _norm(
         self,
@@ -104,6 +112,8 @@ class GpuGlue(GpuAttention):
         extras: tuple[Argument, Argument],
         epsilon: float,
         rounded: RoundedInputs | NpuCodes | None,
+        *,
+        centered: bool,
     ) -> Launch:
         (residual, weight, out, step), (rows, hidden) = memory, shape
         label = "final norm" if mode == NORM_ADD_HEAD else "norm"
@@ -111,10 +121,17 @@ class GpuGlue(GpuAttention):
             delta = Segments(out, out, (hidden,), (0,))
         elif delta.rows != (hidden,):
             raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
+        if centered and hidden % 8:
+            raise KernelError(
+                f"{label}: a mean over {hidden} columns, no multiple of 8, cannot be subtracted."
+            )
         out.require(rows * hidden * self._item_bytes, f"{label} output")
         files = ("codes.h", "rms_norm.cl") if isinstance(rounded, NpuCodes) else ("rms_norm.cl",)
         widths = (hidden, delta.splits[0])
-        kernel, _, items = self._kernel(files, "rms_norm", rounded=rounded, widths=widths, segments=delta)
+        defines: Defines = {"CENTERED": 1} if centered else {}
+        kernel, _, items = self._kernel(
+            files, "rms_norm", lambda _: defines, rounded=rounded, widths=widths, segments=delta
+        )
         arguments = (
             *(residual, weight, out, delta.a, delta.b),
             # Absent memory is never read, but OpenCL needs a valid argument.
@@ -180,6 +197,22 @@ class GpuGlue(GpuAttention):
         work = functools.partial(pointwise_work, rows * head.rows[0], 1, self._item_bytes * head.reads, 4)
         memory = (head.a, head.b, out)
         return self._pointwise("join_logits", memory, sizes, rows, label, work, segments=head)
+
+    def add_bias(
+        self, logits: SharedArray, bias: Argument, *, rows: int, vocabulary: int, label: str = "head bias"
+    ) -> Launch:
+        """Return the launch of ``logits += bias``, in place.
+
+        Args:
+            logits: float32 ``[rows, vocabulary]``.
+            bias: float32 ``[vocabulary]``.
+            rows: Rows.
+            vocabulary: Columns.
+            label: Name for traces and errors.
+        """
+        logits.require(rows * vocabulary * 4, f"{label} logits")
+        work = functools.partial(pointwise_work, rows * vocabulary, 1, 8, 4)
+        return self._pointwise("add_bias", (logits, bias), (vocabulary,), rows, label, work)
 
     def soft_cap(
         self, logits: SharedArray, cap: float, *, rows: int, vocabulary: int, label: str = "soft cap"

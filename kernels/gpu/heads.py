@@ -112,6 +112,8 @@ class Rotation:
         dim: Rotated elements of a head, even; None for all.
         norms: float32 ``[2 * head_dim]``, weights of q's norm, then of k's; None for no norms.
         epsilon: Added to the mean square in those norms.
+        joint: Whether one norm spans all heads of q, another all of k, with weights for each element.
+        limit: Magnitude that bounds q, k and v before the rotation; 0 for none.
     """
 
     cos: Argument
@@ -119,6 +121,8 @@ class Rotation:
     dim: int | None = None
     norms: Argument = None
     epsilon: float = 0.0
+    joint: bool = False
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

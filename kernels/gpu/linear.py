@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace as replace_struct
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.formats import LinearWeight
+from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray, aligned_empty
 from heterollm.kernels.gpu.packing import BLOCKS, COLUMNS_MULTIPLE, check_members, codes, pack_member
-from heterollm.kernels.gpu.parameters import KernelStyle, ShapeClass, default_parameters, gpu_style
+from heterollm.kernels.gpu.parameters import (
+    KernelParameters,
+    KernelStyle,
+    LaunchGrid,
+    ShapeClass,
+    default_parameters,
+    gpu_style,
+)
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch, scratch_codes
-from heterollm.kernels.gpu.self_test import try_linear
+from heterollm.kernels.gpu.self_test import try_experts, try_linear
 from heterollm.kernels.gpu.variants import BuildError, Variant, variants_for, whole_eights
-from heterollm.kernels.gpu.work import embedding_work, linear_work
+from heterollm.kernels.gpu.work import GpuWork, embedding_work, grouped_work, linear_work
 from heterollm.kernels.ops import WeightFormat
 
 __all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "RowRange"]
@@ -45,7 +54,7 @@ SIMT_EMBEDDING_ITEMS: Final = 64
 class _Request:
     """The arguments of :meth:`GpuLinear.launch` with all defaults resolved."""
 
-    x: SharedArray
+    x: DeviceMemory
     y: DeviceMemory
     tokens: int
     first_token: int
@@ -55,6 +64,7 @@ class _Request:
     half_output: bool
     rounded: RoundedInputs | None
     label: str
+    experts: tuple[ExpertLists, ExpertShape] | None = None
 
     @property
     def width(self) -> int:
@@ -68,7 +78,7 @@ class _Piece:
 
     Args:
         first_tile: Position of its first tile among all tiles.
-        tiles: Number of its tiles.
+        tiles: Number of its tiles; with experts those of whole experts.
         buffers: Weights, scales and zero points on the device.
     """
 
@@ -93,7 +103,8 @@ class GpuLinear:
     Weights that exceed the device's largest buffer are in several, and each launch is one for each of them.
 
     Attributes:
-        member_rows: Output rows of each member.
+        member_rows: Output rows of each member, with experts of one expert.
+        experts: Number of experts that have weights of their own; 0 if all rows have the same.
         columns: Inputs ``k``.
         format: Number format of the weights.
         integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
@@ -109,15 +120,18 @@ class GpuLinear:
         arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None],
         activation_dtype: DTypeLike,
         integer_inputs: bool,
+        experts: int,
     ) -> None:
         self.member_rows = member_rows
+        self.experts = experts
         self.integer_inputs = integer_inputs
         self.columns = columns
         self.format = number_format
         self.size_bytes = sum(array.nbytes for array in arrays if array is not None)
         self._runtime = runtime
         self._half = np.dtype(activation_dtype) == np.float16
-        self._pieces = _upload_pieces(runtime, arrays)
+        self._expert_tiles = len(arrays[0]) // experts if experts else 1
+        self._pieces = _upload_pieces(runtime, arrays, self._expert_tiles)
         self._parameters = (np.int32(number_format.block), np.int32(not number_format.symmetric))
         self._tiles: dict[tuple[tuple[RowRange, ...], bool], tuple[_TileMap, ...]] = {}
         self._images: dict[int, Argument] = {}
@@ -130,6 +144,7 @@ class GpuLinear:
         *,
         activation_dtype: DTypeLike,
         integer_inputs: bool = False,
+        experts: int = 0,
     ) -> GpuLinear:
         """Pack the weights of a group and upload them.
 
@@ -139,6 +154,8 @@ class GpuLinear:
             activation_dtype: float32 or float16, type of inputs and outputs.
             integer_inputs: Round the inputs of each block to int8 before multiplying, as ONNX Runtime's
                 MatMulNBits does at accuracy level 4 (:func:`heterollm.kernels.formats.round_inputs`).
+            experts: Number of experts, for :meth:`grouped_launch`: the members are those of the first one,
+                then those of the second with the same rows, and so on; 0 without experts.
 
         Raises:
             KernelError: The kernels do not support a shape or format, or device memory is short.
@@ -148,6 +165,9 @@ class GpuLinear:
             raise KernelError(f"Activations are float32 or float16, not {np.dtype(activation_dtype)}.")
         if integer_inputs and not number_format.quantized:
             raise KernelError(f"Inputs cannot be rounded to int8 for {number_format} weights.")
+        rows = tuple(codes(member).shape[0] for member in members)
+        if experts:
+            rows = _rows_of_expert(rows, experts)
         blocks = sum(round_up(member.shape[0], 64) // 64 for member in map(codes, members))
         depth = columns * number_format.bits // 32 if number_format.quantized else columns
         word = np.dtype(np.uint32) if number_format.quantized else codes(members[0]).dtype
@@ -162,9 +182,8 @@ class GpuLinear:
             count = round_up(codes(member).shape[0], 64) // 64
             pack_member(member, first, count, weights, scales, zeros)
             first += count
-        rows = tuple(codes(member).shape[0] for member in members)
         arrays = (weights, scales, zeros)
-        return cls(runtime, rows, columns, number_format, arrays, activation_dtype, integer_inputs)
+        return cls(runtime, rows, columns, number_format, arrays, activation_dtype, integer_inputs, experts)
 
     def launch(
         self,
@@ -203,16 +222,54 @@ class GpuLinear:
         Raises:
             KernelError: A range does not fit, a slot is too small, or the codes are for other weights.
         """
-        if tokens < 1 or first_token < 0:
-            raise KernelError(f"{label}: cannot compute {tokens} tokens from token {first_token}.")
+        if tokens < 1 or first_token < 0 or self.experts:
+            layer = f" of a layer with {self.experts} experts" if self.experts else ""
+            raise KernelError(f"{label}: cannot compute {tokens} tokens from token {first_token}{layer}.")
         half_output = self._half and (output_dtype is None or np.dtype(output_dtype) == np.float16)
         ranges = tuple(kept) if kept is not None else tuple((0, rows) for rows in self.member_rows)
         taken = self._check_columns((0, self.columns) if columns is None else columns, label)
         request = _Request(*(x, y, tokens, first_token, ranges, in_place, taken, half_output, rounded, label))
+        return self._checked(request, style)
+
+    def grouped_launch(
+        self,
+        x: DeviceMemory,
+        y: DeviceMemory,
+        lists: ExpertLists,
+        *,
+        shape: ExpertShape,
+        rounded: RoundedInputs | None = None,
+        style: KernelStyle | Variant | None = None,
+        label: str,
+    ) -> Launch:
+        """Return the launch of ``y[p] = x[p] @ W[expert of p].T`` for all positions ``p``.
+
+        Args:
+            x: ``[pairs, k]`` in the activation type, in the order of the experts.
+            y: ``[pairs, rows of an expert]``; rows of positions that are in no place stay unchanged.
+            lists: The places, of :meth:`heterollm.kernels.gpu.GpuExperts.sort`.
+            shape: Sizes of the pass.
+            rounded: Codes of ``x``, for integer inputs only; by default another launch rounds ``x`` first.
+            style: Kernel style or variant; by default the tuned one or the first that works.
+            label: Name for traces and errors.
+
+        Raises:
+            KernelError: The number of experts differs, a slot is too small, or codes are for other weights.
+        """
+        if shape.routing.experts != self.experts:
+            raise KernelError(f"{label}: {self.experts} experts have weights, not {shape.routing.experts}.")
+        lists.require(shape)
+        kept = tuple((0, rows) for rows in self.member_rows)
+        sizes = shape.pairs, 0, kept, False, (0, self.columns), self._half
+        return self._checked(_Request(x, y, *sizes, rounded, label, (lists, shape)), style)
+
+    def _checked(self, request: _Request, style: KernelStyle | Variant | None) -> Launch:
+        """Return the launch of a request whose codes fit the weights."""
+        rounded, label = request.rounded, request.label
         if rounded is not None:
             if not self.integer_inputs:
                 raise KernelError(f"{label}: inputs that are not rounded cannot be read as int8 codes.")
-            rounded.check(self.format, tokens, request.width, label)
+            rounded.check(self.format, request.tokens, request.width, label)
         return self._first_that_works(request, style)
 
     def _first_that_works(self, request: _Request, style: KernelStyle | Variant | None) -> Launch:
@@ -224,20 +281,22 @@ class GpuLinear:
 
         def try_out(variant: Variant) -> None:
             with self._blamed(variant, shape):
-                self._try(variant)
+                self._try(variant, grouped=request.experts is not None)
 
         test = try_out if self._runtime.tests_kernels and style is None else None
         variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
-        traits, shape = self._runtime.traits, self._shape_class(request.tokens)
+        traits, shape = self._runtime.traits, self._shape_class(request)
         best = gpu_style(shape, has_half=traits.has_half)
         if style is None and not traits.is_cpu and best != variants[0].style:
             variants = (Variant(best), *variants)
         tuned = self._runtime.tuning.parameters(shape) if style is None else None
         if tuned is not None:
             variants = (Variant(tuned.style, parameters=tuned), *variants)
-        return self._runtime.variants.first(shape.layer, variants, build, test)
+        layer = shape.layer if request.experts is None else f"experts' {shape.layer}"
+        return self._runtime.variants.first(layer, variants, build, test)
 
-    def _shape_class(self, tokens: int) -> ShapeClass:
+    def _shape_class(self, request: _Request) -> ShapeClass:
+        tokens = request.tokens if request.experts is None else request.experts[1].step
         return ShapeClass.of(self.format, integer_inputs=self.integer_inputs, half=self._half, tokens=tokens)
 
     @contextlib.contextmanager
@@ -251,12 +310,13 @@ class GpuLinear:
                 tuning.quarantine(shape, parameters, error.message.splitlines()[0])
             raise
 
-    def _try(self, variant: Variant) -> None:
+    def _try(self, variant: Variant, *, grouped: bool) -> None:
         dtype = np.float16 if self._half else np.float32
         pack = functools.partial(
             GpuLinear.pack, self._runtime, activation_dtype=dtype, integer_inputs=self.integer_inputs
         )
-        try_linear(pack, self._runtime, variant, self.format, dtype, integer_inputs=self.integer_inputs)
+        test = try_experts if grouped else try_linear
+        test(pack, self._runtime, variant, self.format, dtype, integer_inputs=self.integer_inputs)
 
     def _launch(self, variant: Variant, request: _Request) -> Launch:
         kept_rows = sum(stop - start for start, stop in request.kept)
@@ -265,11 +325,13 @@ class GpuLinear:
         last = request.first_token + request.tokens
         request.x.require(last * request.width * (2 if self._half else 4), f"{request.label} input")
         request.y.require(last * rows * (2 if request.half_output else 4), f"{request.label} output")
-        chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(request.tokens)
+        chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(request)
         if parameters is None or parameters.many != (shape.tokens == "many"):
             parameters = default_parameters(chosen, shape)
         chosen = parameters.style
         defines = variant.defines | {"BITS": self.format.bits}
+        if request.experts is not None:
+            defines["GROUPED"] = 1
         if self._half:
             defines["ACT_HALF"] = 1
             if not request.half_output:
@@ -300,7 +362,7 @@ class GpuLinear:
         item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
         output_bytes = 2 if request.half_output else 4
         for tiles in tile_maps:
-            grid = parameters.grid(request.tokens, tiles.count)
+            grid = _grid(parameters, request, tiles.count)
             kernel = self._runtime.kernel(
                 (*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines | grid.defines
             )
@@ -310,9 +372,18 @@ class GpuLinear:
             if parameters.image:
                 weights = self._image(tiles.piece)
             arguments = (weights, *others, *inputs, request.y, tiles.tiles, *sizes, *part, *span)
-            work = functools.partial(
+            work: Callable[[], GpuWork] = functools.partial(
                 linear_work, self.format, tiles.rows, request.width, request.tokens, item_bytes, output_bytes
             )
+            if request.experts is not None:
+                lists, pairs = request.experts
+                first, held = (at // self._expert_tiles for at in (tiles.piece.first_tile, tiles.piece.tiles))
+                arguments = (lists.places, *map(np.int32, (first, held, self._expert_tiles)), *arguments)
+                work = functools.partial(
+                    grouped_work,
+                    *(self.format, tiles.rows, request.width, pairs.routing, pairs.tokens, held),
+                    *(item_bytes, output_bytes),
+                )
             size = grid.global_size, grid.local_size
             before = self._runtime.launch(kernel, arguments, *size, request.label, before, work=work)
         assert before is not None  # there is a tile
@@ -431,6 +502,12 @@ class GpuLinear:
             first_block += round_up(rows, 64) // 64
         if not tiles:
             raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
+        if self.experts:
+            # All pieces have the tiles of whole experts; the launch's places name the expert.
+            uploaded, rows = self._runtime.upload(np.array([(*tile, 0) for tile in tiles], np.int32)), column
+            found = tuple(_TileMap(piece, uploaded, len(tiles), rows) for piece in self._pieces)
+            self._tiles[kept, in_place] = found
+            return found
         maps = []
         for piece in self._pieces:
             end = piece.first_tile + piece.tiles
@@ -446,17 +523,37 @@ class GpuLinear:
         return self._tiles[kept, in_place]
 
 
+def _rows_of_expert(rows: tuple[int, ...], experts: int) -> tuple[int, ...]:
+    """Return the rows of each member of one expert, from those of all members of all experts."""
+    members = len(rows) // experts
+    if not members or rows != rows[:members] * experts:
+        raise KernelError(f"Members with {sorted(set(rows))} rows are not those of {experts} equal experts.")
+    return rows[:members]
+
+
+def _grid(parameters: KernelParameters, request: _Request, tiles: int) -> LaunchGrid:
+    """Return the launch grid of a request over row tiles, with experts one step of rows for each place."""
+    if request.experts is None:
+        return parameters.grid(request.tokens, tiles)
+    _, shape = request.experts
+    parameters = replace_struct(parameters, token_step=max(shape.step, parameters.token_step))
+    grid = parameters.grid(shape.step, tiles)
+    width, items = grid.global_size
+    return replace(grid, global_size=(width, items * shape.places))
+
+
 def _upload_pieces(
-    runtime: GpuRuntime, arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
+    runtime: GpuRuntime, arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None], unit: int
 ) -> tuple[_Piece, ...]:
     """Upload packed weights, in several pieces if they exceed the device's largest buffer.
 
     Args:
         runtime: The device.
         arrays: Weights, scales and zero points, a tile of 64 rows after the other.
+        unit: Tiles that stay together.
     """
     weights = arrays[0]
-    most = max(1, runtime.traits.max_buffer_bytes // weights[0].nbytes)
+    most = max(1, runtime.traits.max_buffer_bytes // (unit * weights[0].nbytes)) * unit
     pieces = []
     for first in range(0, len(weights), most):
         span = slice(first, first + most)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from heterollm.kernels.formats import (
     LINEAR_NMSE,
@@ -17,15 +19,16 @@ from heterollm.kernels.formats import (
     round_inputs,
 )
 from heterollm.kernels.gpu.binding import OpenClError
+from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape
 from heterollm.kernels.gpu.heads import HeadShape, KvLayer, Scores
 from heterollm.kernels.gpu.launch import Launch
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.step import STEP_LENGTH, STEP_POSITION, STEP_WORDS
 from heterollm.kernels.gpu.variants import BuildError, Variant
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Routing, WeightFormat
 
-__all__ = ["try_attention", "try_linear"]
+__all__ = ["try_attention", "try_experts", "try_linear"]
 
 ROWS: Final = 70
 TOKENS: Final = (1, 9)
@@ -38,15 +41,31 @@ WRONG_NMSE: Final = 1e-5
 """Far above the rounding of float16 outputs (1e-7), far below the error of one wrong element."""
 
 
+EXPERTS: Final = Routing(2, 1)
+EXPERT_TOKENS: Final = (1, 40)
+
+
 class Launches(Protocol):
     """A packed linear layer."""
 
     def launch(self, x: SharedArray, y: SharedArray, *, tokens: int, style: Variant, label: str) -> Launch:
         """Return a launch."""
 
+    def grouped_launch(
+        self,
+        x: SharedArray,
+        y: SharedArray,
+        lists: ExpertLists,
+        *,
+        shape: ExpertShape,
+        style: Variant,
+        label: str,
+    ) -> Launch:
+        """Return a launch of experts."""
+
 
 def try_linear(
-    pack: Callable[[list[Any]], Launches],
+    pack: Callable[..., Launches],
     runtime: GpuRuntime,
     variant: Variant,
     number_format: WeightFormat,
@@ -72,24 +91,84 @@ def try_linear(
     weight = random_weight(generator, ROWS, columns, number_format)
     layer = pack([weight])
     for tokens in TOKENS:
-        x, y = runtime.shared((tokens, columns), dtype), runtime.shared((tokens, ROWS), dtype)
-        x.acquire()
-        x.array[...] = generator.standard_normal((tokens, columns))
-        exact = x.array.astype(np.float64)
-        x.release()
-        try:
-            layer.launch(x, y, tokens=tokens, style=variant, label="self-test")()
-            runtime.finish()
-        except OpenClError as error:
-            raise BuildError(f"it does not run ({error}).") from error
-        y.acquire()
+        x, exact = _inputs(runtime, generator, (tokens, columns), dtype)
+        y = runtime.shared((tokens, ROWS), dtype)
         seen = round_inputs(exact, number_format.block) if integer_inputs else exact
-        errors = linear_errors(y.array, linear(seen, [weight]))
-        y.release()
-        # Half sums are to meet the gate of linear layers themselves.
-        allowed = LINEAR_NMSE["fp16"] if variant.style == "half" else WRONG_NMSE
-        if not errors.nmse <= allowed:
-            raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")
+        make = functools.partial(layer.launch, x, y, tokens=tokens, style=variant, label="self-test")
+        _check(runtime, make, y, linear(seen, [weight]), variant)
+
+
+def try_experts(
+    pack: Callable[..., Launches],
+    runtime: GpuRuntime,
+    variant: Variant,
+    number_format: WeightFormat,
+    dtype: type[np.float16 | np.float32],
+    *,
+    integer_inputs: bool,
+) -> None:
+    """Compute small linear layers of two experts, the last token's by the second.
+
+    Arguments and errors are those of :func:`try_linear`.
+    """
+    generator = np.random.default_rng(0)
+    columns = 4 * max(number_format.block, 16)
+    weights = [random_weight(generator, ROWS, columns, number_format) for _ in range(EXPERTS.experts)]
+    layer = pack(weights, experts=EXPERTS.experts)
+    for tokens in EXPERT_TOKENS:
+        shape = ExpertShape(EXPERTS, tokens)
+        x, exact = _inputs(runtime, generator, (tokens, columns), dtype)
+        y = runtime.shared((tokens, ROWS), dtype)
+        places = runtime.shared((shape.places, 4), np.int32)
+        last = tokens - 1
+        used = [(0, at, min(shape.step, last - at), 0) for at in range(0, last, shape.step)]
+        places.acquire()
+        places.array[...] = [*used, (1, last, 1, 0)]
+        places.release()
+        lists = replace(ExpertLists.allocate(runtime, shape), places=places)
+        seen = round_inputs(exact, number_format.block) if integer_inputs else exact
+        right = np.concatenate([linear(seen[:last], weights[:1]), linear(seen[last:], weights[1:])])
+        make = functools.partial(
+            layer.grouped_launch, x, y, lists, shape=shape, style=variant, label="self-test"
+        )
+        _check(runtime, make, y, right, variant)
+
+
+def _inputs(
+    runtime: GpuRuntime,
+    generator: np.random.Generator,
+    shape: tuple[int, int],
+    dtype: type[np.float16 | np.float32],
+) -> tuple[SharedArray, NDArray[np.float64]]:
+    """Return random inputs on the device and their exact values."""
+    x = runtime.shared(shape, dtype)
+    x.acquire()
+    x.array[...] = generator.standard_normal(shape)
+    exact = x.array.astype(np.float64)
+    x.release()
+    return x, exact
+
+
+def _check(
+    runtime: GpuRuntime,
+    make: Callable[[], Launch],
+    y: SharedArray,
+    right: NDArray[np.float64],
+    variant: Variant,
+) -> None:
+    """Run the launch that ``make`` returns, and compare its output with the right one."""
+    try:
+        make()()
+        runtime.finish()
+    except OpenClError as error:
+        raise BuildError(f"it does not run ({error}).") from error
+    y.acquire()
+    errors = linear_errors(y.array, right)
+    y.release()
+    # Half sums are to meet the gate of linear layers themselves.
+    allowed = LINEAR_NMSE["fp16"] if variant.style == "half" else WRONG_NMSE
+    if not errors.nmse <= allowed:
+        raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")
 
 
 def try_attention(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from heterollm.base import OptionError
 from heterollm.kernels.gpu.heads import HeadShape
 from heterollm.kernels.gpu.step import STEP_LENGTH, STEP_POSITION
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Routing, WeightFormat
 
 __all__ = [
     "BLOCK_BYTES",
@@ -24,6 +24,7 @@ __all__ = [
     "attention_work",
     "embedding_work",
     "estimate_work",
+    "grouped_work",
     "linear_work",
     "pointwise_work",
     "rope_work",
@@ -96,6 +97,41 @@ def linear_work(
         written_bytes=tokens * rows * output_bytes,
         tokens=tokens,
         weights=weights,
+        bits=weight.bits,
+    )
+
+
+def grouped_work(
+    weight: WeightFormat,
+    rows: int,
+    columns: int,
+    routing: Routing,
+    tokens: int,
+    experts: int,
+    input_bytes: int,
+    output_bytes: int,
+) -> GpuWork:
+    """Return the work of the linear layers of experts, if the tokens choose all experts evenly.
+
+    Args:
+        weight: Number format of the weights.
+        rows: Output rows ``n`` of an expert.
+        columns: Inputs ``k``.
+        routing: The choice of experts.
+        tokens: Tokens ``m``.
+        experts: Experts whose weights the launch has.
+        input_bytes: Size of an input.
+        output_bytes: Size of an output.
+    """
+    share = experts / routing.experts
+    touched, pairs = share * routing.touched(tokens), share * tokens * routing.chosen
+    return GpuWork(
+        "linear",
+        flops=2 * pairs * rows * columns,
+        read_bytes=touched * weight.weight_bytes(rows, columns) + pairs * columns * input_bytes,
+        written_bytes=pairs * rows * output_bytes,
+        tokens=round(pairs),
+        weights=round(touched * rows * columns),
         bits=weight.bits,
     )
 

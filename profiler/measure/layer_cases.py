@@ -185,7 +185,9 @@ def layer_cases(
 
 def _cases(shape: ModelShape, *, quick: bool) -> Iterator[GlueCase]:
     sizes = QUICK_TOKENS if quick else TOKENS
-    plain: tuple[GlueOperator, ...] = ("embedding", "rms_norm", "rope_and_store", "gated_activation")
+    plain: list[GlueOperator] = ["embedding", "rms_norm", "rope_and_store"]
+    if shape.intermediate_size:
+        plain.append("gated_activation")
     for operator in plain:
         for tokens in sizes:
             yield GlueCase(shape, operator, tokens)
@@ -223,8 +225,9 @@ def _code_cases(device: Device, shape: ModelShape, *, quick: bool) -> Iterator[G
 
 def _shadow_cases(shape: ModelShape, layer: Iterable[OpSpec], tokens: int) -> Iterator[GlueCase]:
     """Yield the kernels of shadow outliers."""
-    for reader in SUMS.values():
-        yield GlueCase(shape, reader, tokens)
+    for plain, reader in SUMS.items():
+        if plain != "gated_activation" or shape.intermediate_size:
+            yield GlueCase(shape, reader, tokens)
     for columns in sorted({spec.columns for spec in layer}):
         yield GlueCase(shape, "find_outliers", tokens, width=columns)
     for rows in sorted({spec.rows for spec in layer}):

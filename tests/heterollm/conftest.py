@@ -141,6 +141,105 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
+    # Experts narrower than the stream, of which only blocks of 16 divide the inputs.
+    "mixtral": {
+        "hidden_size": 128,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    # More experts than a short pass has rows.
+    "qwen3_moe": {
+        "hidden_size": 128,
+        "moe_intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 40,
+        "vocab_size": 2048,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    # Queries, keys and values that reach the limit; weights of experts that do not sum to 1.
+    "olmoe": {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+        "clip_qkv": 0.8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    # A jitter within which the router has some choice, and an attention factor beyond 32 positions.
+    "phimoe": {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "num_local_experts": 6,
+        "router_jitter_noise": 0.4,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 24,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1000.0,
+            "original_max_position_embeddings": 32,
+            # Alike: transformers leaves the long factors out.
+            "short_factor": [1.5 + 0.2 * pair for pair in range(16)],
+            "long_factor": [1.5 + 0.2 * pair for pair in range(16)],
+            "short_mscale": 1.1,
+            "long_mscale": 1.4,
+        },
+    },
+    "granitemoe": {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.03,
+        "logits_scaling": 6.0,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    # Shared experts of another width.
+    "granitemoeshared": {
+        "hidden_size": 128,
+        "intermediate_size": 80,
+        "shared_intermediate_size": 176,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.03,
+        "logits_scaling": 6.0,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
 }
 
 
@@ -241,15 +340,22 @@ def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
     """Return a function that gives float64 logits ``[m, vocab]`` of transformers on the runtime's tensors."""
 
     def logits(llm: LLM, folder: Path, ids: list[int]) -> np.ndarray:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
 
-        config = AutoConfig.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64)
+        config = transformers.AutoConfig.from_pretrained(folder)
         state = {name: torch.from_numpy(value.copy()) for name, value in llm.reference_state_dict()}
-        missing, unexpected = model.load_state_dict(state, strict=False)
-        assert not unexpected
-        assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
-        model.tie_weights()
+        # transformers itself puts the experts of a checkpoint together.
+        model, loading = getattr(transformers, config.architectures[0]).from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+        assert not loading["unexpected_keys"]
+        assert set(loading["missing_keys"]) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
         with torch.no_grad():
             return model(torch.tensor([ids])).logits[0].numpy()
 

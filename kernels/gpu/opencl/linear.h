@@ -12,6 +12,11 @@
 //
 // With -DWEIGHT_IMAGE the words of BITS 4 or 8 are the texels of an image over their buffer, which a GPU reads through
 // the cache of its texture units.
+//
+// With -DGROUPED a launch multiplies each row with the weights of one expert of a layer; rows of an expert are neighbours.
+// `tiles` are the row tiles of one expert, of which there are `expert_tiles`, and the weights hold `experts` of them from
+// first_expert on. `places` has an entry for each step of rows: (expert, first row, rows, 0). Work-groups of experts in
+// other buffers leave at once, and so do idle ones, whose expert is negative. Second grid dimension: the entries.
 #define LANES 64
 
 #if BITS == 4
@@ -42,15 +47,35 @@ typedef float weight_t;
 
 // The argument of the weights, a place among them, and the word that lies `offset` behind a place.
 #ifdef WEIGHT_IMAGE
+#ifdef GROUPED
+#define WEIGHTS PLACES, __read_only image1d_buffer_t weights
+#else
 #define WEIGHTS __read_only image1d_buffer_t weights
+#endif
 typedef uint weight_place;
 #define PLACE(offset) (uint)(offset)
 #define WORD(place, offset) read_imageui(weights, (int)((place) + (offset))).x
 #else
+#ifdef GROUPED
+#define WEIGHTS PLACES, __global const weight_t *restrict weights
+#else
 #define WEIGHTS __global const weight_t *restrict weights
+#endif
 typedef __global const weight_t *weight_place;
 #define PLACE(offset) (weights + (offset))
 #define WORD(place, offset) (place)[offset]
+#endif
+
+#ifdef GROUPED
+// In front of the weights.
+#define PLACES __global const int4 *restrict places, int first_expert, int experts, int expert_tiles
+// The row tile of a work-group, its first token, and its tokens.
+#define FIND_PLACE(number, index)                                                                            \
+  const int4 place = places[get_group_id(1)];                                                                \
+  if (place.x < first_expert || place.x >= first_expert + experts) return;                                   \
+  int4 tile = tiles[index];                                                                                  \
+  tile.x += (place.x - first_expert) * expert_tiles;                                                         \
+  const number token = place.y, count = place.z;
 #endif
 
 #if defined(OUT_FLOAT) || !defined(ACT_HALF)

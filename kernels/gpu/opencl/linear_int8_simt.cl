@@ -91,9 +91,13 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
   __local uint16 staged[(STAGED_WORDS > PARTIAL_FLOATS ? STAGED_WORDS : PARTIAL_FLOATS) / 16];
   __local float *partial = (__local float *)staged;
   const uint lane = get_local_id(0), slice = get_local_id(1);
+#ifdef GROUPED
+  FIND_PLACE(uint, get_group_id(0))
+#else
   const int4 tile = tiles[get_group_id(0)];
   const uint token = get_group_id(1) * TOKENS;
   const uint count = min((uint)TOKENS, tokens - token);
+#endif
   // Rows past the last token are read, but their sums are not stored.
   const uint vectors = (uint)columns / 16, blocks = (uint)columns / BLOCK;
   const weight_place words = PLACE(first_weight(tile.x, weight_columns, first_column) + lane);
@@ -203,9 +207,13 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   __local float2 block_inputs[TILE_TOKENS];
   const uint column = get_local_id(0), strip = get_local_id(1);
   const uint item = strip * ITEMS_X + column, lane = item % LANES;
+#ifdef GROUPED
+  FIND_PLACE(uint, get_group_id(0))
+#else
   const int4 tile = tiles[get_group_id(0)];
   const uint token = get_group_id(1) * token_step;
   const uint count = min((uint)token_step, tokens - token);
+#endif
   const uint stride = (uint)columns / 4, blocks = (uint)columns / BLOCK;
   // Rows past the last one repeat it: nothing beyond the inputs is read, and their sums are not stored.
   x_codes += (size_t)token * stride + (min(item / ROW_RUNS, count - 1) * stride + item % ROW_RUNS * 4);

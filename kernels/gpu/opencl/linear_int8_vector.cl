@@ -81,9 +81,13 @@ static inline wide_int add_products(wide_int run, wide_uint codes, uint input) {
 #ifdef TOKENS
 
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_few(INT8_ARGUMENTS) {
+#ifdef GROUPED
+  FIND_PLACE(int, get_group_id(0))
+#else
   const int4 tile = tiles[get_group_id(0)];
   const int token = get_group_id(1) * TOKENS;
   const int count = min(TOKENS, tokens - token);
+#endif
   const int blocks = columns / block;
   y += (size_t)(first_token + token) * rows + tile.y;
   weights += first_weight(tile.x, weight_columns, first_column);
@@ -209,10 +213,15 @@ DEFINE_STRIP(multiply_half_strip, STRIP / 2)
 
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_many(INT8_ARGUMENTS) {
   const int item = get_group_id(0);
+#ifdef GROUPED
+  FIND_PLACE(int, item / (LANES / ITEM_COLUMNS))
+  const int first_lane = item % (LANES / ITEM_COLUMNS) * ITEM_COLUMNS;
+#else
   const int4 tile = tiles[item / (LANES / ITEM_COLUMNS)];
   const int first_lane = item % (LANES / ITEM_COLUMNS) * ITEM_COLUMNS;
   const int token = get_group_id(1) * token_step;
   const int count = min(token_step, tokens - token);
+#endif
   x_codes += (size_t)token * (columns / 4);
   x_blocks += (size_t)token * (columns / block);
   y += (size_t)(first_token + token) * rows + tile.y;

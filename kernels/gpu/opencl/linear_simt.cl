@@ -136,9 +136,13 @@ SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) v
   // The sums of the slices follow the inputs in the same memory.
   __local float4 staged[(STAGED_FLOATS > PARTIAL_FLOATS ? STAGED_FLOATS : PARTIAL_FLOATS) / 4];
   const uint lane = get_local_id(0), slice = get_local_id(1);
+#ifdef GROUPED
+  FIND_PLACE(uint, get_group_id(0))
+#else
   const int4 tile = tiles[get_group_id(0)];
   const uint token = get_group_id(1) * TOKENS;
   const uint count = min((uint)TOKENS, tokens - token);
+#endif
   x += (size_t)(first_token + token) * columns;
   const weight_place words = PLACE(first_weight(tile.x, weight_columns, first_column) + lane);
 #if BITS <= 8
@@ -321,9 +325,13 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
       (__local element4_t *)((__local char *)values + (tokens > 0 ? DEPTH / 4 * LANES * sizeof(element4_t) : 0));
   const uint column = get_local_id(0), strip = get_local_id(1);
   const uint item = strip * ITEMS_X + column, lane = item % LANES;
+#ifdef GROUPED
+  FIND_PLACE(uint, get_group_id(0))
+#else
   const int4 tile = tiles[get_group_id(0)];
   const uint token = get_group_id(1) * token_step;
   const uint count = min((uint)token_step, tokens - token);
+#endif
   x += (size_t)(first_token + token) * columns;
   weight_place words =
       PLACE(first_weight(tile.x, weight_columns, first_column) + item / LANES * UNPACKED_ROWS + lane);

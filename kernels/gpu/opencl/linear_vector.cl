@@ -21,9 +21,13 @@
                                        : (q) >> (wide_uint)(32 - BITS))
 
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_few(LINEAR_ARGUMENTS) {
+#ifdef GROUPED
+  FIND_PLACE(int, get_group_id(0))
+#else
   const int4 tile = tiles[get_group_id(0)];
   const int token = get_group_id(1) * TOKENS;
   const int count = min(TOKENS, tokens - token);
+#endif
   x += (size_t)(first_token + token) * columns;
   y += (size_t)(first_token + token) * rows + tile.y;
   weights += first_weight(tile.x, weight_columns, first_column);
@@ -199,10 +203,15 @@ static inline void multiply(
 
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_many(LINEAR_ARGUMENTS) {
   const int item = get_group_id(0);
+#ifdef GROUPED
+  FIND_PLACE(int, item / (LANES / ITEM_COLUMNS))
+  const int first_lane = item % (LANES / ITEM_COLUMNS) * ITEM_COLUMNS;
+#else
   const int4 tile = tiles[item / (LANES / ITEM_COLUMNS)];
   const int first_lane = item % (LANES / ITEM_COLUMNS) * ITEM_COLUMNS;
   const int token = get_group_id(1) * token_step;
   const int count = min(token_step, tokens - token);
+#endif
   x += (size_t)(first_token + token) * columns;
   y += (size_t)(first_token + token) * rows + tile.y;
   weights += first_weight(tile.x, weight_columns, first_column);

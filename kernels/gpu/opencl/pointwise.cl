@@ -1,4 +1,4 @@
-// Gated activation, join of the logits, and soft cap. Follows common.h, rounding.h and glue.h.
+// Gated activation, join and bias of the logits, and soft cap. Follows common.h, rounding.h and glue.h.
 // Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
 
 #define SILU 0
@@ -57,6 +57,19 @@ GROUP_SIZE __kernel void join_logits(__global const act_t *a, __global const act
     int count = min(8, columns - i);
     float8 value = load_member(logits, i, count);
     STORE_PART(store_float8, store_float, value, target, i, count)
+  }
+}
+
+// logits += bias, in place.
+GROUP_SIZE __kernel void add_bias(__global float *logits, __global const float *bias, int columns, int span) {
+  __global float *row = logits + get_global_id(1) * columns;
+  int begin = get_global_id(0) * span, end = min(columns, begin + span);
+  for (int i = begin; i < end; i += 8) {
+    int count = min(8, columns - i);
+    LOAD_PART(load_float8, load_float, row, i, count, value)
+    LOAD_PART(load_float8, load_float, bias, i, count, shift)
+    value += shift;
+    STORE_PART(store_float8, store_float, value, row, i, count)
   }
 }
 

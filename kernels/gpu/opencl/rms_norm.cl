@@ -1,6 +1,7 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
 // The delta may have a bias and a norm of its own: delta / rms(delta) * post.
-// With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
+// With CENTERED it is a LayerNorm: the mean is subtracted first, and the last `hidden` of 2 * hidden weights are
+// added at the end. With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
 // rounding.h and glue.h, and with NPU_CODES codes.h.
 
 #define NORM_ONLY 0       // no delta
@@ -71,6 +72,17 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     }
     delta_factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
   }
+#ifdef CENTERED
+  float8 total = 0.0f;
+  for (int i = lane * 8; i < hidden; i += WG * 8) {
+    int count = min(8, hidden - i);
+    LOAD_PART(load_float8, load_float, values, i, count, value)
+    if (mode != NORM_ONLY)
+      value += load_normed(delta, post, delta_factor, has_post, i, count);
+    total += value;
+  }
+  float mean = group_sum(sum8(total), sums) / hidden;
+#endif
   float8 squares = 0.0f;
   for (int i = lane * 8; i < hidden; i += WG * 8) {
     int count = min(8, hidden - i);
@@ -80,6 +92,9 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     if (mode == NORM_ADD) {
       STORE_PART(store_float8, store_float, value, values, i, count)
     }
+#ifdef CENTERED
+    value -= mean;
+#endif
     squares = FMA(value, value, squares);
   }
   float factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
@@ -89,7 +104,12 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     LOAD_PART(load_float8, load_float, weight, i, count, scale)
     if (mode == NORM_ADD_HEAD)
       value += load_normed(delta, post, delta_factor, has_post, i, count);
+#ifdef CENTERED
+    LOAD_PART(load_float8, load_float, weight, hidden + i, count, shift)
+    value = (value - mean) * factor * scale + shift;
+#else
     value = value * factor * scale;
+#endif
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
   }
 #ifdef CODE_BITS

@@ -1,6 +1,8 @@
 // Adds the bias to q, k and v, norms each head of q and k (has_norm: head / rms(head) * norms, which holds one
 // head's weights for q, then one's for k), rotates q and k (Hugging Face's half-split convention: element i of
 // a head pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
+// With -DJOINT_NORM one norm spans all heads of q, another all of k, with weights for each element. With -DLIMITED the
+// magnitude of q, k and v is at most `limit` before the rotation.
 // With -DPIECES each work-item has one piece of a head (see below), PIECES of them.
 // Follows common.h and glue.h. Grid: work-items over runs of 8 elements of heads, tokens.
 
@@ -20,13 +22,19 @@ static inline float head_factor(member_row row, __global const float *bias, int 
   return 1.0f / sqrt(sum8(squares) / head_dim + epsilon);
 }
 
+#ifdef LIMITED
+#define LIMIT_ARGUMENT , float limit
+#else
+#define LIMIT_ARGUMENT
+#endif
+
 GROUP_SIZE __kernel void rope_and_store(
     __global const act_t *a, __global const act_t *b, __global const float *bias,
     __global const float *norms, __global const float *cosines, __global const float *sines,
     __global float *q_out, __global kv_t *cache,
     __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride, int q_split, int k_split,
     int v_split, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
-    int has_norm, float epsilon) {
+    int has_norm, float epsilon LIMIT_ARGUMENT) {
   int token = get_global_id(1);
   int position = step[STEP_POSITION] + token;
   if (token >= step[STEP_LENGTH] || position >= capacity)
@@ -74,15 +82,28 @@ GROUP_SIZE __kernel void rope_and_store(
       high += high_bias;
     }
     if (has_norm && !is_v) {
+#ifdef JOINT_NORM
+      // The first head of q, or of k, stands for all.
+      int normed = is_q ? 0 : heads;
+      if (normed != normed_head)
+        factor = head_factor(row, has_bias ? bias + rows_before : 0, 0, is_q ? q_rows : kv_rows, epsilon);
+      normed_head = normed;
+      __global const float *weights = norms + head * head_dim;
+#else
       if (head != normed_head)
         factor = head_factor(row, biases, member_head * head_dim, head_dim, epsilon);
       normed_head = head;
       __global const float *weights = norms + (is_q ? 0 : head_dim);
+#endif
       LOAD_PART(load_float8, load_float, weights, low_at, count, low_weight)
       LOAD_PART(load_float8, load_float, weights, high_at, count, high_weight)
       low *= factor * low_weight;
       high *= factor * high_weight;
     }
+#ifdef LIMITED
+    low = clamp(low, -limit, limit);
+    high = clamp(high, -limit, limit);
+#endif
     if (rotate) {
       size_t table = (size_t)position * ((uint)rotary / 2) + begin;
       LOAD_PART(load_float8, load_float, cosines, table, count, c)

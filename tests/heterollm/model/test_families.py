@@ -10,6 +10,7 @@ import pytest
 
 import heterollm.llm
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
+from heterollm.kernels.ops import Routing
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, RopeConfig
 from heterollm.model.config import LayerConfig
@@ -32,6 +33,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {}),
     "smollm3": ("smollm3", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "olmoe": ("olmoe", {}),
+    "phimoe": ("phimoe", {}),
+    "granitemoe": ("granitemoe", {}),
+    "granitemoeshared": ("granitemoeshared", {}),
 }
 VARIANTS = ("mistral without window", "qwen2 with window", "llama with biases")
 
@@ -167,6 +174,11 @@ def wholly_turning(config: ModelConfig) -> dict[str, Any]:
     return {"rotary_dim": config.head_dim, "per_layer": every_layer(config, rope=rope)}
 
 
+def other_routing(config: ModelConfig, **changes: Any) -> Routing:
+    assert config.routing is not None
+    return dataclasses.replace(config.routing, **changes)
+
+
 def unscaled(rope: RopeConfig) -> RopeConfig:
     return dataclasses.replace(rope, kind="default")
 
@@ -189,6 +201,17 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "biases of q, k and v": lambda _config: {"qkv_bias": False},
     "bias of attention": lambda _config: {"o_bias": False},
     "biases of the feed-forward": lambda _config: {"mlp_bias": False},
+    "bias of the head": lambda _config: {"head_bias": False},
+    "one norm of all heads": lambda config: {"head_norms": False, "joint_head_norms": False},
+    "limit of q, k and v": lambda _config: {"qkv_limit": 0.0},
+    "means of norms": lambda _config: {"centered_norms": False},
+    "normalised weights": lambda config: {"routing": other_routing(config, normalized=False)},
+    "weights as they are": lambda config: {"routing": other_routing(config, normalized=True)},
+    "all chosen experts": lambda config: {"routing": other_routing(config, chosen=1)},
+    "sparsemixer": lambda config: {"routing": other_routing(config, scoring="softmax")},
+    "jitter": lambda config: {"routing": other_routing(config, jitter=0.01)},
+    "scale of logits": lambda _config: {"logit_scale": 1.0},
+    "epsilon of a divided stream": lambda config: {"rms_norm_eps": 1e-5},
 }
 GEMMA = (
     *("window", "layers without window", "norms of outputs", "norm offset", "embedding scale"),
@@ -205,6 +228,15 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("window", "layers without positions"),
         *("biases of q, k and v", "bias of attention", "biases of the feed-forward"),
     ),
+    "mixtral": ("window", "normalised weights", "all chosen experts"),
+    "qwen3_moe": ("window", "norms of heads", "biases of q, k and v", "normalised weights"),
+    "olmoe": ("one norm of all heads", "limit of q, k and v", "weights as they are", "biases of q, k and v"),
+    "phimoe": (
+        *("window", "means of norms", "sparsemixer", "jitter", "bias of the head", "scaled positions"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
+    "granitemoe": ("embedding scale", "attention scale", "scale of logits", "bias of attention"),
+    "granitemoeshared": ("embedding scale", "scale of logits"),
 }
 
 

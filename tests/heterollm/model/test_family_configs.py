@@ -203,7 +203,6 @@ def test_scale_of_the_embedding_is_a_float32() -> None:
         ("qwen3", {"partial_rotary_factor": 0.5}, "part of a head"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
         ("phi3", {"model_type": "phi3small"}, "phi3small"),
-        ("phi3", {"model_type": "phimoe"}, "phimoe"),
         ("phi3", {"model_type": "gpt_oss"}, "gpt_oss"),
         ("smollm3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
     ],

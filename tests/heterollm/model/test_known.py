@@ -124,7 +124,7 @@ def test_a_file_of_another_family_is_taken_for_what_the_name_stands_for(kind, tm
 @pytest.mark.parametrize(
     ("more", "error", "said"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8}, UnsupportedModelError, "mixture of experts"),
+        ({"model_type": "jetmoe", "num_local_experts": 8}, UnsupportedModelError, "mixture of experts"),
         ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, UnsupportedModelError, "compressed keys"),
         ({"model_type": "gpt2"}, CheckpointError, "hidden_size is missing"),
         ({"model_type": "gemma", "hidden_size": "big"}, CheckpointError, "hidden_size"),

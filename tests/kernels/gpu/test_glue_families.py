@@ -48,6 +48,46 @@ def test_heads_are_normed_before_they_turn(cases, check, style, dtype):
             check(numbers, shape)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("style", STYLES)
+def test_norms_that_subtract_the_mean(cases, check, style, dtype):
+    made = cases(style, dtype, 6)
+    for tokens, hidden, split, post in ((3, 104, 41, True), (1, 8, 0, False), (33, 2048, 1000, False)):
+        shape, options = (tokens, hidden, split), {"biased": True, "post": post, "centered": True}
+        final, (stored, residual) = made.final_norm(*shape, head_row=tokens // 2, **options)
+        np.testing.assert_array_equal(stored, residual)
+        for numbers in (final, *made.norm(*shape, **options)):
+            check(numbers, (shape, options))
+    with pytest.raises(KernelError, match="100 columns"):
+        made.norm(1, 100, 0, centered=True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("style", STYLES)
+def test_one_norm_of_all_heads_and_a_limit(cases, check, style, dtype):
+    made = cases(style, dtype, 7)
+    for heads, kv_heads, head_dim, rotary, joint, limit in (
+        (4, 2, 32, 32, True, 0.0),
+        (3, 1, 36, 20, True, 0.7),
+        (2, 2, 10, 6, False, 0.7),
+    ):
+        shape = HeadShape(heads, kv_heads, head_dim, 9)
+        splits = (shape.rows[0] // 3, 5, shape.rows[2])
+        options = {"biased": True, "normed": joint, "joint": joint, "limit": limit}
+        for numbers in made.rope(4, 4, shape, splits, rotary=rotary, **options):
+            check(numbers, (shape, options))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_logits_get_their_bias_in_place(runtime, make, check, style):
+    for rows, width in ((1, 5), (3, 2060)):
+        values = np.random.default_rng(8).standard_normal((rows + 1, width)).astype(np.float32)
+        slot = GuardedOutput(runtime, (rows, width), np.float32, values[:rows])
+        launch = make(style).add_bias(slot.slot, runtime.upload(values[-1]), rows=rows, vocabulary=width)
+        run_launches(runtime, [launch])
+        check((slot.read(), values[:rows].astype(np.float64) + values[-1]))
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_scores_are_capped(cases, check, style):
     for tokens, position, parts, window in ((1, 150, 1, 0), (1, 150, 3, 40), (33, 0, 1, 0), (40, 77, 1, 50)):

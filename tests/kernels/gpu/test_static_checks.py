@@ -88,6 +88,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
     (*LAYERS, "rms_norm.cl"): [
         "-DWG=1",
+        "-DWG=1 -DCENTERED",
+        "-DWG=64 -DCENTERED -DWHOLE_EIGHTS",
         "-DWG=64",
         "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64 -DWHOLE_EIGHTS",
@@ -111,6 +113,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ],
     (*LAYERS, "rope.cl"): [
         "-DWG=1",
+        "-DWG=1 -DJOINT_NORM -DLIMITED",
+        "-DWG=64 -DPIECES=4 -DJOINT_NORM -DLIMITED -DWHOLE_EIGHTS",
         "-DWG=64 -DKV_HALF",
         "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS",
         "-DWG=64 -DSUM",
@@ -392,6 +396,8 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
         layers.soft_cap(logits, 0.7, rows=tokens, vocabulary=21)()
         yield
         assert linear_errors(logits.array, capped).within("fp32")
+        layers.add_bias(logits, slot((21,), np.float32), rows=tokens, vocabulary=21)()
+        yield
         cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
         layer, shape = KvLayer(cache, 0), HeadShape(heads, kv_heads, head_dim, capacity)
         qkv, bias = segments(rows, (24, 8, 0), dtype), slot((sum(rows),), np.float32)
@@ -403,6 +409,9 @@ def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
                 *(qkv, bias, q, layer, step), shape=shape, rotation=rotation, tokens=tokens
             )()
             yield
+        rotation = Rotation(*tables, 12, slot((sum(rows[:2]),), np.float32), 1e-5, joint=True, limit=0.5)
+        layers.rope_and_store(*(qkv, bias, q, layer, step), shape=shape, rotation=rotation, tokens=tokens)()
+        yield
         for parts, length, cap in ((1, tokens, 0.0), (2, tokens, 0.5), (1, 1, 0.5), (2, 1, 0.0)):
             step.array[STEP_LENGTH] = length
             out = slot((length, rows[0]), dtype)

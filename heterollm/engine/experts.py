@@ -1,0 +1,163 @@
+"""Emits a layer's mixture of experts: router, order of the rows, products of each expert, and weighted sum.
+
+The GPU computes all of it. The lists of steps do not depend on the routing: kernels read it on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from heterollm.base import Progress
+from heterollm.engine.builder import PassBuilder
+from heterollm.engine.lanes import Lane
+from heterollm.engine.placed import codes_of
+from heterollm.engine.slots import (
+    EXPERT_ACTIVATED,
+    EXPERT_GATE_UP,
+    EXPERT_LISTS,
+    EXPERT_OUTPUT,
+    EXPERT_ROWS,
+    ROUTER_LOGITS,
+)
+from heterollm.engine.step import LinearWork
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import (
+    DeviceMemory,
+    ExpertLists,
+    ExpertShape,
+    GpuExperts,
+    GpuGlue,
+    GpuLinear,
+    RoundedInputs,
+    Segments,
+)
+from heterollm.kernels.ops import OpSpec
+from heterollm.model import ModelWeights
+
+__all__ = ["ExpertEmitter"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The weights of a layer's mixture: its router, and gate, up and down of all experts."""
+
+    spec: OpSpec
+    router: GpuLinear
+    gate_up: GpuLinear
+    down: GpuLinear
+
+
+class ExpertEmitter:
+    """Packs the experts of a model for the GPU and emits their operators; of a model without, none."""
+
+    def __init__(self, device: Device, weights: ModelWeights, progress: Progress) -> None:
+        self._config = weights.config
+        kinds = device.gpu, device.activation_dtype, device.cache_dtype
+        self._kernels, self._glue = GpuExperts(*kinds), GpuGlue(*kinds)
+        self._layers: dict[int, _Layer] = {}
+        for spec in weights.experts:
+            progress("Packing experts for the GPU", spec.layer, len(weights.experts))
+            self._layers[spec.layer] = _packed(device, weights, spec)
+
+    def clear(self) -> None:
+        """Drop the weights; no compiled pass may run afterwards."""
+        self._layers.clear()
+
+    def rounded(self, lane: Lane, layer: int) -> RoundedInputs | None:
+        """Return the codes of the router's and experts' input that the norm before writes; None without."""
+        spec = self._layers[layer].spec if layer in self._layers else None
+        return None if spec is None else _codes(lane, "linear_input", spec)
+
+    def mixture(self, builder: PassBuilder, layer: int) -> Segments | None:
+        """Append a layer's experts behind their norm, and return their output; None without experts."""
+        own = self._layers.get(layer)
+        if own is None:
+            return None
+        routing, then = own.spec.experts, own.spec.then
+        assert routing is not None  # by expert_specs
+        assert then is not None
+        lane, tokens = builder.lane, builder.tokens
+        shape = ExpertShape(routing, tokens)
+        slots, hidden, width = lane.private, own.spec.columns, then.columns
+        x, rows, out = lane.shared["linear_input"], slots[EXPERT_ROWS], slots[EXPERT_OUTPUT]
+        logits, gate_up, activated = slots[ROUTER_LOGITS], slots[EXPERT_GATE_UP], slots[EXPERT_ACTIVATED]
+        lists = ExpertLists(**{name: slots[slot] for name, slot in EXPERT_LISTS.items()})
+        inputs, row_codes = self.rounded(lane, layer), _codes(lane, EXPERT_ROWS, own.spec)
+        inner_codes = _codes(lane, EXPERT_ACTIVATED, then)
+        codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
+
+        label = f"{layer}.router"
+        launch = own.router.launch(x, logits, tokens=tokens, output_dtype=np.float32, label=label)
+        builder.kernel("router", layer, launch, reads=(x,), writes=(logits,), ends=False)
+        launch = self._kernels.route(logits, lists, shape=shape)
+        chosen = lists.chosen, lists.weights
+        builder.kernel("routing", layer, launch, reads=(logits,), writes=chosen, ends=False)
+        launch = self._kernels.sort(lists, shape=shape)
+        order = lists.source, lists.position, lists.places
+        builder.kernel("order of experts", layer, launch, reads=chosen, writes=order, ends=False)
+        launch = self._kernels.gather(x, rows, lists, shape=shape, columns=hidden, codes=codes)
+        gathered = codes_of(row_codes) or (rows,)
+        reads = (*(codes_of(inputs) or (x,)), lists.source)
+        builder.kernel("gathering of rows", layer, launch, reads=reads, writes=gathered, ends=False)
+
+        name = f"{layer}.experts"
+        launch = own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
+        work, reads = _work(own.spec, shape), (*gathered, lists.places)
+        builder.kernel("experts", layer, launch, reads=reads, writes=(gate_up,), work=work, ends=False)
+        launch = self._glue.gated_activation(
+            Segments(gate_up, gate_up, (width, width), (0, 0)),
+            activated,
+            tokens=shape.pairs,
+            intermediate=width,
+            activation=self._config.activation,
+            rounded=inner_codes,
+        )
+        writes = activated, *codes_of(inner_codes)
+        builder.kernel("activation", layer, launch, reads=(gate_up,), writes=writes, ends=False)
+        launch = own.down.grouped_launch(
+            activated, rows, lists, shape=shape, rounded=inner_codes, label=f"{name} down"
+        )
+        work, reads = _work(then, shape), (*(codes_of(inner_codes) or (activated,)), lists.places)
+        builder.kernel(
+            "experts", layer, launch, reads=reads, writes=(rows,), work=work, label=launch.label, ends=False
+        )
+        launch = self._kernels.combine(rows, lists, out, shape=shape, columns=hidden)
+        reads = rows, lists.weights, lists.position
+        builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
+        return Segments(out, out, (hidden,), (0,))
+
+
+def _packed(device: Device, weights: ModelWeights, spec: OpSpec) -> _Layer:
+    gpu, dtype, routing = device.gpu, device.activation_dtype, spec.experts
+    assert routing is not None  # by expert_specs
+
+    def packed(members: Sequence[str]) -> GpuLinear:
+        return GpuLinear.pack(
+            gpu,
+            weights.expert_members(spec.layer, members),
+            activation_dtype=dtype,
+            integer_inputs=spec.integer_inputs,
+            experts=routing.experts,
+        )
+
+    router = GpuLinear.pack(gpu, [weights.router(spec.layer)], activation_dtype=dtype)
+    return _Layer(spec, router, packed(("gate", "up")), packed(("down",)))
+
+
+def _codes(lane: Lane, slot: str, spec: OpSpec) -> RoundedInputs | None:
+    """Return the slots of int8 codes of a linear's input; None where it reads floats."""
+    if not spec.integer_inputs:
+        return None
+    memory: tuple[DeviceMemory, ...] = (lane.private[f"{slot}_codes"], lane.private[f"{slot}_blocks"])
+    return RoundedInputs(*memory, spec.weight.bits, spec.weight.block)
+
+
+def _work(spec: OpSpec, shape: ExpertShape) -> LinearWork:
+    """Return the work of a product of each row with its expert's weights, and the bytes of chosen experts."""
+    routing = shape.routing
+    size = spec.weight.weight_bytes(spec.rows, spec.columns) * routing.touched(shape.tokens)
+    flops = 2 * shape.pairs * spec.columns * spec.rows
+    return LinearWork(shape.pairs, spec.columns, spec.rows, flops, round(size))

@@ -1,0 +1,109 @@
+"""Sizes and lists of a pass through a layer with experts.
+
+A *pair* is a token and an expert that it chose. The lists give the pairs the order of the experts, in which
+the rows of one expert are neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from heterollm.base import KernelError
+from heterollm.kernels.gpu.memory import DeviceMemory
+from heterollm.kernels.gpu.parameters import FEW_TOKEN_STEPS, SIMT_TILES, TokenClass
+from heterollm.kernels.gpu.protocol import GpuRuntime
+from heterollm.kernels.ops import Routing
+
+__all__ = ["ExpertLists", "ExpertShape"]
+
+STEPS: Final = (*FEW_TOKEN_STEPS, *SIMT_TILES)
+"""Rows of one expert that a work-group takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Sizes of a pass through a layer with experts.
+
+    Args:
+        routing: The choice of experts.
+        tokens: Tokens of the pass.
+
+    Raises:
+        KernelError: There are no tokens.
+    """
+
+    routing: Routing
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise KernelError(f"A pass of {self.tokens} tokens has no experts to compute.")
+
+    @property
+    def pairs(self) -> int:
+        """Rows of all experts together."""
+        return self.tokens * self.routing.chosen
+
+    @property
+    def step(self) -> int:
+        """Rows of one expert that a work-group takes: the least step that holds an expert's mean rows."""
+        mean = self.pairs / self.routing.touched(self.tokens)
+        return next((step for step in STEPS if mean <= step), STEPS[-1])
+
+    @property
+    def token_class(self) -> TokenClass:
+        """Class of the kernels that compute so many rows at once."""
+        return "one" if self.step == 1 else "few" if self.step <= FEW_TOKEN_STEPS[-1] else "many"
+
+    @property
+    def places(self) -> int:
+        """Steps of rows of all experts, at most.
+
+        No expert has more rows than there are tokens. Each expert that has rows has one step, and any
+        ``step`` further rows of it are another.
+        """
+        most = min(self.routing.experts, self.pairs)
+        return most + min((self.pairs - most) // self.step, most * ((self.tokens - 1) // self.step))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLists:
+    """Choices of one pass at a time, and the order of its rows; layers share them.
+
+    Args:
+        chosen: int32 ``[tokens, chosen]``: experts of each token, those of the largest scores first.
+        weights: float32 ``[tokens, chosen]``.
+        source: int32 ``[pairs]``: token of each position.
+        position: int32 ``[pairs]``: position of each pair, counted over tokens, then choices. A pair that
+            another processor takes has ``-1 - row`` instead, its row in that processor's output.
+        places: int32 ``[places, 4]``: expert, first position and number of positions of each step of rows;
+            idle steps have the expert -1.
+    """
+
+    chosen: DeviceMemory
+    weights: DeviceMemory
+    source: DeviceMemory
+    position: DeviceMemory
+    places: DeviceMemory
+
+    @staticmethod
+    def sizes(shape: ExpertShape) -> dict[str, int]:
+        """Return the size in bytes of each list."""
+        pairs = dict.fromkeys(("chosen", "weights", "source", "position"), 4 * shape.pairs)
+        return pairs | {"places": 16 * shape.places}
+
+    @classmethod
+    def allocate(cls, runtime: GpuRuntime, shape: ExpertShape) -> ExpertLists:
+        """Return memory for passes of ``shape``."""
+        sizes = cls.sizes(shape)
+        return cls(**{name: DeviceMemory(runtime.scratch(size), size) for name, size in sizes.items()})
+
+    def require(self, shape: ExpertShape) -> None:
+        """Refuse memory that is too small for passes of ``shape``.
+
+        Raises:
+            KernelError: A list is too small.
+        """
+        for name, size in self.sizes(shape).items():
+            getattr(self, name).require(size, f"experts' {name}")

@@ -1,0 +1,178 @@
+"""Launches that route tokens to the experts of a layer, and move rows around the experts' products.
+
+In the order of a pass: :meth:`GpuExperts.route` chooses experts from the router's logits;
+:meth:`GpuExperts.sort` gives the chosen pairs the order of the experts; :meth:`GpuExperts.gather` copies rows
+into this order, in which :meth:`heterollm.kernels.gpu.GpuLinear.grouped_launch` multiplies them; and
+:meth:`GpuExperts.combine` adds up the rows of each token. The device alone reads what was chosen, so the
+launches serve every pass of their length.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+import numpy as np
+
+from heterollm.base import KernelError, round_up
+from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape
+from heterollm.kernels.gpu.glue_kernels import Defines, GlueKernels
+from heterollm.kernels.gpu.launch import Argument, Launch
+from heterollm.kernels.gpu.memory import DeviceMemory
+from heterollm.kernels.gpu.rounding import RoundedInputs
+from heterollm.kernels.gpu.work import BLOCK_BYTES, pointwise_work
+from heterollm.kernels.ops import Scoring
+
+__all__ = ["GpuExperts"]
+
+FILES: Final = ("experts.cl",)
+SCORINGS: Final[tuple[Scoring, ...]] = ("softmax", "sigmoid", "sparsemixer")
+"""Scorings in the order of their numbers in experts.cl."""
+
+UNIT_BYTES, CODE_UNIT_BYTES = 16, 8
+"""Bytes that a work-item copies at once."""
+
+VECTOR_COLUMNS: Final = 2048
+
+
+class GpuExperts(GlueKernels):
+    """Makes the launches of routing and of the moves of rows; see :class:`GlueKernels`."""
+
+    def route(
+        self, logits: DeviceMemory, lists: ExpertLists, *, shape: ExpertShape, bias: Argument = None
+    ) -> Launch:
+        """Return the launch that chooses experts and their weights.
+
+        Args:
+            logits: float32 ``[tokens, experts]``, of the router.
+            lists: Target of the choices and weights.
+            shape: Sizes of the pass.
+            bias: float32 ``[experts]``, added to the scores for the choice if the routing is biased.
+        """
+        routing, label = shape.routing, "routing"
+        logits.require(shape.tokens * routing.experts * 4, f"{label} logits")
+        lists.require(shape)
+        if routing.biased is (bias is None):
+            raise KernelError(f"{label}: a bias belongs to a biased routing alone, not to {routing}.")
+        own = self._routing_defines(shape) | {"SCORING": SCORINGS.index(routing.scoring)}
+        flags = {"NORMALIZED": routing.normalized, "BIASED": routing.biased}
+        own |= {name: 1 for name, holds in flags.items() if holds}
+        kernel, _, items = self._kernel(FILES, "route", lambda _: own)
+        arguments = (
+            *(logits, logits if bias is None else bias, lists.chosen, lists.weights),
+            *map(np.float32, (routing.scale, 2 * routing.jitter)),
+        )
+        elements = shape.tokens * routing.experts
+        work = functools.partial(pointwise_work, elements, 4 + routing.chosen, 4, 0)
+        return self._runtime.launch(kernel, arguments, (shape.tokens * items,), (items,), label, work=work)
+
+    def sort(self, lists: ExpertLists, *, shape: ExpertShape, taken: DeviceMemory | None = None) -> Launch:
+        """Return the launch that orders the pairs by expert, those of one expert by token.
+
+        Args:
+            lists: The choices, and the target of the order.
+            shape: Sizes of the pass.
+            taken: int32 ``[experts, 2]``: for each expert the most rows that another processor takes, its
+                first ones, and the row of the first of them in that processor's output; None for no rows.
+        """
+        lists.require(shape)
+        own = self._routing_defines(shape) | {"STEP": shape.step}
+        if taken is not None:
+            taken.require(8 * shape.routing.experts, "rows that another processor takes")
+            own["TAKEN"] = 1
+        kernel, _, items = self._kernel(FILES, "sort_pairs", lambda _: own)
+        arguments = (
+            *(lists.chosen, lists.source, lists.position, lists.places),
+            *map(np.int32, (shape.pairs, shape.places)),
+            *(() if taken is None else (taken,)),
+        )
+        work = functools.partial(pointwise_work, shape.pairs, 4, 8, 8)
+        return self._runtime.launch(kernel, arguments, (items,), (items,), "order of experts", work=work)
+
+    def gather(
+        self,
+        x: DeviceMemory,
+        rows: DeviceMemory,
+        lists: ExpertLists,
+        *,
+        shape: ExpertShape,
+        columns: int,
+        codes: tuple[RoundedInputs, RoundedInputs] | None = None,
+    ) -> Launch:
+        """Return the launch that copies the row of each pair's token to the pair's position.
+
+        Args:
+            x: ``[tokens, columns]`` in the activation type.
+            rows: ``[pairs, columns]`` in the activation type.
+            lists: The order.
+            shape: Sizes of the pass.
+            columns: Inputs of a row, a multiple of 16.
+            codes: Rounded inputs of the tokens and of the positions, which are copied instead of ``x``; None
+                to copy ``x``.
+        """
+        label = "gathering of rows"
+        lists.require(shape)
+        memory: tuple[Argument, ...]
+        row_bytes: tuple[int, ...]
+        if codes is None:
+            x.require(shape.tokens * columns * self._item_bytes, f"{label} input")
+            rows.require(shape.pairs * columns * self._item_bytes, f"{label} output")
+            memory, unit, row_bytes = (x, rows), UNIT_BYTES, (columns * self._item_bytes,)
+        else:
+            source, target = codes
+            if (source.bits, source.block) != (target.bits, target.block):
+                raise KernelError(f"{label}: {source} has codes of another order than {target}.")
+            x_codes, x_blocks = source.arguments(shape.tokens, columns, f"{label} input")
+            own_codes, own_blocks = target.arguments(shape.pairs, columns, f"{label} output")
+            memory, unit = (x_codes, own_codes, x_blocks, own_blocks), CODE_UNIT_BYTES
+            row_bytes = (columns, columns // source.block * BLOCK_BYTES)
+        if any(size % unit for size in row_bytes):
+            raise KernelError(f"{label}: rows of {row_bytes} bytes are not copied in units of {unit}.")
+        defines: Defines = {} if codes is None else {"CODES": 1}
+        kernel, _, items = self._kernel(FILES, "gather_rows", lambda _: defines)
+        units = [np.int32(size // unit) for size in row_bytes]
+        arguments = (*memory[:2], lists.source, units[0], *memory[2:], *units[1:])
+        work = functools.partial(pointwise_work, shape.pairs * sum(row_bytes), 0, 1, 1)
+        return self._runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
+
+    def combine(
+        self,
+        y: DeviceMemory,
+        lists: ExpertLists,
+        out: DeviceMemory,
+        *,
+        shape: ExpertShape,
+        columns: int,
+        other: DeviceMemory | None = None,
+        adds: bool = False,
+    ) -> Launch:
+        """Return the launch that adds up the weighted rows of each token, in the order of its choices.
+
+        Args:
+            y: ``[pairs, columns]`` in the activation type, by position.
+            lists: The order and the weights.
+            out: ``[tokens, columns]`` in the activation type.
+            shape: Sizes of the pass.
+            columns: Width of a row.
+            other: Rows in the activation type of the processor that takes some; None for no such processor.
+            adds: Whether the sum is added to what ``out`` holds.
+        """
+        label, routing = "sum of experts", shape.routing
+        lists.require(shape)
+        y.require(shape.pairs * columns * self._item_bytes, f"{label} input")
+        out.require(shape.tokens * columns * self._item_bytes, f"{label} output")
+        own = self._routing_defines(shape) | {"COMBINES": 1} | ({"ADDS": 1} if adds else {})
+        kernel, style, items = self._kernel(FILES, "combine_rows", lambda _: own, widths=(columns,))
+        span = VECTOR_COLUMNS if style == "vector" else 8
+        arguments = (
+            *(y, y if other is None else other, lists.position, lists.weights, out),
+            *map(np.int32, (columns, span)),
+        )
+        elements, read = shape.tokens * columns, (routing.chosen + adds) * self._item_bytes
+        work = functools.partial(pointwise_work, elements, 2 * routing.chosen, read, self._item_bytes)
+        size = round_up(-(-columns // span), items), shape.tokens
+        return self._runtime.launch(kernel, arguments, size, (items, 1), label, work=work)
+
+    @staticmethod
+    def _routing_defines(shape: ExpertShape) -> Defines:
+        return {"EXPERTS": shape.routing.experts, "CHOSEN": shape.routing.chosen}

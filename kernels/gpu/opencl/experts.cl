@@ -1,0 +1,301 @@
+// Routing of tokens to the experts of a layer, and the moves of rows around the products of linear.h. Follows common.h,
+// rounding.h and glue.h.
+//
+//   EXPERTS, CHOSEN   experts of the layer, and those that each token chooses
+//   SCORING           rule of the weights
+//   NORMALIZED        the weights of a token are divided by their sum
+//   BIASED            the choice is by score plus the expert's bias
+//   STEP              rows of one expert that a work-group of the product takes, a power of two
+//   TAKEN             another processor takes some rows
+//
+// A pair is a token and an expert that it chose: number token * CHOSEN + slot. The pairs in the order of the experts, and
+// of the tokens for one expert, have the positions from 0 on.
+//
+//   chosen     expert of each pair
+//   position   position of each pair; of a pair that another processor takes, its row there, as ~row
+//   source     token of each position
+//   places     (expert, first position, positions, 0) for each step of each expert; idle ones have the expert -1
+//   taken      for each expert the positions that another processor takes, the first ones, and the first's row there
+
+#define SOFTMAX 0
+#define SIGMOID 1
+#define SPARSEMIXER 2
+
+// ---- choice -------------------------------------------------------------------------------------------------------
+
+#ifdef SCORING
+
+// A number whose order is that of the values, then that of the experts from the last to the first. It is never 0, and NaN
+// has a place, too: a token chooses CHOSEN different experts whatever its logits are.
+static inline ulong ranked(float value, uint expert) {
+  const uint bits = as_uint(value == 0.0f ? 0.0f : value);
+  const uint order = bits ^ ((bits >> 31) ? 0xffffffffu : 0x80000000u);
+  return (ulong)order << 32 | (0xffffffffu - expert);
+}
+#define EXPERT_OF(rank) (0xffffffffu - (uint)(rank))
+
+// The largest rank of the work-items of the group.
+static inline ulong group_best(ulong rank, __local ulong *ranks) {
+#if WG > 1
+  const uint lane = get_local_id(0);
+  barrier(CLK_LOCAL_MEM_FENCE);
+  ranks[lane] = rank;
+  for (uint width = WG / 2; width > 0; width /= 2) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (lane < width)
+      ranks[lane] = max(ranks[lane], ranks[lane + width]);
+  }
+  barrier(CLK_LOCAL_MEM_FENCE);
+  rank = ranks[0];
+#endif
+  return rank;
+}
+
+// The sum of the work-items of the group.
+static inline float group_sum(float value, __local float *values) {
+#if WG > 1
+  const uint lane = get_local_id(0);
+  barrier(CLK_LOCAL_MEM_FENCE);
+  values[lane] = value;
+  for (uint width = WG / 2; width > 0; width /= 2) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (lane < width)
+      values[lane] += values[lane + width];
+  }
+  barrier(CLK_LOCAL_MEM_FENCE);
+  value = values[0];
+#endif
+  return value;
+}
+
+// Of the logit of an expert, whose largest one is `top`.
+static inline float score_of(float logit, float top) {
+#if SCORING == SIGMOID
+  return 1.0f / (1.0f + exp(-logit));
+#else
+  return exp(logit - top);
+#endif
+}
+
+// Grid: a work-group for each token. With SPARSEMIXER a logit is near the largest one, `top`, if
+// (top - logit) / max(|logit|, top) is at most `distance`.
+GROUP_SIZE __kernel void route(__global const float *restrict logits, __global const float *restrict bias,
+                               __global int *restrict chosen, __global float *restrict weights, float scale,
+                               float distance) {
+  __local ulong left[EXPERTS], ranks[WG];
+  __local float sums[WG];
+  const uint lane = get_local_id(0);
+  logits += get_group_id(0) * EXPERTS;
+  chosen += get_group_id(0) * CHOSEN;
+  weights += get_group_id(0) * CHOSEN;
+  float top = 0.0f, total = 0.0f;
+#if SCORING == SOFTMAX
+  ulong own = 0;
+  for (uint e = lane; e < EXPERTS; e += WG)
+    own = max(own, ranked(logits[e], e));
+  top = logits[EXPERT_OF(group_best(own, ranks))];
+#if defined(BIASED) || !defined(NORMALIZED)
+  for (uint e = lane; e < EXPERTS; e += WG)
+    total += score_of(logits[e], top);
+  total = group_sum(total, sums);
+#endif
+#endif
+  for (uint e = lane; e < EXPERTS; e += WG) {
+#ifdef BIASED
+    float choice = score_of(logits[e], top);
+#if SCORING == SOFTMAX
+    choice /= total;
+#endif
+    choice += bias[e];
+#else
+    const float choice = logits[e];
+#endif
+    left[e] = ranked(choice, e);
+  }
+  float sum = 0.0f;
+  for (uint slot = 0; slot < CHOSEN; slot++) {
+    // No work-item reads what another one writes of `left`.
+    ulong best = 0;
+    for (uint e = lane; e < EXPERTS; e += WG)
+      best = max(best, left[e]);
+    best = group_best(best, ranks);
+    const uint expert = EXPERT_OF(best);
+#if SCORING == SPARSEMIXER
+    top = logits[expert];
+    float near = 0.0f;
+    for (uint e = lane; e < EXPERTS; e += WG) {
+      const float logit = logits[e];
+      if (left[e] && !((top - logit) / max(fabs(logit), top) > distance))
+        near += exp(logit - top);
+    }
+    const float weight = 1.0f / group_sum(near, sums);
+#else
+    const float weight = score_of(logits[expert], top);
+#endif
+    if (expert % WG == lane)
+      left[expert] = 0;
+    sum += weight;
+    if (lane == 0) {
+      chosen[slot] = expert;
+      weights[slot] = weight;
+    }
+  }
+#ifdef NORMALIZED
+  scale /= sum;
+#elif SCORING == SOFTMAX
+  scale /= total;
+#endif
+  if (lane == 0)
+    for (uint slot = 0; slot < CHOSEN; slot++)
+      weights[slot] *= scale;
+}
+#endif
+
+// ---- order --------------------------------------------------------------------------------------------------------
+
+#ifdef STEP
+
+#if WG > 1
+#define COUNT_ONE(count) atomic_inc(&(count))
+#else
+#define COUNT_ONE(count) (count)++
+#endif
+#ifdef TAKEN
+#define TAKEN_ROWS , __global const int2 *restrict taken
+#define TAKEN_OF(expert) taken[expert]
+#else
+#define TAKEN_ROWS
+#define TAKEN_OF(expert) (int2)(0)
+#endif
+
+// One work-group, each work-item of which has a run of experts. count: entries of `places`.
+GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __global int *restrict source,
+                                    __global int *restrict position, __global int4 *restrict places, int pairs,
+                                    int count TAKEN_ROWS) {
+  // Pairs of each expert; then its first position, and the position of its next pair.
+  __local int first[EXPERTS], next[EXPERTS];
+  const int lane = get_local_id(0);
+  for (int e = lane; e < EXPERTS; e += WG)
+    next[e] = 0;
+#if WG > 1
+  __local int2 counts[WG];
+  __local int experts[WG];
+  barrier(CLK_LOCAL_MEM_FENCE);
+#endif
+  for (int pair = lane; pair < pairs; pair += WG)
+    COUNT_ONE(next[chosen[pair]]);
+#if WG > 1
+  barrier(CLK_LOCAL_MEM_FENCE);
+#endif
+
+  // Pairs and places of the own experts, those of the experts before, and all.
+  const int own = (EXPERTS + WG - 1) / WG, begin = min(EXPERTS, lane * own), end = min(EXPERTS, begin + own);
+  int2 mine = 0;
+  for (int e = begin; e < end; e++) {
+    const int rows = next[e] - min(next[e], TAKEN_OF(e).x);
+    mine += (int2)(next[e], (uint)(rows + STEP - 1) / STEP);
+  }
+  int2 before = 0, all = mine;
+#if WG > 1
+  counts[lane] = mine;
+  barrier(CLK_LOCAL_MEM_FENCE);
+  all = 0;
+  for (int other = 0; other < WG; other++) {
+    const int2 theirs = counts[other];
+    all += theirs;
+    before += other < lane ? theirs : (int2)(0);
+  }
+#endif
+  for (int e = begin; e < end; e++) {
+    const int rows = next[e], skipped = min(rows, TAKEN_OF(e).x);
+    for (int row = skipped; row < rows; row += STEP)
+      places[before.y++] = (int4)(e, before.x + row, min(STEP, rows - row), 0);
+    first[e] = before.x;
+    next[e] = before.x;
+    before.x += rows;
+  }
+  for (int at = all.y + lane; at < count; at += WG)
+    places[at] = (int4)(-1, 0, 0, 0);
+
+  // The pairs in turns of one for each work-item, so that the order is always the same.
+  for (int base = 0; base < pairs; base += WG) {
+    const int pair = base + lane;
+    const int expert = pair < pairs ? chosen[pair] : -1;
+    int rank = 0;
+#if WG > 1
+    barrier(CLK_LOCAL_MEM_FENCE);
+    experts[lane] = expert;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    int later = 0;
+    for (int other = 0; other < min(WG, pairs - base); other++) {
+      const int same = experts[other] == expert;
+      rank += other < lane ? same : 0;
+      later += other > lane ? same : 0;
+    }
+#else
+    const int later = 0;
+#endif
+    const int at = expert < 0 ? 0 : next[expert] + rank;
+#if WG > 1
+    barrier(CLK_LOCAL_MEM_FENCE);
+#endif
+    if (expert >= 0) {
+      if (later == 0)
+        next[expert] = at + 1;
+      const int2 others = TAKEN_OF(expert);
+      const int row = at - first[expert];
+      position[pair] = row < others.x ? ~(others.y + row) : at;
+      source[at] = (uint)pair / CHOSEN;
+    }
+  }
+}
+#endif
+
+// ---- rows ---------------------------------------------------------------------------------------------------------
+
+// rows[p] = x[source[p]], of `units` units each; with -DCODES also those of a second memory. Grid: a work-group for each
+// position.
+#ifdef CODES
+typedef uint2 unit_t;
+#define SECOND , __global const unit_t *restrict y, __global unit_t *restrict second, int second_units
+#else
+typedef uint4 unit_t;
+#define SECOND
+#endif
+GROUP_SIZE __kernel void gather_rows(__global const unit_t *restrict x, __global unit_t *restrict rows,
+                                     __global const int *restrict source, int units SECOND) {
+  const uint at = get_group_id(0), from = source[at];
+  for (uint i = get_local_id(0); i < (uint)units; i += WG)
+    rows[at * (uint)units + i] = x[from * (uint)units + i];
+#ifdef CODES
+  for (uint i = get_local_id(0); i < (uint)second_units; i += WG)
+    second[at * (uint)second_units + i] = y[from * (uint)second_units + i];
+#endif
+}
+
+#ifdef COMBINES
+// out[t] = sum of weight * row over the slots of a token; with -DADDS that is added to what `out` holds. Rows lie in y,
+// those that another processor took in `other`. Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
+GROUP_SIZE __kernel void combine_rows(__global const act_t *y, __global const act_t *other,
+                                      __global const int *restrict position, __global const float *restrict weights,
+                                      __global act_t *out, int columns, int span) {
+  const uint token = get_global_id(1);
+  const int begin = get_global_id(0) * span, end = min(columns, begin + span);
+  out += token * (uint)columns;
+  for (int i = begin; i < end; i += 8) {
+    const int count = min(8, columns - i);
+    float8 sum = 0.0f;
+    for (uint slot = token * CHOSEN; slot < (token + 1) * CHOSEN; slot++) {
+      const int at = position[slot];
+      __global const act_t *row = at < 0 ? other + (uint)~at * (uint)columns : y + (uint)at * (uint)columns;
+      LOAD_PART(load_act8, load_act, row, i, count, value)
+      sum = FMA((float8)weights[slot], value, sum);
+    }
+#ifdef ADDS
+    LOAD_PART(load_act8, load_act, out, i, count, held)
+    sum += held;
+#endif
+    STORE_PART(store_act8, store_act, sum, out, i, count)
+  }
+}
+#endif

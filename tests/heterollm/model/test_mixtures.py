@@ -1,0 +1,144 @@
+"""Configurations and tensors of mixtures of experts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.kernels.ops import Routing
+from heterollm.model import Checkpoint, ModelConfig, expert_specs, load_weights, op_specs
+from heterollm.model.layout import TensorRows, expected_tensors, expert_rows
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "vocab_size": 160,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+}
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared")
+
+
+def config_of(model_type: str, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict(SIZES | {"model_type": model_type} | changes)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_defaults_are_those_of_transformers(model_type: str, saved: bool) -> None:
+    theirs = transformers.AutoConfig.for_model(model_type, **SIZES)
+    ours = ModelConfig.from_dict(theirs.to_dict() if saved else SIZES | {"model_type": model_type})
+    assert ours.routing is not None
+    assert ours.routing.experts == theirs.num_experts if model_type in ("qwen3_moe", "olmoe") else True
+    assert ours.routing.experts == theirs.num_local_experts
+    assert ours.routing.chosen == theirs.num_experts_per_tok
+    mixes = model_type == "phimoe"
+    assert ours.routing.normalized == getattr(theirs, "norm_topk_prob", not mixes)
+    assert ours.routing.jitter == (theirs.router_jitter_noise if mixes else 0)
+    assert ours.expert_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert ours.intermediate_size == getattr(theirs, "shared_intermediate_size", 0)
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.attention_scale == getattr(theirs, "attention_multiplier", ours.head_dim**-0.5)
+    assert ours.rope.base == theirs.rope_parameters["rope_theta"]
+    assert {layer.window for layer in ours.per_layer} == {getattr(theirs, "sliding_window", None) or 0}
+
+
+def test_multipliers_become_scales() -> None:
+    """A stream that is divided by the multiplier of what is added to it has the same norms."""
+    multipliers = {"embedding_multiplier": 12, "residual_multiplier": 0.25, "logits_scaling": 8}
+    config = config_of("granitemoe", **multipliers, rms_norm_eps=1e-6)
+    assert config.embedding_scale == 48
+    assert config.rms_norm_eps == pytest.approx(16e-6)
+    assert config.logit_scale == 0.125
+
+
+def test_published_names_of_phi_moe() -> None:
+    published = {
+        "architectures": ["PhiMoEForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_phimoe.PhiMoEForCausalLM"},
+    }
+    assert config_of("phimoe", **published) == config_of("phimoe")
+
+
+def test_rows_of_an_expert() -> None:
+    prefix = "model.layers.1.block_sparse_moe"
+    assert expert_rows(config_of("mixtral"), 1, 3) == {
+        "gate": TensorRows(f"{prefix}.experts.3.w1.weight", 0, 96),
+        "up": TensorRows(f"{prefix}.experts.3.w3.weight", 0, 96),
+        "down": TensorRows(f"{prefix}.experts.3.w2.weight", 0, 64),
+    }
+    config = config_of("granitemoe")
+    assert expert_rows(config, 1, 3) == {
+        "gate": TensorRows(f"{prefix}.input_linear.weight", 576, 672),
+        "up": TensorRows(f"{prefix}.input_linear.weight", 672, 768),
+        "down": TensorRows(f"{prefix}.output_linear.weight", 192, 256),
+    }
+    assert expected_tensors(config)[f"{prefix}.output_linear.weight"] == (8, 64, 96)
+
+
+def test_experts_have_the_format_of_the_other_groups() -> None:
+    config = config_of("qwen3_moe", moe_intermediate_size=80)
+    specs = op_specs(config, "w4a8", 32, False)
+    assert [spec.group for spec in specs] == ["qkv", "o", "qkv", "o", "head"]
+    first, second = expert_specs(config, specs)
+    assert (first.layer, second.layer) == (0, 1)
+    assert first.experts == Routing(128, 8, normalized=False)
+    assert first.weight == specs[0].weight
+    assert first.then is not None
+    assert (first.then.columns, first.then.weight.block) == (80, 16)
+    assert first.integer_inputs
+    assert first.then.integer_inputs
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "error", "said"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [1]}, UnsupportedModelError, "in some layers alone"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, UnsupportedModelError, "in some layers alone"),
+        ("mixtral", {"num_experts_per_tok": 9}, CheckpointError, "at most the 8 of num_experts"),
+        ("phimoe", {"num_experts_per_tok": 3}, CheckpointError, "sparsemixer"),
+        ("olmoe", {"num_local_experts": 10**9}, CheckpointError, "num_local_experts"),
+        ("mixtral", {"clip_qkv": 8.0}, UnsupportedModelError, "limit of queries"),
+        ("mixtral", {"lm_head_bias": True}, UnsupportedModelError, "bias of the LM head"),
+    ],
+)
+def test_what_no_mixture_can_be_is_refused(
+    model_type: str, changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        config_of(model_type, **changes)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "granitemoe"])
+def test_experts_are_read_one_at_a_time(
+    model_type: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(model_type)
+    config, source = ModelConfig.from_folder(folder), Checkpoint(folder)
+    weights = load_weights(source, config, precision="fp16", float_dtype=np.float32)
+    read, sizes = Checkpoint.read, []
+
+    def counted(own: Checkpoint, name: str, rows: tuple[int, int] | None = None) -> Any:
+        values = read(own, name, rows)
+        sizes.append(values.size)
+        return values
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    members = weights.expert_members(1, ("gate", "up"))
+    assert sizes == []
+    assert config.routing is not None
+    for index, member in enumerate(members):
+        expert, name = divmod(index, 2)
+        place = expert_rows(config, 1, expert)["gate" if name == 0 else "up"]
+        whole = source.read(place.name).reshape(-1, config.hidden_size)
+        np.testing.assert_array_equal(member, whole[place.start : place.stop])
+    assert len(members) == 2 * config.routing.experts
+    assert sizes[::2] == [config.expert_size * config.hidden_size] * len(members)
