@@ -24,6 +24,7 @@ from heterollm.calibration.records import (
     STEPS_PER_OCTAVE,
     LinearCalibration,
 )
+from heterollm.calibration.routing import RoutingStatistics
 from heterollm.engine import Call, EngineActivity, Step
 from heterollm.kernels.ops import Group, OpSpec, Phase
 
@@ -123,12 +124,14 @@ class ActivationObserver:
         reader: The reader; None reads nothing.
         only: Groups that the reader gets; None for all.
         heads: Statistics that get the queries; None reads none.
+        routing: Statistics that get the experts of each token; None reads none.
     """
 
     def __init__(self, specs: Mapping[tuple[int, Group], OpSpec], dtype: np.dtype[Any]) -> None:
         self.reader: Reader | None = None
         self.only: Collection[tuple[int, Group]] | None = None
         self.heads: HeadStatistics | None = None
+        self.routing: RoutingStatistics | None = None
         self._specs = specs
         self._dtype = dtype
         self._engine: Engine | None = None
@@ -152,11 +155,13 @@ class ActivationObserver:
         return clock
 
     def call_of(self, step: Step) -> Call:
-        """Return a call that runs a step and reads its slots, for RoPE and for a group of linears."""
+        """Return a call that runs a step and reads its slots, for RoPE, routing and groups of linears."""
         if step.action != "kernel" or step.tokens < 2 or step.layer is None:
             return step.run
         if step.operator == "rope":
             return self._call_of_rope(step, step.layer)
+        if step.operator == "routing":
+            return self._call_of_routing(step, step.layer)
         spec = self._specs.get((step.layer, step.operator))  # type: ignore[arg-type]
         if spec is None or step.work is None:
             return step.run
@@ -194,6 +199,17 @@ class ActivationObserver:
             if self.heads is not None:
                 columns, dtype = self.heads.query_columns, np.dtype(np.float32)
                 self.heads.add_queries(layer, self._read(target, step.tokens, columns, dtype))
+
+        return call
+
+    def _call_of_routing(self, step: Step, layer: int) -> Call:
+        target = step.writes[0].name
+
+        def call() -> None:
+            step.run()
+            if self.routing is not None:
+                columns = self.routing.chosen(layer)
+                self.routing.add(layer, self._read(target, step.tokens, columns, np.dtype(np.int32)))
 
         return call
 

@@ -32,6 +32,7 @@ from heterollm.calibration.int8_records import (
     Int8Calibration,
     int8_mistakes,
 )
+from heterollm.calibration.routing import RoutingCalibration, routing_mistakes
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, largest_code
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, Precision
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 LARGEST_FILE_BYTES: Final = 1 << 28
 
 STEPS_PER_OCTAVE: Final = 8
@@ -179,6 +180,7 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
         linears: By layer and group.
         ffns: By layer.
         heads: By layer.
+        routing: By layer with experts.
         precision: Precision of the weights.
         decision: How the activations of the linears were decided; None but at ``w8a8``, and before.
         version: Version of the file.
@@ -194,9 +196,10 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     linears: tuple[LinearCalibration, ...]
     ffns: tuple[FfnCalibration, ...]
     heads: tuple[HeadCalibration, ...] = ()
+    routing: tuple[RoutingCalibration, ...] = ()
     precision: Precision = "w4a16"
     decision: Decision | None = None
-    version: Literal[4] = SCHEMA_VERSION
+    version: Literal[5] = SCHEMA_VERSION
 
     @property
     def key(self) -> str:
@@ -357,6 +360,7 @@ def _mistakes(found: Calibration) -> Iterator[str]:
         if found.decision is not None and (one.int8 is None or one.int8.activations is None):
             yield f"{where}.int8.activations: none, although there is a decision"
     yield from head_mistakes(found.heads)
+    yield from routing_mistakes(found.routing, found.windows)
     for place, ffn in enumerate(found.ffns):
         where = f"ffns[{place}]"
         if (ffn.layer, "ffn") in seen:

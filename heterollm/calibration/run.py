@@ -20,6 +20,7 @@ from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.calibration.loss import LossMeter
 from heterollm.calibration.observer import ActivationObserver, Floats, LinearStatistics
 from heterollm.calibration.records import Calibration, FfnCalibration, load_calibration
+from heterollm.calibration.routing import RoutingStatistics
 from heterollm.data import bundled_model
 from heterollm.engine import Engine, EngineThread, start_engine
 from heterollm.kernels.device import Device
@@ -169,6 +170,7 @@ class _Run:
             key: LinearStatistics(spec, earlier.get(key), int8=int8) for key, spec in self._specs.items()
         }
         self._heads = HeadStatistics(weights.config, state.heads, state.windows)
+        self._routing = RoutingStatistics(weights.experts, state.routing)
         self._activated = {one.layer: one.activated for one in state.ffns}
         self._partial = {one.layer: one.partial for one in state.ffns}
         self._observer = ActivationObserver(self._specs, device.activation_dtype)
@@ -193,11 +195,12 @@ class _Run:
         """Run the remaining windows, then the check, and decide; then measure the importance of heads."""
         total = self._state.windows_planned + 1
         self._observer.reader, self._observer.heads = self._measure, self._heads
+        self._observer.routing = self._routing
         for done in range(self._state.windows, self._state.windows_planned):
             self._progress("Calibrating", done, total)
             self._prefill(parts[done])
             self._save(windows=done + 1)
-        self._observer.reader = self._observer.heads = None
+        self._observer.reader = self._observer.heads = self._observer.routing = None
         self._progress("Calibrating", total - 1, total)
         if not self._state.checked_tokens:
             self._check(parts[-1])
@@ -263,7 +266,8 @@ class _Run:
             FfnCalibration(layer, value, self._partial[layer])
             for layer, value in sorted(self._activated.items())
         )
-        self._store(windows=windows, linears=linears, ffns=ffns, heads=self._heads.record())
+        heads, routing = self._heads.record(), self._routing.record()
+        self._store(windows=windows, linears=linears, ffns=ffns, heads=heads, routing=routing)
 
     def _store(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the calibration
         self._state = structs.replace(self._state, **changes)

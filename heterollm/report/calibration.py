@@ -45,6 +45,7 @@ def calibration_report(found: Calibration, path: str) -> Group:
     if found.decision is not None:
         lines += _int8(found)
     lines += _heads(found)
+    lines += _routing(found)
     lines.append(Text(f"Wrote {path}; load the model with {found.load_options} --calibration {path}."))
     if found.failed:
         what = "keep float activations" if found.decision is None else "have no ranges of 16 bits"
@@ -107,6 +108,17 @@ def _heads(found: Calibration) -> list[RenderableType]:
     ]
 
 
+def _routing(found: Calibration) -> list[RenderableType]:
+    """Return the popularity of the experts of each layer."""
+    if not found.routing:
+        return []
+    shown = table("layer", ">imbalance", "most popular experts")
+    for one in found.routing:
+        popular = one.most_popular(min(SHOWN, len(one.counts)))
+        shown.add_row(str(one.layer), f"{one.imbalance:.2f}", " ".join(map(str, popular)))
+    return [Text("Tokens of the busiest expert over the mean:"), shown]
+
+
 def _numbers(values: Sequence[float]) -> str:
     return " ".join(f"{value:.0f}" for value in values)
 
@@ -130,6 +142,8 @@ def calibration_json(found: Calibration, path: str) -> dict[str, Any]:
         "keep": [list(layer) for layer in keep_ratios(found.head_needs(), KEEP)],
         "head_importance": all(one.ranked for one in found.heads),
     }
+    if found.routing:
+        summary["experts"] = [one.counts.tolist() for one in found.routing]
     if found.decision is None:
         return summary
     int8 = [one.int8 for one in found.linears if one.int8 is not None]

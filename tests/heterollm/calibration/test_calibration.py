@@ -350,7 +350,7 @@ def test_other_weights_are_refused(bundled_model: Path, calibrated: Path) -> Non
         (lambda text: text.replace('"layer": 3', '"layer": 2'), r"linears\[12\]\.group: qkv of layer 2"),
         (lambda text: text.replace('"group": "o"', '"group": "ffn"', 1), r"linears\[1\]\.group: ffn"),
         (lambda text: text.replace('"nmse": ', '"nmse": [', 1), "not JSON"),
-        (lambda text: text.replace('"version": 4', '"version": 3'), "has version 3; .* reads 4"),
+        (lambda text: text.replace('"version": 5', '"version": 4'), "has version 4; .* reads 5"),
         (lambda text: "[" * 100_000, "not JSON"),
         (lambda text: "[]", "not a calibration"),
     ],

@@ -10,8 +10,8 @@ from heterollm.base import GraphError
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.npu import ExpertsShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.graphs import graph_identity, shard_digest, write_graph
+from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.sim import Simulation, open_simulated
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -204,7 +204,7 @@ def test_the_context_of_a_group_is_cached(kind, make_group, tmp_path, monkeypatc
 
 
 def test_a_simulated_npu_takes_groups(make_group):
-    npu = open_simulated("sim:snapdragon-8gen3", Simulation()).npu
+    npu = open_device("sim:snapdragon-8gen3").npu
     shard = make_group((0, 1, 2, 3))
     works = [npu.prepare(own, 64).work for own in (shard, shard.parts[0])]
     assert works[0] == dataclasses.replace(works[1], experts=4)
