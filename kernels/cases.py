@@ -503,7 +503,7 @@ class LayerCases:
 
 def _normed(x: NDArray[np.float64], weights: NDArray[Any], *, centered: bool) -> NDArray[np.float64]:
     if centered:
-        return reference_layers.layer_norm(x, *weights, EPSILON)
+        return reference_layers.layer_norm(x, weights[0], weights[1], EPSILON)
     return reference_layers.rms_norm(x, weights[0], EPSILON)
 
 

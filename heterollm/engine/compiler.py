@@ -330,7 +330,7 @@ class Compiler:
         glue, routed = self._glue(builder), self._experts.rounded(builder.lane, layer)
         group = next((own for own in FIRST_OF_FFN if (layer, own) in builder.placements), None)
         op = None if group is None else self._placed(builder, layer, group)
-        codes = op and (op.rounded or op.codes)
+        codes = None if op is None else op.rounded or op.codes
         glue.norm(builder, layer, "feed_forward", delta, routed or codes)
         experts = self._experts.mixture(builder, layer)
         if op is None:

@@ -25,7 +25,6 @@ from heterollm.engine.slots import (
 from heterollm.engine.step import LinearWork
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
-    DeviceMemory,
     ExpertLists,
     ExpertShape,
     GpuExperts,
@@ -151,8 +150,8 @@ def _codes(lane: Lane, slot: str, spec: OpSpec) -> RoundedInputs | None:
     """Return the slots of int8 codes of a linear's input; None where it reads floats."""
     if not spec.integer_inputs:
         return None
-    memory: tuple[DeviceMemory, ...] = (lane.private[f"{slot}_codes"], lane.private[f"{slot}_blocks"])
-    return RoundedInputs(*memory, spec.weight.bits, spec.weight.block)
+    codes, blocks = lane.private[f"{slot}_codes"], lane.private[f"{slot}_blocks"]
+    return RoundedInputs(codes, blocks, spec.weight.bits, spec.weight.block)
 
 
 def _work(spec: OpSpec, shape: ExpertShape) -> LinearWork:

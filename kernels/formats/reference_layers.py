@@ -43,7 +43,7 @@ def rms_norm(x: NDArray[Any], weight: NDArray[Any], epsilon: float) -> NDArray[n
 def layer_norm(
     x: NDArray[Any], weight: NDArray[Any], shift: NDArray[Any], epsilon: float
 ) -> NDArray[np.float64]:
-    """Return ``x [m, hidden]`` less its mean, over its standard deviation, times the weight, plus the shift."""
+    """Return ``x [m, hidden]`` less its mean, over its deviation, times the weight, plus the shift."""
     exact = x.astype(np.float64)
     return rms_norm(exact - exact.mean(axis=1, keepdims=True), weight, epsilon) + shift.astype(np.float64)
 

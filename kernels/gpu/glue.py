@@ -69,8 +69,8 @@ class GpuGlue(GpuAttention):
             bias: float32 ``[hidden]`` of that linear, or None.
             post: float32 ``[hidden]``, weight of the delta's norm, or None.
             rounded: Target of the codes of ``out``, int8 for a GPU, or those of an NPU; None for no codes.
-            centered: Whether it is a LayerNorm: the mean is subtracted first, and the second row of ``weight``,
-                then ``[2, hidden]``, is added at the end.
+            centered: Whether it is a LayerNorm: the mean is subtracted first, the second row of ``weight``,
+                then ``[2, hidden]``, added at the end.
         """
         residual.require(tokens * hidden * 4, "norm residual")
         memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
@@ -154,7 +154,7 @@ class GpuGlue(GpuAttention):
     def gated_activation(
         self,
         gate_up: Segments,
-        out: SharedArray,
+        out: DeviceMemory,
         *,
         tokens: int,
         intermediate: int,

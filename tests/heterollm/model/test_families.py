@@ -211,7 +211,6 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "sparsemixer": lambda config: {"routing": other_routing(config, scoring="softmax")},
     "jitter": lambda config: {"routing": other_routing(config, jitter=0.01)},
     "scale of logits": lambda _config: {"logit_scale": 1.0},
-    "epsilon of a divided stream": lambda config: {"rms_norm_eps": 1e-5},
 }
 GEMMA = (
     *("window", "layers without window", "norms of outputs", "norm offset", "embedding scale"),
