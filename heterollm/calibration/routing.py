@@ -54,7 +54,8 @@ class RoutingCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def counts(self) -> Ints:
         """Tokens of each expert, ``[experts]``."""
-        return self.loads(ROUTED_TOKENS).sum(axis=0)
+        counts: Ints = self.loads(ROUTED_TOKENS).sum(axis=0)
+        return counts
 
     @property
     def imbalance(self) -> float:

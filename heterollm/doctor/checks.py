@@ -8,6 +8,7 @@ from typing import Final
 
 from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.doctor.contexts import context_cases
+from heterollm.doctor.experts import expert_cases
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
 from heterollm.doctor.power import power_cases
@@ -29,7 +30,8 @@ def device_cases(device: Device) -> list[DoctorCase]:
     """Return every check of a device: GPU, NPU, flag, clocks and cores."""
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device), *sparse_cases(device)]
     if device.npu is not None:
-        cases += [*npu_cases(device, device.npu), *score_cases(device.npu)]
+        npu = device.npu
+        cases += [*npu_cases(device, npu), *expert_cases(npu), *score_cases(npu)]
     return [*cases, *context_cases(device), *flag_cases(device), *power_cases(device)]
 
 

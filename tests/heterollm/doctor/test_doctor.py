@@ -13,6 +13,7 @@ from heterollm.doctor import run as doctor
 from heterollm.doctor.case import DoctorCase, run_case
 from heterollm.doctor.checks import FLAG, device_cases
 from heterollm.doctor.contexts import CONTEXTS
+from heterollm.doctor.experts import expert_cases
 from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.power import CLOCKS, CORES
 from heterollm.doctor.run import Problem, unlisted_vendors
@@ -21,6 +22,7 @@ from heterollm.doctor.sparse import ATTENTION, CODES, SELECTION, sparse_cases
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.formats import reference, reference_layers, reference_sparse
 from heterollm.kernels.gpu import GpuLinear, GpuWork
+from heterollm.kernels.npu import ExpertsShard
 from heterollm.kernels.npu.contexts import SharingVerdict
 from heterollm.kernels.open import open_device
 from heterollm.kernels.score_cases import ScoresCase
@@ -248,6 +250,17 @@ def test_an_operator_that_raises_is_a_failed_check(device, monkeypatch):
         ("fail", None, "The compiler refuses.", "Another driver.")
     ] * len(gpu)
     assert all(check.status == "pass" for check in checks if check.part == "NPU")
+
+
+def test_exchanged_experts_fail(device, monkeypatch):
+    assert run_case(*expert_cases(device.npu), "fp32").status == "pass"
+    prepare = device.npu.prepare
+
+    def exchanged(shard, length):
+        return prepare(ExpertsShard(shard.experts[::-1], shard.parts[::-1]), length)
+
+    monkeypatch.setattr(device.npu, "prepare", exchanged)
+    assert run_case(*expert_cases(device.npu), "fp32").status == "fail"
 
 
 def test_nan_fails_and_can_be_written_as_json():
