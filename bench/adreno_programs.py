@@ -17,6 +17,9 @@ import numpy as np
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor, buckets, score_scales
 from heterollm.kernels.gpu import (
     STEP_WORDS,
+    ExpertLists,
+    ExpertShape,
+    GpuExperts,
     GpuGlue,
     GpuLinear,
     GpuOutliers,
@@ -45,7 +48,7 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Routing, WeightFormat
 
 sys.path.insert(0, str(Path(__file__).parent))
 from live_text import live_hash
@@ -252,6 +255,43 @@ def _record_outliers(runtime: ProgramRecorder, slot: SharedArray) -> None:
             outliers.multiply(slot, found, hot, slot, **options)
 
 
+def _record_experts(runtime: ProgramRecorder, slot: SharedArray) -> None:
+    routing = Routing(8, 2)
+    grouped: tuple[tuple[int, bool, KernelStyle], ...] = (
+        *((tokens, rounds, "simt") for rounds in (False, True) for tokens in (1, 28, 512)),
+        (512, False, "half"),
+    )
+    for tokens, rounds, style in grouped:
+        options = {"activation_dtype": np.float16, "integer_inputs": rounds, "experts": routing.experts}
+        layer = GpuLinear.pack(runtime, [_weight(4)] * routing.experts, **options)
+        shape = ExpertShape(routing, tokens)
+        lists = ExpertLists.allocate(runtime, shape)
+        half = " half" if style == "half" else ""
+        runtime.label = f"experts w4{'a8' if rounds else ''} f16 T{shape.step}{half}"
+        layer.grouped_launch(slot, slot, lists, shape=shape, style=style, label="experts")
+    experts = GpuExperts(runtime, np.float16, np.float16, style="simt")
+    for own in (
+        Routing(128, 8),
+        Routing(64, 8, "sigmoid", biased=True),
+        Routing(16, 2, "sparsemixer", normalized=False, jitter=0.01),
+    ):
+        shape = ExpertShape(own, 1)
+        runtime.label = f"route {own.scoring}"
+        bias = slot if own.biased else None
+        experts.route(slot, ExpertLists.allocate(runtime, shape), shape=shape, bias=bias)
+    shape = ExpertShape(Routing(128, 8), 64)
+    lists = ExpertLists.allocate(runtime, shape)
+    for taken in (None, slot):
+        runtime.label = f"sort_pairs{'' if taken is None else ' taken'}"
+        experts.sort(lists, shape=shape, taken=taken)
+    codes = RoundedInputs(slot, slot, 4, BLOCK)
+    for name, own_codes in (("f16", None), ("codes", (codes, codes))):
+        runtime.label = f"gather_rows {name}"
+        experts.gather(slot, slot, lists, shape=shape, columns=COLUMNS, codes=own_codes)
+    runtime.label = "combine_rows f16"
+    experts.combine(slot, lists, slot, shape=shape, columns=COLUMNS)
+
+
 def _record_sparse(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:
     layers = GpuSparseAttention(runtime, np.float16, np.float16, style="simt")
     step = runtime.shared((STEP_WORDS,), np.int32)
@@ -284,6 +324,7 @@ def programs() -> tuple[Program, ...]:
         _record_glue(runtime, slot, heads, rounds=False)
     _record_glue(runtime, slot, HEADS[0], rounds=True)
     _record_outliers(runtime, slot)
+    _record_experts(runtime, slot)
     for heads in HEADS[:2]:
         _record_sparse(runtime, slot, heads)
     for bits in (4, 8):

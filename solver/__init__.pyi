@@ -50,6 +50,7 @@ from .profile_costs import best_strategy as best_strategy
 from .profile_costs import limits_of as limits_of
 from .profile_costs import power_of as power_of
 from .prompts import relative_time as relative_time
+from .request import PASSES as PASSES
 from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import InFlight as InFlight

@@ -17,7 +17,7 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
 from heterollm.solver.ffn import first_group
-from heterollm.solver.options import Option, all_options
+from heterollm.solver.options import Option, all_options, slowdown_of
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
 from heterollm.solver.plan_records import ChunkSchedule, GroupTimes, PlanEntry
@@ -76,8 +76,8 @@ def group_times(
 ) -> tuple[GroupTimes, ...]:
     """Return the times of a layer's groups in a chunk, with the overheads of changing the processor.
 
-    While the engine thread runs a graph it submits nothing, so that the queue is empty behind it; before a
-    graph it submits the kernels of other chunks and waits for the hand-over.
+    Before a graph the engine thread submits the kernels of other chunks and waits for the hand-over. While it
+    runs the graph it submits nothing, so that the queue may be empty behind it.
 
     Args:
         decisions: The operators of a layer in order with their placements.
@@ -94,11 +94,13 @@ def group_times(
         before_us = first.between_us(first_group(spec), tokens)
         more_us = later.between_us(first_group(spec), tokens) - before_us
         before_us += codes_us
-        npu_us = option.npu_us
+        gpu_us, npu_us = option.alone_us
         if npu_us:
-            before_us += overheads.refill_us
             npu_us += max(0.0, overheads.hand_over_us) + SUBMITTED * submit_us
-        found.append(GroupTimes(spec.group, before_us, max(0.0, more_us / tokens), option.shard_us, npu_us))
+        slowdown = slowdown_of(spec, tokens, option.placement, first)
+        times_us = before_us, max(0.0, more_us / tokens), gpu_us, npu_us
+        refill_us = overheads.refill_us if npu_us else 0.0
+        found.append(GroupTimes(spec.group, *times_us, slowdown.gpu, slowdown.npu, refill_us))
     return tuple(found)
 
 
@@ -388,19 +390,21 @@ def _chunk_stages(
         for one in times:
             glue_us = fraction * (one.before_us + position * one.before_us_per_position)
             gpu_us, needs = fraction * one.gpu_us, kernel + graph
+            whole_gpu = not one.npu_us
+            # Norms and activations are short, and wait for memory.
+            slowdown = one.gpu_slowdown if whole_gpu or one.group == "o" else None
             if one.group == "o":
                 # Keys and values of a layer are stored right before its attention.
-                yield Stage("gpu", 0.0, needs)
+                yield Stage("gpu", 0.0, needs, None, one.refill_us)
                 stored.append((number, next(count)))
                 needs = tuple(stored)
-            whole_gpu = not one.npu_us
-            yield Stage("gpu", glue_us + gpu_us * whole_gpu, needs)
+            yield Stage("gpu", glue_us + gpu_us * whole_gpu, needs, slowdown, one.refill_us)
             kernel, graph = ((number, next(count)),), ()
             if whole_gpu:
                 continue
             before = kernel
             if gpu_us:
-                yield Stage("gpu", gpu_us, before)
+                yield Stage("gpu", gpu_us, before, one.gpu_slowdown)
                 kernel = ((number, next(count)),)
-            yield Stage("npu", one.npu_us, before)
+            yield Stage("npu", one.npu_us, before, one.npu_slowdown)
             graph = ((number, next(count)),)

@@ -34,6 +34,7 @@ __all__ = [
     "group_options",
     "restricted",
     "rows_of",
+    "slowdown_of",
     "whole_cost_of",
     "with_new_rows",
 ]
@@ -61,6 +62,7 @@ class Option(Struct, frozen=True, gc=False):
         write_us: Time of the GPU, counted above, to write the input codes of integer graphs.
         read_us: Time of the GPU, counted above, to read their output codes.
         shadow: Times of the GPU, counted above, of shadow outliers, in the mean layer.
+        alone_us: Time of each processor's shard, GPU first, while the other is idle.
     """
 
     placement: Placement
@@ -73,6 +75,7 @@ class Option(Struct, frozen=True, gc=False):
     write_us: float = 0.0
     read_us: float = 0.0
     shadow: ShadowTimes = NO_SHADOW
+    alone_us: tuple[float, float] = (0.0, 0.0)
 
     @property
     def ahead_us(self) -> float:
@@ -112,7 +115,8 @@ def evaluate(
     if not math.isfinite(gpu_us + npu_us):
         return None
     if not placement.npu_lengths:
-        return Option(placement, gpu_us, gpu_us, 0.0, goal.cost(gpu_us, gpu_us, 0.0), False, gpu_us)
+        cost = goal.cost(gpu_us, gpu_us, 0.0)
+        return Option(placement, gpu_us, gpu_us, 0.0, cost, False, gpu_us, alone_us=(gpu_us, 0.0))
     write_us, read_us, shadow = 0.0, 0.0, NO_SHADOW
     if form in INTEGER_FORMS:
         covered = min(tokens, sum(placement.npu_lengths))
@@ -131,7 +135,8 @@ def evaluate(
         # Both processors wait: the GPU's shard hides nothing of the hand-over.
         together_us, begin_us, gpu_us = begin_us, 0.0, gpu_us + overheads.refill_us
     npu_us = max(0.0, npu_us - hidden_us)
-    slowdown = _slowdown(spec, tokens, placement, costs) if beside else ALONE
+    alone_us = gpu_us, npu_us
+    slowdown = slowdown_of(spec, tokens, placement, costs) if beside else ALONE
     shard_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
     npu_us = npu_end - begin_us
     # The next kernel is submitted when the NPU ends. A queue that is surely still busy needs no refill.
@@ -147,10 +152,13 @@ def evaluate(
     time_us, gpu_us = sum(alone, start=time_us), sum(alone, start=shard_us)
     cost = goal.cost(time_us, gpu_us, npu_us)
     is_split = bool(left_tokens)
-    return Option(placement, time_us, gpu_us, npu_us, cost, is_split, shard_us, write_us, read_us, shadow)
+    return Option(
+        *(placement, time_us, gpu_us, npu_us, cost, is_split, shard_us, write_us, read_us, shadow, alone_us)
+    )
 
 
-def _slowdown(spec: OpSpec, tokens: int, placement: Placement, costs: Costs) -> Slowdown:
+def slowdown_of(spec: OpSpec, tokens: int, placement: Placement, costs: Costs) -> Slowdown:
+    """Return the slowdown of both processors by a placement's shards."""
     if placement.form in INTEGER_FORMS:
         return costs.slowdown(spec, tokens, placement.form or "", max(placement.npu_lengths))
     return costs.slowdown(spec, tokens)

@@ -316,6 +316,8 @@ def _mistake(entry: PlanEntry) -> str | None:
     for low, high in (entry.lengths, entry.layers):
         if low > high:
             return f"range {low}..{high} of {entry.group} is empty"
+    if entry.group == "experts":
+        return "it places experts, all of which the GPU computes"
     if (entry.group == "ffn") is not isinstance(entry.placement, FfnPlacement):
         return f"a {type(entry.placement).__name__} cannot place {entry.group}"
     return None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from heterollm.base import Amount, Count, Positive
+from heterollm.base import Amount, Count, Factor, Positive
 from heterollm.kernels.gpu import SyncChoice
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.placements import Placement
@@ -41,8 +41,11 @@ class GroupTimes(Struct, frozen=True, forbid_unknown_fields=True):
         group: The group, or ``ffn``.
         before_us: Time of the glue operators before it, where the chunk begins the context.
         before_us_per_position: What each position before the chunk adds to that.
-        gpu_us: Time of the GPU's shard.
-        npu_us: Time of the NPU's shard.
+        gpu_us: Time of the GPU's shard while the NPU is idle.
+        npu_us: Time of the NPU's shard while the GPU is idle.
+        gpu_slowdown: Factor on the GPU's shard, and on attention before it, while the NPU computes.
+        npu_slowdown: Factor on the NPU's shard while the GPU computes shards or attention.
+        refill_us: Time that the glue operators take longer where the GPU is idle before.
     """
 
     group: Group
@@ -50,6 +53,9 @@ class GroupTimes(Struct, frozen=True, forbid_unknown_fields=True):
     before_us_per_position: Amount
     gpu_us: Amount
     npu_us: Amount
+    gpu_slowdown: Factor = 1.0
+    npu_slowdown: Factor = 1.0
+    refill_us: Amount = 0.0
 
 
 class ResidentSlice(Struct, frozen=True, forbid_unknown_fields=True):

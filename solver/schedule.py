@@ -8,9 +8,8 @@ processor runs one stage at a time, equation (4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Final, Literal, TypeAlias
 
 from heterollm.base import PlanError
@@ -31,6 +30,9 @@ LAGS: Final = (2, 3)
 """Stages between chunks that are kept apart: of 0 to 26 these left the shortest bubbles. Without a lag chunks
 meet at the same stage, and with a long one there are too few at once."""
 
+PROCESSORS: Final[tuple[Processor, ...]] = ("npu", "gpu")
+"""In the order in which they take stages."""
+
 _Rule: TypeAlias = Callable[[int, Sequence[int]], float]
 """Returns the priority of a stage from its number and the unmet needs of every stage."""
 
@@ -41,14 +43,19 @@ class Stage:
 
     Args:
         processor: The processor that runs it.
-        time_us: Predicted time.
+        time_us: Predicted time while the other processor is idle.
         needs: Chunk and index of the stages that must end first: earlier ones of this chunk or of
             chunks before.
+        slowdown: Factor on the time while the other processor runs a stage that has a factor, too; None where
+            neither stage slows the other.
+        refill_us: Time that it takes longer where its processor was idle before.
     """
 
     processor: Processor
     time_us: float
     needs: tuple[tuple[int, int], ...] = ()
+    slowdown: float | None = None
+    refill_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +84,13 @@ def schedule_chunks(chunks: Sequence[Sequence[Stage]], policy: SchedulePolicy = 
 
     Args:
         chunks: The stages of each chunk in order.
-        policy: How to decide.
+        policy: How to decide; ``exact`` knows no slowdown and no refill.
 
     Raises:
         PlanError: A stage needs a later one, or there are too many stages for the exact search.
     """
     graph = _Graph(chunks)
-    in_order = graph.in_order()
+    in_order = graph.run(None)
     if policy == "in_order":
         return in_order
     rules = (graph.stall_relief, graph.longest_rest, *(graph.staggered(lag) for lag in LAGS))
@@ -132,43 +139,65 @@ class _Graph:
 
     # -- schedules --------------------------------------------------------------------------------------
 
-    def run(self, rule: _Rule) -> Schedule:
-        """Return the schedule in which an idle processor takes the ready stage that a rule prefers."""
+    def run(self, rule: _Rule | None) -> Schedule:
+        """Return the schedule in which an idle processor takes the ready stage that a rule prefers.
+
+        Without a rule each processor finishes a chunk before it begins the next.
+        """
         missing = [len(needs) for needs in self.needs]
         ready: dict[Processor, list[int]] = {"gpu": [], "npu": []}
-        for one, stage in enumerate(self.stages):
+        turns: dict[Processor, list[int]] = {"gpu": [], "npu": []}
+        for one, stage in reversed(list(enumerate(self.stages))):
+            turns[stage.processor].append(one)
             if not missing[one]:
                 ready[stage.processor].append(one)
-        running: list[tuple[float, int]] = []
-        idle: list[Processor] = ["gpu", "npu"]
+        running: dict[Processor, int] = {}
+        free_us: dict[Processor, float] = {}
         begins_us: dict[int, float] = {}
+        ends_us: dict[int, float] = {}
         now_us = 0.0
-        while len(begins_us) < len(self.stages):
-            for processor in (one for one in ("npu", "gpu") if one in idle and ready[one]):
-                best = max(ready[processor], key=lambda one: (rule(one, missing), -one))
-                ready[processor].remove(best)
-                idle.remove(processor)
+
+        def change_pace(beside: int, *, meets: bool) -> None:
+            """Slow the running stage, which a stage meets, or let it go on alone."""
+            for one in running.values():
+                factor = self._factor(one, beside)
+                if factor != 1.0:
+                    left_us = ends_us[one] - now_us
+                    ends_us[one] = now_us + (left_us * factor if meets else left_us / factor)
+
+        while len(begins_us) < len(self.stages) or running:
+            for processor in PROCESSORS:
+                own = ready[processor]
+                if processor in running or not own:
+                    continue
+                if rule is not None:
+                    best = max(own, key=lambda one: (rule(one, missing), -one))
+                elif turns[processor][-1] in own:
+                    best = turns[processor].pop()
+                else:
+                    continue
+                own.remove(best)
                 begins_us[best] = now_us
-                heappush(running, (now_us + self.stages[best].time_us, best))
-            now_us, ended = heappop(running)
-            idle.append(self.stages[ended].processor)
+                factor = max((self._factor(best, one) for one in running.values()), default=1.0)
+                refill_us = 0.0 if free_us.get(processor) == now_us else self.stages[best].refill_us
+                ends_us[best] = now_us + refill_us + factor * self.stages[best].time_us
+                change_pace(best, meets=True)
+                running[processor] = best
+            ended = min(running.values(), key=lambda one: (ends_us[one], one))
+            now_us = ends_us[ended]
+            free_us[self.stages[ended].processor] = now_us
+            del running[self.stages[ended].processor]
+            change_pace(ended, meets=False)
             for one in self.dependents[ended]:
                 missing[one] -= 1
                 if not missing[one]:
                     ready[self.stages[one].processor].append(one)
-        return self._schedule(begins_us)
+        return self._schedule(begins_us, ends_us)
 
-    def in_order(self) -> Schedule:
-        """Return the schedule in which each processor finishes a chunk before it begins the next."""
-        free_us: dict[Processor, float] = {"gpu": 0.0, "npu": 0.0}
-        ends_us: list[float] = []
-        begins_us: dict[int, float] = {}
-        for number, stage in enumerate(self.stages):
-            needed_us = (ends_us[need] for need in self.needs[number])
-            begins_us[number] = max([free_us[stage.processor], *needed_us])
-            free_us[stage.processor] = begins_us[number] + stage.time_us
-            ends_us.append(free_us[stage.processor])
-        return self._schedule(begins_us)
+    def _factor(self, number: int, beside: int) -> float:
+        """Return the factor on the time of a stage beside another."""
+        own, other = self.stages[number].slowdown, self.stages[beside].slowdown
+        return 1.0 if own is None or other is None else own
 
     def search(self, best: Schedule) -> Schedule:
         """Return a shortest schedule, by branch and bound from the given one.
@@ -201,7 +230,7 @@ class _Graph:
             nonlocal bound
             if len(ends) == len(self.stages):
                 begins_us = {one: end - self.stages[one].time_us for one, end in ends.items()}
-                bound = min(bound, self._schedule(begins_us), key=lambda one: one.elapsed_us)
+                bound = min(bound, self._schedule(begins_us, ends), key=lambda one: one.elapsed_us)
                 return
             begin_us = {
                 one: max([free_us[stage.processor], *(ends[need] for need in self.needs[one])])
@@ -239,15 +268,14 @@ class _Graph:
         visit()
         return bound
 
-    def _schedule(self, begins_us: dict[int, float]) -> Schedule:
+    def _schedule(self, begins_us: Mapping[int, float], ends_us: Mapping[int, float]) -> Schedule:
         order = sorted(begins_us, key=lambda one: (begins_us[one], one))
         busy_us: dict[Processor, float] = {"gpu": 0.0, "npu": 0.0}
-        for stage in self.stages:
-            busy_us[stage.processor] += stage.time_us
-        ends = (begins_us[one] + self.stages[one].time_us for one in order)
+        for number, stage in enumerate(self.stages):
+            busy_us[stage.processor] += ends_us[number] - begins_us[number]
         return Schedule(
             tuple(self.places[one] for one in order),
             tuple(begins_us[one] for one in order),
-            max(ends, default=0.0),
+            max(ends_us.values(), default=0.0),
             busy_us,
         )

@@ -59,6 +59,7 @@ from .terminal import write as write
 from .terminal import write_json as write_json
 from .typed_json import Amount as Amount
 from .typed_json import Count as Count
+from .typed_json import Factor as Factor
 from .typed_json import Number as Number
 from .typed_json import Positive as Positive
 from .typed_json import PositiveNumber as PositiveNumber

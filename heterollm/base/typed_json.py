@@ -16,6 +16,7 @@ from heterollm.base.strict_json import parse_json
 __all__ = [
     "Amount",
     "Count",
+    "Factor",
     "Number",
     "Positive",
     "PositiveNumber",
@@ -35,6 +36,9 @@ Count = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
 Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
 """A finite number of at least 0."""
+
+Factor = Annotated[float, Meta(ge=1, le=LARGEST)]
+"""A finite number of at least 1."""
 
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 """A finite number."""

@@ -19,7 +19,7 @@ from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.kernels.threads import split_threads
 from heterollm.planning import LoadKeywords, LoadOptions
-from heterollm.solver import LENGTH_POLICIES, LengthPolicy, LlmNpuPass, PlanRequest
+from heterollm.solver import LENGTH_POLICIES, PASSES, SHADOW_ATTENTION, LengthPolicy, PassName, PlanRequest
 
 __all__ = [
     "LEVEL_NAMES",
@@ -107,7 +107,7 @@ class Configuration:
     scales: Scales = "free"
     power: Power | Literal[""] = "burst"
     calibration: str = ""
-    pass_name: LlmNpuPass | Literal[""] = ""
+    pass_name: PassName | Literal[""] = ""
     baseline: bool = False
 
     @property
@@ -210,8 +210,9 @@ def expand(
 
     Options that do not apply to a configuration stay at their defaults, so that no two are equal: length
     policies apply to ``npu`` and ``layer`` only, syncs to levels that use the NPU (``operator`` to all), a
-    calibration to integers on the NPU, passes (``none`` for no pass) to ``auto`` and ``tensor`` at ``w8a8``,
-    and none of them to other engines. Levels that need an NPU skip splits without one.
+    calibration to integers on the NPU and to ``shadowattn``, steps of llm.npu to ``auto`` and ``tensor`` at
+    ``w8a8``, ``shadowattn`` to all levels at ``w8a8`` and stepped ``w4a16`` (``none`` is no pass), and none
+    of them to other engines. Levels that need an NPU skip splits without one.
 
     Raises:
         OptionError: A value is not legal, or no configuration is left.
@@ -221,7 +222,7 @@ def expand(
     _check(policies, LENGTH_POLICIES, "length policy")
     _check(syncs, SYNC_OPTIONS, "sync")
     _check(precisions, get_args(Precision), "precision")
-    _check(passes, (NONE, *get_args(LlmNpuPass)), "pass")
+    _check(passes, (NONE, *PASSES), "pass")
     for level in levels:
         if level not in LEVEL_NAMES and not _is_file(level):
             raise OptionError(
@@ -256,7 +257,8 @@ def expand(
     if set(passes) - {NONE} - {one.pass_name for one in unique}:
         raise OptionError(
             f"No configuration has the pass {', '.join(passes)}.",
-            fix="Choose --plan auto or tensor, --precision w8a8 and --calibration FILE, with an NPU thread.",
+            fix="Give --calibration FILE. Steps of llm.npu need --plan auto or tensor, --precision w8a8 and "
+            f"an NPU thread; {SHADOW_ATTENTION} needs a level, and --precision w8a8 or --scales stepped.",
         )
     for one in unique:
         if one.engine == "self":
@@ -306,15 +308,19 @@ def _own(
         return None
     uses_npu = level != "gpu" and not without_npu
     int8 = base.precision == "w8a8"
-    integers = level != "gpu" and (int8 or (base.precision == "w4a16" and base.scales == "stepped"))
-    passable = uses_npu and int8 and level in PASS_LEVELS
+    calibrated = int8 or (base.precision == "w4a16" and base.scales == "stepped")
+    if pass_name == SHADOW_ATTENTION:
+        passable = calibrated and level in LEVEL_NAMES
+    else:
+        passable = pass_name != NONE and uses_npu and int8 and level in PASS_LEVELS
+    integers = calibrated and (level != "gpu" or (passable and pass_name == SHADOW_ATTENTION))
     return replace(
         base,
         plan_level=level,
         length_policy=policy if level in COVERED else "auto",
         sync=sync if uses_npu or sync == "operator" else "auto",
         calibration=str(calibration) if integers and calibration is not None else "",
-        pass_name=cast("LlmNpuPass", pass_name) if passable and pass_name != NONE else "",
+        pass_name=cast("PassName", pass_name) if passable else "",
     )
 
 

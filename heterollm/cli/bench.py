@@ -43,6 +43,9 @@ commands = command_group()
 
 ENGINES = ("self", "llama.cpp", "transformers")
 POLICIES = ("padding", "pipe", "auto")
+BENCH_PASSES = ("none", *(name for name in PASSES if name != "llm.npu:naive"))
+"""Passes that real devices run."""
+
 OF_SAVED = ("saved", "form", "as_json", "picture", "html")
 """Parameters of the output, which ``--from`` allows."""
 
@@ -100,7 +103,9 @@ class ConfigurationOptions:
     calibration: CalibrationOption = None
     passes: Annotated[
         Names,
-        several("--pass", help="none, llm.npu, llm.npu:chunks, llm.npu:shadow.", names=("none", *PASSES)),
+        several(
+            "--pass", help="none, llm.npu, llm.npu:chunks, llm.npu:shadow, shadowattn.", names=BENCH_PASSES
+        ),
     ] = ("none",)
     power: PowerOption = "burst"
 

@@ -62,6 +62,7 @@ def interleaved(chunks: Sequence[Chunk], schedule: ChunkSchedule, chunk_length: 
     # A shorter chunk may place other operators; without times they only order less well.
     unknown = {group: GroupTimes(group, 0.0, 0.0, 0.0, 0.0) for group in (*GROUPS, "ffn")}
     times = unknown | {one.group: one for one in schedule.times}
+    refill_us = max(one.refill_us for one in times.values())
     stages: list[list[Stage]] = []
     stores: list[dict[int, tuple[int, int]]] = []
     for number, (chunk, pieces) in enumerate(zip(chunks, cut, strict=True)):
@@ -71,7 +72,8 @@ def interleaved(chunks: Sequence[Chunk], schedule: ChunkSchedule, chunk_length: 
             if piece.attention_of is not None:
                 needs += [earlier[piece.attention_of] for earlier in stores]
             time_us = _time_us(piece, times, chunk.tokens / chunk_length, chunk.position)
-            own.append(Stage(piece.processor, time_us, tuple(needs)))
+            more_us = refill_us if piece.processor == "gpu" else 0.0
+            own.append(Stage(piece.processor, time_us, tuple(needs), _slowdown(piece, times), more_us))
         stages.append(own)
         # The keys and values of a layer are stored right before its attention.
         stores.append(
@@ -151,3 +153,11 @@ def _time_us(piece: _Piece, times: Mapping[Group, GroupTimes], fraction: float, 
         times[group].before_us + position * times[group].before_us_per_position for group in piece.follows
     )
     return fraction * (sum(glue_us) + sum(times[group].gpu_us for group in piece.computes))
+
+
+def _slowdown(piece: _Piece, times: Mapping[Group, GroupTimes]) -> float | None:
+    """Return the factor on the time of a piece beside the other processor's; None for norms and the like."""
+    if piece.processor == "npu":
+        return max((times[group].npu_slowdown for group in piece.computes), default=None)
+    groups: list[Group] = [*piece.computes, *(["o"] if piece.attention_of is not None else [])]
+    return max((times[group].gpu_slowdown for group in groups), default=None)

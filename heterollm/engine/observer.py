@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from heterollm.engine.step import Call, Step
 from heterollm.kernels.ops import Phase
@@ -11,11 +11,15 @@ from heterollm.kernels.ops import Phase
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import HostClock
 
-__all__ = ["EngineActivity", "Observer"]
+__all__ = ["UNOBSERVED", "EngineActivity", "Observer", "during"]
 
 EngineActivity: TypeAlias = Literal["bind", "step", "build"]
 """The engine's work beside the steps of a pass: finding the compiled pass and binding the session's memory,
 writing the step buffer, and compiling."""
+
+
+UNOBSERVED: Final = nullcontext()
+"""The context without an observer; shared, so that the token loop creates no object."""
 
 
 class Observer(Protocol):
@@ -36,3 +40,8 @@ class Observer(Protocol):
     def watch(self, clock: HostClock) -> HostClock:
         """Return the clock that replaces the host's in waits."""
         ...
+
+
+def during(observer: Observer | None, activity: EngineActivity) -> AbstractContextManager[object]:
+    """Return the context of an activity, also without an observer."""
+    return UNOBSERVED if observer is None else observer.during(activity)

@@ -5,11 +5,7 @@ The plan makes all decisions. Running a compiled pass allocates nothing.
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import logging
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -27,11 +23,11 @@ from heterollm.base import (
     Progress,
 )
 from heterollm.engine.compiler import Compiler
+from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.lanes import Lane
-from heterollm.engine.observer import EngineActivity, Observer
-from heterollm.engine.passes import CompiledPass, PassError, compiling
-from heterollm.engine.score_slots import key_borders
+from heterollm.engine.observer import UNOBSERVED, Observer, during
+from heterollm.engine.passes import CompiledPass, PassError
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales
 from heterollm.engine.splits import NO_RANGES
@@ -43,11 +39,10 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     DeviceMemory,
-    KvMemory,
     OpenClError,
 )
 from heterollm.kernels.npu import StaticRanges
-from heterollm.kernels.ops import Group, Join, Phase
+from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool, WaitLimits, prepare_fence, resynchronise
 from heterollm.model import ModelWeights
 from heterollm.solver import Plan
@@ -55,12 +50,6 @@ from heterollm.solver import Plan
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
-
-KEPT_PASSES: Final = 32
-SMALLEST_BUCKET: Final = 256
-
-UNOBSERVED: Final = contextlib.nullcontext()
-"""The context without an observer; shared, so that the token loop creates no object."""
 
 DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
 """Limits of the wait for the queue after a failed pass."""
@@ -115,11 +104,7 @@ class Engine:
         self._compiler = Compiler(
             *(device, weights, plan, context, progress, self.fences), ranges, score_scales
         )
-        self._passes: OrderedDict[tuple[Phase, int | tuple[int, ...], int], CompiledPass] = OrderedDict()
-        self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
-        self._key_borders = key_borders(plan, context)
-        self._no_cache: KvMemory | None = None
-        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool], CompiledPass] = {}
+        self._passes = KeptPasses(device, self._compiler, plan, weights.config, context, observer)
         self._lanes = self._compiler.lanes
         # With a wait after every operator, or without the NPU, chunks at once would gain nothing.
         self._flies = plan.schedule is not None and not self.fences.after_every_operator
@@ -151,9 +136,9 @@ class Engine:
         self._compiler.reset_counts()
 
     @property
-    def kept_passes(self) -> tuple[tuple[Phase, int | tuple[int, ...], int], ...]:
+    def kept_passes(self) -> tuple[PassKey, ...]:
         """Phase, tokens (of each chunk in flight) and context bucket of the passes in memory, latest last."""
-        return tuple(self._passes)
+        return tuple(self._passes.compiled)
 
     @property
     def is_lost(self) -> bool:
@@ -162,16 +147,7 @@ class Engine:
 
     def new_cache(self) -> KvCache:
         """Return an empty KV cache for a session; the caches of dropped sessions are freed first."""
-        live = {id(cache.memory) for cache in self._caches}
-        for compiled in self._passes.values():
-            if id(compiled.bound_cache) not in live:
-                assert self._no_cache is not None  # a pass was compiled for a cache
-                compiled.bind_cache(self._no_cache)
-        cache = KvCache(self.device, self._config, self.context)
-        if self._no_cache is None:
-            self._no_cache = cache.stand_in()
-        self._caches.add(cache)
-        return cache
+        return self._passes.new_cache()
 
     def prefill(
         self, cache: KvCache, position: int, ids: NDArray[np.int32], phase: Phase, target: NDArray[Any] | None
@@ -234,10 +210,10 @@ class Engine:
         for done, (phase, position, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
             try:
-                self._head_pass(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
+                self._passes.head(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
             except NPU_FAILURES as error:
                 self._fall_back(error, 0)
-                self._head_pass(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
+                self._passes.head(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
@@ -258,11 +234,11 @@ class Engine:
                 fix=f"Ask for 1 to {longest}; longer prompts run in chunks of {self.plan.chunk_length}.",
             )
         compiled = self._pass(phase, self._lengths(phase, tokens), 0, self.new_cache())
-        return compiled.steps + self._head_pass(compiled, phase, _head_rows(phase, tokens)).steps
+        return compiled.steps + self._passes.head(compiled, phase, _head_rows(phase, tokens)).steps
 
     def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
         """Return the steps as :meth:`steps` does, without building graphs; the steps cannot run."""
-        bucket, cache = self._bucket(phase, tokens), self.new_cache().memory
+        bucket, cache = self._passes.bucket(phase, tokens), self.new_cache().memory
         compiled = self._compiler.compile_pass(phase, tokens, bucket, cache, builds_graphs=False)
         rows = _head_rows(phase, tokens)
         head = self._compiler.compile_head(phase, rows, compiled, builds_graphs=False)
@@ -271,7 +247,6 @@ class Engine:
     def close(self) -> None:
         """Drop all compiled passes and packed weights, and close the device."""
         self._passes.clear()
-        self._heads.clear()
         self._compiler.close()
         self.device.close()
 
@@ -328,11 +303,8 @@ class Engine:
         observer = self.observer
         return UNOBSERVED if observer is None else observer.during_pass(phase, tokens, position)
 
-    def _observed(self, activity: EngineActivity) -> AbstractContextManager[object]:
-        return UNOBSERVED if self.observer is None else self.observer.during(activity)
-
     def _head(self, compiled: CompiledPass, phase: Phase, rows: int) -> None:
-        self._call(self._head_pass(compiled, phase, rows).calls)
+        self._call(self._passes.head(compiled, phase, rows).calls)
         self._logits_slot.acquire(rows * self.last_logits.nbytes)
 
     def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
@@ -348,70 +320,22 @@ class Engine:
             self._head(compiled, phase, rows)
             target[row : row + rows] = self._logits[:rows]
 
-    def _lengths(self, phase: Phase, tokens: int) -> int | tuple[int, ...]:
+    def _lengths(self, phase: Phase, tokens: int) -> PassLength:
         """Return the tokens of a pass, or of each chunk of several at once."""
         if phase == "decode" or tokens <= self.plan.chunk_length:
             return tokens
         return tuple(length for _, length in next(self.plan.flights(tokens)))
 
-    def _pass(
-        self, phase: Phase, length: int | tuple[int, ...], position: int, cache: KvCache
-    ) -> CompiledPass:
-        """Return a pass of a length, or of several chunks at once."""
+    def _pass(self, phase: Phase, length: PassLength, position: int, cache: KvCache) -> CompiledPass:
         if self._lost:
             raise EngineError(self._lost, fix="Load the model again.")
-        with self._observed("bind"):
-            tokens = length if isinstance(length, int) else sum(length)
-            bucket = self._bucket(phase, position + tokens)
-            key = (phase, length, bucket)
-            compiled = self._passes.get(key)
-            if compiled is None:
-                with self._observed("build"), compiling(phase, tokens):
-                    if isinstance(length, int):
-                        compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
-                    else:
-                        compiled = self._compiler.compile_flight(length, position, bucket, cache.memory)
-                self._passes[key] = self._observable(compiled)
-                if len(self._passes) > KEPT_PASSES:
-                    self._passes.popitem(last=False)
-            else:
-                self._passes.move_to_end(key)
-            compiled.bind_cache(cache.memory)
-        return compiled
-
-    def _head_pass(self, compiled: CompiledPass, phase: Phase, rows: int) -> CompiledPass:
-        assert compiled.output is not None
-        key = (phase, rows, compiled.output.splits, compiled.output.join, compiled.lane, compiled.uses_npu)
-        head = self._heads.get(key)
-        if head is None:
-            with self._observed("build"), compiling(phase, rows):
-                head = self._compiler.compile_head(phase, rows, compiled)
-            self._heads[key] = self._observable(head)
-        return head
-
-    def _observable(self, compiled: CompiledPass) -> CompiledPass:
-        """Replace the calls of the steps by those of the observer, if there is one."""
-        if self.observer is not None:
-            compiled.calls = tuple(map(self.observer.call_of, compiled.steps))
-        return compiled
-
-    def _bucket(self, phase: Phase, positions: int) -> int:
-        """Return the positions that a pass is compiled for: at least these, and within the context.
-
-        They are the next border of the keys of sparse attention, or else the next power of two from 256 on.
-        """
-        if phase == "prefill" and self._key_borders:
-            return self._key_borders[bisect.bisect_left(self._key_borders, positions)]
-        bucket = SMALLEST_BUCKET
-        while bucket < positions:
-            bucket *= 2
-        return min(bucket, self.context)
+        return self._passes.find(phase, length, position, cache)
 
     def _write_inputs(
         self, lane: Lane, tokens: NDArray[np.int32] | int, position: int, head_row: int
     ) -> None:
         """Write the tokens and the step buffer of a lane."""
-        with self._observed("step"):
+        with during(self.observer, "step"):
             self._logits_slot.release()
             length = 1 if isinstance(tokens, int) else len(tokens)
             lane.tokens.acquire()
@@ -455,7 +379,6 @@ class Engine:
             raise error
         self._may_fall_back = self._flies = False
         self._passes.clear()
-        self._heads.clear()
         self._compiler.leave_npu()
         note = f"The GPU computes alone since token {position}, as the NPU failed: {error.message}"
         self.notes = (*self.notes, note)

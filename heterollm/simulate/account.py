@@ -21,7 +21,7 @@ empty), or submits."""
 
 USES: Final[tuple[TimeUse, ...]] = get_args(TimeUse)
 
-GROUPS: Final = frozenset({"qkv", "o", "gate_up", "down", "ffn", "head", "attention"})
+GROUPS: Final = frozenset({"qkv", "o", "gate_up", "down", "ffn", "experts", "head", "attention"})
 LABEL: Final = re.compile(r"(?:\d+\.)?([a-z_ ]+?)(?: of layer .*| \d.*| tokens .*|\[.*)?$")
 """A span's label: a group with its layer before or behind it."""
 

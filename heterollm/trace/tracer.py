@@ -39,6 +39,8 @@ KERNELS: Final[Mapping[Operator, ProcessorCategory]] = {
     "activation": "activation",
     "down": "linear",
     "ffn": "linear",
+    "router": "linear",
+    "experts": "linear",
     "final norm": "norm",
     "head": "linear",
     "join": "join",

@@ -175,6 +175,14 @@ def test_json_of_no_block_is_refused(made, changes):
         Plan.from_json(json.dumps(data))
 
 
+def test_json_that_places_experts_is_refused(made):
+    plan, _ = plan_with(made, FfnPlacement(128, (64,), "ffn"))
+    data = json.loads(plan.to_json())
+    data["entries"] += [{**data["entries"][-1], "group": "experts"}]
+    with pytest.raises(PlanError, match="it places experts, all of which the GPU computes"):
+        Plan.from_json(json.dumps(data))
+
+
 # -- slices -----------------------------------------------------------------------------------------------
 
 ROWS = [(64,), (128,), (192,), (256,)]

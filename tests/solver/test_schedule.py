@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import PlanError
-from heterollm.solver.schedule import EXACT_STAGES, POLICIES, Schedule, Stage, schedule_chunks
+from heterollm.solver.costs import Slowdown, joint_time_us
+from heterollm.solver.schedule import (
+    EXACT_STAGES,
+    POLICIES,
+    Schedule,
+    SchedulePolicy,
+    Stage,
+    schedule_chunks,
+)
 
 
 @st.composite
@@ -102,6 +110,33 @@ def test_a_waiting_npu_takes_the_next_chunk() -> None:
     # The first stage of the GPU and nothing else delays the NPU.
     assert out_of_order.elapsed_us == 73.0 < in_order.elapsed_us
     assert out_of_order == schedule_chunks(chunks)
+
+
+@pytest.mark.parametrize("policy", ["in_order", "out_of_order"])
+@pytest.mark.parametrize(("gpu_us", "npu_us"), [(10.0, 10.0), (30.0, 4.0), (3.0, 20.0)])
+def test_stages_slow_each_other_only_while_both_run(
+    gpu_us: float, npu_us: float, policy: SchedulePolicy
+) -> None:
+    slowdown = Slowdown(1.5, 1.25)
+
+    def found(gpu: float | None, npu: float | None) -> Schedule:
+        return schedule_chunks([[Stage("gpu", gpu_us, (), gpu)], [Stage("npu", npu_us, (), npu)]], policy)
+
+    joint = dict(zip(("gpu", "npu"), joint_time_us(gpu_us, npu_us, slowdown), strict=True))
+    slowed = found(slowdown.gpu, slowdown.npu)
+    assert slowed.busy_us == pytest.approx(joint)
+    assert slowed.elapsed_us == pytest.approx(max(joint.values()))
+    for alone in (found(None, slowdown.npu), found(slowdown.gpu, None)):
+        assert alone.busy_us == {"gpu": gpu_us, "npu": npu_us}
+
+
+def test_a_stage_behind_an_idle_time_refills_the_queue() -> None:
+    """The GPU waits for the graph before its last stage, and has no gap before the second."""
+    stages = [Stage("gpu", 5.0, refill_us=2.0), Stage("gpu", 3.0, ((0, 0),), refill_us=2.0)]
+    stages += [Stage("npu", 4.0, ((0, 1),)), Stage("gpu", 1.0, ((0, 2),), refill_us=2.0)]
+    found = schedule_chunks([stages])
+    assert found.begins_us == (0.0, 7.0, 10.0, 14.0)
+    assert found.elapsed_us == 17.0
 
 
 def test_circles_and_large_searches_are_refused() -> None:

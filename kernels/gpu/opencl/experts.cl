@@ -68,14 +68,11 @@ static inline float group_sum(float value, __local float *values) {
   return value;
 }
 
-// Of the logit of an expert, whose largest one is `top`.
-static inline float score_of(float logit, float top) {
-#if SCORING == SIGMOID
-  return 1.0f / (1.0f + exp(-logit));
+#if SCORING == SOFTMAX
+#define SCORE(logit) exp((logit) - top) / total
 #else
-  return exp(logit - top);
+#define SCORE(logit) 1.0f / (1.0f + exp(-(logit)))
 #endif
-}
 
 // Grid: a work-group for each token. With SPARSEMIXER a logit is near the largest one, `top`, if
 // (top - logit) / max(|logit|, top) is at most `distance`.
@@ -83,36 +80,32 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
                                __global int *restrict chosen, __global float *restrict weights, float scale,
                                float distance) {
   __local ulong left[EXPERTS], ranks[WG];
+#if SCORING != SIGMOID
   __local float sums[WG];
+#endif
   const uint lane = get_local_id(0);
   logits += get_group_id(0) * EXPERTS;
   chosen += get_group_id(0) * CHOSEN;
   weights += get_group_id(0) * CHOSEN;
-  float top = 0.0f, total = 0.0f;
 #if SCORING == SOFTMAX
   ulong own = 0;
   for (uint e = lane; e < EXPERTS; e += WG)
     own = max(own, ranked(logits[e], e));
-  top = logits[EXPERT_OF(group_best(own, ranks))];
-#if defined(BIASED) || !defined(NORMALIZED)
+  const float top = logits[EXPERT_OF(group_best(own, ranks))];
+  float total = 0.0f;
   for (uint e = lane; e < EXPERTS; e += WG)
-    total += score_of(logits[e], top);
+    total += exp(logits[e] - top);
   total = group_sum(total, sums);
 #endif
-#endif
-  for (uint e = lane; e < EXPERTS; e += WG) {
+  for (uint e = lane; e < EXPERTS; e += WG)
 #ifdef BIASED
-    float choice = score_of(logits[e], top);
-#if SCORING == SOFTMAX
-    choice /= total;
-#endif
-    choice += bias[e];
+    left[e] = ranked(SCORE(logits[e]) + bias[e], e);
 #else
-    const float choice = logits[e];
+    left[e] = ranked(logits[e], e);
 #endif
-    left[e] = ranked(choice, e);
-  }
+#ifdef NORMALIZED
   float sum = 0.0f;
+#endif
   for (uint slot = 0; slot < CHOSEN; slot++) {
     // No work-item reads what another one writes of `left`.
     ulong best = 0;
@@ -121,7 +114,7 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
     best = group_best(best, ranks);
     const uint expert = EXPERT_OF(best);
 #if SCORING == SPARSEMIXER
-    top = logits[expert];
+    const float top = logits[expert];
     float near = 0.0f;
     for (uint e = lane; e < EXPERTS; e += WG) {
       const float logit = logits[e];
@@ -130,11 +123,13 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
     }
     const float weight = 1.0f / group_sum(near, sums);
 #else
-    const float weight = score_of(logits[expert], top);
+    const float weight = SCORE(logits[expert]);
 #endif
     if (expert % WG == lane)
       left[expert] = 0;
+#ifdef NORMALIZED
     sum += weight;
+#endif
     if (lane == 0) {
       chosen[slot] = expert;
       weights[slot] = weight;
@@ -142,8 +137,6 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
   }
 #ifdef NORMALIZED
   scale /= sum;
-#elif SCORING == SOFTMAX
-  scale /= total;
 #endif
   if (lane == 0)
     for (uint slot = 0; slot < CHOSEN; slot++)

@@ -113,12 +113,32 @@ def test_passes_and_calibrations_count_where_the_npu_computes_in_integers():
     assert not whole.calibration
 
 
+def test_sparse_attention_runs_at_any_level_with_its_calibration():
+    found = expand(
+        levels=["gpu", "layer"],
+        precisions=["w4a16", "fp16"],
+        threads=[(1, 1)],
+        scales="stepped",
+        calibration="heads.json",
+        passes=["none", "shadowattn"],
+    )
+    assert [(one.label, one.calibration) for one in found if one.precision == "w4a16"] == [
+        ("gpu w4a16 stepped, 1+1", ""),
+        ("gpu shadowattn w4a16 stepped, 1+1", "heads.json"),
+        ("layer padding w4a16 stepped, 1+1", "heads.json"),
+        ("layer shadowattn padding w4a16 stepped, 1+1", "heads.json"),
+    ]
+    assert not any(one.pass_name or one.calibration for one in found if one.precision == "fp16")
+    assert found[1].load_keywords["request"] == PlanRequest(passes=("shadowattn",))
+
+
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
         ({"levels": ["layer"]}, "heterollm calibrate MODEL --precision w8a8"),
         ({"levels": ["auto"], "passes": ["llm.npu"]}, "--calibration FILE"),
         ({"levels": ["layer"], "passes": ["llm.npu"], "calibration": "c.json"}, "--plan auto or tensor"),
+        ({"levels": ["auto"], "passes": ["shadowattn"]}, "--calibration FILE"),
         ({"levels": ["auto"], "passes": ["llm.npu:naive"], "calibration": "c.json"}, "heterollm simulate"),
     ],
 )

@@ -185,7 +185,7 @@ def test_the_plans_ranges_decide(
     kept = [key for key in llm._engine.kept_passes if key[0] == "prefill"]
     assert ("prefill", 72, 256) in kept
     steps = {
-        key: {step.layer for step in llm._engine._passes[key].steps if step.operator == "selection"}
+        key: {step.layer for step in llm._engine._passes.compiled[key].steps if step.operator == "selection"}
         for key in kept
     }
     assert steps["prefill", 72, 256] == {1, 2, 3}

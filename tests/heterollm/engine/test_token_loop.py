@@ -12,7 +12,7 @@ import heterollm.kernels
 import heterollm.profiler
 import heterollm.solver
 from heterollm.engine import SYNC_OPTIONS, Sync
-from heterollm.engine.runner import KEPT_PASSES
+from heterollm.engine.kept_passes import KEPT_PASSES
 from heterollm.kernels.gpu import OpenClRuntime
 from heterollm.kernels.npu import HostNpu
 from heterollm.llm import LLM

@@ -12,7 +12,7 @@ import heterollm.llm
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
 from heterollm.kernels.ops import Routing
 from heterollm.llm import LLM
-from heterollm.model import ModelConfig, RopeConfig
+from heterollm.model import ModelConfig, RopeConfig, expert_specs
 from heterollm.model.config import LayerConfig
 
 Reference = Callable[[LLM, Path, list[int]], np.ndarray]
@@ -47,6 +47,7 @@ SLOW = (
     *(("qwen3", "layer"), ("gemma2", "layer"), ("mistral", "layer"), ("phi3", "layer"), ("smollm3", "layer")),
     # What is asked of the NPU in the variants is asked by their families.
     *((name, "layer") for name in VARIANTS if name != "llama with biases"),
+    *((name, "layer") for name in ("mixtral", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
 )
 PROMPT, STEPS = 70, 5
 
@@ -116,7 +117,7 @@ def test_logits_beyond_the_window(
     assert within_gates(all_logits(llm, ids, (33, 1, 30)), expected)
 
 
-@pytest.mark.parametrize("family", ["phi3", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["phi3", "granitemoe", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_float_weights(
     family: str,
     checkpoint: Callable[..., Path],
@@ -260,7 +261,7 @@ def test_a_feature_that_is_taken_away_is_seen(
         weights = load_weights(*arguments, **options)
         config = dataclasses.replace(weights.config, **REMOVALS[feature](weights.config))
         assert config != weights.config
-        return dataclasses.replace(weights, config=config)
+        return dataclasses.replace(weights, config=config, experts=expert_specs(config, weights.specs))
 
     monkeypatch.setattr(heterollm.llm, "load_weights", without_it)
     llm = host_llm(folder, plan="gpu")

@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 
 from heterollm.kernels.cases import fill_slot
-from heterollm.kernels.formats import CodeGrid, largest_code, linear_errors, reference, reference_layers
+from heterollm.kernels.formats import (
+    CodeGrid,
+    largest_code,
+    linear_errors,
+    random_weight,
+    reference,
+    reference_layers,
+)
 from heterollm.kernels.gpu import (
     COUNT_WORDS,
     SOURCES,
@@ -28,6 +35,9 @@ from heterollm.kernels.gpu import (
     STEP_POSITION,
     STEP_WORDS,
     DeviceMemory,
+    ExpertLists,
+    ExpertShape,
+    GpuExperts,
     GpuGlue,
     GpuLinear,
     GpuOutliers,
@@ -54,7 +64,7 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.linear_cases import LinearCase
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Routing, WeightFormat
 from heterollm.kernels.outlier_cases import OutlierCases
 from heterollm.kernels.sparse_cases import SparseCase, SparsePass
 
@@ -62,7 +72,9 @@ SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
 COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
 
 LINEAR_DEFINES = [
-    f"-DBITS={bits}{few}" for bits in (4, 8, 16, 32) for few in ("", " -DTOKENS=1", " -DTOKENS=8")
+    f"-DBITS={bits}{few}"
+    for bits in (4, 8, 16, 32)
+    for few in ("", " -DTOKENS=1", " -DTOKENS=8", " -DGROUPED", " -DTOKENS=2 -DGROUPED")
 ]
 INT8_DEFINES = [defines for defines in LINEAR_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
 # Kernels for GPUs know the block when compiling.
@@ -71,7 +83,11 @@ SIMT_DEFINES = [
     for defines in LINEAR_DEFINES
     for more in ("", " -DWHOLE_EIGHTS -DASYMMETRIC")
 ]
-IMAGES = [f"-DBITS={bits}{few} -DBLOCK=32 -DWEIGHT_IMAGE" for bits in (4, 8) for few in ("", " -DTOKENS=1")]
+IMAGES = [
+    f"-DBITS={bits}{few} -DBLOCK=32 -DWEIGHT_IMAGE"
+    for bits in (4, 8)
+    for few in ("", " -DTOKENS=1", " -DGROUPED")
+]
 SIMT_INT8_DEFINES = [defines for defines in SIMT_DEFINES if defines[:8] in ("-DBITS=4", "-DBITS=8")]
 LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
@@ -124,6 +140,17 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DTOKENS=1 -DFETCHED",
         "-DWG=64 -DTOKENS=4",
         "-DWG=64 -DTOKENS=4 -DFETCHED -DWHOLE_EIGHTS",
+    ],
+    (*LAYERS, "experts.cl"): [
+        f"-DWG={items} -DEXPERTS=60 -DCHOSEN=4 {own}"
+        for items in (1, 64)
+        for own in (
+            "-DSCORING=0 -DNORMALIZED",
+            "-DSCORING=1 -DBIASED -DSTEP=1",
+            "-DSCORING=0 -DBIASED -DSTEP=32 -DTAKEN -DCODES",
+            "-DSCORING=2 -DCOMBINES",
+            "-DCOMBINES -DADDS -DWHOLE_EIGHTS",
+        )
     ],
     (*ATTENTION, "attention_vector.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
@@ -570,6 +597,56 @@ def outlier_launches(runtime: OpenClRuntime) -> Iterator[None]:
             assert linear_errors(actual, exact).nmse < (1e-6 if dtype == np.float16 else 1e-10)
 
 
+def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """A layer with experts in each style and type, on slots of the exact size; some rows are another's."""
+    rng = np.random.default_rng(0)
+    routing, hidden, width = Routing(3, 2), 48, 21
+    weight = WeightFormat(4, 16, symmetric=False)
+    taken = np.array([(0, 0), (2, 0), (1, 2)], np.int32)
+    for style, dtype, rounds in (
+        *(("vector", np.float32, True), ("simt", np.float16, True)),
+        *(("vector", np.float16, False), ("simt", np.float32, False)),
+    ):
+        experts = GpuExperts(runtime, dtype, dtype, style=style)
+        weights = [random_weight(rng, width, hidden, weight) for _ in range(routing.experts)]
+        options = {"activation_dtype": dtype, "integer_inputs": rounds}
+        layer = GpuLinear.pack(runtime, weights, experts=routing.experts, **options)
+        for tokens in (1, 5, 30):
+            shape = ExpertShape(routing, tokens)
+            lists = ExpertLists(
+                **{
+                    name: runtime.shared((size // 4,), np.float32 if name == "weights" else np.int32)
+                    for name, size in ExpertLists.sizes(shape).items()
+                }
+            )
+            logits = fill_slot(runtime, rng.standard_normal((tokens, routing.experts)).astype(np.float32))
+            x = fill_slot(runtime, rng.standard_normal((tokens, hidden)).astype(dtype))
+            rows, y = (runtime.shared((shape.pairs, columns), dtype) for columns in (hidden, width))
+            other, out = runtime.shared((3, width), dtype), runtime.shared((tokens, width), dtype)
+            for launch in (
+                experts.route(logits, lists, shape=shape),
+                experts.sort(lists, shape=shape, taken=fill_slot(runtime, taken)),
+                experts.gather(x, rows, lists, shape=shape, columns=hidden),
+                layer.grouped_launch(rows, y, lists, shape=shape, style=style, label="experts"),
+                experts.combine(y, lists, out, shape=shape, columns=width, other=other, adds=True),
+            ):
+                launch()
+                yield
+            chosen = np.argsort(-logits.array, axis=1)[:, :2]
+            np.testing.assert_array_equal(lists.chosen.array.reshape(chosen.shape), chosen)
+            shares = lists.weights.array.reshape(chosen.shape)
+            seen = reference.round_inputs(x.array, 16) if rounds else x.array
+            products = np.stack([reference.linear(seen, [own]) for own in weights])
+            left, exact = taken[:, 0].copy(), np.zeros((tokens, width))
+            for token, slot in np.ndindex(*chosen.shape):
+                expert = chosen[token, slot]
+                left[expert] -= 1
+                # The other processor's rows are zeros.
+                exact[token] += shares[token, slot] * products[expert, token] * (left[expert] < 0)
+            power = np.square(products).mean() * exact.size
+            assert np.square(out.array - exact).sum() < (1e-6 if dtype == np.float16 else 1e-10) * power
+
+
 def sparse_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """The steps of sparse attention in each style and type, on slots of the exact size."""
     for (style, dtype), window in zip(
@@ -641,6 +718,7 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "rounding": rounding_launches,
     "NPU codes": npu_code_launches,
     "outliers": outlier_launches,
+    "experts": expert_launches,
     "sparse attention": sparse_launches,
     "hand-overs": hand_over_launches,
 }

@@ -1,0 +1,134 @@
+"""Keeps compiled passes, and the KV caches that are bound to them."""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections import OrderedDict
+from typing import Final, TypeAlias
+
+from heterollm.engine.compiler import Compiler
+from heterollm.engine.kv_cache import KvCache
+from heterollm.engine.observer import Observer, during
+from heterollm.engine.passes import CompiledPass, compiling
+from heterollm.engine.score_slots import key_borders
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import KvMemory
+from heterollm.kernels.ops import Join, Phase
+from heterollm.model import ModelConfig
+from heterollm.solver import Plan
+
+__all__ = ["KEPT_PASSES", "KeptPasses", "PassKey", "PassLength"]
+
+KEPT_PASSES: Final = 32
+SMALLEST_BUCKET: Final = 256
+
+PassLength: TypeAlias = "int | tuple[int, ...]"
+"""Tokens of a pass, or of each of several chunks at once."""
+
+PassKey: TypeAlias = tuple[Phase, PassLength, int]
+"""Phase, tokens and context bucket of a pass."""
+
+
+class KeptPasses:
+    """Finds or compiles passes; the latest are kept.
+
+    Args:
+        device: The device.
+        compiler: Compiles what is missing.
+        plan: The plan.
+        config: Sizes of the model.
+        context: Positions of every session.
+        observer: Replaces the calls of steps.
+
+    Attributes:
+        compiled: The passes through the layers, the latest last.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        compiler: Compiler,
+        plan: Plan,
+        config: ModelConfig,
+        context: int,
+        observer: Observer | None,
+    ) -> None:
+        self.compiled: OrderedDict[PassKey, CompiledPass] = OrderedDict()
+        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool], CompiledPass] = {}
+        self._device = device
+        self._compiler = compiler
+        self._config = config
+        self._context = context
+        self._observer = observer
+        self._key_borders = key_borders(plan, context)
+        self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
+        self._no_cache: KvMemory | None = None
+
+    def new_cache(self) -> KvCache:
+        """Return an empty KV cache for a session; the caches of dropped sessions are freed first."""
+        live = {id(cache.memory) for cache in self._caches}
+        for compiled in self.compiled.values():
+            if id(compiled.bound_cache) not in live:
+                assert self._no_cache is not None  # a pass was compiled for a cache
+                compiled.bind_cache(self._no_cache)
+        cache = KvCache(self._device, self._config, self._context)
+        if self._no_cache is None:
+            self._no_cache = cache.stand_in()
+        self._caches.add(cache)
+        return cache
+
+    def find(self, phase: Phase, length: PassLength, position: int, cache: KvCache) -> CompiledPass:
+        """Return a pass of a length, or of several chunks at once, bound to a cache."""
+        with during(self._observer, "bind"):
+            tokens = length if isinstance(length, int) else sum(length)
+            bucket = self.bucket(phase, position + tokens)
+            key = (phase, length, bucket)
+            compiled = self.compiled.get(key)
+            if compiled is None:
+                with during(self._observer, "build"), compiling(phase, tokens):
+                    if isinstance(length, int):
+                        compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
+                    else:
+                        compiled = self._compiler.compile_flight(length, position, bucket, cache.memory)
+                self.compiled[key] = self._observable(compiled)
+                if len(self.compiled) > KEPT_PASSES:
+                    self.compiled.popitem(last=False)
+            else:
+                self.compiled.move_to_end(key)
+            compiled.bind_cache(cache.memory)
+        return compiled
+
+    def head(self, compiled: CompiledPass, phase: Phase, rows: int) -> CompiledPass:
+        """Return the head behind a pass, for some positions."""
+        assert compiled.output is not None
+        key = (phase, rows, compiled.output.splits, compiled.output.join, compiled.lane, compiled.uses_npu)
+        head = self._heads.get(key)
+        if head is None:
+            with during(self._observer, "build"), compiling(phase, rows):
+                head = self._compiler.compile_head(phase, rows, compiled)
+            self._heads[key] = self._observable(head)
+        return head
+
+    def clear(self) -> None:
+        """Drop all passes."""
+        self.compiled.clear()
+        self._heads.clear()
+
+    def bucket(self, phase: Phase, positions: int) -> int:
+        """Return the positions that a pass is compiled for: at least these, and within the context.
+
+        They are the next border of the keys of sparse attention, or else the next power of two from 256 on.
+        """
+        if phase == "prefill" and self._key_borders:
+            return self._key_borders[bisect.bisect_left(self._key_borders, positions)]
+        bucket = SMALLEST_BUCKET
+        while bucket < positions:
+            bucket *= 2
+        return min(bucket, self._context)
+
+    def _observable(self, compiled: CompiledPass) -> CompiledPass:
+        """Replace the calls of the steps by those of the observer, if there is one."""
+        if self._observer is not None:
+            compiled.calls = tuple(map(self._observer.call_of, compiled.steps))
+        return compiled
