@@ -159,5 +159,7 @@ def _slowdown(piece: _Piece, times: Mapping[Group, GroupTimes]) -> float | None:
     """Return the factor on the time of a piece beside the other processor's; None for norms and the like."""
     if piece.processor == "npu":
         return max((times[group].npu_slowdown for group in piece.computes), default=None)
-    groups: list[Group] = [*piece.computes, *(["o"] if piece.attention_of is not None else [])]
+    groups: list[Group] = list(piece.computes)
+    if piece.attention_of is not None:
+        groups.append("o")
     return max((times[group].gpu_slowdown for group in groups), default=None)

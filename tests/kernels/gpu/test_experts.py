@@ -17,13 +17,21 @@ from heterollm.kernels.gpu import (
     GpuExperts,
     GpuGlue,
     GpuLinear,
+    MergedLaunch,
+    OpenClRuntime,
     RoundedInputs,
     Segments,
+    ShapeClass,
+    Variant,
     code_bytes,
+    default_parameters,
+    merge_launches,
+    with_numbers,
 )
 from heterollm.kernels.gpu.rounding import rounding_launch
-from heterollm.kernels.gpu.variants import Variant
-from heterollm.kernels.ops import Routing, WeightFormat
+from heterollm.kernels.gpu.sources import read_sources
+from heterollm.kernels.gpu.work import grouped_work
+from heterollm.kernels.ops import Member, OpSpec, Routing, WeightFormat
 
 STYLES = ["vector", "simt"]
 TYPES = [np.float32, np.float16]
@@ -387,7 +395,7 @@ class Layer:
         generator = np.random.default_rng(seed)
         lists = upload_lists(self.runtime, shape, chosen)
         table = None if taken is None else fill_slot(self.runtime, taken)
-        experts = GpuExperts(self.runtime, self.dtype, self.dtype, style=style)
+        experts = GpuExperts(self.runtime, self.dtype, self.dtype, style="vector")
         _, _, own = order_of(chosen, self.routing.experts, taken)
         x = generator.standard_normal((shape.pairs, linear.columns)).astype(self.dtype)
         slot = fill_slot(self.runtime, np.concatenate([x, np.full((2, x.shape[1]), np.nan, self.dtype)]))
@@ -514,29 +522,115 @@ def test_a_whole_layer_is_that_of_its_experts(runtime, within_gate, make, style,
         given_x = fill_slot(runtime, x)
         grouped = {"shape": shape, "style": style, "label": "test"}
         members = Segments(both, both, (width, width), (0, 0))
-        run_launches(
-            runtime,
-            [
-                gate.launch(
-                    given_x, logits, tokens=tokens, output_dtype=np.float32, style=style, label="router"
-                ),
-                experts.route(logits, lists, shape=shape),
-                experts.sort(lists, shape=shape),
-                experts.gather(given_x, rows, lists, shape=shape, columns=hidden),
-                layer.gate_up.grouped_launch(rows, both, lists, **grouped),
-                glue.gated_activation(members, active, tokens=shape.pairs, intermediate=width),
-                layer.down.grouped_launch(active, rows, lists, **grouped),
-                experts.combine(rows, lists, out.slot, shape=shape, columns=hidden),
-            ],
-        )
+        launches = [
+            gate.launch(given_x, logits, tokens=tokens, output_dtype=np.float32, style=style, label="router"),
+            experts.route(logits, lists, shape=shape),
+            experts.sort(lists, shape=shape),
+            experts.gather(given_x, rows, lists, shape=shape, columns=hidden),
+            layer.gate_up.grouped_launch(rows, both, lists, **grouped),
+            glue.gated_activation(members, active, tokens=shape.pairs, intermediate=width),
+            layer.down.grouped_launch(active, rows, lists, **grouped),
+            experts.combine(rows, lists, out.slot, shape=shape, columns=hidden),
+        ]
+        run_launches(runtime, launches)
+        separate = out.read()
+        if style == "vector" and tokens == 1:  # such passes are merged
+            (merged,) = merge_launches(runtime, launches)
+            assert isinstance(merged, MergedLaunch)
+            run_launches(runtime, [merged])
+            np.testing.assert_array_equal(out.read(), separate)
         scores = x.astype(np.float64) @ router.T.astype(np.float64)
         right = np.argsort(-scores, axis=1)[:, :2]
         np.testing.assert_array_equal(chosen.read(), right)
         exact = layer.exact(x, right, weights_of(scores, right, routing))
-        errors = linear_errors(out.read(), exact)
+        errors = linear_errors(separate, exact)
         # Sums in float differ in single codes of the activations.
         gate_of = {"w4a16": 1e-10, "w4a8": 1e-5, "f16": 4e-6}[name]
         assert errors.nmse <= gate_of, (tokens, errors)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rounds", "numbers"),
+    [
+        (2, False, {"image": 1}),
+        (30, False, {"token_step": 2, "items": 2}),
+        (30, True, {"token_step": 4, "image": 1}),
+        (257, False, {"token_step": 16, "item_tokens": 4, "depth_inputs": 32}),
+        (257, True, {"token_step": 16, "item_tokens": 4, "image": 1}),
+    ],
+)
+def test_tuned_kernels_take_the_rows_of_a_place(runtime, within_gate, tokens, rounds, numbers):
+    routing, weight = Routing(11, 2), WeightFormat(4, 32)
+    layer, shape = Layer(runtime, np.float32, weight, routing, rounds=rounds), ExpertShape(routing, tokens)
+    kind = ShapeClass.of(weight, integer_inputs=rounds, half=False, tokens=shape.step)
+    variant = Variant("simt", parameters=with_numbers(default_parameters("simt", kind), numbers))
+    assert variant.parameters.token_step < shape.step or "image" in numbers
+    chosen = choices(np.random.default_rng(8), "skewed", tokens, routing)
+    actual, exact, _ = layer.product(layer.gate_up, layer.gates, shape, variant, chosen)
+    within_gate((actual, exact), shape)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_driver_that_mixes_experts_up_is_found_before_its_kernels_are_used(
+    runtime, within_gate, monkeypatch, rounds
+):
+    """The kernels for this device take the weights of the first expert for all, the plain ones do not."""
+    opened = OpenClRuntime(runtime._device)
+    opened.tests_kernels = True
+    offset = "(place.x - first_expert) * expert_tiles"
+
+    def wrong(files):
+        source = read_sources(files)
+        assert "linear.h" not in files or offset in source
+        return "#ifdef PLAIN\n#define OWN 1\n#else\n#define OWN 0\n#endif\n" + source.replace(
+            offset, f"OWN * {offset}"
+        )
+
+    monkeypatch.setattr("heterollm.kernels.gpu.runtime.read_sources", wrong)
+    routing = Routing(5, 2)
+    layer = Layer(opened, np.float32, WeightFormat(4, 32), routing, rounds=rounds)
+    for tokens in (1, 33):
+        chosen = choices(np.random.default_rng(9), "even", tokens, routing)
+        shape = ExpertShape(routing, tokens)
+        actual, exact, _ = layer.product(layer.gate_up, layer.gates, shape, None, chosen)
+        within_gate((actual, exact), shape)
+    (note,) = opened.variants.notes
+    assert "experts' linear int4 block 32" in note
+    assert "wrong numbers" in note
+
+
+# -- simulated time -----------------------------------------------------------------------------------------
+
+
+def test_the_work_of_experts_counts_the_weights_that_are_chosen():
+    weight, routing = WeightFormat(4, 32), Routing(8, 2)
+    one = weight.weight_bytes(96, 64)
+    first = grouped_work(weight, 96, 64, routing, 1, 8, 4, 4)
+    # One token reads the weights of its experts alone; many read all.
+    assert (first.read_bytes, first.flops) == (pytest.approx(2 * one + 2 * 64 * 4), 2 * 2 * 96 * 64)
+    many = grouped_work(weight, 96, 64, routing, 300, 8, 4, 4)
+    assert many.read_bytes == pytest.approx(8 * one + 600 * 64 * 4)
+    assert (many.written_bytes, many.weights) == (600 * 96 * 4, 8 * 96 * 64)
+    # Buffers with some of the experts share the work.
+    parts = [grouped_work(weight, 96, 64, routing, 3, count, 4, 4) for count in (3, 5)]
+    whole = grouped_work(weight, 96, 64, routing, 3, 8, 4, 4)
+    assert sum(part.flops for part in parts) == pytest.approx(whole.flops)
+    assert sum(part.read_bytes for part in parts) == pytest.approx(whole.read_bytes)
+    # Of m choices of 2 experts each, an expert is left out with probability (3/4)^m.
+    draws = np.random.default_rng(10).permuted(np.tile(np.arange(8), (4000, 3, 1)), axis=2)[..., :2]
+    assert np.mean([len(set(draw.ravel())) for draw in draws]) == pytest.approx(routing.touched(3), rel=0.01)
+
+
+def test_a_layer_of_experts_counts_all_weights_and_the_work_of_the_chosen():
+    weight, routing = WeightFormat(4, 32), Routing(8, 2)
+    down = OpSpec("down", 0, (Member("down", 64),), 96, weight, "activated", "delta")
+    members = (Member("gate", 96), Member("up", 96))
+    one = OpSpec("ffn", 0, members, 64, weight, "x", "delta", join="sum", then=down)
+    layer = replace(one, group="experts", experts=routing)
+    assert layer.weight_bytes() == 8 * one.weight_bytes()
+    assert layer.flops(5) == 2 * one.flops(5)
+    assert layer.read_bytes(1) == pytest.approx(2 * one.weight_bytes())
+    assert one.read_bytes(7) == one.weight_bytes()
 
 
 # -- refusals -----------------------------------------------------------------------------------------------
