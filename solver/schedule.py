@@ -8,7 +8,7 @@ processor runs one stage at a time, equation (4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final, Literal, TypeAlias
@@ -31,8 +31,8 @@ LAGS: Final = (2, 3)
 """Stages between chunks that are kept apart: of 0 to 26 these left the shortest bubbles. Without a lag chunks
 meet at the same stage, and with a long one there are too few at once."""
 
-_Rule: TypeAlias = Callable[[int, Sequence[int]], float]
-"""Returns the priority of a stage from its number and the unmet needs of every stage."""
+_Rule: TypeAlias = Callable[[Sequence[int], Sequence[int]], int]
+"""Returns which of the ready stages, of one processor, runs next, from the unmet needs of every stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ def schedule_chunks(chunks: Sequence[Sequence[Stage]], policy: SchedulePolicy = 
     graph = _Graph(chunks)
     in_order = graph.in_order()
     if policy == "in_order":
-        return in_order
+        return graph.schedule(in_order)
     rules = (graph.stall_relief, graph.longest_rest, *(graph.staggered(lag) for lag in LAGS))
-    found = min((in_order, *map(graph.run, rules)), key=lambda one: one.elapsed_us)
+    found = graph.schedule(min((in_order, *map(graph.run, rules)), key=graph.elapsed_us))
     return graph.search(found) if policy == "exact" else found
 
 
@@ -98,6 +98,8 @@ class _Graph:
         self.places = [(chunk, index) for chunk, stages in enumerate(chunks) for index in range(len(stages))]
         self.stages = [stage for stages in chunks for stage in stages]
         numbers = {place: number for number, place in enumerate(self.places)}
+        self.times_us = [stage.time_us for stage in self.stages]
+        self.processors = [stage.processor for stage in self.stages]
         self.needs = [[numbers.get(need, len(numbers)) for need in stage.needs] for stage in self.stages]
         self.dependents: list[list[int]] = [[] for _ in self.stages]
         for number, needs in enumerate(self.needs):
@@ -114,61 +116,72 @@ class _Graph:
             after = max((self.tail_us[one] for one in self.dependents[number]), default=0.0)
             self.tail_us[number] = self.stages[number].time_us + after
 
-    # -- priority rules: the ready stage with the largest value runs next -------------------------------
+    # -- priority rules ---------------------------------------------------------------------------------
 
-    def longest_rest(self, number: int, _: Sequence[int]) -> float:
+    def longest_rest(self, ready: Sequence[int], _: Sequence[int]) -> int:
         """Prefer the stage with the longest chain behind it."""
-        return self.tail_us[number]
+        return _preferred(ready, self.tail_us)
 
     def staggered(self, lag: int) -> _Rule:
         """Prefer the chunk that is furthest behind, if each is due so many stages behind the one before."""
         priorities = [-index - lag * chunk for chunk, index in self.places]
-        return lambda number, _: priorities[number]
+        return lambda ready, _: _preferred(ready, priorities)
 
-    def stall_relief(self, number: int, missing: Sequence[int]) -> float:
+    def stall_relief(self, ready: Sequence[int], missing: Sequence[int]) -> int:
         """Prefer the stage that gives the NPU the most work, or the GPU the least: equation (5)."""
-        released_us = sum(self.stages[one].time_us for one in self.dependents[number] if missing[one] == 1)
-        return released_us if self.stages[number].processor == "gpu" else -released_us
+        sign = 1.0 if self.processors[ready[0]] == "gpu" else -1.0
+        released_us = {
+            number: sign * sum([self.times_us[one] for one in self.dependents[number] if missing[one] == 1])
+            for number in ready
+        }
+        return _preferred(ready, released_us)
 
-    # -- schedules --------------------------------------------------------------------------------------
+    # -- beginnings of all stages, by number ------------------------------------------------------------
 
-    def run(self, rule: _Rule) -> Schedule:
-        """Return the schedule in which an idle processor takes the ready stage that a rule prefers."""
+    def run(self, rule: _Rule) -> dict[int, float]:
+        """Return when stages begin if an idle processor takes the ready stage that a rule prefers."""
         missing = [len(needs) for needs in self.needs]
-        ready: dict[Processor, list[int]] = {"gpu": [], "npu": []}
-        for one, stage in enumerate(self.stages):
+        ready: dict[Processor, list[int]] = {"npu": [], "gpu": []}
+        for one, processor in enumerate(self.processors):
             if not missing[one]:
-                ready[stage.processor].append(one)
+                ready[processor].append(one)
         running: list[tuple[float, int]] = []
-        idle: list[Processor] = ["gpu", "npu"]
+        idle: set[Processor] = {"gpu", "npu"}
         begins_us: dict[int, float] = {}
         now_us = 0.0
-        while len(begins_us) < len(self.stages):
-            for processor in (one for one in ("npu", "gpu") if one in idle and ready[one]):
-                best = max(ready[processor], key=lambda one: (rule(one, missing), -one))
-                ready[processor].remove(best)
-                idle.remove(processor)
-                begins_us[best] = now_us
-                heappush(running, (now_us + self.stages[best].time_us, best))
+        for _ in self.stages:
+            for processor, waiting in ready.items():
+                if waiting and processor in idle:
+                    best = rule(waiting, missing) if len(waiting) > 1 else waiting[0]
+                    waiting.remove(best)
+                    idle.remove(processor)
+                    begins_us[best] = now_us
+                    heappush(running, (now_us + self.times_us[best], best))
             now_us, ended = heappop(running)
-            idle.append(self.stages[ended].processor)
+            idle.add(self.processors[ended])
             for one in self.dependents[ended]:
                 missing[one] -= 1
                 if not missing[one]:
-                    ready[self.stages[one].processor].append(one)
-        return self._schedule(begins_us)
+                    ready[self.processors[one]].append(one)
+        return begins_us
 
-    def in_order(self) -> Schedule:
-        """Return the schedule in which each processor finishes a chunk before it begins the next."""
+    def in_order(self) -> dict[int, float]:
+        """Return when stages begin if each processor finishes a chunk before it begins the next."""
         free_us: dict[Processor, float] = {"gpu": 0.0, "npu": 0.0}
         ends_us: list[float] = []
         begins_us: dict[int, float] = {}
-        for number, stage in enumerate(self.stages):
-            needed_us = (ends_us[need] for need in self.needs[number])
-            begins_us[number] = max([free_us[stage.processor], *needed_us])
-            free_us[stage.processor] = begins_us[number] + stage.time_us
-            ends_us.append(free_us[stage.processor])
-        return self._schedule(begins_us)
+        for number, processor in enumerate(self.processors):
+            needed_us = [ends_us[need] for need in self.needs[number]]
+            begins_us[number] = max([free_us[processor], *needed_us])
+            free_us[processor] = begins_us[number] + self.times_us[number]
+            ends_us.append(free_us[processor])
+        return begins_us
+
+    # -- schedules --------------------------------------------------------------------------------------
+
+    def elapsed_us(self, begins_us: dict[int, float]) -> float:
+        """Return the end of the last stage."""
+        return max((begin + self.times_us[one] for one, begin in begins_us.items()), default=0.0)
 
     def search(self, best: Schedule) -> Schedule:
         """Return a shortest schedule, by branch and bound from the given one.
@@ -201,7 +214,7 @@ class _Graph:
             nonlocal bound
             if len(ends) == len(self.stages):
                 begins_us = {one: end - self.stages[one].time_us for one, end in ends.items()}
-                bound = min(bound, self._schedule(begins_us), key=lambda one: one.elapsed_us)
+                bound = min(bound, self.schedule(begins_us), key=lambda one: one.elapsed_us)
                 return
             begin_us = {
                 one: max([free_us[stage.processor], *(ends[need] for need in self.needs[one])])
@@ -239,15 +252,20 @@ class _Graph:
         visit()
         return bound
 
-    def _schedule(self, begins_us: dict[int, float]) -> Schedule:
+    def schedule(self, begins_us: dict[int, float]) -> Schedule:
+        """Return the schedule of these beginnings."""
         order = sorted(begins_us, key=lambda one: (begins_us[one], one))
         busy_us: dict[Processor, float] = {"gpu": 0.0, "npu": 0.0}
         for stage in self.stages:
             busy_us[stage.processor] += stage.time_us
-        ends = (begins_us[one] + self.stages[one].time_us for one in order)
         return Schedule(
             tuple(self.places[one] for one in order),
             tuple(begins_us[one] for one in order),
-            max(ends, default=0.0),
+            self.elapsed_us(begins_us),
             busy_us,
         )
+
+
+def _preferred(ready: Sequence[int], priorities: Sequence[float] | Mapping[int, float]) -> int:
+    """Return the stage of highest priority; of equal ones the first."""
+    return max(sorted(ready), key=priorities.__getitem__)
