@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final, TypeAlias
 
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from heterollm.solver.plan_records import ChunkSchedule, GroupTimes, PlanEntry
 from heterollm.solver.predict import predict_pass
 from heterollm.solver.prompts import relative_time
 from heterollm.solver.request import InFlight
-from heterollm.solver.schedule import Stage, schedule_chunks
+from heterollm.solver.schedule import SchedulePolicy, Stage, schedule_chunks
 from heterollm.solver.slices import Slices
 from heterollm.solver.solve import Solver
 
@@ -115,21 +115,36 @@ def predict_prompt(
         layers: Layers of the model.
         position: Position of the first token.
     """
-    few, more = SAMPLED_LAYERS
     total_us = idle_us = 0.0
     for start in range(0, len(lengths), schedule.in_flight):
-        flight = lengths[start : start + schedule.in_flight]
-        sampled = [
-            schedule_chunks(_stages(schedule.times, flight, lengths[0], position, count), schedule.policy)
-            for count in SAMPLED_LAYERS
-        ]
-        times_us = [one.elapsed_us for one in sampled]
-        idles_us = [one.elapsed_us - one.busy_us["npu"] for one in sampled]
-        rest = (layers - few) / (more - few)
-        total_us += times_us[0] + rest * (times_us[1] - times_us[0])
-        idle_us += idles_us[0] + rest * (idles_us[1] - idles_us[0])
+        flight = tuple(lengths[start : start + schedule.in_flight])
+        found = _predict_flight(schedule.policy, schedule.times, flight, lengths[0], position, layers)
+        total_us += found.time_us
+        idle_us += found.npu_idle_us
         position += sum(flight)
     return PredictedPrompt(total_us, idle_us)
+
+
+@lru_cache(maxsize=4096)
+def _predict_flight(
+    policy: SchedulePolicy,
+    times: tuple[GroupTimes, ...],
+    lengths: tuple[int, ...],
+    whole: int,
+    position: int,
+    layers: int,
+) -> PredictedPrompt:
+    """Return the time of chunks at once. Prompts of different lengths begin with the same flights."""
+    few, more = SAMPLED_LAYERS
+    sampled = [
+        schedule_chunks(_stages(times, lengths, whole, position, count), policy) for count in (few, more)
+    ]
+    times_us = [one.elapsed_us for one in sampled]
+    idles_us = [one.elapsed_us - one.busy_us["npu"] for one in sampled]
+    rest = (layers - few) / (more - few)
+    return PredictedPrompt(
+        times_us[0] + rest * (times_us[1] - times_us[0]), idles_us[0] + rest * (idles_us[1] - idles_us[0])
+    )
 
 
 def plan_flights(

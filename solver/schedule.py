@@ -171,7 +171,7 @@ class _Graph:
                 if processor in running or not own:
                     continue
                 if rule is not None:
-                    best = max(own, key=lambda one: (rule(one, missing), -one))
+                    best = own[0] if len(own) == 1 else max(own, key=lambda one: (rule(one, missing), -one))
                 elif turns[processor][-1] in own:
                     best = turns[processor].pop()
                 else:

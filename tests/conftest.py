@@ -89,6 +89,48 @@ def session_cache(tmp_path_factory):
     assert not {name for name in names if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}(?<!\.)", name)}
 
 
+CONTEXTS = {}
+PROGRAMS = {}
+
+
+# Of a module, so that it is not in the way of other files' tests in the same process.
+@pytest.fixture(scope="module")
+def shared_programs(request):
+    """Models share one OpenCL context of a device, and the programs that were built in it.
+
+    PoCL's front end takes 40 ms for a program that its cache has, and a model has about ten. Contexts of
+    their own are what tests/kernels has, and every test that starts a process.
+
+    Programs are built without optimisation, which would take PoCL most of the time of these tests. Those with
+    it are what tests/kernels has for each kernel and for merged launches, every test that starts a process,
+    and the files that set ``OPTIMISED``.
+    """
+    from heterollm.kernels.gpu import OpenClRuntime
+    from heterollm.kernels.gpu import runtime as opencl_runtime
+
+    optimised = getattr(request.module, "OPTIMISED", False)
+    open_context, build = opencl_runtime.cl.Context, OpenClRuntime._build
+
+    def shared_context(devices):
+        (device,) = devices
+        if device.int_ptr not in CONTEXTS:
+            CONTEXTS[device.int_ptr] = open_context(devices)
+        return CONTEXTS[device.int_ptr]
+
+    def build_once(runtime, source, options, name):
+        if not optimised:
+            options = [*options, "-cl-opt-disable"]
+        key = (runtime.context.int_ptr, source, *options)
+        if key not in PROGRAMS:
+            PROGRAMS[key] = build(runtime, source, options, name)
+        return PROGRAMS[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opencl_runtime.cl, "Context", shared_context)
+        patch.setattr(OpenClRuntime, "_build", build_once)
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_fields():
     """A factory of ``config.json`` contents of tiny models: ``model_fields("llama", head_dim=32)``."""

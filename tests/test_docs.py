@@ -1,7 +1,8 @@
 """The documents: links resolve, commands parse, the quick ones and the snippets run, schemas hold.
 
 Commands and snippets of README and docs/ name a checkpoint as ``path/or/hub-name``, ``path/to/checkpoint``,
-``MODEL``, ``CHECKPOINT`` or ``FOLDER``; here each stands for the bundled model. That is the only change.
+``MODEL``, ``CHECKPOINT`` or ``FOLDER``; here each stands for the bundled model. And where a command takes
+several prompts, the first of them runs here and all with the slow tests. Those are the only changes.
 Snippets marked ``python`` run; one that needs what the tests have not is marked ``py`` and does not.
 """
 
@@ -225,8 +226,17 @@ def quick_commands():
         for words in commands_in(block_lines(page.read_text("utf-8"))):
             if runnable(words) and words not in seen:
                 seen.append(words)
-                marks = [pytest.mark.slow] if page.stem in SLOW or words[0] in SLOW else []
-                yield pytest.param(words, id=f"{page.stem}: {' '.join(words)}", marks=marks)
+                slow = page.stem in SLOW or words[0] in SLOW
+                short = with_first_prompt(words)
+                for run in [words] if short == words else [short, words]:
+                    marks = [pytest.mark.slow] if slow or run != short else []
+                    yield pytest.param(run, id=f"{page.stem}: {' '.join(run)}", marks=marks)
+
+
+def with_first_prompt(words):
+    """Return a command without all but the first of the lengths of prompts."""
+    pairs = itertools.pairwise(["", *words])
+    return [word.partition(",")[0] if before == "--prompt" else word for before, word in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +248,9 @@ def simulated_profile(session_cache):
 @pytest.mark.parametrize("words", list(quick_commands()))
 def test_quick_commands_run(words, simulated_profile, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    if words[0] == "simulate":
+        # tests/heterollm/simulate/test_sweep.py sweeps in processes, which import everything first.
+        monkeypatch.setattr("heterollm.kernels.threads.allowed_cores", lambda: (0,))
     assert main([str(BUNDLED) if word in CHECKPOINTS else word for word in words]) == 0, (
         capfd.readouterr().err
     )
@@ -258,6 +271,7 @@ def snippets():
             yield pytest.param(body, id=f"{page.stem} {number}")
 
 
+@pytest.mark.usefixtures("shared_programs")
 @pytest.mark.parametrize("snippet", list(snippets()))
 def test_snippets_run(snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -110,7 +110,7 @@ def _explanation(result: SimulationResult) -> Iterator[RenderableType]:
     graphs = result.graphs
     for use in [result.prefill, *([result.decode] if result.decode else [])]:
         shown = table(f"simulated {use.phase}, ms", *(f">{title}" for title in (*USES.values(), "all")))
-        account = use.account()
+        account = use.account
         for one in account:
             shown.add_row(one.operator, *_ms([one.used_us[kind] for kind in USES]), *_ms([one.total_us]))
         sums = [sum(one.used_us[kind] for one in account) for kind in USES]

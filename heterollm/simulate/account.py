@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -127,6 +128,7 @@ def _coming(moment_us: float, *tracks: _Track[str]) -> str | None:
     return min(found)[1] if found else None
 
 
+@functools.lru_cache(maxsize=4096)
 def _operator(label: str) -> str:
     matched = LABEL.match(label)
     name = matched.group(1).strip() if matched else label

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from heterollm.base import Amount, Count
@@ -46,7 +47,7 @@ class Frames:
             raise ValueError(f"{self.in_time} of {self.drawn} drawn frames in time, {self.due} due")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PhaseUse:
     """Time and resources of a phase.
 
@@ -98,7 +99,7 @@ class PhaseUse:
     @property
     def attention_us(self) -> float:
         """Time of attention with rotation and cache, and with estimates and selection where it is sparse."""
-        return sum(one.total_us for one in self.account() if one.operator == "attention")
+        return sum(one.total_us for one in self.account if one.operator == "attention")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, without the spans."""
@@ -118,8 +119,9 @@ class PhaseUse:
             "frames": None if self.frames is None else asdict(self.frames),
         }
 
+    @cached_property
     def account(self) -> tuple[OperatorUse, ...]:
-        """Return where the time went, by operator."""
+        """Where the time went, by operator."""
         return time_account(self.spans)
 
 

@@ -157,7 +157,7 @@ class SimulationResult:
         return {
             phase.phase: {
                 one.operator: {use: used_us / 1e3 for use, used_us in one.used_us.items()}
-                for one in phase.account()
+                for one in phase.account
             }
             for phase in phases
         }

@@ -46,7 +46,7 @@ class DeviceTraits:
         """Return the key of tuned parameters; ``target`` is the processor that code is compiled for."""
         limits = self.compute_units, self.max_work_group, self.local_bytes
         driver = self.driver if target is None else f"{self.driver} for {target}"
-        features = int(self.has_subgroups), self.image_texels
+        features = int(self.has_subgroups), int(self.image_texels > 0)
         return DeviceIdentity(self.name, self.platform, *limits, driver, *features)
 
 

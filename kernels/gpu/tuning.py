@@ -73,7 +73,8 @@ class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
         local_bytes: Local memory of a work-group.
         driver: Version of the driver.
         subgroups: 1 if work-items of a subgroup can pass values to each other.
-        image_texels: Texels of the largest image over a buffer; 0 without images.
+        images: 1 if kernels can read a buffer as an image. How large a one is not part of the key: on a CPU
+            that follows the memory that the machine has at the time.
         kernel_source_hash: Hash of the sources in use (:func:`heterollm.kernels.gpu.kernel_source_hash`).
     """
 
@@ -84,7 +85,7 @@ class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
     local_bytes: int
     driver: str
     subgroups: int = 0
-    image_texels: int = 0
+    images: int = 0
     kernel_source_hash: str = msgspec.field(default_factory=kernel_source_hash)
 
     @property
@@ -101,7 +102,7 @@ class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
     def can_run(self, parameters: KernelParameters) -> bool:
         """Return whether a work-group of these parameters is within the device's limits and features."""
         fits = parameters.work_group() <= self.max_work_group and parameters.local_bytes() <= self.local_bytes
-        return fits and parameters.subgroup <= self.subgroups and parameters.image <= self.image_texels
+        return fits and parameters.subgroup <= self.subgroups and parameters.image <= self.images
 
 
 class Tuned(Struct, frozen=True, forbid_unknown_fields=True):

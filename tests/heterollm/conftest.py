@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from heterollm.cli import main
-from heterollm.kernels.gpu import OpenClRuntime, is_complete
-from heterollm.kernels.gpu import runtime as opencl_runtime
+from heterollm.kernels.gpu import is_complete
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.sync.faults import Gate
 from heterollm.kernels.sync.fence import BlockingFence
@@ -277,43 +276,9 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     return folder
 
 
-CONTEXTS: dict[int, Any] = {}
-PROGRAMS: dict[tuple[object, ...], Any] = {}
-
-
-# Of a module, so that it is not in the way of other folders' tests in the same process.
 @pytest.fixture(scope="module", autouse=True)
-def shared_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Models share one OpenCL context of a device, and the programs that were built in it.
-
-    PoCL's front end takes 40 ms for a program that its cache has, and a model has about ten. Contexts of
-    their own are what tests/kernels has, and every test that starts a process.
-
-    Programs are built without optimisation, which would take PoCL most of the time of these tests. Those with
-    it are what tests/kernels has for each kernel and for merged launches, every test that starts a process,
-    and the files that set ``OPTIMISED``.
-    """
-    optimised = getattr(request.module, "OPTIMISED", False)
-    open_context, build = opencl_runtime.cl.Context, OpenClRuntime._build
-
-    def shared_context(devices: list[Any]) -> Any:
-        (device,) = devices
-        if device.int_ptr not in CONTEXTS:
-            CONTEXTS[device.int_ptr] = open_context(devices)
-        return CONTEXTS[device.int_ptr]
-
-    def build_once(runtime: OpenClRuntime, source: str, options: list[str], name: str) -> Any:
-        if not optimised:
-            options = [*options, "-cl-opt-disable"]
-        key = (runtime.context.int_ptr, source, *options)
-        if key not in PROGRAMS:
-            PROGRAMS[key] = build(runtime, source, options, name)
-        return PROGRAMS[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opencl_runtime.cl, "Context", shared_context)
-        patch.setattr(OpenClRuntime, "_build", build_once)
-        yield
+def _shared_programs(shared_programs: None) -> None:
+    """Share programs in every file of this folder."""
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ class Switch:
 
     def await_rest(self):
         """Wait until the last call was to rest."""
-        for _ in range(3000):
+        for _ in range(60_000):
             if self.calls[-1:] == ["rest"]:
                 return
             time.sleep(0.01)

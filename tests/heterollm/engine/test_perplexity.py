@@ -10,6 +10,9 @@ import pytest
 
 from heterollm.llm import LLM
 
+OPTIMISED = True
+"""They compute more than they build."""
+
 WINDOWS = 4
 
 

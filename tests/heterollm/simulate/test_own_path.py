@@ -49,7 +49,7 @@ def results():
 
 
 def used_us(result, use):
-    return sum(one.used_us[use] for one in result.prefill.account())
+    return sum(one.used_us[use] for one in result.prefill.account)
 
 
 def test_mapped_memory_takes_the_engines_mapped_path(results):
@@ -109,14 +109,14 @@ def test_a_map_costs_the_call_and_the_caches_of_its_bytes(mapped_bytes):
 def test_the_account_adds_up_to_the_time_of_each_phase(results):
     for result in results.values():
         for phase in (result.prefill, result.decode):
-            account = phase.account()
+            account = phase.account
             assert sum(one.total_us for one in account) == pytest.approx(phase.elapsed_us)
             assert all(set(one.used_us) == set(USES) and min(one.used_us.values()) >= 0 for one in account)
             npu_us = sum(one.used_us[use] for one in account for use in ("both", "npu", "start", "copies"))
             assert npu_us <= phase.busy_fraction["npu"] * phase.elapsed_us * (1 + 1e-9)
             gpu_us = sum(one.used_us[use] for one in account for use in ("both", "gpu"))
             assert gpu_us == pytest.approx(phase.busy_fraction["gpu"] * phase.elapsed_us)
-        names = {one.operator for one in result.prefill.account()}
+        names = {one.operator for one in result.prefill.account}
         assert names == {"qkv", "o", "gate_up", "down", "head", "attention", "other"}
 
 

@@ -41,7 +41,7 @@ def sparse():
 
 
 def overlap_us(result):
-    return sum(one.used_us["both"] for one in result.prefill.account() if one.operator == "attention")
+    return sum(one.used_us["both"] for one in result.prefill.account if one.operator == "attention")
 
 
 @pytest.mark.slow

@@ -91,6 +91,16 @@ def test_an_image_beyond_the_limit_is_no_variant(runtime):
     assert not opened.traits.identity().can_run(variant(INT4, 1, subgroup=1).parameters)
 
 
+def test_tuned_parameters_stay_when_the_memory_of_a_machine_changes(runtime):
+    traits = runtime.traits
+    more = dataclasses.replace(
+        traits, image_texels=2 * traits.image_texels, global_bytes=2 * traits.global_bytes
+    )
+    assert more.identity() == traits.identity()
+    none = dataclasses.replace(traits, image_texels=0).identity()
+    assert not none.can_run(variant(INT4, 1, image=1).parameters)
+
+
 def test_variants_that_do_not_suit_a_shape_are_refused():
     with pytest.raises(OptionError, match="image"):
         variant(WeightFormat(16), 1, image=1)
