@@ -701,6 +701,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (LLM_NPU, "importance"): importance_table,
     (SPARSE, "needed keys"): sparse_table("needed"),
     (SPARSE, "loss of the published model"): sparse_table("loss", PUBLISHED, 2048),
+    (SPARSE, "loss at 4096 tokens"): sparse_table("loss", PUBLISHED, 4096),
     (SPARSE, "loss of the bundled model"): sparse_table("loss", "tiny_python_lm", 512),
     (SPARSE, "agreement"): sparse_table("agreement"),
     (SPARSE, "simulated lengths"): lambda: shadow_attention_table("lengths"),
@@ -712,7 +713,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
 """Tables by page and name."""
 
 PICTURES: Final[Mapping[str, Callable[[], str]]] = {
-    "docs/kept_keys.svg": lambda: sparse_tables.kept_picture(rows_of("sparse_accuracy"), PUBLISHED),
+    "docs/kept_keys.svg": lambda: sparse_tables.kept_picture(rows_of("sparse_accuracy"), PUBLISHED, 2048),
 }
 """Pictures by path."""
 
