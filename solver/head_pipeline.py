@@ -189,16 +189,16 @@ def greedy_order(units: Order) -> list[PipelineUnit]:
     order = list[PipelineUnit]()
     npu_us = select_us = attend_us = 0.0
     while left:
-        place, best_us, planned = 0, math.inf, ([0], 0.0)
+        place, heads, selected_us, attended_us = 0, [0], 0.0, math.inf
         for number, (unit, least_us, own_us) in enumerate(left):
-            begin_us = npu_us + unit.npu_us
+            scored_us = npu_us + unit.npu_us
             # No order of its heads ends before this, so that most units need no search.
-            if max(attend_us, max(begin_us, select_us) + least_us) + own_us < best_us:
-                *found, end_us = _greedy_heads(unit, begin_us, select_us, attend_us)
-                if end_us < best_us:
-                    place, best_us, planned = number, end_us, found
-        unit, (heads, select_us), attend_us = left.pop(place)[0], planned, best_us
-        npu_us += unit.npu_us
+            if max(attend_us, max(scored_us, select_us) + least_us) + own_us < attended_us:
+                order_of_heads, free_us, end_us = _greedy_heads(unit, scored_us, select_us, attend_us)
+                if end_us < attended_us:
+                    place, heads, selected_us, attended_us = number, order_of_heads, free_us, end_us
+        unit, *_ = left.pop(place)
+        npu_us, select_us, attend_us = npu_us + unit.npu_us, selected_us, attended_us
         order.append(unit if len(heads) == 1 else _with_order(unit, heads))
     return order
 

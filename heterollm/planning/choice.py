@@ -32,7 +32,7 @@ from heterollm.solver import (
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
-    from heterollm.kernels.sync import Strategy
+    from heterollm.kernels.gpu import Strategy
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.profiler.records import Profile
 

@@ -166,7 +166,6 @@ def dense_prompt_notes(plan: Plan, prompt: int) -> tuple[str, ...]:
         plan: The plan.
         prompt: Tokens of the prompt, all of them computed in an empty session.
     """
-    chunk = plan.chunk_length
     lengths = []
     for entry in plan.attention:
         if not isinstance(entry.placement, SparseAttention):
@@ -174,9 +173,9 @@ def dense_prompt_notes(plan: Plan, prompt: int) -> tuple[str, ...]:
         passes = ((tokens, first + tokens) for first, tokens in plan.chunks(prompt))
         if any(entry.serves(tokens, keys, entry.layers[0]) for tokens, keys in passes):
             return ()
-        for first in range(0, entry.keys[1], chunk):
+        for first in range(0, entry.keys[1], plan.chunk_length):
             tokens = max(entry.lengths[0], entry.keys[0] - first)
-            if tokens <= min(entry.lengths[1], entry.keys[1] - first, chunk):
+            if tokens <= min(entry.lengths[1], entry.keys[1] - first, plan.chunk_length):
                 lengths.append(first + tokens)
     if not lengths:
         return ()

@@ -12,8 +12,8 @@ from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs
-from heterollm.profiler.measure.sparse_cases import sparse_cases
 from heterollm.profiler.measure.layer_cases import layer_cases
+from heterollm.profiler.measure.sparse_cases import sparse_cases
 from heterollm.profiler.records import Profile, Record, profile_path
 from heterollm.solver import Plan
 from heterollm.trace import load_trace
@@ -155,11 +155,13 @@ def test_a_plan_without_any_gain_says_what_to_do(run, files, weights, bundled_mo
 
 
 @pytest.fixture
-def snapdragon(bundled_model, tmp_path):
+def snapdragon(bundled_model, keep_even_profile, files, tmp_path):
     """The file of a profile that a Snapdragon could have."""
     device = open_device("sim:snapdragon-8gen3")
     try:
-        profile = Profile({**device.description(), "device": "snapdragon"})
+        keep_even_profile(device, bundled_model, "w4a16")
+        found = Profile.load(profile_path(device.name, device.fingerprint()))
+        profile = Profile({**found.description, "device": "snapdragon"}, found.records, found.runs)
         add_attention(profile, device, bundled_model)
     finally:
         device.close()
