@@ -712,7 +712,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
 """Tables by page and name."""
 
 PICTURES: Final[Mapping[str, Callable[[], str]]] = {
-    "docs/kept_keys.svg": lambda: sparse_tables.kept_picture(rows_of("sparse_accuracy"), PUBLISHED),
+    "docs/kept_keys.svg": lambda: sparse_tables.kept_picture(rows_of("sparse_accuracy"), PUBLISHED, 2048),
 }
 """Pictures by path."""
 

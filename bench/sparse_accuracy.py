@@ -7,10 +7,11 @@ all of it where a row says so.
     python bench/sparse_accuracy.py loss,agreement,runtime --out FILE
     python bench/sparse_accuracy.py heads,importance --model FOLDER --tokens 2048 --out FILE
     python bench/sparse_accuracy.py loss,agreement,retrieval --model FOLDER --tokens 2048 --out FILE
+    python bench/sparse_accuracy.py heads,loss --model FOLDER --tokens 4096 --rules mass,uniform --out FILE
 
 `heads` calibrates as `heterollm calibrate` does, and `importance` measures equations 1 and 2. The other parts
 read the rows of both in FILE. `loss` is that of the last quarter of each text, dense and sparse; `agreement`
-compares selections with those of exact scores; `retrieval` asks for a number that one sentence states.
+compares selections with those of exact scores; `retrieval` asks for a number that a sentence states.
 `runtime` runs heterollm itself on `host`, with its own calibration.
 FILE is bench/results/sparse_accuracy.jsonl for the rows in docs/shadow-attention.md; FOLDER is made by
 bench/published_model.py. Texts are the bundled held-out Python code, and the English of Python's own help.
@@ -19,6 +20,7 @@ bench/published_model.py. Texts are the bundled held-out Python code, and the En
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import time
@@ -57,11 +59,14 @@ IMPORTANCE_TOKENS = 128
 
 BUNDLED_WINDOWS = 8
 BUNDLED_TOKENS = 512
-DEPTHS = (0.1, 0.5, 0.9)
-NUMBER = "7416"
-FACT = f"\n\nThe secret number of the harbour master is {NUMBER}. Remember it.\n\n"
-QUESTION = "What is the secret number of the harbour master?"
-BEGIN = "The secret number of the harbour master is "
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+SENTENCES = {
+    "the secret number of the harbour master": "7416",
+    "the door code of the old library": "2953",
+}
+"""Things that a sentence gives a number, and their numbers."""
+
+RETRIEVAL_RULES: tuple[KeepRule, ...] = ("mass", "uniform")
 
 Row = dict[str, Any]
 
@@ -87,7 +92,7 @@ class Study:
         self._texts = {"code": self._ids(code)} | ({"english": self._ids(english)} if published else {})
         self._windows = 1 if published else BUNDLED_WINDOWS
         own = [row for row in known if row["model"] == folder.name]
-        self._heads = _latest(own, "heads")
+        self._heads = _latest([row for row in own if row["tokens"] == tokens], "heads")
         self._importance = _latest(own, "importance")
 
     def _ids(self, text: str) -> list[int]:
@@ -259,31 +264,37 @@ class Study:
 
     def retrieval(self) -> Iterator[Row]:
         """Yield whether greedy decoding gives the number that a sentence states; prompts are sparse."""
-        answer = self._ids(NUMBER)
         if self._tokenizer.chat_template is None:
             raise SystemExit("retrieval needs a model that answers questions.")
-        filler = self._texts["english"][CALIBRATION_WINDOWS * self._tokens :]
-        fact = self._ids(FACT)
-        sparse = {"dense": None, "mass": self._sparse(KEEPS[0], "mass", 1)}
-        for depth in DEPTHS:
-            room = self._tokens - len(fact) - 64
-            at = int(depth * room)
-            text = self._tokenizer.decode([*filler[:at], *fact, *filler[at:room]])
-            chat = [{"role": "user", "content": f"{text}\n\n{QUESTION}"}]
-            asked = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            prompt = self._ids(asked + BEGIN)
-            for rule, how in sparse.items():
+        ways: dict[str, Sparse | None] = {"dense": None}
+        ways |= {rule: self._sparse(KEEPS[0], rule, 1) for rule in RETRIEVAL_RULES}
+        for (thing, number), depth in itertools.product(SENTENCES.items(), DEPTHS):
+            prompt, answer = self._question(thing, number, depth), self._ids(number)
+            for rule, how in ways.items():
                 logits = self._emulation.logits([*prompt, *answer], len(answer) + 1, how)[:-1]
                 surprise = nn.functional.cross_entropy(logits, torch.tensor(answer))
                 yield {
                     "kind": "retrieval",
                     "depth": depth,
+                    "sentence": thing,
                     "rule": rule,
                     "keep": 1.0 if how is None else KEEPS[0],
                     "prompt_tokens": len(prompt),
                     "found": bool((logits.argmax(1) == torch.tensor(answer)).all()),
                     "nats": float(surprise),
                 }
+
+    def _question(self, thing: str, number: str, depth: float) -> list[int]:
+        """Return a prompt with a sentence at a depth, a question for its number and how its answer begins."""
+        begin = f"{thing[0].upper()}{thing[1:]} is "
+        fact = self._ids(f"\n\n{begin}{number}. Remember it.\n\n")
+        filler = self._texts["english"][CALIBRATION_WINDOWS * self._tokens :]
+        room = self._tokens - len(fact) - 64
+        at = int(depth * room)
+        text = self._tokenizer.decode([*filler[:at], *fact, *filler[at:room]])
+        chat = [{"role": "user", "content": f"{text}\n\nWhat is {thing}?"}]
+        asked = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return self._ids(asked + begin)
 
 
 def _skipped(hidden: Tensor, *_: object, **__: object) -> Tensor:
@@ -304,10 +315,6 @@ def _last_surprises(logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 def _latest(rows: Sequence[Row], kind: str) -> Row | None:
     return next((row for row in reversed(rows) if row["kind"] == kind), None)
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:40]
 
 
 def main() -> None:

@@ -65,8 +65,8 @@ def sparse_plan(base: Plan, calibration: Path, estimator: Estimator, keep: float
     """Return a plan with sparse attention in all layers and passes."""
     entries = []
     for layer, scales in calibrated_scales(calibration, 1).items():
-        exponents = [scale.exponent for scale in scales]
-        units = tuple(fused_heads(exponents))
+        exponents = tuple(scale.exponent for scale in scales)
+        units = fused_heads(exponents)
         of_units = tuple(exponents[unit[0]] for unit in units)
         placement = SparseAttention((keep,) * heads, units, of_units, estimator)
         entries.append(AttentionEntry((1, MOST), (1, MOST), (layer, layer), placement))

@@ -89,20 +89,24 @@ def agreement_lines(rows: Sequence[Row]) -> tuple[list[str], Lines]:
 
 def retrieval_lines(rows: Sequence[Row]) -> tuple[list[str], Lines]:
     """Return the columns, and a line for each way to select keys, by the depth of the sentence."""
-    own = [row for row in rows if row["kind"] == "retrieval"]
-    depths = list(dict.fromkeys(row["depth"] for row in own))
+    own = [row for row in rows if row["kind"] == "retrieval" and "sentence" in row]
+    depths = sorted({row["depth"] for row in own})
+    sentences = dict.fromkeys(row["sentence"] for row in own)
     lines: Lines = []
     for rule in dict.fromkeys(row["rule"] for row in own):
-        found = [_find(own, rule=rule, depth=depth) for depth in depths]
-        keep = next(row["keep"] for row in own if row["rule"] == rule)
+        keep = _last(own, rule=rule)["keep"]
         name = "dense" if rule == "dense" else f"{RULES[rule]}, {keep:.0%}"
-        lines.append((name, *("" if row is None else _found(row) for row in found)))
+        cells = (
+            _found([_last(own, rule=rule, depth=depth, sentence=one) for one in sentences])
+            for depth in depths
+        )
+        lines.append((name, *cells))
     return ["keys", *(f"at {depth:.0%}" for depth in depths)], lines
 
 
-def kept_picture(rows: Sequence[Row], model: str) -> str:
+def kept_picture(rows: Sequence[Row], model: str, tokens: int) -> str:
     """Return an SVG of what each head keeps by the rule of attention mass: a row for each layer."""
-    row = _last(rows, kind="heads", model=model)
+    row = _last(rows, kind="heads", model=model, tokens=tokens)
     needed = tuple(tuple(map(tuple, layer["needed"])) for layer in row["heads"])
     ratios = keep_ratios(HeadNeeds(tuple(row["masses"]), needed), PICTURE_KEEP)
     heads, layers = len(ratios[0]), len(ratios)
@@ -144,8 +148,10 @@ def _loss(row: Row) -> str:
     return f"{rise:+.3f} ({error:.3f}), {row['top_1_agreement']:.0%}"
 
 
-def _found(row: Row) -> str:
-    return f"{'found' if row['found'] else 'missed'} ({row['nats']:.2f})"
+def _found(rows: Sequence[Row]) -> str:
+    """Return how many sentences were found, and the mean loss of a digit."""
+    nats = sum(row["nats"] for row in rows) / len(rows)
+    return f"{sum(row['found'] for row in rows)} of {len(rows)} ({nats:.2f})"
 
 
 def _agreement(row: Row) -> Iterator[str]:

@@ -34,6 +34,7 @@ from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights,
 from heterollm.planning import (
     LoadKeywords,
     LoadOptions,
+    PlanTarget,
     calibrated_ranges,
     calibrated_scales,
     calibrated_shadows,
@@ -125,7 +126,7 @@ class LLM:
                 thread.rest_when_idle(opened.power_switch)
             specs = _specs(asked, config, opened)
             check_precision(opened, asked.precision, specs)
-            plan, notes = thread.run(lambda: plan_for(asked, opened, config, specs, context))
+            plan, notes = thread.run(lambda: plan_for(asked, PlanTarget.of(opened), config, specs, context))
             # Before weights are read: quantising a model that cannot run would waste time.
             held = {key: one.held for key, one in calibrated_shadows(asked.calibration).items()}
             _check_fit(config, specs, plan, context, opened, held)
@@ -295,6 +296,11 @@ class LLM:
             *integer,
             *self.failures,
         )
+
+    @property
+    def plan_notes(self) -> tuple[str, ...]:
+        """What the plan lacks beside the request, as the profile lacks it or it does not pay."""
+        return self._plan_notes
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
-from heterollm.solver.attention import Estimator, SparseAttention
+from heterollm.solver.attention import Estimator, KeyHeads, SparseAttention
 from heterollm.solver.costs import Slowdown
 from heterollm.solver.head_pipeline import lanes_us
 from heterollm.solver.plan import Plan
@@ -148,12 +149,13 @@ def attention_times(
         standard: Numbers of keys of graphs, ascending.
     """
     own, graphs = costs.sparse(tokens, keys), graph_times(costs, tokens, keys, standard)
-    attend_us = [
-        own.attention_us(keep) for keep in mean_keeps(placement.keep, sum(map(len, placement.units)))
+    gpu_us = [
+        len(unit) * own.select_us + sum(map(own.attention_us, keeps))
+        for unit, keeps in zip(placement.units, _unit_keeps(placement.keep, placement.units), strict=True)
     ]
-    gpu_us = [sum(own.select_us + attend_us[head] for head in unit) for unit in placement.units]
     if placement.estimator == "gpu":
-        return AttentionTimes("gpu", own.quantise_us + len(attend_us) * graphs.estimate_us + sum(gpu_us))
+        heads = sum(map(len, placement.units))
+        return AttentionTimes("gpu", own.quantise_us + heads * graphs.estimate_us + sum(gpu_us))
     scores_us = [graphs.scores_us.get(len(unit), math.inf) for unit in placement.units]
     if costs.follows_graphs:
         time_us = lanes_us(zip(scores_us, gpu_us, strict=True), costs.slowdown)
@@ -168,13 +170,21 @@ def graph_times(costs: AttentionCosts, tokens: int, keys: int, standard: Sequenc
     return costs.sparse(score_tokens(tokens), standard[place])
 
 
-def mean_keeps(keep: Sequence[float], kv_heads: int) -> list[float]:
+@functools.lru_cache
+def mean_keeps(keep: tuple[float, ...], kv_heads: int) -> tuple[float, ...]:
     """Return the mean ratio of the query heads of each key head."""
     group = len(keep) // kv_heads
-    return [sum(keep[first : first + group]) / group for first in range(0, len(keep), group)]
+    return tuple(sum(keep[first : first + group]) / group for first in range(0, len(keep), group))
 
 
 # -- helpers -----------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def _unit_keeps(keep: tuple[float, ...], units: tuple[KeyHeads, ...]) -> tuple[tuple[float, ...], ...]:
+    """Return the mean ratios of the key heads of each unit."""
+    means = mean_keeps(keep, sum(map(len, units)))
+    return tuple(tuple(means[head] for head in unit) for unit in units)
 
 
 def _planned_times(

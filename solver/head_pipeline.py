@@ -11,6 +11,7 @@ Logistics Quarterly 1 (1), 1954.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +98,7 @@ def plan_pipeline(
         slowdown: Of both processors while both work.
     """
 
-    def pipeline(limit: int) -> HeadPipeline:
+    def pipeline(fused: tuple[tuple[int, ...], ...]) -> HeadPipeline:
         units = [
             PipelineUnit(
                 heads,
@@ -106,15 +107,18 @@ def plan_pipeline(
                 tuple(select_us[head] for head in heads),
                 tuple(attend_us[head] for head in heads),
             )
-            for heads in fused_heads(exponents, limit)
+            for heads in fused
         ]
         chosen = johnson_order(units) if ordered else units
         return HeadPipeline(tuple(chosen), two_lanes_us(chosen, slowdown))
 
-    return min(map(pipeline, most_fused), key=lambda found: found.time_us)
+    # Limits beyond the heads with one exponent fuse alike.
+    ways = dict.fromkeys(fused_heads(tuple(exponents), limit) for limit in most_fused)
+    return min(map(pipeline, ways), key=lambda found: found.time_us)
 
 
-def fused_heads(exponents: Sequence[int], most: int = FUSED_HEADS[0]) -> list[tuple[int, ...]]:
+@functools.lru_cache
+def fused_heads(exponents: tuple[int, ...], most: int = FUSED_HEADS[0]) -> tuple[tuple[int, ...], ...]:
     """Return the key heads of each unit: heads of equal exponent, as many together as may be.
 
     Args:
@@ -124,7 +128,7 @@ def fused_heads(exponents: Sequence[int], most: int = FUSED_HEADS[0]) -> list[tu
     alike: dict[int, list[int]] = {}
     for head, exponent in enumerate(exponents):
         alike.setdefault(exponent, []).append(head)
-    return sorted(unit for heads in alike.values() for unit in _parts(heads, most))
+    return tuple(sorted(unit for heads in alike.values() for unit in _parts(heads, most)))
 
 
 def _parts(heads: list[int], most: int) -> Iterator[tuple[int, ...]]:
@@ -181,23 +185,32 @@ def greedy_order(units: Order) -> list[PipelineUnit]:
 
     Each step appends the unit after which the lane of attention is free first.
     """
-    left, order = list(units), list[PipelineUnit]()
+    left = [(unit, min(unit.select_us), sum(unit.attend_us)) for unit in units]
+    order = list[PipelineUnit]()
     npu_us = select_us = attend_us = 0.0
     while left:
-        planned = [_greedy_heads(unit, npu_us + unit.npu_us, select_us, attend_us) for unit in left]
-        ends_us = [end_us for *_, end_us in planned]
-        place = ends_us.index(min(ends_us))
-        unit, (heads, select_us, attend_us) = left.pop(place), planned[place]
-        npu_us += unit.npu_us
-        order.append(
-            replace(
-                unit,
-                heads=tuple(unit.heads[head] for head in heads),
-                select_us=tuple(unit.select_us[head] for head in heads),
-                attend_us=tuple(unit.attend_us[head] for head in heads),
-            )
-        )
+        place, heads, selected_us, attended_us = 0, [0], 0.0, math.inf
+        for number, (unit, least_us, own_us) in enumerate(left):
+            scored_us = npu_us + unit.npu_us
+            # No order of its heads ends before this, so that most units need no search.
+            if max(attend_us, max(scored_us, select_us) + least_us) + own_us < attended_us:
+                order_of_heads, free_us, end_us = _greedy_heads(unit, scored_us, select_us, attend_us)
+                if end_us < attended_us:
+                    place, heads, selected_us, attended_us = number, order_of_heads, free_us, end_us
+        unit, *_ = left.pop(place)
+        npu_us, select_us, attend_us = npu_us + unit.npu_us, selected_us, attended_us
+        order.append(unit if len(heads) == 1 else _with_order(unit, heads))
     return order
+
+
+def _with_order(unit: PipelineUnit, heads: Sequence[int]) -> PipelineUnit:
+    """Return a unit with its heads in another order."""
+    return replace(
+        unit,
+        heads=tuple(unit.heads[head] for head in heads),
+        select_us=tuple(unit.select_us[head] for head in heads),
+        attend_us=tuple(unit.attend_us[head] for head in heads),
+    )
 
 
 def _greedy_heads(

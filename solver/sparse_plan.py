@@ -117,7 +117,7 @@ def plan_attention(
 
 def _placed(
     sparse: SparseAttention,
-    exponents: Sequence[int],
+    exponents: tuple[int, ...],
     costs: AttentionCosts,
     length: tuple[int, int],
     key_range: tuple[int, int],
@@ -130,7 +130,7 @@ def _placed(
     if tokens < length[0]:
         return None
     if sparse.estimator == "gpu":
-        units = fused_heads(exponents)  # nothing overlaps
+        units: Sequence[KeyHeads] = fused_heads(exponents)  # nothing overlaps
     else:
         units = _ordered(sparse, exponents, costs, (tokens, keys), standard, pipeline)
         if not units:
@@ -148,7 +148,7 @@ def _placed(
 
 def _ordered(
     sparse: SparseAttention,
-    exponents: Sequence[int],
+    exponents: tuple[int, ...],
     costs: AttentionCosts,
     sizes: tuple[int, int],
     standard: Sequence[int],

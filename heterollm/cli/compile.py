@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from heterollm.cli.options import (
+    AttentionOptions,
     Context,
     IntegerList,
     JsonOption,
     Model,
+    PassOption,
     WeightOptions,
     command_group,
     numbers,
+    pass_request,
 )
 from heterollm.cli.records import takes_records
 
@@ -27,8 +31,19 @@ commands = command_group()
 def compile_graphs(
     model: Model,
     soc: Annotated[str, typer.Option(help="Qualcomm's number of the chip: 57 is the Snapdragon 8 Gen 3.")],
-    plan: Annotated[str, typer.Option(help="npu, layer, or the file of a plan for snapdragon.")] = "layer",
+    plan: Annotated[
+        str,
+        typer.Option(
+            help="npu, layer, or the file of a plan for snapdragon; with --profile any level, or auto."
+        ),
+    ] = "layer",
     *,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Profile of the device, which tensor, block and passes need."),
+    ] = None,
+    passes: PassOption = (),
+    attention: AttentionOptions,
     weights: WeightOptions,
     prompt: Annotated[IntegerList | None, numbers(help="Only these prompt lengths; 0 for none.")] = None,
     decode: Annotated[
@@ -54,6 +69,8 @@ def compile_graphs(
             model,
             soc=soc,
             plan=plan,
+            profile=profile,
+            request=pass_request(passes, attention),
             precision=weights.precision,
             group_size=weights.group_size,
             symmetric=not weights.asymmetric,

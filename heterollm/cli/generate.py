@@ -19,12 +19,12 @@ from heterollm.cli.options import (
     RunOptions,
     TokenOptions,
     command_group,
+    pass_request,
 )
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
-    from heterollm.solver import PlanRequest
     from heterollm.text import GenerationResult
 
 __all__ = ["commands"]
@@ -77,9 +77,9 @@ def generate(
             stream.close()
             if trace is not None:
                 report.show(report.note(_write_trace(llm, trace)))
-        failures = llm.failures
-    for failure in failures:
-        report.show(report.note(failure))
+        notes = (*llm.failures, *_prompt_notes(llm, stream.result))
+    for text in notes:
+        report.show(report.note(text))
     report.show(report.statistics_lines(stream.result, llm.device, llm.plan))
 
 
@@ -106,8 +106,15 @@ def _answer_json(model: str, llm: LLM, result: GenerationResult) -> dict[str, ob
         "plan": llm.plan.level,
         "precision": llm.plan.precision,
         **result.to_dict(),
-        "notes": list(llm.notes),
+        "notes": [*llm.notes, *_prompt_notes(llm, result)],
     }
+
+
+def _prompt_notes(llm: LLM, result: GenerationResult) -> tuple[str, ...]:
+    """Return notes on the attention of an answer's prompt."""
+    from heterollm.planning import dense_prompt_notes
+
+    return dense_prompt_notes(llm.plan, result.prompt_tokens)
 
 
 def _trace_file(path: Path | None, device: str) -> Path | None:
@@ -167,15 +174,6 @@ def chat(
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
 
 
-def _request(options: ModelOptions) -> PlanRequest | None:
-    """Return the request to the solver; None without a pass."""
-    from heterollm.solver import PlanRequest
-
-    if not options.passes:
-        return None
-    return PlanRequest(passes=tuple(options.passes), attention=options.attention.request())
-
-
 def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
     from heterollm.report import console as report
 
@@ -196,7 +194,7 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
             model,
             device=options.device,
             plan=options.plan,
-            request=_request(options),
+            request=pass_request(options.passes, options.attention),
             precision=options.weights.precision,
             group_size=options.weights.group_size,
             symmetric=not options.weights.asymmetric,
@@ -214,4 +212,6 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
         )
     if llm.device.reason:
         report.show(report.note(f"device auto chose {llm.device.name}: {llm.device.reason}"))
+    for text in llm.plan_notes:
+        report.show(report.note(text))
     return llm

@@ -19,7 +19,7 @@ from heterollm.engine import Sync
 from heterollm.kernels.ops import Power, Precision, Scales
 
 if TYPE_CHECKING:
-    from heterollm.solver import AttentionRequest
+    from heterollm.solver import AttentionRequest, PlanRequest
 
 __all__ = [
     "PASSES",
@@ -53,6 +53,7 @@ __all__ = [
     "command_group",
     "numbers",
     "one_of",
+    "pass_request",
     "several",
     "whole_number",
 ]
@@ -217,6 +218,13 @@ class AttentionOptions:
             estimator=self.estimator,
             **more,
         )
+
+
+def pass_request(passes: Sequence[PassChoice], attention: AttentionOptions) -> PlanRequest | None:
+    """Return the request to the solver; None without a pass."""
+    from heterollm.solver import PlanRequest
+
+    return PlanRequest(passes=tuple(passes), attention=attention.request()) if passes else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@ from .ahead import precompile as precompile
 from .calibrated import calibrated_ranges as calibrated_ranges
 from .calibrated import calibrated_scales as calibrated_scales
 from .calibrated import calibrated_shadows as calibrated_shadows
+from .choice import PlanTarget as PlanTarget
 from .choice import plan_for as plan_for
 from .command import solve_for as solve_for
 from .lengths import LengthChoice as LengthChoice
@@ -18,4 +19,5 @@ from .profiling import KeptRecords as KeptRecords
 from .profiling import ProfilingResult as ProfilingResult
 from .profiling import ProfilingSession as ProfilingSession
 from .sparse_attention import assumed_heads as assumed_heads
+from .sparse_attention import dense_prompt_notes as dense_prompt_notes
 from .sparse_attention import with_sparse_attention as with_sparse_attention

@@ -21,6 +21,7 @@ from heterollm.base import (
     MIB,
     CacheError,
     OptionError,
+    ProfileError,
     Progress,
     cache_root,
     format_bytes,
@@ -48,15 +49,11 @@ from heterollm.kernels.npu import (
 )
 from heterollm.kernels.ops import Group, Precision, Scales
 from heterollm.model import Checkpoint, ModelConfig, load_weights
-from heterollm.planning.calibrated import (
-    calibrated_ranges,
-    calibrated_shadows,
-    calibration_key,
-    check_shadows,
-)
-from heterollm.planning.choice import choose_plan
+from heterollm.planning.calibrated import calibrated_ranges
+from heterollm.planning.choice import PlanTarget, plan_for
 from heterollm.planning.load_options import LoadOptions, choose_context
-from heterollm.solver import Plan, check_plan
+from heterollm.profiler.records import Profile
+from heterollm.solver import Plan, PlanRequest, check_plan
 
 __all__ = ["GroupBuild", "Precompiled", "precompile"]
 
@@ -111,6 +108,7 @@ class Precompiled:
         folder: Folder of the graphs.
         versions: The software that compiled them; a device replaces graphs of other versions.
         builds: By group and length.
+        notes: On what the profile lacks, or what does not pay by it.
     """
 
     soc: str
@@ -120,6 +118,7 @@ class Precompiled:
     folder: Path
     versions: dict[str, str]
     builds: tuple[GroupBuild, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -145,6 +144,8 @@ def precompile(
     *,
     soc: str,
     plan: str | Path | Plan = "layer",
+    profile: Path | None = None,
+    request: PlanRequest | None = None,
     precision: Precision = "w4a16",
     group_size: int = 32,
     symmetric: bool = True,
@@ -162,6 +163,8 @@ def precompile(
         model: A local folder or a hub name.
         soc: Qualcomm's number of the chip, a key of :data:`heterollm.kernels.npu.SOCS`.
         plan: A plan made for ``snapdragon``, a plan file, or a level.
+        profile: File of a Snapdragon's profile, for the solver's levels and for passes.
+        request: Options of the solver's plan, with its passes.
         precision: As for :meth:`heterollm.LLM.load`, and so are the next three.
         group_size: Weights that share a scale.
         symmetric: Whether 4-bit codes have no zero point.
@@ -180,8 +183,9 @@ def precompile(
             compiler, or the disk has too little room; the last before anything is compiled.
     """
     report = progress or silent
-    LoadOptions(
+    options = LoadOptions(
         plan=plan,
+        request=request,
         precision=precision,
         group_size=group_size,
         symmetric=symmetric,
@@ -207,17 +211,8 @@ def precompile(
         float_dtype=np.float16,
         progress=lambda done, total: report("Quantising weights", done, total),
     )
-    chosen = choose_plan(
-        plan,
-        weights.specs,
-        device=TARGET_DEVICE,
-        standard_lengths=npu.standard_lengths,
-        precision=precision,
-        context=positions,
-        calibration=calibration_key(calibration),
-        shadows=calibrated_shadows(calibration),
-    )
-    check_shadows(chosen, calibration)
+    target = PlanTarget(TARGET_DEVICE, npu.standard_lengths, functools.partial(_profile, profile))
+    chosen, notes = plan_for(options, target, config, weights.specs, positions)
     check_plan(
         chosen,
         weights.specs,
@@ -250,7 +245,25 @@ def precompile(
         cache_root() / GRAPHS_FOLDER,
         npu.versions(),
         builds,
+        notes,
     )
+
+
+def _profile(path: Path | None) -> Profile | None:
+    """Return a Snapdragon's profile from a file.
+
+    Raises:
+        ProfileError: The file is damaged, or of another device.
+    """
+    if path is None:
+        return None
+    profile = Profile.load(path)
+    if profile.device != TARGET_DEVICE:
+        raise ProfileError(
+            f"{path} is a profile of {profile.device!r}, and graphs are compiled for {TARGET_DEVICE}.",
+            fix="Give a file that `heterollm profile export FILE` wrote on the device.",
+        )
+    return profile
 
 
 def _context_layers(asked: int | None, *, partly: bool) -> int:

@@ -15,7 +15,7 @@ from heterollm.model import ModelConfig
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key, check_shadows
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
 from heterollm.planning.passes import shadows_under
-from heterollm.planning.sparse_attention import calibrated_heads, estimator_notes, with_sparse_attention
+from heterollm.planning.sparse_attention import attention_notes, calibrated_heads, with_sparse_attention
 from heterollm.solver import (
     LEVELS,
     SHADOW_ATTENTION,
@@ -32,9 +32,11 @@ from heterollm.solver import (
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
+    from heterollm.kernels.gpu import Strategy
     from heterollm.planning.profiled_model import ProfiledModel
+    from heterollm.profiler.records import Profile
 
-__all__ = ["PlanSources", "choose_plan", "plan_for"]
+__all__ = ["PlanSources", "PlanTarget", "choose_plan", "plan_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,45 @@ class PlanSources:
     sync: Callable[[], PhaseSync] = PhaseSync
 
 
+@dataclass(frozen=True, slots=True)
+class PlanTarget:
+    """The device that a plan is for, which need not be here.
+
+    Args:
+        name: Its name.
+        standard_lengths: Lengths of its NPU graphs; empty without an NPU.
+        profile: Returns its profile; None if it has none.
+        sync: Returns how its processors wait, with the best strategy of the profile or None.
+    """
+
+    name: str
+    standard_lengths: Sequence[int]
+    profile: Callable[[], Profile | None]
+    sync: Callable[[Strategy | None], PhaseSync] = lambda _best: PhaseSync()
+
+    @classmethod
+    def of(cls, device: Device) -> PlanTarget:
+        """Return an opened device."""
+        # A late import: rule levels need neither profile nor solver.
+        from heterollm.engine import default_sync
+        from heterollm.planning.planner import stored_profile
+
+        return cls(
+            device.name,
+            device.standard_lengths,
+            lambda: stored_profile(device),
+            lambda best: default_sync(device, best),
+        )
+
+
 def plan_for(
-    options: LoadOptions, device: Device, config: ModelConfig, specs: tuple[OpSpec, ...], context: int
+    options: LoadOptions, device: PlanTarget, config: ModelConfig, specs: tuple[OpSpec, ...], context: int
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan of a load, and notes on what the profile lacks; called on the engine thread.
 
     Args:
         options: Of the load.
-        device: The opened device.
+        device: The device.
         config: The model.
         specs: Every group of it.
         context: Positions of a session.
@@ -71,8 +104,7 @@ def plan_for(
         ProfileError: The profile is damaged, or lacks measurements that the level needs.
     """
     # A late import: rule levels need neither profile nor solver.
-    from heterollm.engine import default_sync
-    from heterollm.planning.planner import solve_plan, stored_profile
+    from heterollm.planning.planner import solve_plan
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.solver import best_strategy
 
@@ -81,7 +113,7 @@ def plan_for(
     shadows = shadows_under(options.request, calibrated_shadows(options.calibration))
 
     def profiled() -> ProfiledModel | None:
-        profile = stored_profile(device)
+        profile = device.profile()
         if profile is None:
             return None
         return ProfiledModel(profile, config, specs, options.precision, calibration, shadows)
@@ -102,8 +134,8 @@ def plan_for(
         return None if model is None else model.npu_us
 
     def sync() -> PhaseSync:
-        profile = stored_profile(device)
-        return default_sync(device, None if profile is None else best_strategy(profile))
+        profile = device.profile()
+        return device.sync(None if profile is None else best_strategy(profile))
 
     plan = choose_plan(
         options.plan,
@@ -126,8 +158,7 @@ def plan_for(
                 raise no_profile(device.name, f"The pass {SHADOW_ATTENTION}")
             request = structs.replace(options.request, context=context)
             plan = with_sparse_attention(model, plan, request, heads)
-            if plan.level != "gpu":
-                notes.extend(estimator_notes(model, request))
+            notes.extend(attention_notes(model, plan, request))
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
     return plan, tuple(notes)

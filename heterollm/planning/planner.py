@@ -15,7 +15,7 @@ from heterollm.engine import HEAD_ROWS
 from heterollm.planning.load_options import CHUNK_LENGTH
 from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.planning.profiled_model import ProfiledModel
-from heterollm.planning.sparse_attention import IN_ORDER, estimator_notes, with_sparse_attention
+from heterollm.planning.sparse_attention import IN_ORDER, attention_notes, with_sparse_attention
 from heterollm.solver import (
     AttentionHeads,
     Objective,
@@ -79,8 +79,6 @@ def solve_plan(model: ProfiledModel, request: PlanRequest, heads: AttentionHeads
         notes = (f"{error.message} The GPU computes everything. {error.fix}",)
     if request != (asked := request_of_solver(request)) and asked.in_flight == 1:
         notes = (*notes, IN_ORDER)
-    if heads is not None:
-        notes = (*notes, *estimator_notes(model, request))
     every = solver_of(model, request)
     choice = _length_choice(model, request, every)
     solver = every
@@ -102,7 +100,7 @@ def solve_plan(model: ProfiledModel, request: PlanRequest, heads: AttentionHeads
     if model.shadows:
         inputs["shadows"] = sorted(model.shadows.items())
     plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, heads))
-    return Solved(model, plan, notes, choice)
+    return Solved(model, plan, (*notes, *attention_notes(model, plan, request)), choice)
 
 
 def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:

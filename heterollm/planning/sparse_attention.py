@@ -18,6 +18,7 @@ from heterollm.solver import (
     HeadNeeds,
     Plan,
     PlanRequest,
+    SparseAttention,
     keep_ratios,
     plan_attention,
 )
@@ -25,7 +26,13 @@ from heterollm.solver import (
 if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
 
-__all__ = ["assumed_heads", "calibrated_heads", "estimator_notes", "with_sparse_attention"]
+__all__ = [
+    "assumed_heads",
+    "attention_notes",
+    "calibrated_heads",
+    "dense_prompt_notes",
+    "with_sparse_attention",
+]
 
 ASSUMED_EXPONENT: Final = 8
 """Exponent of all heads in simulations: no time depends on it but by the heads that share one."""
@@ -35,7 +42,8 @@ IN_ORDER: Final = (
 )
 
 ON_GPU: Final = (
-    "The profile has no NPU graphs of attention scores: the GPU estimates them where attention is sparse."
+    "The profile has no NPU graphs of attention scores: the GPU estimates them where attention is sparse. "
+    "If the NPU has such graphs, `heterollm profile MODEL --pass shadowattn --update` measures them."
 )
 
 
@@ -132,19 +140,49 @@ def with_sparse_attention(
     return structs.replace(plan, attention=attention, calibration=model.calibration)
 
 
-def estimator_notes(model: ProfiledModel, request: PlanRequest) -> tuple[str, ...]:
-    """Return a note if the faster estimator is asked for, and the profile has only the GPU's.
+def attention_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
+    """Return a note if a plan's attention is not what the pass was asked for, with the reason.
 
     Args:
         model: The model on the profiled device.
+        plan: The plan with its attention.
         request: The request with its passes.
-
-    Raises:
-        ProfileError: The profile has no times of sparse attention.
     """
-    if SHADOW_ATTENTION not in request.passes or request.attention.estimator != "auto":
+    if SHADOW_ATTENTION not in request.passes:
         return ()
-    return () if model.attention_costs.estimates_on_npu else (ON_GPU,)
+    if not plan.sparse_attention:
+        return (
+            "Attention stays dense: by the profile sparse attention gains too little in sessions of up to "
+            f"{request.context} tokens. Try a larger --context or a smaller --keep, or leave the pass out.",
+        )
+    on_npu = plan.level == "gpu" or request.attention.estimator != "auto"
+    return () if on_npu or model.attention_costs.estimates_on_npu else (ON_GPU,)
+
+
+def dense_prompt_notes(plan: Plan, prompt: int) -> tuple[str, ...]:
+    """Return a note if a plan has sparse attention, and none of it in the passes of a prompt.
+
+    Args:
+        plan: The plan.
+        prompt: Tokens of the prompt, all of them computed in an empty session.
+    """
+    lengths = []
+    for entry in plan.attention:
+        if not isinstance(entry.placement, SparseAttention):
+            continue
+        passes = ((tokens, first + tokens) for first, tokens in plan.chunks(prompt))
+        if any(entry.serves(tokens, keys, entry.layers[0]) for tokens, keys in passes):
+            return ()
+        for first in range(0, entry.keys[1], plan.chunk_length):
+            tokens = max(entry.lengths[0], entry.keys[0] - first)
+            if tokens <= min(entry.lengths[1], entry.keys[1] - first, plan.chunk_length):
+                lengths.append(first + tokens)
+    if not lengths:
+        return ()
+    return (
+        f"Attention in this prompt of {prompt} tokens was dense: by the profile sparse attention gains too "
+        f"little. Prompts from {min(lengths)} tokens on can gain: `heterollm plan --explain` shows where.",
+    )
 
 
 def _windows(config: ModelConfig) -> tuple[int, ...]:

@@ -354,6 +354,7 @@ def precompile_report(result: Precompiled) -> Group:
         made,
         Text(f"Copy the files in {result.folder} into the same folder of the device's cache"),
         Text("(`heterollm cache path` there), and load the same checkpoint with the same options."),
+        *(Text(text) for text in result.notes),
         note(
             f"The device needs onnxruntime-qnn {versions['onnxruntime-qnn']} (QAIRT {versions['qairt']}), or "
             "it compiles again. Not verified on hardware."

@@ -61,7 +61,8 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
     if explain and plan.schedule is not None:
         parts.append(flights_table(model, plan, plan.schedule))
     if plan.request is not None and SHADOW_ATTENTION in plan.request.passes:
-        parts.append(Text(attention_words(model, plan)))
+        if plan.sparse_attention:
+            parts.append(Text(attention_words(model, plan)))
         if explain:
             parts.append(attention_table(model, plan, plan.request.context))
     if explain and plan.uses_npu:
@@ -69,7 +70,7 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
         longest = max(prompts)
         if longest > plan.chunk_length:
             parts.append(Text(sharing_words(model.sharing(plan, longest), longest)))
-    if not solved.notes:
+    if model.limits is None or model.has_linears:
         parts.append(Text(verdict(passes)))
     if solved.length_choice is not None:
         parts += [Text(), lengths_table(solved.length_choice)]
@@ -148,8 +149,6 @@ def bubbles_table(model: ProfiledModel, plan: Plan, prompts: Sequence[int]) -> T
 
 def attention_words(model: ProfiledModel, plan: Plan) -> str:
     """Return a sentence about where the attention of prompts is sparse."""
-    if not plan.sparse_attention:
-        return "Attention stays dense: by the profile sparse attention pays at no length of this context."
     layers = {layer for entry in plan.attention for layer in range(entry.layers[0], entry.layers[1] + 1)}
     least = min(entry.keys[0] for entry in plan.attention)
     return (

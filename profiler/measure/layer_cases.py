@@ -16,7 +16,7 @@ from heterollm.kernels.gpu import kernel_source_hash
 from heterollm.kernels.npu import INTEGER_FORMS, LinearShape
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelShape
-from heterollm.profiler.measure.sparse_cases import sparse_sizes
+from heterollm.profiler.measure.sparse_cases import ESSENTIAL_SIZES, sparse_sizes
 from heterollm.profiler.records import LayerKey
 from heterollm.profiler.work import HEAD_TOKENS
 
@@ -113,7 +113,7 @@ SUMS: Final[dict[GlueOperator, GlueOperator]] = {
 
 @dataclass(frozen=True, slots=True)
 class GlueCase:
-    """One operator of a model at one size; see :func:`layer_key`."""
+    """One operator of a model at one size; see :func:`layer_key`. A quick run can do without some sizes."""
 
     shape: ModelShape
     operator: GlueOperator
@@ -121,6 +121,7 @@ class GlueCase:
     position: int = 0
     width: int | None = None
     channels: int = 0
+    essential: bool = True
 
     @property
     def key(self) -> LayerKey:
@@ -180,7 +181,8 @@ def layer_cases(
     yield from _cases(shape, quick=quick)
     yield from _code_cases(device, shape, quick=quick)
     for tokens, keys in sparse_sizes(quick=quick) if sparse else ():
-        yield GlueCase(shape, "attention", tokens, keys - tokens)
+        needed = (tokens, keys) in ESSENTIAL_SIZES
+        yield GlueCase(shape, "attention", tokens, keys - tokens, essential=needed)
 
 
 def _cases(shape: ModelShape, *, quick: bool) -> Iterator[GlueCase]:

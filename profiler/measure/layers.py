@@ -90,16 +90,16 @@ def layer_tasks(
         for case in layer_cases(device, shape, quick=quick, sparse=sparse):
             cases.setdefault(case.key, case)
     bench = _GlueBench(device, cache_positions(cases.values()))
-    groups: dict[tuple[str, str], list[GlueCase]] = {}
+    groups: dict[tuple[str, str, bool], list[GlueCase]] = {}
     for case in cases.values():
-        groups.setdefault((case.shape.name, case.operator), []).append(case)
+        groups.setdefault((case.shape.name, case.operator, case.essential), []).append(case)
     return [
         Task(
             STAGE,
             tuple(case.key for case in chunk),
             partial(bench.measure, chunk),
             sum(_estimate_s(case, device) for case in chunk),
-            essential=quick,
+            essential=quick and chunk[0].essential,
         )
         for group in groups.values()
         for chunk in _split(group)

@@ -10,7 +10,15 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure.linears import code_of
 from heterollm.profiler.records import SparseKey, SparseOperator
 
-__all__ = ["FUSED_HEADS", "SPARSE_KEEPS", "SparseOperatorCase", "sparse_cases", "sparse_key", "sparse_sizes"]
+__all__ = [
+    "ESSENTIAL_SIZES",
+    "FUSED_HEADS",
+    "SPARSE_KEEPS",
+    "SparseOperatorCase",
+    "sparse_cases",
+    "sparse_key",
+    "sparse_sizes",
+]
 
 FUSED_HEADS: Final = (1, 2, 4)
 """Key heads that one graph estimates (shadowAttn, section 3.4)."""
@@ -20,6 +28,8 @@ SPARSE_KEEPS: Final = (0.2, 0.5)
 
 SIZES: Final = ((256, 1024), (1024, 1024), (256, 2048), (256, 4096), (1024, 4096))
 QUICK_SIZES: Final = ((256, 1024), (256, 4096), (1024, 4096))
+ESSENTIAL_SIZES: Final = QUICK_SIZES[:2]
+"""Predictions need these; the others are much of the work, and make predictions of long passes better."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,11 @@ from heterollm.profiler.measure.gpu_timer import gpu_timer
 from heterollm.profiler.measure.linears import EMULATED_SAMPLES, npu_run_s
 from heterollm.profiler.measure.random_data import fill_shared
 from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S, taken
-from heterollm.profiler.measure.sparse_cases import SparseOperatorCase, sparse_cases
+from heterollm.profiler.measure.sparse_cases import (
+    ESSENTIAL_SIZES,
+    SparseOperatorCase,
+    sparse_cases,
+)
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import Record, SparseKey
 
@@ -59,8 +63,6 @@ LARGEST: Final = 5.0
 
 def sparse_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = False) -> list[Task]:
     """Return the tasks that measure sparse attention of some models, each size once.
-
-    No budget leaves them out.
 
     Args:
         device: The opened device; tasks run on the thread that opened it.
@@ -80,7 +82,7 @@ def sparse_tasks(device: Device, shapes: Iterable[ModelShape], *, quick: bool = 
             tuple(dict.fromkeys(case.key for case in cases)),
             partial(bench.measure, tuple({case.key: case for case in cases}.values())),
             sum(_estimate_s(case, device) for case in cases),
-            essential=True,
+            essential=(cases[0].tokens, cases[0].keys) in ESSENTIAL_SIZES,
         )
         for cases in passes.values()
     ]

@@ -9,7 +9,7 @@ from heterollm.base import KernelError
 from heterollm.kernels.npu import QnnNpu, qnn_available
 from heterollm.model.known import ModelSize
 from heterollm.profiler import SessionOptions, profile_device, session
-from heterollm.profiler.measure import Task
+from heterollm.profiler.measure import Task, linear_tasks
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, Profile, Record
 from heterollm.profiler.work import SkippedPoints
 
@@ -98,15 +98,18 @@ def test_the_budget_covers_tuning(device, only_linears, tmp_path, monkeypatch, b
 @pytest.mark.slow
 @pytest.mark.emulator
 @pytest.mark.skipif(not USABLE, reason=REASON)
-def test_a_profile_of_the_emulator_leaves_no_graphs(device, monkeypatch, tmp_path):
+def test_a_profile_of_the_emulator_leaves_no_graphs(device, only_linears, monkeypatch, tmp_path):
     cache = tmp_path / "cache"
     monkeypatch.setenv("HETEROLLM_CACHE", str(cache))
     shape = ModelSize(256, 512, 1, 4, 2, 512, True, 64, 2048).shape("tiny")
     npu = QnnNpu(emulator=True)
     emulator = replace(device, name="emulator", npu=npu, time_kind="emulated")
     path = tmp_path / "profile.json"
-    options = SessionOptions.of(quick=True)
-    profile, _ = profile_device(emulator, [shape], options, path=path)
+    tasks, _ = linear_tasks(emulator, [shape], tier=0, core=True)
+    on_npu = {task.keys[0].point.group: task for task in tasks if task.keys[0].processor == "npu"}
+    # No budget leaves one of them out.
+    only_linears[:] = [replace(task, essential=True) for task in on_npu.values()]
+    profile, _ = profile_device(emulator, [shape], SessionOptions.of(quick=True), path=path)
     npu.close()
     assert not [record.error for record in profile.failures()]
     graphs = [record for _, record in Profile.load(path).of_kind(GraphKey)]

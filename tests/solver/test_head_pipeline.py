@@ -106,7 +106,7 @@ def test_the_greedy_search_orders_heads_within_a_unit():
 @pytest.mark.parametrize("seed", range(20))
 def test_units_hold_each_head_once_and_share_an_exponent(seed):
     draw = random.Random(seed)
-    exponents = [draw.choice((6, 7, 8)) for _ in range(draw.randint(1, 32))]
+    exponents = tuple(draw.choice((6, 7, 8)) for _ in range(draw.randint(1, 32)))
     for most in (1, 2, 4):
         units = fused_heads(exponents, most)
         assert sorted(itertools.chain(*units)) == list(range(len(exponents)))

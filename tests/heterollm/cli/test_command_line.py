@@ -61,8 +61,9 @@ class FakeModel:
 
     def __init__(self):
         self.device = Named(name="host", time_kind="real", reason="because")
-        self.plan = Named(level="gpu", precision="w4a16")
+        self.plan = Named(level="gpu", precision="w4a16", attention=())
         self.notes = ("a note",)
+        self.plan_notes = ("a note on the plan",)
         self.failures = ("The NPU part failed.",)
         self.closed = False
 
@@ -112,6 +113,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(run, fake):
     for part in ("2 prompt tokens", "3 new tokens", "500 ms", "20.0 tokens/s", "real time", "plan gpu"):
         assert part in err
     assert "device auto chose host: because" in err
+    assert "a note on the plan" in err
     assert "The NPU part failed." in err
     assert fake.last.closed
     assert fake.streams[0].closed

@@ -1,12 +1,14 @@
 """Sparse attention is measured on the GPU and on the NPU, under the keys that were announced."""
 
 import pytest
+from msgspec import structs
 
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.open import open_device
 from heterollm.model.known import ModelSize
-from heterollm.profiler.measure import sparse_cases, sparse_tasks
+from heterollm.profiler.measure import layer_tasks, sparse_cases, sparse_tasks
 from heterollm.profiler.predict.operators import LayerPredictor
+from heterollm.profiler.records import Record, SparseKey
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 slow = [pytest.mark.emulator, pytest.mark.slow, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -36,6 +38,28 @@ def test_every_operator_is_measured(device):
     assert {key.keep for key in records if key.operator == "sparse_attention"} == {0.2, 0.5}
     assert len(records) == len(SIZES) * 8
     assert len(LayerPredictor.fit(records).operators) == 5
+
+
+def test_budgets_may_leave_out_all_sizes_but_two(device, monkeypatch):
+    monkeypatch.undo()
+    for quick, left_out in ((True, {(1024, 4096)}), (False, {(1024, 1024), (256, 2048), (1024, 4096)})):
+        tasks = sparse_tasks(device, [MODEL], quick=quick)
+        tasks += [
+            task for task in layer_tasks(device, [MODEL], quick=quick, sparse=True) if not task.essential
+        ] * quick
+        sizes = {
+            (key.tokens, key.keys if isinstance(key, SparseKey) else key.context)
+            for task in tasks
+            if not task.essential
+            for key in task.keys
+        }
+        assert sizes == left_out
+    # The essential ones give every cost.
+    tasks = [task for task in sparse_tasks(device, [MODEL], quick=True) if task.essential]
+    records = {key: Record(key, (float(key.keys),)) for task in tasks for key in task.keys}
+    predictor = LayerPredictor.fit(records)
+    longer = next(key for key in records if key.operator == "selection")
+    assert predictor.predict(structs.replace(longer, tokens=1024)).us > 0
 
 
 @pytest.mark.parametrize("name", [pytest.param("emulator", marks=slow)])
