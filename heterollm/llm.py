@@ -299,7 +299,7 @@ class LLM:
 
     @property
     def plan_notes(self) -> tuple[str, ...]:
-        """What the plan lacks beside the request, as the profile lacks it or it does not pay."""
+        """Differences of the plan from the request, with the reason."""
         return self._plan_notes
 
     @property
