@@ -141,7 +141,7 @@ COUNTED_ONCE: Final = GraphMemory()
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How each token chooses some experts of a layer: those of the largest logits; of equal ones the first.
+    """The choice of experts by each token: those of the largest logits, of equal ones the first.
 
     Args:
         experts: Experts of a layer.
