@@ -11,7 +11,7 @@ from typing import Final
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.memory import DeviceMemory
-from heterollm.kernels.gpu.parameters import FEW_TOKEN_STEPS, SIMT_TILES, TokenClass
+from heterollm.kernels.gpu.parameters import FEW_TOKEN_STEPS, SIMT_TILES
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.ops import Routing
 
@@ -48,13 +48,9 @@ class ExpertShape:
     @property
     def step(self) -> int:
         """Rows of one expert that a work-group takes: the least step that holds an expert's mean rows."""
-        mean = self.pairs / self.routing.touched(self.tokens)
+        # No expert has more rows than there are tokens, however the mean is rounded.
+        mean = min(self.tokens, self.pairs / self.routing.touched(self.tokens))
         return next((step for step in STEPS if mean <= step), STEPS[-1])
-
-    @property
-    def token_class(self) -> TokenClass:
-        """Class of the kernels that compute so many rows at once."""
-        return "one" if self.step == 1 else "few" if self.step <= FEW_TOKEN_STEPS[-1] else "many"
 
     @property
     def places(self) -> int:
