@@ -141,7 +141,7 @@ COUNTED_ONCE: Final = GraphMemory()
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The choice of experts by each token: those of the largest logits, of equal ones the first.
+    """The choice of some experts of a layer by each token: the largest logits, of equal ones the first.
 
     Args:
         experts: Experts of a layer.
