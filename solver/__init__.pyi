@@ -10,16 +10,6 @@ from .check import check_plan as check_plan
 from .chunks import plan_chunks as plan_chunks
 from .costs import WRITTEN_BY_NORMS as WRITTEN_BY_NORMS
 from .costs import CachedCosts as CachedCosts
-from .expert_placements import ExpertGroup as ExpertGroup
-from .expert_placements import ExpertPrices as ExpertPrices
-from .expert_placements import ExpertsEstimate as ExpertsEstimate
-from .expert_placements import ExpertsPlacement as ExpertsPlacement
-from .expert_placements import Overflow as Overflow
-from .expert_placements import estimate_experts as estimate_experts
-from .expert_policies import ExpertPolicy as ExpertPolicy
-from .expert_policies import experts_by_policy as experts_by_policy
-from .expert_policies import imbalance as imbalance
-from .experts import place_experts as place_experts
 from .flights import AUTOMATIC as AUTOMATIC
 from .flights import WORTH_DOUBLING as WORTH_DOUBLING
 from .flights import PredictedPrompt as PredictedPrompt
@@ -54,7 +44,6 @@ from .request import PASSES as PASSES
 from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import InFlight as InFlight
-from .request import LlmNpuPass as LlmNpuPass
 from .request import PassName as PassName
 from .request import PlanRequest as PlanRequest
 from .request import RequestedLevel as RequestedLevel

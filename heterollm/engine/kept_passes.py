@@ -31,7 +31,7 @@ PassKey: TypeAlias = tuple[Phase, PassLength, int]
 
 
 class KeptPasses:
-    """Finds or compiles passes; the latest are kept.
+    """Passes compiled on demand; the latest are kept.
 
     Args:
         device: The device.
