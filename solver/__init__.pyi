@@ -10,6 +10,7 @@ from .check import check_plan as check_plan
 from .chunks import plan_chunks as plan_chunks
 from .costs import WRITTEN_BY_NORMS as WRITTEN_BY_NORMS
 from .costs import CachedCosts as CachedCosts
+from .expert_policies import imbalance as imbalance
 from .flights import AUTOMATIC as AUTOMATIC
 from .flights import WORTH_DOUBLING as WORTH_DOUBLING
 from .flights import PredictedPrompt as PredictedPrompt

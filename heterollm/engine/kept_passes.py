@@ -31,11 +31,11 @@ PassKey: TypeAlias = tuple[Phase, PassLength, int]
 
 
 class KeptPasses:
-    """Passes compiled on demand; the latest are kept.
+    """Compiled passes, of which the latest are kept.
 
     Args:
         device: The device.
-        compiler: Compiles what is missing.
+        compiler: Compiles missing passes.
         plan: The plan.
         config: Sizes of the model.
         context: Positions of every session.

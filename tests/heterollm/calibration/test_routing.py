@@ -10,7 +10,8 @@ import pytest
 from msgspec import structs
 
 from heterollm.base import CalibrationError, OptionError
-from heterollm.calibration import Calibration, RoutingCalibration, calibrate, load_calibration, overlap
+from heterollm.calibration import Calibration, calibrate, load_calibration
+from heterollm.calibration.routing import RoutingCalibration, overlap
 from heterollm.calibration.routing import ROUTED_TOKENS, RoutingStatistics
 from heterollm.calibration.run import BUILT_IN_CHARACTERS
 from heterollm.cli import main
