@@ -11,8 +11,7 @@ from msgspec import structs
 
 from heterollm.base import CalibrationError, OptionError
 from heterollm.calibration import Calibration, calibrate, load_calibration
-from heterollm.calibration.routing import RoutingCalibration, overlap
-from heterollm.calibration.routing import ROUTED_TOKENS, RoutingStatistics
+from heterollm.calibration.routing import ROUTED_TOKENS, RoutingCalibration, RoutingStatistics, overlap
 from heterollm.calibration.run import BUILT_IN_CHARACTERS
 from heterollm.cli import main
 from heterollm.llm import LLM
