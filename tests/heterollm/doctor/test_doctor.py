@@ -13,7 +13,7 @@ from heterollm.doctor import run as doctor
 from heterollm.doctor.case import DoctorCase, run_case
 from heterollm.doctor.checks import FLAG, device_cases
 from heterollm.doctor.contexts import CONTEXTS
-from heterollm.doctor.experts import expert_cases
+from heterollm.doctor.experts import EXPERTS, expert_cases
 from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.power import CLOCKS, CORES
 from heterollm.doctor.run import Problem, unlisted_vendors
@@ -67,7 +67,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
     linears |= {f"linear int8 block 32{kind}" for kind in ("", " asymmetric", ", one scale")}
     linears |= {"linear f16", "linear f32"}
     rounded = {"linear int4 block 32, w4a8", "linear int8 block 32, w4a8"}
-    assert operators["NPU"] == linears | rounded | {AGREEMENT, CLOCKS, SCORES}
+    assert operators["NPU"] == linears | rounded | {AGREEMENT, CLOCKS, EXPERTS, SCORES}
     assert operators["GPU"] == linears | rounded | {
         "embedding int8 block 32",
         "embedding f16",

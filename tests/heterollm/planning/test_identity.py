@@ -15,7 +15,7 @@ from heterollm.kernels.sim import Simulation
 from heterollm.model import op_specs, shape_only_weights
 from heterollm.model.known import ModelSize
 from heterollm.planning import LoadOptions
-from heterollm.planning.choice import plan_for
+from heterollm.planning.choice import PlanTarget, plan_for
 from heterollm.simulate.plan import profile_of
 from heterollm.solver import PlanRequest, Solver
 
@@ -99,20 +99,21 @@ def test_a_simulated_plan_is_one_list_of_steps(model, tmp_path, monkeypatch):
     monkeypatch.setattr("heterollm.planning.planner.stored_profile", lambda _: profile)
     options = LoadOptions(device=DEVICE, plan="auto")
 
-    solved, _ = plan_for(options, device, config, specs, CONTEXT)
+    target = PlanTarget.of(device)
+    solved, _ = plan_for(options, target, config, specs, CONTEXT)
     assert solved.uses_npu
     with monkeypatch.context() as patch:
         patch.setattr(Solver, "solve", lambda *_, **__: pytest.fail("solved again"))
-        kept, _ = plan_for(options, device, config, specs, CONTEXT)
+        kept, _ = plan_for(options, target, config, specs, CONTEXT)
     solved.save(tmp_path / "plan.json")
     loaded, _ = plan_for(
-        dataclasses.replace(options, plan=tmp_path / "plan.json"), device, config, specs, CONTEXT
+        dataclasses.replace(options, plan=tmp_path / "plan.json"), target, config, specs, CONTEXT
     )
     assert solved == kept == loaded
     changed = edited(solved)
     changed.save(tmp_path / "changed.json")
     reloaded, _ = plan_for(
-        dataclasses.replace(options, plan=tmp_path / "changed.json"), device, config, specs, CONTEXT
+        dataclasses.replace(options, plan=tmp_path / "changed.json"), target, config, specs, CONTEXT
     )
     assert reloaded == changed != solved
 
