@@ -435,8 +435,16 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        # Half activations change the loads of inputs alone, which two formats show.
+        pytest.param(
+            *(name, dtype), marks=[pytest.mark.slow] * (dtype == np.float16 and name not in ("w4a16", "f16"))
+        )
+        for name, dtype in itertools.product(FORMATS, TYPES)
+    ],
+)
 @pytest.mark.parametrize("style", STYLES)
 def test_each_row_meets_the_weights_of_its_expert(runtime, within_gate, style, dtype, name):
     weight, rounds = FORMATS[name]
