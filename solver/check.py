@@ -33,7 +33,7 @@ def check_plan(
 
     Args:
         plan: The plan.
-        specs: Every group of the model.
+        specs: Every group of the model, and the experts of a mixture.
         npu: The device's NPU, if it has one.
         longest: Most positions of the model; no pass is longer.
         head_rows: Most positions that the head computes at a time.
@@ -48,10 +48,12 @@ def check_plan(
             f"The plan's chunk_length of {plan.chunk_length} is outside what the model takes, 1 to {longest}."
         )
     if plan.schedule is not None:
-        flights = replace(plan.of_flights, attention=())
+        flights = replace(plan.of_flights, attention=(), experts=())
         check_plan(flights, specs, npu, longest=longest, head_rows=head_rows, activation=activation)
+    experts, specs = _parted(specs)
     _check_attention(plan, specs, npu, heads or (0, 0))
-    _check_address_space(plan, specs, npu, head_rows)
+    _check_experts(plan, experts, npu)
+    _check_address_space(plan, specs, experts, npu, head_rows)
     # All layers have the same shapes, so the first layer of each range of layers stands for the range.
     begins = {0, *(start for entry in plan.entries for start in (entry.layers[0], entry.layers[1] + 1))}
     layers = [spec for spec in specs if spec.group != "head" and spec.layer in begins]
@@ -92,7 +94,51 @@ def _check_attention(
                 )
 
 
-def _check_address_space(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | None, head_rows: int) -> None:
+def _parted(specs: Sequence[OpSpec]) -> tuple[list[OpSpec], list[OpSpec]]:
+    """Return the experts of a mixture, and all other groups."""
+    of_experts = [spec for spec in specs if spec.experts is not None]
+    return of_experts, [spec for spec in specs if spec.experts is None]
+
+
+def _check_experts(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | None) -> None:
+    """Refuse experts on the NPU that are not the model's, or that the device cannot compute.
+
+    Args:
+        plan: The plan.
+        specs: The experts of each layer.
+        npu: The device's NPU, if it has one.
+    """
+    if plan.schedule is not None and plan.has_npu_experts:
+        raise PlanError(
+            "Experts on the NPU and several chunks in flight are not combined.",
+            fix="Leave the plan's schedule or its experts out.",
+        )
+    layers = {spec.layer: spec for spec in specs}
+    for entry in plan.experts:
+        first, last = entry.layers
+        where = f"The experts of layers {first} to {last}"
+        if not {first, last} <= layers.keys():
+            raise PlanError(
+                f"{where} are planned, and the model has experts in {len(layers)} layers.",
+                fix="Name the model's layers." if layers else "Leave them out.",
+            )
+        spec = layers[first]
+        routing, down = spec.experts, spec.then
+        assert routing is not None  # of a spec of experts
+        assert down is not None  # the same
+        entry.placement.capacities(routing.experts)
+        if entry.placement.groups and npu is None:
+            raise PlanError(
+                f"{where} need an NPU, and the device was opened without one.",
+                fix="Plan without the pass npumoe, or give the NPU at least one thread.",
+            )
+        for group in entry.placement.groups if npu is not None else ():
+            _check_group(entry, group, spec, npu)
+
+
+def _check_address_space(
+    plan: Plan, specs: Sequence[OpSpec], experts: Sequence[OpSpec], npu: NpuBackend | None, head_rows: int
+) -> None:
     """Refuse a pass whose NPU graphs cannot be open together; graphs of other passes may be closed."""
     if npu is None or npu.addressable_bytes is None:
         return

@@ -2,3 +2,4 @@ from .decision import Policy as Policy
 from .records import Calibration as Calibration
 from .records import load_calibration as load_calibration
 from .run import calibrate as calibrate
+from .routing import RoutingCalibration as RoutingCalibration
