@@ -250,9 +250,7 @@ def _read(path: Path) -> Plan:
     return Plan.load(path)
 
 
-def _checked(
-    plan: Plan, what: str, shape: str, device: str, precision: str, calibration: str | None
-) -> Plan:
+def _checked(plan: Plan, what: str, shape: str, device: str, precision: str, calibration: str | None) -> Plan:
     wanted = {"shape": shape, "device": device, "precision": precision}
     for field, value in wanted.items():
         stated = getattr(plan, field)

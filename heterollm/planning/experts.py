@@ -6,6 +6,7 @@ run the groups of the chunk, at its capacities or at smaller ones, where the NPU
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -174,11 +175,11 @@ def with_expert_placements(
         ]
         placed = structs.replace(plan, experts=tuple(entries))
         need = placed.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
-        if left is None or need <= left:
+        if need <= (math.inf if left is None else left):
             return placed
     raise PlanError(
-        f"The pass {name} needs NPU graphs of {format_bytes(need)} for experts, and {format_bytes(left)} are "
-        "left beside the linear layers.",
+        f"The pass {name} needs NPU graphs of {format_bytes(need)} for experts, and the linear layers leave "
+        f"{format_bytes(left or 0)}.",
         fix=f"Choose the pass {NPU_EXPERTS}, which keeps the limit.",
     )
 

@@ -95,8 +95,8 @@ class LoadOptions:
         check_weights(self.precision, self.group_size, self.symmetric, self.scales)
         if self.request is not None:
             level = self.plan if isinstance(self.plan, str) else "of a file"
-            given = self.calibration is not None
-            check_pass(self.request, self.precision, level, calibrated=given, routed=given)
+            known = self.calibration is not None
+            check_pass(self.request, self.precision, level, calibrated=known, routed=known)
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
         passes = () if self.request is None else self.request.passes
@@ -122,7 +122,6 @@ class LoadOptions:
                 raise OptionError(
                     f"There is no {what} {given!r:.80}.", fix=f"Choose among {', '.join(legal)}."
                 )
-
 
     @property
     def weights_calibration(self) -> str | Path | None:

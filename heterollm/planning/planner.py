@@ -153,9 +153,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
     )
 
 
-def _solve(
-    model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]
-) -> Plan:
+def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
     if llm_npu_pass(request.passes) is None or model.limits is None:
         plan = _solved(model, request_of_solver(request), solver, prompts)

@@ -78,7 +78,7 @@ class ProfiledModel:
         """Every group of the model, and the experts of a mixture."""
         return (*self.specs, *self.experts)
 
-    def expert_prices(self, tokens: int) -> ExpertPrices | None:
+    def expert_prices(self, tokens: int) -> ExpertPrices | None:  # noqa: ARG002
         """Return times and sizes of a layer's experts in passes of a length; None where none are measured."""
         return None
 
