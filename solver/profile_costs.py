@@ -39,6 +39,7 @@ from heterollm.profiler.records import (
 )
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import NO_SHADOW, Overheads, ShadowTimes, Slowdown
+from heterollm.solver.expert_times import expert_times
 from heterollm.solver.ffn import ffn_groups, first_group
 from heterollm.solver.objective import Power
 from heterollm.solver.shadows import GroupShadow
@@ -116,6 +117,7 @@ class ProfileCosts:
         shadows: The shadows of outliers, by group.
 
     Attributes:
+        experts: The times of the model's experts; None if it has none, or the profile no times of them.
         missing: Operators without times in the profile: predictions leave them out.
 
     Raises:
@@ -135,12 +137,12 @@ class ProfileCosts:
         self._kernels = _kernels_of_operators(profile)
         self.overheads = replace(overheads_of(profile), merges_launches=not self._kernels)
         self.position = position
-        # The profiler does not measure mixtures of experts.
-        self.missing: set[str] = set() if shape.experts is None else {"experts"}
         self._predictor = predictor or fitted_predictor(profile)
         self._shape = shape
         self._streamed = shape.streamed(profile.cache_bytes)
         self._gap_us = _median(profile, LaunchKey("chained"))
+        self.experts = expert_times(profile, shape, self._streamed, self._gap_us)
+        self.missing: set[str] = set() if shape.experts is None or self.experts else {"experts"}
         self._gbps = {
             key.processor: record.values.get("gbps", math.inf)
             for key, record in profile.of_kind(BandwidthKey)
