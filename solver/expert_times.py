@@ -19,12 +19,18 @@ import numpy as np
 from heterollm.kernels.ops import GraphMemory, OpSpec, Routing
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import MOST_WEIGHT_BYTES
-from heterollm.profiler.records import ExpertsKey, ExpertsOperator, Profile, Record
+from heterollm.profiler.records import ContentionBound, ExpertsKey, ExpertsOperator, Profile, Record
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.expert_placements import ExpertPrices
+from heterollm.solver.expert_prices import ExpertPrices
 from heterollm.solver.slice_sets import Floats
 
-__all__ = ["ExpertTimes", "expert_times"]
+__all__ = ["FLAT_FACTOR", "MEMORY_BOUND_FRACTION", "ExpertTimes", "expert_times"]
+
+MEMORY_BOUND_FRACTION: Final = 0.5
+"""A linear is bound by memory if reading its weights at full bandwidth takes this fraction of its time."""
+
+FLAT_FACTOR: Final = 1.05
+"""The NPU is bound by memory up to this factor on its time of one token, or of a graph's fewest."""
 
 MOVES: Final = 5
 """Kernels of a pass around the networks: router, routing, order, gathering and sum."""
@@ -70,6 +76,7 @@ class ExpertTimes:
         launches: The GPU's time of the networks' launches, by rows of an expert.
         network: The GPU's time of one expert's network in them, by its rows.
         graphs: The NPU's time of the start of a graph and of each of its experts, by form and capacity.
+        lengths: Standard lengths of the NPU.
         most_weight_bytes: Most bytes of weights in one graph; None without a limit.
         gap_us: The GPU's time between two kernels.
     """
@@ -79,6 +86,7 @@ class ExpertTimes:
     launches: _Line
     network: _Line
     graphs: Mapping[str, Mapping[int, tuple[float, float]]]
+    lengths: tuple[int, ...]
     most_weight_bytes: int | None
     gap_us: float
 
@@ -110,6 +118,21 @@ class ExpertTimes:
         product_us = (products_us + self.gap_us) / PRODUCTS
         return (*(move_us,) * (MOVES - 1), *(product_us,) * PRODUCTS, move_us)
 
+    def bounds(self, tokens: int, gbps: float) -> tuple[ContentionBound, ContentionBound]:
+        """Return the bounds of the GPU and of the NPU's graphs of the fastest form.
+
+        Args:
+            tokens: Tokens of the pass.
+            gbps: The GPU's bandwidth.
+        """
+        mean = tokens * self.routing.chosen / self.routing.touched(tokens)
+        read_us = self.spec.slice_bytes(self.spec.member_rows) / (gbps * 1e3)
+        gpu_waits = read_us >= MEMORY_BOUND_FRACTION * self.network.one(mean)
+        own = self.graphs[self.form] if self.form else {}
+        # While more tokens take no longer, the NPU waits for weights.
+        npu_waits = not own or own[max(own)][1] <= FLAT_FACTOR * own[min(own)][1]
+        return "memory" if gpu_waits else "compute", "memory" if npu_waits else "compute"
+
     def prices(self, tokens: int, memory: GraphMemory, overheads: Overheads, slowdown: Slowdown) -> ExpertPrices:
         """Return the prices of a pass for the placement of experts.
 
@@ -122,12 +145,13 @@ class ExpertTimes:
         spec, form = self.spec, self.form
         own = {} if form is None else self.graphs[form]
         starts, more = (_Line.of({length: pair[at] for length, pair in own.items()}) for at in (0, 1))
-        lengths = tuple(sorted(own))
+        within = range(min(own), max(own) + 1) if own else range(0)
+        capacities = tuple(length for length in self.lengths if length in within)
         mapped_us = 2 * overheads.map_us_per_value * 2 * spec.columns
         mean = tokens * self.routing.chosen / self.routing.touched(tokens)
 
         def npu_us(experts: int, capacity: int) -> float:
-            if not lengths or not lengths[0] <= capacity <= lengths[-1]:
+            if capacity not in within:
                 return math.inf
             one_us = more.one(capacity) + capacity * mapped_us
             return starts.one(capacity) + experts * one_us
@@ -138,7 +162,7 @@ class ExpertTimes:
         return ExpertPrices(
             npu_us=npu_us,
             gpu_us=network_us,
-            capacities=lengths,
+            capacities=capacities,
             expert_bytes=spec.slice_bytes(spec.member_rows),
             row_bytes=2 * spec.columns * memory.activation_bytes,
             most_weight_bytes=self.most_weight_bytes,
@@ -179,6 +203,7 @@ def expert_times(profile: Profile, shape: ModelShape, streamed: bool, gap_us: fl
         _Line.of(launches),
         _Line.of(network),
         graphs,
+        tuple(profile.description.get("npu_standard_lengths") or ()),
         next((int(limit) for limit in limits if limit is not None), None),
         gap_us,
     )

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias, TypeGuard
 from heterollm.base import ProfileError
 from heterollm.kernels.gpu import STRATEGIES, Strategy
 from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, TILE_OF_INTEGERS, GraphForm
-from heterollm.kernels.ops import Group, OpSpec, WeightFormat
+from heterollm.kernels.ops import GraphMemory, Group, OpSpec, WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import (
     CODES_OF_8_BITS,
@@ -39,7 +39,8 @@ from heterollm.profiler.records import (
 )
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import NO_SHADOW, Overheads, ShadowTimes, Slowdown
-from heterollm.solver.expert_times import expert_times
+from heterollm.solver.expert_prices import ExpertPrices
+from heterollm.solver.expert_times import FLAT_FACTOR, MEMORY_BOUND_FRACTION, expert_times
 from heterollm.solver.ffn import ffn_groups, first_group
 from heterollm.solver.objective import Power
 from heterollm.solver.shadows import GroupShadow
@@ -72,9 +73,6 @@ READERS: Final[dict[Group, GlueOperator]] = {
 }
 """The glue operator that reads the output of each group."""
 
-MEMORY_BOUND_FRACTION: Final = 0.5
-"""A linear is bound by memory if reading its weights at full bandwidth takes this fraction of its time."""
-
 _Formats: TypeAlias = tuple[WeightFormat, bool, bool, bool]
 """Weight format, whether inputs are rounded, whether it is an ffn, and whether a tensor has one scale: graph
 forms depend on these."""
@@ -92,9 +90,6 @@ RETURN_VALUE: Final = "return_us"
 """Name of the value of a hand-over record with the time of the way back, where that takes time."""
 
 SPILL_FACTOR: Final = 2.0
-
-FLAT_FACTOR: Final = 1.05
-"""The NPU is bound by memory up to this factor on its time of one token."""
 
 WAITING_FRACTION: Final = 0.5
 """Fraction of the longest integer graphs' time a token; shorter ones with less wait for their weights."""
@@ -259,6 +254,31 @@ class ProfileCosts:
     def _more_us(self, plain: GlueOperator, other: GlueOperator, tokens: int) -> float:
         """Return the time by which an operator takes longer than a plain one."""
         return max(0.0, self._layer_us(other, tokens) - self._layer_us(plain, tokens))
+
+    def mixture_us(self, tokens: int) -> tuple[float, ...]:
+        """Return the GPU's time of each kernel of a layer's mixture of experts; empty without times of them.
+
+        The norm before the experts counts where no feed-forward network shares it.
+        """
+        if self.experts is None:
+            return ()
+        alone = not any(spec.group == "gate_up" for spec in self._shape.layer)
+        norm = (self._layer_us("rms_norm", tokens),) if alone else ()
+        return (*norm, *self.experts.kernels_us(tokens))
+
+    def expert_prices(self, tokens: int, memory: GraphMemory) -> ExpertPrices | None:
+        """Return the prices of a pass for the placement of experts; None without times of graphs.
+
+        Args:
+            tokens: Tokens of the pass.
+            memory: The way in which the memory of graphs counts.
+        """
+        times = self.experts
+        if times is None or times.form is None:
+            return None
+        gbps = self._gbps.get("gpu", math.inf)
+        gpu, npu = times.bounds(tokens, gbps)
+        return times.prices(tokens, memory, self.overheads, self.slowdown_of_bounds(gpu, npu))
 
     def sparse_attention(self, tokens: int, keys: int) -> SparseTimes | None:
         """Return the times of a layer's sparse attention; None if the profile has no measurement of it.

@@ -12,6 +12,8 @@ from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
 from heterollm.model import ModelConfig, ModelShape, block_norms, shape_of_specs
 from heterollm.profiler.records import Profile
 from heterollm.solver import (
+    NPU_EXPERTS,
+    ExpertPrices,
     GraphSharing,
     NpuLimits,
     Plan,
@@ -141,6 +143,25 @@ class ProfiledModel:
         flown = predict_prompt(plan.schedule, lengths, self.config.layers)
         head_us, head_npu_us = last.time_us - body.time_us, last.npu_us(0)
         return PredictedPrompt(flown.time_us + head_us, flown.npu_idle_us + head_us - head_npu_us)
+
+    def expert_prices(self, tokens: int) -> ExpertPrices:
+        """Return the prices of a pass for the placement of a mixture's experts.
+
+        Args:
+            tokens: Tokens of the pass.
+
+        Raises:
+            ProfileError: The profile has no times of the NPU's graphs of these experts.
+        """
+        prices = self.costs.expert_prices(tokens, self.profile.graph_memory)
+        if prices is None:
+            raise ProfileError(
+                f"The profile of {self.profile.device} has no times of NPU graphs of this model's experts at "
+                f"precision {self.precision}.",
+                fix=f"Run `heterollm profile MODEL --device {self.profile.device} "
+                f"--precision {self.precision} --pass {NPU_EXPERTS} --update`, with the same --group-size.",
+            )
+        return prices
 
     def npu_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
         """Return the predicted time of a whole group on the NPU in graphs of these lengths, one by one."""
