@@ -1,9 +1,9 @@
 """Times of a mixture's experts on a profiled device, for predictions and for the placement of experts.
 
-The GPU's time of a layer is that of its moves (router, choice, order, gathering and sum of rows), by the tokens
-of the pass; of the launches of the networks; and of each expert's network, by its rows. The NPU's time of a
-graph is a start and a time for each expert, by capacity. Between measured sizes times are straight lines, and
-beyond the largest one they go on as between the last two.
+The GPU's time of a layer is that of its moves (router, choice, order, gathering and sum of rows), by the
+tokens of the pass; of the launches of the networks; and of each expert's network, by its rows. The NPU's time
+of a graph is a start and a time for each expert, by capacity. Between measured sizes times are straight
+lines, and beyond the largest one they go on as between the last two.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ class ExpertTimes:
         npu_waits = not own or own[max(own)][1] <= FLAT_FACTOR * own[min(own)][1]
         return "memory" if gpu_waits else "compute", "memory" if npu_waits else "compute"
 
-    def prices(self, tokens: int, memory: GraphMemory, overheads: Overheads, slowdown: Slowdown) -> ExpertPrices:
+    def prices(
+        self, tokens: int, memory: GraphMemory, overheads: Overheads, slowdown: Slowdown
+    ) -> ExpertPrices:
         """Return the prices of a pass for the placement of experts.
 
         Args:

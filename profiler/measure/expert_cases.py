@@ -71,7 +71,7 @@ def expert_cases(
         return
     routing, streamed = routing_of(spec), shape.streamed(cache_bytes)
 
-    def case(operator: ExpertsOperator, experts: int, tokens: int, *, form: str = "", few: bool) -> ExpertCase:
+    def case(operator: ExpertsOperator, experts: int, tokens: int, few: bool, form: str = "") -> ExpertCase:
         code = code_of("npu" if operator == "graph" else "gpu")
         chosen = routing.chosen if operator == "moves" else 0
         weight = spec.weight
@@ -79,14 +79,14 @@ def expert_cases(
             *(operator, experts, tokens, chosen, spec.columns, spec.member_rows[0]),
             *(weight.bits, weight.block, weight.symmetric, spec.integer_inputs, form, streamed, code),
         )
-        return ExpertCase(spec, key, few)
+        return ExpertCase(spec, key, essential=few)
 
     for tokens in QUICK_TOKENS if quick else TOKENS:
-        yield case("moves", routing.experts, tokens, few=tokens in QUICK_TOKENS)
+        yield case("moves", routing.experts, tokens, tokens in QUICK_TOKENS)
     more = min(routing.experts, max(2, routing.chosen))
     for rows in QUICK_ROWS if quick else ROWS:
         for experts in sorted({max(1, more // 2), more}):
-            yield case("products", experts, rows, few=rows in QUICK_ROWS)
+            yield case("products", experts, rows, rows in QUICK_ROWS)
     if npu is None:
         return
     capacities = _capacities(npu, routing)
@@ -94,7 +94,7 @@ def expert_cases(
     for experts in sorted({1, _largest_group(npu, spec)} - {0}):
         for capacity in sorted(few) if quick else capacities:
             for form in npu.forms(_graph_shape(spec, experts), capacity):
-                yield case("graph", experts, capacity, form=form, few=capacity in few)
+                yield case("graph", experts, capacity, capacity in few, form)
 
 
 def _capacities(npu: NpuBackend, routing: Routing) -> list[int]:

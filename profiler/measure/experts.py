@@ -1,7 +1,7 @@
 """Measures a layer's mixture of experts, on random data: one layer stands for all of its shape.
 
-The GPU's kernels are timed as the other operators of a layer are, inside a busy queue, with lists of rows that
-its own kernels of routing have made. The NPU's graphs are timed from the call to its return.
+The GPU's kernels are timed as the other operators of a layer are, inside a busy queue, with lists of rows
+that its kernels of routing have made. The NPU's graphs are timed from the call to its return.
 """
 
 from __future__ import annotations
@@ -167,9 +167,10 @@ class _ExpertBench:
         own, width = self._weights(spec, experts), case.key.width
         shape = ExpertShape(Routing(experts, experts), case.key.tokens)
         lists, logits = ExpertLists.allocate(self._runtime, shape), self._floats(shape.pairs)
-        rows, gate_up, activated = (self._slot(shape.pairs * count) for count in (spec.columns, 2 * width, width))
-        for launch in (self._kernels.route(logits, lists, shape=shape), self._kernels.sort(lists, shape=shape)):
-            launch()
+        rows = self._slot(shape.pairs * spec.columns)
+        gate_up, activated = (self._slot(shape.pairs * count) for count in (2 * width, width))
+        self._kernels.route(logits, lists, shape=shape)()
+        self._kernels.sort(lists, shape=shape)()
         codes = inner = None
         if spec.integer_inputs:
             assert spec.then is not None  # of an ``experts`` group

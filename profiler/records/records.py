@@ -56,8 +56,8 @@ that each block of queries keeps, and attention to these."""
 
 
 ExpertsOperator = Literal["graph", "products", "moves"]
-"""Operators of a mixture of experts: a group in one graph on the NPU; the experts' networks on the GPU; and the
-GPU's kernels before and behind these, of the router, the choice, the order, the gathering and the sum of rows."""
+"""Operators of a mixture of experts: a group in one graph on the NPU; the experts' networks on the GPU; and
+the GPU's kernels around these, of router, choice, order, gathering and sum of rows."""
 
 
 class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
@@ -231,7 +231,7 @@ class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknow
 
     Args:
         operator: Its name; ``graph`` runs on the NPU, the others on the GPU.
-        experts: Experts of the graph or of the launch, each with so many tokens; of ``moves`` those of a layer.
+        experts: Experts of the graph or of the launch; of ``moves`` those of a layer.
         tokens: Rows of each expert, the capacity of a graph; of ``moves`` the tokens of the pass.
         chosen: Experts that each token chooses; 0 where nothing depends on it.
         columns: Inputs of an expert.
@@ -260,6 +260,11 @@ class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknow
     code: str
 
     @property
+    def weight(self) -> WeightFormat:
+        """The number format of the weights."""
+        return WeightFormat(self.bits, self.block, self.symmetric)
+
+    @property
     def flops(self) -> int:
         """Multiply-adds of the experts' networks, counted as two each; a bound for ``moves``."""
         return 6 * self.experts * self.tokens * self.columns * self.width
@@ -267,9 +272,8 @@ class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknow
     @property
     def weight_bytes(self) -> int:
         """Bytes of the experts' weights."""
-        weight = WeightFormat(self.bits, self.block, self.symmetric)
-        gate_up = weight.weight_bytes(2 * self.width, self.columns)
-        return self.experts * (gate_up + weight.weight_bytes(self.columns, self.width))
+        gate_up = self.weight.weight_bytes(2 * self.width, self.columns)
+        return self.experts * (gate_up + self.weight.weight_bytes(self.columns, self.width))
 
 
 class BandwidthKey(
