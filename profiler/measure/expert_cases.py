@@ -72,12 +72,21 @@ def expert_cases(
     routing, streamed = routing_of(spec), shape.streamed(cache_bytes)
 
     def case(operator: ExpertsOperator, experts: int, tokens: int, few: bool, form: str = "") -> ExpertCase:
-        code = code_of("npu" if operator == "graph" else "gpu")
-        chosen = routing.chosen if operator == "moves" else 0
         weight = spec.weight
         key = ExpertsKey(
-            *(operator, experts, tokens, chosen, spec.columns, spec.member_rows[0]),
-            *(weight.bits, weight.block, weight.symmetric, spec.integer_inputs, form, streamed, code),
+            operator,
+            experts,
+            tokens,
+            chosen=routing.chosen if operator == "moves" else 0,
+            columns=spec.columns,
+            width=spec.member_rows[0],
+            bits=weight.bits,
+            block=weight.block,
+            symmetric=weight.symmetric,
+            integer_inputs=spec.integer_inputs,
+            form=form,
+            streamed=streamed,
+            code=code_of("npu" if operator == "graph" else "gpu"),
         )
         return ExpertCase(spec, key, essential=few)
 
