@@ -294,7 +294,8 @@ def test_the_check_of_slots_passes_under_delays(
 def test_every_wait_and_mark_is_needed(load: Callable[..., LLM]) -> None:
     llm = load(SOME, ALL, sync="event")
     check = llm.on_engine_thread(lambda: SlotCheck(llm.device.gpu, 1))
-    steps = [step for step in llm.steps("prefill", 20) if step.layer is not None]
+    steps = list(llm.steps("prefill", 20))
+    del steps[max(place for place, step in enumerate(steps) if step.operator == "sum of experts") + 1 :]
     check.checked(steps, {}, "the pass")
     marks, waits = (
         [place for place, step in enumerate(steps) if step.action == action and step.operator == "experts"]
