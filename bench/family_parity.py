@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from perplexity import commit
 
@@ -37,7 +37,7 @@ def rows(families: list[str], levels: list[str]) -> Iterator[dict[str, Any]]:
         done = subprocess.run(command, cwd=root, check=False)  # noqa: S603
         if done.returncode:
             raise SystemExit(done.returncode)
-        cases = ElementTree.parse(report).iter("testcase")  # noqa: S314 - pytest has just written it
+        cases = ET.parse(report).iter("testcase")  # noqa: S314 - pytest has just written it
         for case in cases:
             found = re.search(r"\[(.+)-(\w+)\]$", case.get("name", ""))
             value = case.find("./properties/property[@name='sqnr_db']")

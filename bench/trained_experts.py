@@ -8,10 +8,10 @@ and English prose, the paragraphs of Python's own language reference.
     python bench/trained_experts.py overflow FOLDER --out bench/results/experts.jsonl
     python bench/trained_experts.py bytes FOLDER qwen3-30b-a3b --out bench/results/experts.jsonl
 
-`routing` gives each layer's popularity on each text, Overlap@K of the texts, and the padding and overflow that
-capacities would have had. `overflow` runs plans with all experts on the NPU at one capacity, or at those of
-NPUMoE's tiers, and takes the overflow from the device's counts and the perplexity from the logits. `bytes` adds
-up the weights that the steps of a decoded token read; of models that are only a name, by their shape.
+`routing` gives each layer's popularity on each text, Overlap@K of the texts, and the padding and overflow
+that capacities would have had. `overflow` runs plans with all experts on the NPU at one capacity, or at those
+of NPUMoE's tiers, and takes the overflow from the device's counts and the perplexity from the logits. `bytes`
+adds up the weights that the steps of a decoded token read; of models that are only a name, by their shape.
 """
 
 from __future__ import annotations
