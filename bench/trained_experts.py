@@ -1,7 +1,7 @@
 """How do a trained mixture's experts share the tokens, and what do capacities on the NPU cost?
 
 For the mixture of bench/train_experts.py, through heterollm itself on `host`. The first half of each text
-calibrates, other windows of 512 tokens of the second half are measured: Python code that training held out,
+calibrates, windows of 512 tokens of the second half are measured: Python code that training held out,
 and English prose, the paragraphs of Python's own language reference.
 
     python bench/trained_experts.py routing FOLDER --out bench/results/experts.jsonl
@@ -42,8 +42,8 @@ from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
 from heterollm.text.likelihood import perplexity
 
 WINDOW: Final = 512
-CALIBRATION_WINDOWS: Final = 24
-WINDOWS: Final = 24
+CALIBRATION_WINDOWS: Final = 16
+WINDOWS: Final = 8
 CAPACITIES: Final = (32, 64, 128, 256, 512)
 TIERS: Final = "tiers"
 MOST_POPULAR: Final = (1, 2, 3, 4)
@@ -59,12 +59,12 @@ def halves(name: str) -> tuple[str, str]:
     return text[:middle], text[middle:]
 
 
-def calibrated(folder: Path, text: str) -> Routing:
-    """Return the routing of a model on the first windows of a text."""
+def calibrated(folder: Path, name: str, half: int) -> Routing:
+    """Return the routing of a model on the first windows of half of a text; its file stays in the folder."""
+    target = folder / f"calibration.{name}.{half}.json"
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "text.txt"
-        path.write_text(text, "utf-8")
-        target = Path(temporary) / "calibration.json"
+        path.write_text(halves(name)[half], "utf-8")
         found = calibrate(folder, [path], output=target, windows=CALIBRATION_WINDOWS, window_tokens=WINDOW)
     return found.routing
 
@@ -83,8 +83,7 @@ def placement(loads: NDArray[np.int64], capacity: int | str, fate: Overflow = "g
 
 def routing_rows(folder: Path) -> Iterator[Row]:
     """Yield popularity, Overlap@K, and padding and overflow at capacities."""
-    first = {name: calibrated(folder, halves(name)[0]) for name in TEXTS}
-    second = {name: calibrated(folder, halves(name)[1]) for name in TEXTS}
+    first, second = ({name: calibrated(folder, name, half) for name in TEXTS} for half in (0, 1))
     for name, routing in first.items():
         for own in routing:
             counts = [int(count) for count in own.counts]
@@ -127,11 +126,12 @@ def overflow_rows(folder: Path) -> Iterator[Row]:
     with LLM.load(folder, device="host", plan="gpu", context=WINDOW) as llm:
         plan, tokenizer = structs.replace(llm.plan, chunk_length=WINDOW), llm.tokenizer
     for name in TEXTS:
-        routing = calibrated(folder, halves(name)[0])
+        routing = calibrated(folder, name, 0)
         ids = tokenizer.encode(halves(name)[1], add_bos=False)
         windows = [ids[place : place + WINDOW] for place in range(0, WINDOWS * WINDOW, WINDOW)]
         for capacity in (0, *CAPACITIES, TIERS):
-            for fate in ("gpu", "drop") if capacity else ("gpu",):
+            fates: tuple[Overflow, ...] = ("gpu", "drop") if capacity == TIERS else ("drop",)
+            for fate in fates:
                 entries = tuple(
                     ExpertsEntry((1, WINDOW), (own.layer,) * 2, placement(own.loads(WINDOW), capacity, fate))
                     for own in (routing if capacity else ())
