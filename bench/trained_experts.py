@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +49,9 @@ TIERS: Final = "tiers"
 MOST_POPULAR: Final = (1, 2, 3, 4)
 
 Row = dict[str, Any]
+Case = tuple[str, int | str, str]
+"""Text, capacity or ``tiers``, and fate of the overflow."""
+
 Routing = Sequence[RoutingCalibration]
 
 
@@ -121,17 +124,22 @@ def routing_rows(folder: Path) -> Iterator[Row]:
         }
 
 
-def overflow_rows(folder: Path) -> Iterator[Row]:
-    """Yield the perplexity of texts under plans with all experts on the NPU, and what overflowed."""
+def overflow_rows(folder: Path, texts: Sequence[str], done: Container[Case]) -> Iterator[Row]:
+    """Yield the perplexity of texts under plans with all experts on the NPU, and what overflowed.
+
+    Cases that are done are left out.
+    """
     with LLM.load(folder, device="host", plan="gpu", context=WINDOW) as llm:
         plan, tokenizer = structs.replace(llm.plan, chunk_length=WINDOW), llm.tokenizer
-    for name in TEXTS:
+    for name in texts:
         routing = calibrated(folder, name, 0)
         ids = tokenizer.encode(halves(name)[1], add_bos=False)
         windows = [ids[place : place + WINDOW] for place in range(0, WINDOWS * WINDOW, WINDOW)]
         for capacity in (0, *CAPACITIES, TIERS):
             fates: tuple[Overflow, ...] = ("gpu", "drop") if capacity == TIERS else ("drop",)
             for fate in fates:
+                if (name, capacity, fate) in done:
+                    continue
                 entries = tuple(
                     ExpertsEntry((1, WINDOW), (own.layer,) * 2, placement(own.loads(WINDOW), capacity, fate))
                     for own in (routing if capacity else ())
@@ -218,12 +226,18 @@ def main() -> None:
     parser.add_argument("what", choices=("routing", "overflow", "bytes"))
     parser.add_argument("folder", type=Path, help="The trained mixture.")
     parser.add_argument("names", nargs="*", help="bytes: names of known models beside it.")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here.")
+    parser.add_argument("--text", choices=tuple(TEXTS), action="append", help="overflow: one text alone.")
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines are appended; overflow leaves out its rows."
+    )
     options = parser.parse_args()
+    lines = options.out.read_text("utf-8").splitlines() if options.out and options.out.exists() else []
+    before = [row for row in map(json.loads, lines) if row["kind"] == "overflow"]
+    done = {(row["text"], row["capacity"], row["overflow"]) for row in before}
     own = {"model": options.folder.name, "version": heterollm.__version__, "commit": commit()}
     rows = {
         "routing": lambda: routing_rows(options.folder),
-        "overflow": lambda: overflow_rows(options.folder),
+        "overflow": lambda: overflow_rows(options.folder, options.text or tuple(TEXTS), done),
         "bytes": lambda: bytes_rows(options.folder, options.names),
     }[options.what]
     for row in rows():
