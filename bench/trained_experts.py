@@ -227,9 +227,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="The trained mixture.")
     parser.add_argument("names", nargs="*", help="bytes: names of known models beside it.")
     parser.add_argument("--text", choices=tuple(TEXTS), action="append", help="overflow: one text alone.")
-    parser.add_argument(
-        "--out", type=Path, help="JSON lines are appended; overflow leaves out its rows."
-    )
+    parser.add_argument("--out", type=Path, help="JSON lines are appended; overflow leaves out its rows.")
     options = parser.parse_args()
     lines = options.out.read_text("utf-8").splitlines() if options.out and options.out.exists() else []
     before = [row for row in map(json.loads, lines) if row["kind"] == "overflow"]
