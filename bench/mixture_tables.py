@@ -72,7 +72,7 @@ def overflow_lines(rows: Sequence[Row]) -> tuple[list[str], Lines]:
                 rises = _losses(row) - _losses(gpu)
                 error = rises.std(ddof=1) / len(rises) ** 0.5
                 cells += [f"{row['npu_share']:.1%}", f"{row['dropped_share']:.1%}"]
-                cells.append(f"{row['perplexity']:.2f} ({rises.mean():+.3f} ± {error:.3f})")
+                cells.append(f"{row['perplexity']:.2f} ({round(rises.mean(), 3) + 0.0:+.3f} ± {error:.3f})")
             else:
                 cells += ["", "", f"{row['perplexity']:.2f}"]
         name = f"{capacity}, `{fate}`" if capacity else "level `gpu`"
