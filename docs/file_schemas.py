@@ -67,7 +67,7 @@ FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
 STATED: Final = (KernelParameters, LinearPoint, PhaseSync, Plan, PlanRequest, WeightFormat)
 """Records of which a file must state every field, though Python gives some a default."""
 
-OPTIONAL: Final = ("schedule", "calibration", "attention")
+OPTIONAL: Final = ("schedule", "calibration", "attention", "experts")
 """Fields of such records that a file leaves out where they have no value."""
 
 

@@ -12,7 +12,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from heterollm.base import PlanError
-from heterollm.solver.expert_placements import ExpertGroup, ExpertPrices, ExpertsPlacement, Overflow
+from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement, Overflow
+from heterollm.solver.expert_prices import ExpertPrices
 from heterollm.solver.experts import LayerExperts
 from heterollm.solver.slice_sets import Ints
 

@@ -19,7 +19,8 @@ from typing import Final
 import numpy as np
 
 from heterollm.base import PlanError
-from heterollm.solver.expert_placements import ExpertGroup, ExpertPrices, ExpertsPlacement, Overflow
+from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement, Overflow
+from heterollm.solver.expert_prices import ExpertPrices
 from heterollm.solver.slice_sets import Floats, Ints, frontier
 
 __all__ = ["LayerExperts", "place_experts"]

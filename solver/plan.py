@@ -21,9 +21,10 @@ from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import GROUPS, GraphMemory, OpSpec, Phase, ffn_specs
 from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
+from heterollm.solver.expert_placements import EXPERTS_ON_GPU, ExpertsEntry, ExpertsPlacement
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
-from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest
+from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest, expert_pass
 
 __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
 
@@ -49,6 +50,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         calibration: Identity of the calibration it was made with; None without one.
         attention: The attention of prefill; the first entry that covers a case decides, and cases without one
             are dense.
+        experts: The experts of prefill on the NPU; the first entry that covers a case decides, and the GPU
+            computes all in cases without one.
 
     Raises:
         PlanError: An entry uses what no slice holds.
@@ -66,6 +69,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     schedule: ChunkSchedule | None = None
     calibration: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     attention: tuple[AttentionEntry, ...] = ()
+    experts: tuple[ExpertsEntry, ...] = ()
 
     def __repr__(self) -> str:
         return f"Plan({self.level} for {self.device}, {self.precision}, {len(self.entries)} entries)"
@@ -141,6 +145,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         serving = (entry.placement for entry in self.attention if entry.serves(tokens, keys, layer))
         return next(serving, DENSE_ATTENTION)
 
+    def experts_of(self, tokens: int, layer: int) -> ExpertsPlacement:
+        """Return the placement of a layer's experts in a pass of prefill of so many tokens."""
+        serving = (entry.placement for entry in self.experts if entry.serves(tokens, layer))
+        return next(serving, EXPERTS_ON_GPU)
+
     def longest_pass(self, entry: PlanEntry, head_rows: int) -> int:
         """Return the most tokens that an entry can be asked for: the head sees a few rows at a time."""
         return head_rows if entry.group == "head" else self.chunk_length
@@ -186,14 +195,27 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the bytes that the NPU's graphs take.
 
         Args:
-            specs: Every group of the model.
+            specs: Every group of the model, and the experts of a mixture.
             memory: How they count.
         """
-        return sum(
+        slices = sum(
             spec.graph_bytes(held.npu_rows, held.lengths, memory)
             for held in self.slices
             for spec in (*specs, *ffn_specs(specs))
             if spec.group == held.group and held.layers[0] <= spec.layer <= held.layers[1]
+        )
+        return slices + self.npu_expert_bytes(specs, memory)
+
+    def npu_expert_bytes(self, specs: Sequence[OpSpec], memory: GraphMemory) -> int:
+        """Return the bytes that the NPU's graphs of experts take; arguments as for :meth:`npu_bytes`."""
+        found: dict[tuple[OpSpec, tuple[int, ...]], set[int]] = {}
+        for spec in specs:
+            for entry in self.experts if spec.group == "experts" else ():
+                for group in entry.placement.groups if entry.holds(spec.layer) else ():
+                    found.setdefault((spec, group.experts), set()).add(group.capacity)
+        return sum(
+            len(experts) * spec.graph_bytes(spec.member_rows, capacities, memory)
+            for (spec, experts), capacities in found.items()
         )
 
     def without_npu(self) -> Plan:
@@ -208,7 +230,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         )
         attention = () if self.estimates_on_npu else self.attention
         kept = tuple(dict.fromkeys(entries))
-        return replace(self, entries=kept, slices=(), schedule=None, attention=attention)
+        return replace(self, entries=kept, slices=(), schedule=None, attention=attention, experts=())
 
     @property
     def has_ffn(self) -> bool:
@@ -218,7 +240,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def uses_npu(self) -> bool:
         """Whether any placement needs the NPU."""
-        return any(entry.placement.npu_lengths for entry in self.placed) or self.estimates_on_npu
+        linears = any(entry.placement.npu_lengths for entry in self.placed)
+        return linears or self.estimates_on_npu or self.has_npu_experts
+
+    @property
+    def has_npu_experts(self) -> bool:
+        """Whether the NPU computes experts of any layer."""
+        return any(entry.placement.groups for entry in self.experts)
 
     @property
     def estimates_on_npu(self) -> bool:
@@ -248,10 +276,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for optional in ("schedule", "calibration"):
             if data[optional] is None:
                 del data[optional]
-        if not data["attention"]:
-            del data["attention"]
-        if self.request is not None and SHADOW_ATTENTION not in self.request.passes:
-            del data["request"]["attention"]
+        for several in ("attention", "experts"):
+            if not data[several]:
+                del data[several]
+        if self.request is not None:
+            if SHADOW_ATTENTION not in self.request.passes:
+                del data["request"]["attention"]
+            if expert_pass(self.request.passes) is None:
+                del data["request"]["experts"]
         for entry in (*data["entries"], *data.get("schedule", {}).get("entries", ())):
             if not entry["placement"].get("shadow", True):
                 del entry["placement"]["shadow"]
@@ -300,12 +332,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
 def _lacking(data: dict[str, Any]) -> str | None:
     """Name a field that a plan's file must state, though Python gives it a default."""
-    if name := missing_field({"schedule": None, "calibration": None, "attention": (), **data}, Plan):
+    optional = {"schedule": None, "calibration": None, "attention": (), "experts": ()}
+    if name := missing_field({**optional, **data}, Plan):
         return f"{name} is missing"
     if name := missing_field(data["sync"], PhaseSync):
         return f"sync.{name} is missing"
     if data["request"] is not None and (
-        name := missing_field({"attention": {}, **data["request"]}, PlanRequest)
+        name := missing_field({"attention": {}, "experts": {}, **data["request"]}, PlanRequest)
     ):
         return f"request.{name} is missing"
     return None
@@ -317,19 +350,18 @@ def _mistake(entry: PlanEntry) -> str | None:
         if low > high:
             return f"range {low}..{high} of {entry.group} is empty"
     if entry.group == "experts":
-        return "it places experts, all of which the GPU computes"
+        return "it places experts like a linear layer: the NPU's groups of them stand in `experts`"
     if (entry.group == "ffn") is not isinstance(entry.placement, FfnPlacement):
         return f"a {type(entry.placement).__name__} cannot place {entry.group}"
     return None
 
 
 def _empty_range(plan: Plan) -> str | None:
-    """Name the first range of attention that holds nothing."""
-    for entry in plan.attention:
-        for low, high in (entry.lengths, entry.keys, entry.layers):
-            if low > high:
-                return f"range {low}..{high} of attention is empty"
-    return None
+    """Name the first range of attention or of experts that holds nothing."""
+    ranges = [("attention", own) for one in plan.attention for own in (one.lengths, one.keys, one.layers)]
+    ranges += [("experts", own) for one in plan.experts for own in (one.lengths, one.layers)]
+    empty = (f"range {low}..{high} of {what} is empty" for what, (low, high) in ranges if low > high)
+    return next(empty, None)
 
 
 def _first(entries: Iterable[PlanEntry], spec: OpSpec, tokens: int) -> Placement | None:
@@ -342,11 +374,20 @@ def _first(entries: Iterable[PlanEntry], spec: OpSpec, tokens: int) -> Placement
 
 
 def model_shape(specs: Sequence[OpSpec]) -> str:
-    """Return a line that two models share exactly if a plan for one fits the other."""
+    """Return a line that two models share exactly if a plan for one fits the other.
+
+    Args:
+        specs: Every group of the model, and the experts of a mixture.
+    """
     layers = max((spec.layer for spec in specs), default=-1) + 1
     groups = []
     for group in GROUPS:
         spec = next((spec for spec in specs if spec.group == group), None)
         if spec is not None:
             groups.append(f"{group}={'+'.join(map(str, spec.member_rows))}x{spec.columns}")
+    mixture = next((spec for spec in specs if spec.experts is not None), None)
+    if mixture is not None and mixture.experts is not None:
+        routing = mixture.experts
+        size = f"{routing.chosen}of{routing.experts}x{mixture.member_rows[0]}x{mixture.columns}"
+        groups.append(f"experts={size}")
     return f"layers={layers} {' '.join(groups)}"

@@ -10,14 +10,17 @@ from msgspec import Meta, Struct
 
 from heterollm.base import Amount, OptionError, Positive
 from heterollm.solver.attention import AttentionRequest
+from heterollm.solver.expert_placements import ExpertsRequest
 from heterollm.solver.placements import PLACEMENT_KINDS
 
 __all__ = [
     "FORBIDDEN",
     "MOST_IN_FLIGHT",
+    "NPU_EXPERTS",
     "PASSES",
     "SHADOW_ATTENTION",
     "SOLVED_LEVELS",
+    "ExpertPass",
     "InFlight",
     "LlmNpuPass",
     "PassName",
@@ -27,6 +30,7 @@ __all__ = [
     "check_forbidden",
     "check_in_flight",
     "check_passes",
+    "expert_pass",
     "llm_npu_pass",
 ]
 
@@ -45,11 +49,16 @@ LlmNpuPass: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shad
 prompt, which only simulations build; graphs of chunks; outliers of the activations on the GPU (shadow);
 chunks out of order."""
 
-PassName: TypeAlias = LlmNpuPass | Literal["shadowattn"]
-"""Techniques of a paper over a plan: those of llm.npu, or shadowAttn's sparse attention."""
+ExpertPass: TypeAlias = Literal["npumoe:each", "npumoe:tiers", "npumoe:groups", "npumoe"]
+"""Techniques of NPUMoE for the experts of a mixture, each with those before: all experts on the NPU, one in a
+graph; capacities by popularity; several experts in a graph; the solver may leave cold ones to the GPU."""
+
+PassName: TypeAlias = LlmNpuPass | Literal["shadowattn"] | ExpertPass
+"""Techniques of a paper over a plan: those of llm.npu, shadowAttn's sparse attention, or those of NPUMoE."""
 
 SHADOW_ATTENTION: Final = "shadowattn"
-PASSES: Final[tuple[PassName, ...]] = (*get_args(LlmNpuPass), SHADOW_ATTENTION)
+NPU_EXPERTS: Final = "npumoe"
+PASSES: Final[tuple[PassName, ...]] = (*get_args(LlmNpuPass), SHADOW_ATTENTION, *get_args(ExpertPass))
 
 FORBIDDEN: Final = ("gpu", "npu", *PLACEMENT_KINDS[2:])
 """Processors that need not compute linear layers, and kinds of splits that a plan can avoid."""
@@ -88,26 +97,38 @@ def check_in_flight(given: InFlight) -> None:
 
 
 def check_passes(given: Sequence[PassName]) -> None:
-    """Refuse names that are no pass, and more than one step of llm.npu.
+    """Refuse names that are no pass, more than one step of llm.npu or of NPUMoE, and both together.
 
     Raises:
-        OptionError: There is no such pass, or there are several steps of one.
+        OptionError: There is no such pass, there are several steps of one, or two passes do not combine.
     """
     for name in given:
         if name not in PASSES:
             raise OptionError(f"There is no pass {name!r:.40}.", fix=f"Choose {', '.join(PASSES)}.")
-    steps = [name for name in given if name != SHADOW_ATTENTION]
-    if len(steps) > 1:
-        raise OptionError(
-            f"The passes {', '.join(steps)} are steps of one.", fix="Give the last one: it has those before."
-        )
     if len(given) > len(set(given)):
         raise OptionError(f"The passes {', '.join(given)} name one twice.", fix="Name each once.")
+    for steps in (LlmNpuPass, ExpertPass):
+        own = [name for name in given if name in get_args(steps)]
+        if len(own) > 1:
+            raise OptionError(
+                f"The passes {', '.join(own)} are steps of one.",
+                fix="Give the last one: it has those before.",
+            )
+    if llm_npu_pass(given) and expert_pass(given):
+        raise OptionError(
+            f"The passes {', '.join(given)} do not combine: the chunks of llm.npu take turns on the NPU.",
+            fix=f"Choose one; {SHADOW_ATTENTION} goes with both.",
+        )
 
 
 def llm_npu_pass(given: Iterable[PassName]) -> PassName | None:
     """Return the step of llm.npu among passes; None without one."""
-    return next((name for name in given if name != SHADOW_ATTENTION), None)
+    return next((name for name in given if name in get_args(LlmNpuPass)), None)
+
+
+def expert_pass(given: Iterable[PassName]) -> ExpertPass | None:
+    """Return the step of NPUMoE among passes; None without one."""
+    return next((name for name in get_args(ExpertPass) if name in given), None)
 
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,8 +145,10 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
         in_flight: Chunks of a long prompt at once, or ``auto``.
-        passes: Techniques of papers over the plan: at most one step of llm.npu, and ``shadowattn``.
+        passes: Techniques of papers over the plan: at most one step of llm.npu or of NPUMoE, and
+            ``shadowattn``.
         attention: Options of ``shadowattn``.
+        experts: Options of ``npumoe``.
 
     Raises:
         OptionError: A field is not legal.
@@ -142,6 +165,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     in_flight: InFlight = 1
     passes: tuple[PassName, ...] = ()
     attention: AttentionRequest = AttentionRequest()
+    experts: ExpertsRequest = ExpertsRequest()
 
     def __post_init__(self) -> None:
         if self.level not in ("auto", *SOLVED_LEVELS):

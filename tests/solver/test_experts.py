@@ -9,8 +9,9 @@ import pytest
 
 from heterollm.base import PlanError
 from heterollm.solver.costs import Slowdown, joint_time_us
-from heterollm.solver.expert_placements import ExpertGroup, ExpertPrices, ExpertsPlacement, estimate_experts
+from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement
 from heterollm.solver.expert_policies import capacity_tiers, experts_by_policy, imbalance
+from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
 from heterollm.solver.experts import EXHAUSTED, LayerExperts, place_experts
 
 EXPERT_BYTES = 1000
