@@ -13,7 +13,7 @@ import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.experts import ExpertEmitter
+from heterollm.engine.experts import ExpertEmitter, ExpertRows
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.lanes import Lane
@@ -54,6 +54,7 @@ class Compiler:
         fences: Fences,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
         score_scales: ScoreScales = NO_SCALES,
+        expert_rows: ExpertRows | None = None,
     ) -> None:
         self._device = device
         self._weights = weights
@@ -89,7 +90,7 @@ class Compiler:
             self._embedding = GpuLinear.pack(
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
-        self._experts = ExpertEmitter(device, weights, progress)
+        self._experts = ExpertEmitter(device, weights, progress, expert_rows)
         tensors = GlueTensors(device.gpu, weights, context)
         self._splits = SplitEmitter(device, weights, plan, ranges)
         self._splits.load_shadows(plan)

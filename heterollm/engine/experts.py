@@ -5,8 +5,9 @@ The GPU computes all of it. The lists of steps do not depend on the routing: ker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from heterollm.engine.slots import (
 from heterollm.engine.step import LinearWork
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
+    STEP_POSITION,
     ExpertLists,
     ExpertShape,
     GpuExperts,
@@ -33,10 +35,13 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
 )
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.model import ModelWeights
 
-__all__ = ["ExpertEmitter"]
+__all__ = ["ExpertEmitter", "ExpertRows"]
+
+ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
+"""Returns the experts that have rows on the GPU, and the rows, by layer, phase, tokens and first position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,14 @@ class _Layer:
 class ExpertEmitter:
     """Packs the experts of a model for the GPU and emits their operators; of a model without, none."""
 
-    def __init__(self, device: Device, weights: ModelWeights, progress: Progress) -> None:
+    def __init__(
+        self,
+        device: Device,
+        weights: ModelWeights,
+        progress: Progress,
+        assumed: ExpertRows | None = None,
+    ) -> None:
+        self._assumed = assumed
         self._config = weights.config
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GpuGlue(*kinds)
@@ -83,7 +95,8 @@ class ExpertEmitter:
         slots, hidden, width = lane.private, own.spec.columns, then.columns
         x, rows, out = lane.shared["linear_input"], slots[EXPERT_ROWS], slots[EXPERT_OUTPUT]
         logits, gate_up, activated = slots[ROUTER_LOGITS], slots[EXPERT_GATE_UP], slots[EXPERT_ACTIVATED]
-        lists = ExpertLists(**{name: slots[slot] for name, slot in EXPERT_LISTS.items()})
+        memory = {name: slots[slot] for name, slot in EXPERT_LISTS.items()}
+        lists = ExpertLists(**memory, counted=self._counted(builder, layer))
         inputs, row_codes = self.rounded(lane, layer), _codes(lane, EXPERT_ROWS, own.spec)
         inner_codes = _codes(lane, EXPERT_ACTIVATED, then)
         codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
@@ -127,6 +140,12 @@ class ExpertEmitter:
         reads = rows, lists.weights, lists.position
         builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
         return Segments(out, out, (hidden,), (0,))
+
+
+    def _counted(self, builder: PassBuilder, layer: int) -> Callable[[], tuple[int, int]] | None:
+        """Return what the GPU's lists of a layer are assumed to hold, at the position of the step buffer."""
+        assumed, phase, tokens, step = self._assumed, builder.phase, builder.tokens, builder.lane.step.array
+        return None if assumed is None else lambda: assumed(layer, phase, tokens, int(step[STEP_POSITION]))
 
 
 def _packed(device: Device, weights: ModelWeights, spec: OpSpec) -> _Layer:

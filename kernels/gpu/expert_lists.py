@@ -6,6 +6,7 @@ the rows of one expert are neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,6 +76,8 @@ class ExpertLists:
             another processor takes has ``-1 - row`` instead, its row in that processor's output.
         places: int32 ``[places, 4]``: expert, first position and number of positions of each step of rows;
             idle steps have the expert -1.
+        counted: Returns the experts in ``places``, and their rows, on a simulated device, which has no lists;
+            None if tokens choose all experts evenly.
     """
 
     chosen: DeviceMemory
@@ -82,6 +85,7 @@ class ExpertLists:
     source: DeviceMemory
     position: DeviceMemory
     places: DeviceMemory
+    counted: Callable[[], tuple[int, int]] | None = None
 
     @staticmethod
     def sizes(shape: ExpertShape) -> dict[str, int]:
