@@ -177,6 +177,12 @@ class ModellingOptions:
     outlier_share: Annotated[
         float, typer.Option(help="llm.npu: assumed share of an operator's inputs that have outliers.")
     ] = 0.02
+    imbalance: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a mixture of experts: assumed largest load of an expert over the mean one; by default 2."
+        ),
+    ] = None
     head_pipeline: Annotated[
         Literal["heads", "fused", "ordered"],
         typer.Option(help="With shadowattn: a launch for each key head, fused heads, or these in order."),
@@ -261,6 +267,7 @@ def _requests(
         pruned=modelling.pruned,
         outlier_share=modelling.outlier_share,
         attention=attention.request(pipeline=modelling.head_pipeline),
+        imbalance=modelling.imbalance,
         numerics=modelling.numerics,
         trace=trace,
     )

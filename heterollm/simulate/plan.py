@@ -25,6 +25,7 @@ from heterollm.planning import (
 )
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import FenceKey, Key, Profile, Record
+from heterollm.simulate.routing import IMBALANCE, AssumedRouting
 from heterollm.solver import (
     RETURN_VALUE,
     SHADOW_ATTENTION,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from heterollm.kernels.gpu import Strategy
     from heterollm.simulate.request import SimulationRequest
 
-__all__ = ["assumed_shadows", "own_length", "planned", "profile_of", "with_one_strategy"]
+__all__ = ["assumed_routing", "assumed_shadows", "own_length", "planned", "profile_of", "with_one_strategy"]
 
 ASSUMED: Final = "assumed"
 """Identity of a calibration that nobody made: no load has it, so that no load runs the plan."""
@@ -176,6 +177,17 @@ def assumed_shadows(
     own = [spec for spec in specs if spec.layer in outer]
     counts = {(spec.layer, spec.group): round(request.outlier_share * spec.columns) for spec in own}
     return {key: ShadowChannels(count, count) for key, count in counts.items()}
+
+
+def assumed_routing(config: ModelConfig, request: SimulationRequest) -> AssumedRouting | None:
+    """Return the assumed loads of a mixture's experts; None for other models, and where values are computed.
+
+    Raises:
+        OptionError: The mixture cannot be so imbalanced.
+    """
+    if config.routing is None or request.numerics:
+        return None
+    return AssumedRouting(config.routing, IMBALANCE if request.imbalance is None else request.imbalance)
 
 
 def own_length(request: SimulationRequest) -> int:

@@ -12,7 +12,6 @@ from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.npu import STANDARD_LENGTHS, GraphForm
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.sim import GpuLoad, load_soc
-from heterollm.simulate.routing import IMBALANCE
 from heterollm.solver import (
     SHADOW_ATTENTION,
     AttentionRequest,
@@ -93,7 +92,8 @@ class SimulationRequest:
             precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads.
         attention: Options of ``shadowattn``.
         experts: Options of ``npumoe``.
-        imbalance: Of a mixture, the assumed largest load of an expert over the mean one.
+        imbalance: Of a mixture, the assumed largest load of an expert over the mean one; None for
+            :data:`heterollm.simulate.routing.IMBALANCE`.
         pruned: Assumed share of the layers whose outliers llm.npu prunes; the paper's default.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass; all of them
             count as hot.
@@ -123,7 +123,7 @@ class SimulationRequest:
     passes: tuple[PassName, ...] = ()
     attention: AttentionRequest = field(default_factory=AttentionRequest)
     experts: ExpertsRequest = field(default_factory=ExpertsRequest)
-    imbalance: float = IMBALANCE
+    imbalance: float | None = None
     pruned: float = 0.85
     outlier_share: float = OUTLIER_SHARE
 

@@ -16,15 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import OptionError
+from heterollm.calibration import ROUTED_TOKENS, RoutingCalibration
 from heterollm.kernels.ops import Routing
 
-__all__ = ["CALIBRATED_TOKENS", "IMBALANCE", "AssumedRouting"]
+__all__ = ["IMBALANCE", "AssumedRouting"]
 
 IMBALANCE: Final = 2.0
 """Largest load of an expert over the mean one, in the mean over many tokens."""
 
-CALIBRATED_TOKENS: Final = 4096
-"""Tokens from whose routing experts are placed; the simulated prompt is not among them."""
+WINDOWS: Final = 4
+WINDOW_TOKENS: Final = 1024
+"""Windows of the calibration by which experts are placed; the simulated prompt is not among them."""
 
 SEED: Final = 19
 CALIBRATION: Final = 1 << 32
@@ -62,15 +64,24 @@ class AssumedRouting:
         self._popularity = _popularity(routing, imbalance)
         self.loads = functools.lru_cache(maxsize=None)(self._drawn)
 
-    def calibrated(self, layer: int, tokens: int) -> Ints:
-        """Return the loads ``[chunks, experts]`` of chunks of so many tokens, of a text that is not the prompt.
+    def calibrated(self, layers: int) -> tuple[RoutingCalibration, ...]:
+        """Return what a calibration on another text than the prompt would have of each layer.
 
         Args:
-            layer: Decoder layer.
-            tokens: Tokens of a chunk.
+            layers: Decoder layers.
         """
-        chunks = max(1, CALIBRATED_TOKENS // tokens)
-        return np.stack([self._drawn(layer, CALIBRATION + chunk, tokens) for chunk in range(chunks)])
+        windows = [
+            range(first, first + WINDOW_TOKENS, ROUTED_TOKENS)
+            for first in range(CALIBRATION, CALIBRATION + WINDOWS * WINDOW_TOKENS, WINDOW_TOKENS)
+        ]
+
+        def chunk(layer: int, position: int) -> tuple[int, ...]:
+            return tuple(self._drawn(layer, position, ROUTED_TOKENS).tolist())
+
+        return tuple(
+            RoutingCalibration(layer, tuple(tuple(chunk(layer, own) for own in window) for window in windows))
+            for layer in range(layers)
+        )
 
     def _drawn(self, layer: int, position: int, tokens: int) -> Ints:
         """Return the tokens of each expert in a pass, ``[experts]``.

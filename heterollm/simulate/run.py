@@ -22,6 +22,7 @@ from heterollm.kernels.npu import (
     NpuBackend,
     ShadowRanges,
     StaticRanges,
+    graph_memory,
 )
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Group, OpSpec, Phase, Scales, WeightFormat, ffn_specs
@@ -30,13 +31,16 @@ from heterollm.model import (
     Checkpoint,
     ModelConfig,
     block_norms,
+    expert_specs,
     find_model,
     load_weights,
     op_specs,
     shape_only_weights,
 )
+from heterollm.simulate.experts import AssumedExperts
+from heterollm.simulate.memory import check_memory
 from heterollm.simulate.phase import PhaseUse, padding_us, splits_of, used
-from heterollm.simulate.plan import assumed_shadows, own_length, planned, profile_of
+from heterollm.simulate.plan import assumed_routing, assumed_shadows, own_length, planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
 from heterollm.simulate.result import SimulationResult, graphs_of, sharing_of
 from heterollm.solver import (
@@ -79,7 +83,8 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
     plan = planned(
         _open(replace(alone, numerics=False)), found.name, found.config, specs, request, report, strategy
     )
-    device = _open(request)
+    device, every = _open(request), (*specs, *expert_specs(found.config, specs))
+    check_memory(device, found.name, found.config, every, plan, positions)
     run = _Run(device, found.config, specs, plan, request)
     phases = run.measured(report)
     in_order = None
@@ -109,7 +114,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         attention=request.attention if SHADOW_ATTENTION in request.passes else None,
         pruned=request.pruned,
         outlier_share=request.outlier_share,
-        graphs=graphs_of(device, plan, specs),
+        graphs=graphs_of(device, plan, every),
         sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
         prefill=prefill,
         decode=decode,
@@ -119,6 +124,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         trace=run.trace,
         splits=splits_of(plan, specs, first),
         in_order=in_order,
+        experts=run.experts,
     )
 
 
@@ -202,6 +208,7 @@ class _Run:
     Attributes:
         tokens: The chosen tokens, the first after the prompt; with numerics the likeliest.
         trace: The recorded passes; None without recording.
+        experts: The rows of a mixture's experts in the prompt; None for a model without.
     """
 
     def __init__(
@@ -219,6 +226,10 @@ class _Run:
         self.request = request
         self.tokens: list[int] = []
         self.trace: Trace | None = None
+        routing, experts = assumed_routing(config, request), expert_specs(config, specs)
+        self._assumed = None if routing is None else AssumedExperts(plan, experts, routing)
+        memory = graph_memory(device.npu)
+        self.experts = self._assumed and self._assumed.use(plan.chunks(request.prompt), memory)
 
     def measured(self, progress: Progress) -> tuple[PhaseUse, PhaseUse | None]:
         """Return time and resources of prefill and decode."""
@@ -262,6 +273,7 @@ class _Run:
             observer=observer,
             ranges=ranges,
             score_scales=_assumed_scales(self.plan, self.config),
+            expert_rows=self._assumed and self._assumed.rows_on_gpu,
         )
 
     def _choose(self, engine: Engine) -> None:
@@ -282,5 +294,6 @@ class _Run:
             clock.recording = False
         spans: list[SimulatedSpan] = list(clock.spans)
         lengths = [length for _, length in self.plan.chunks(tokens)] if phase == "prefill" else [1]
-        wasted_us = padding_us(spans, self.plan, self.specs, phase, lengths)
+        experts = 0.0 if self.experts is None else self.experts.padding_share
+        wasted_us = padding_us(spans, self.plan, self.specs, phase, lengths, experts)
         return used(self.device, phase, tokens, before, begin_us, spans, wasted_us)
