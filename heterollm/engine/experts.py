@@ -141,7 +141,6 @@ class ExpertEmitter:
         builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
         return Segments(out, out, (hidden,), (0,))
 
-
     def _counted(self, builder: PassBuilder, layer: int) -> Callable[[], tuple[int, int]] | None:
         """Return what the GPU's lists of a layer are assumed to hold, at the position of the step buffer."""
         assumed, phase, tokens, step = self._assumed, builder.phase, builder.tokens, builder.lane.step.array

@@ -165,15 +165,15 @@ def _assumed(result: SimulationResult) -> str:
 def _routed(experts: ExpertUse, tokens: int) -> str:
     """Return the assumption about a mixture's loads, and where its experts computed the prompt."""
     words = (
-        f"Assumed: seeded loads of experts, the largest {experts.imbalance:g} times the mean one. The {tokens} "
-        f"tokens of the prompt choose {experts.pairs} experts in all layers"
+        f"Assumed: seeded loads of experts, the largest {experts.imbalance:g} times the mean one. "
+        f"The {tokens} tokens of the prompt choose {experts.pairs} experts in all layers"
     )
     if not experts.npu_rows:
         return f"{words}, and the GPU computes them."
     words += (
-        f": the NPU computes {experts.npu_pairs} of them, in {experts.graphs_per_layer:.1f} graphs a layer with "
-        f"{experts.padding_share:.0%} padding; the GPU computes {experts.gpu_pairs}, of which "
-        f"{experts.overflow_pairs} exceed a capacity"
+        f": the NPU computes {experts.npu_pairs}, in {experts.graphs_per_layer:.1f} graphs a layer, "
+        f"{experts.padding_share:.0%} of whose rows are padding; the GPU computes {experts.gpu_pairs}, of "
+        f"which {experts.overflow_pairs} exceed a capacity"
     )
     return f"{words}; {experts.dropped_pairs} are dropped." if experts.dropped_pairs else f"{words}."
 

@@ -1,4 +1,4 @@
-"""Refuses plans whose weights, graphs and cache exceed the memory of a modelled phone or of its NPU."""
+"""Refuses plans whose weights, graphs and cache exceed the memory of a modelled phone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_memory"]
 def check_memory(
     device: Device, name: str, config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, positions: int
 ) -> None:
-    """Refuse a plan that the phone cannot hold, or whose experts exceed what the NPU addresses.
+    """Refuse a plan that the phone cannot hold.
 
     Args:
         device: The simulated device.
@@ -31,24 +31,14 @@ def check_memory(
     Raises:
         PlanError: It does not fit; the message has the sum.
     """
-    soc, memory = soc_of(device), graph_memory(device.npu)
-    graphs = plan.npu_bytes(specs, memory)
-    experts = plan.npu_expert_bytes(specs, memory)
-    space = soc.npu.address_space_gib * GIB
-    if experts and space and graphs > space:
-        raise PlanError(
-            f"{name} does not fit the NPU's address space: {_gib(experts)} of experts"
-            f" + {_gib(graphs - experts)} of other graphs > {_gib(space)} GiB.",
-            fix="Let the solver choose the experts (--pass npumoe), or ask about another NPU "
-            "(--what-if npu.address_space_gib=0 has no limit).",
-        )
-    weights = shape_of_specs(config, specs, name).weight_bytes
+    available = soc_of(device).memory.available_gib * GIB
+    graphs = plan.npu_bytes(specs, graph_memory(device.npu))
+    weights = shape_of_specs(config, [spec for spec in specs if spec.experts is None], name).weight_bytes
     cache = 2 * positions * config.layers * config.kv_heads * config.head_dim * device.cache_dtype.itemsize
-    available = soc.memory.available_gib * GIB
     if available and weights + graphs + cache > available:
         raise PlanError(
-            f"{name} does not fit the phone's memory: {_gib(weights)} of weights + {_gib(graphs)} of NPU graphs "
-            f"+ {_gib(cache)} of keys and values > {_gib(available)} GiB.",
+            f"{name} does not fit the phone's memory: {_gib(weights)} of weights + {_gib(graphs)} of NPU "
+            f"graphs + {_gib(cache)} of keys and values > {_gib(available)} GiB.",
             fix="Ask about another phone (--what-if memory.available_gib=0 has no limit).",
         )
 

@@ -61,12 +61,14 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
     """
     soc = soc_of(device)
     count = sum((held.layers[1] - held.layers[0] + 1) * len(held.lengths) for held in plan.slices)
-    count += len({
-        (layer, group)
-        for entry in plan.experts
-        for layer in range(entry.layers[0], entry.layers[1] + 1)
-        for group in entry.placement.groups
-    })
+    count += len(
+        {
+            (layer, group)
+            for entry in plan.experts
+            for layer in range(entry.layers[0], entry.layers[1] + 1)
+            for group in entry.placement.groups
+        }
+    )
     held_bytes = plan.npu_bytes(specs, graph_memory(device.npu))
     limit_gib = soc.npu.address_space_gib or None
     return GraphUse(count, held_bytes / GIB, limit_gib, count * soc.build.session_us / 1e6)

@@ -1,9 +1,9 @@
 """Assumed routing of a mixture of experts: how many tokens of each pass go to each expert.
 
-No checkpoint is read, so that nobody knows whom its routers choose. Each token draws its experts, without
-replacement, by the popularity of each: log-normal, as if routers' mean logits were normally distributed, and
-as wide as the stated imbalance asks. Tokens do not depend on each other, and each layer prefers other experts.
-The draws are seeded: equal cases get equal loads.
+Simulations read no checkpoint, so that the choices of its routers are not known. Instead each token draws its
+experts, without replacement, by their popularity. That is log-normal, as if the mean logits of routers were
+normally distributed, and as wide as the stated imbalance asks. Tokens do not depend on each other, and each
+layer prefers other experts. The draws are seeded: equal cases get equal loads.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class AssumedRouting:
         most = routing.experts / routing.chosen
         if not 1.0 <= imbalance <= 0.99 * most:
             raise OptionError(
-                f"An imbalance of {imbalance:g} is not possible: {routing.chosen} of {routing.experts} experts "
-                f"for each token give the busiest one at most {most:g} times the mean load.",
+                f"An imbalance of {imbalance:g} is not possible: with {routing.chosen} of {routing.experts} "
+                f"experts for each token the busiest one has at most {most:g} times the mean load.",
                 fix=f"Choose 1 to {0.99 * most:g}.",
             )
         self.routing, self.imbalance = routing, imbalance
@@ -114,7 +114,8 @@ def _popularity(routing: Routing, imbalance: float) -> Floats:
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if busiest(middle) < wanted else (low, middle)
-    return np.exp(low * (quantiles - quantiles[-1]))
+    popularity: Floats = np.exp(low * (quantiles - quantiles[-1]))
+    return popularity
 
 
 def _inclusion(popularity: Floats, chosen: int) -> Floats:

@@ -12,7 +12,7 @@ from typing import Final, cast
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
-from heterollm.engine import Engine
+from heterollm.engine import Engine, ExpertRows
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
@@ -37,7 +37,7 @@ from heterollm.model import (
     op_specs,
     shape_only_weights,
 )
-from heterollm.simulate.experts import AssumedExperts
+from heterollm.simulate.experts import AssumedExperts, ExpertUse
 from heterollm.simulate.memory import check_memory
 from heterollm.simulate.phase import PhaseUse, padding_us, splits_of, used
 from heterollm.simulate.plan import assumed_routing, assumed_shadows, own_length, planned, profile_of
@@ -226,10 +226,12 @@ class _Run:
         self.request = request
         self.tokens: list[int] = []
         self.trace: Trace | None = None
-        routing, experts = assumed_routing(config, request), expert_specs(config, specs)
-        self._assumed = None if routing is None else AssumedExperts(plan, experts, routing)
-        memory = graph_memory(device.npu)
-        self.experts = self._assumed and self._assumed.use(plan.chunks(request.prompt), memory)
+        self.experts: ExpertUse | None = None
+        self._expert_rows: ExpertRows | None = None
+        if (routing := assumed_routing(config, request)) is not None:
+            assumed = AssumedExperts(plan, expert_specs(config, specs), routing)
+            self.experts = assumed.use(plan.chunks(request.prompt), graph_memory(device.npu))
+            self._expert_rows = assumed.rows_on_gpu
 
     def measured(self, progress: Progress) -> tuple[PhaseUse, PhaseUse | None]:
         """Return time and resources of prefill and decode."""
@@ -273,7 +275,7 @@ class _Run:
             observer=observer,
             ranges=ranges,
             score_scales=_assumed_scales(self.plan, self.config),
-            expert_rows=self._assumed and self._assumed.rows_on_gpu,
+            expert_rows=self._expert_rows,
         )
 
     def _choose(self, engine: Engine) -> None:

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from heterollm.base import CheckpointError, UnsupportedModelError
-from heterollm.model import KNOWN_MODELS, find_model, op_specs
-from heterollm.model.layout import expert_specs
+from heterollm.model import KNOWN_MODELS, expert_specs, find_model, op_specs
 
 STATED_BILLIONS = {
     "llama-3-8b": 8.03,
