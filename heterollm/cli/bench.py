@@ -22,6 +22,7 @@ from heterollm.cli.options import (
     JsonOption,
     MaybeModel,
     Names,
+    OverflowOption,
     PowerOption,
     RowsOption,
     ScalesOption,
@@ -88,6 +89,7 @@ class ConfigurationOptions:
     )
     length_policy: Annotated[
         Names,
+        OverflowOption,
         several(help="padding, pipe, auto: how npu and layer run lengths without a graph.", names=POLICIES),
     ] = ("padding",)
     sync: Annotated[
@@ -103,10 +105,15 @@ class ConfigurationOptions:
     calibration: CalibrationOption = None
     passes: Annotated[
         Names,
+        OverflowOption,
         several(
-            "--pass", help="none, llm.npu, llm.npu:chunks, llm.npu:shadow, shadowattn.", names=BENCH_PASSES
+            "--pass",
+            help="none, llm.npu, llm.npu:chunks, llm.npu:shadow, shadowattn, npumoe, npumoe:each, "
+            "npumoe:tiers, npumoe:groups.",
+            names=BENCH_PASSES,
         ),
     ] = ("none",)
+    overflow: OverflowOption = "gpu"
     power: PowerOption = "burst"
 
 
@@ -243,6 +250,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
             power=grid.power,
             calibration=grid.calibration,
             passes=grid.passes,
+            overflow=grid.overflow,
         )
     )
 

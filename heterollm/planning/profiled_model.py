@@ -9,9 +9,10 @@ from functools import cached_property
 
 from heterollm.base import ProfileError
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
-from heterollm.model import ModelConfig, ModelShape, block_norms, shape_of_specs
+from heterollm.model import ModelConfig, ModelShape, block_norms, expert_specs, shape_of_specs
 from heterollm.profiler.records import Profile
 from heterollm.solver import (
+    ExpertPrices,
     GraphSharing,
     NpuLimits,
     Plan,
@@ -38,7 +39,7 @@ class ProfiledModel:
     Args:
         profile: The device's profile.
         config: The model.
-        specs: Every group of the model.
+        specs: Every group of the model but the experts of a mixture.
         precision: Precision of the linears.
         calibration: Identity of its calibration, whose ranges integer graphs need; None without one.
         shadows: Operators that get a shadow of outliers wherever the NPU computes them in integers.
@@ -68,6 +69,20 @@ class ProfiledModel:
         return ProfileAttentionCosts(self.profile, self.costs)
 
     @cached_property
+    def experts(self) -> tuple[OpSpec, ...]:
+        """The experts of each layer of a mixture."""
+        return expert_specs(self.config, self.specs)
+
+    @property
+    def every_spec(self) -> tuple[OpSpec, ...]:
+        """Every group of the model, and the experts of a mixture."""
+        return (*self.specs, *self.experts)
+
+    def expert_prices(self, tokens: int) -> ExpertPrices | None:  # noqa: ARG002
+        """Return times and sizes of a layer's experts in passes of a length; None where none are measured."""
+        return None
+
+    @cached_property
     def limits(self) -> NpuLimits | None:
         """Limits of the NPU; None without an NPU."""
         return limits_of(self.profile, calibrated=self.calibration is not None)
@@ -84,7 +99,7 @@ class ProfiledModel:
 
     def npu_bytes(self, plan: Plan) -> int:
         """Return the bytes that the NPU's graphs of a plan take: weights, inputs and outputs."""
-        return plan.npu_bytes(self.specs, self.profile.graph_memory)
+        return plan.npu_bytes(self.every_spec, self.profile.graph_memory)
 
     def sharing(self, plan: Plan, prompt: int) -> GraphSharing:
         """Return what the chunks of a prompt share under a plan."""
