@@ -20,6 +20,7 @@ from heterollm.solver import (
     PassName,
     check_in_flight,
     check_passes,
+    expert_pass,
     llm_npu_pass,
 )
 
@@ -89,7 +90,8 @@ class SimulationRequest:
         calibrated: Whether weights have stepped scales, and every operator ranges that passed their check, so
             that the plan may use integer graphs: an assumption, since nothing is computed.
         passes: Techniques of papers: those of llm.npu over levels ``layer`` and ``tensor``, with weights of
-            precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads.
+            precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads; those of
+            NPUMoE over levels that use the NPU, with assumed loads.
         attention: Options of ``shadowattn``.
         experts: Options of ``npumoe``.
         imbalance: Of a mixture, the assumed largest load of an expert over the mean one; None for
@@ -175,6 +177,11 @@ class SimulationRequest:
             raise OptionError(
                 f"The pass {SHADOW_ATTENTION} assumes what a calibration would say of heads.",
                 fix="Leave out --numerics, or run `heterollm generate --device sim:SOC --calibration FILE`.",
+            )
+        if (step := expert_pass(self.passes)) is not None and (self.level == "gpu" or self.numerics):
+            raise OptionError(
+                f"The pass {step} places experts on the NPU, by assumed loads.",
+                fix="Choose another level than gpu, and leave out --numerics.",
             )
         if self.passes and self.in_flight != 1:
             raise OptionError(

@@ -49,6 +49,7 @@ from heterollm.solver import (
     Plan,
     ShadowChannels,
     SparseAttention,
+    expert_pass,
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -138,15 +139,15 @@ def profile_ahead(request: SimulationRequest) -> None:
         return
     found = find_model(request.model)
     device = _open(replace(request, load=None, numerics=False))
-    specs, sparse = _specs(found.config, request), SHADOW_ATTENTION in request.passes
-    profile_of(device, found.name, found.config, specs, silent, sparse=sparse)
+    specs = _specs(found.config, request)
+    profile_of(device, found.name, found.config, specs, silent, request.passes)
 
 
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    sparse = SHADOW_ATTENTION in request.passes
-    return sparse or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
+    adds = SHADOW_ATTENTION in request.passes or expert_pass(request.passes) is not None
+    return adds or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
 
 
 def _open(request: SimulationRequest) -> Device:
