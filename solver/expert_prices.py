@@ -29,6 +29,7 @@ class ExpertPrices:
         gpu_base_us: The GPU's time that no placement changes.
         hand_over_us: Time that the hand-over to the NPU and back takes, once for a layer.
         slowdown: Of both processors while both work.
+        form: Form of the NPU graphs that has these times; None is the backend's first choice.
     """
 
     npu_us: Callable[[int, int], float]
@@ -40,6 +41,7 @@ class ExpertPrices:
     gpu_base_us: float = 0.0
     hand_over_us: float = 0.0
     slowdown: Slowdown = field(default_factory=Slowdown)
+    form: str | None = None
 
     def most_experts(self, experts: int) -> int:
         """Return the most experts of one graph, of a layer's."""

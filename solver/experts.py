@@ -166,7 +166,7 @@ class LayerExperts:
             for size in sorted(graphs, reverse=True):
                 groups.append(ExpertGroup(tuple(left[:size]), self.capacities[level - 1]))
                 left = left[size:]
-        return ExpertsPlacement(tuple(groups), self._overflow, predicted_us=mean_us)
+        return ExpertsPlacement(tuple(groups), self._overflow, self._prices.form, mean_us)
 
 
 def place_experts(
