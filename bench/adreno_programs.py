@@ -42,6 +42,7 @@ from heterollm.kernels.gpu import (
     ShapeClass,
     SharedArray,
     SparseShape,
+    TakenRows,
     Variant,
     default_parameters,
     with_numbers,
@@ -281,15 +282,19 @@ def _record_experts(runtime: ProgramRecorder, slot: SharedArray) -> None:
         experts.route(slot, ExpertLists.allocate(runtime, shape), shape=shape, bias=bias)
     shape = ExpertShape(Routing(128, 8), 64)
     lists = ExpertLists.allocate(runtime, shape)
-    for taken in (None, slot):
-        runtime.label = f"sort_pairs{'' if taken is None else ' taken'}"
-        experts.sort(lists, shape=shape, taken=taken)
+    taken, dropping = (TakenRows(slot, 64, slot, drops=drops) for drops in (False, True))
+    for name, own_rows in (("", None), (" taken", taken), (" dropped", dropping)):
+        runtime.label = f"sort_pairs{name}"
+        experts.sort(lists, shape=shape, taken=own_rows)
+    runtime.label = "gather_taken f16"
+    experts.gather_taken(slot, slot, lists, taken, shape=shape, columns=COLUMNS)
     codes = RoundedInputs(slot, slot, 4, BLOCK)
     for name, own_codes in (("f16", None), ("codes", (codes, codes))):
         runtime.label = f"gather_rows {name}"
         experts.gather(slot, slot, lists, shape=shape, columns=COLUMNS, codes=own_codes)
-    runtime.label = "combine_rows f16"
-    experts.combine(slot, lists, slot, shape=shape, columns=COLUMNS)
+    for name, own_rows in (("", None), (" dropped", dropping)):
+        runtime.label = f"combine_rows f16{name}"
+        experts.combine(slot, lists, slot, shape=shape, columns=COLUMNS, taken=own_rows)
 
 
 def _record_sparse(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:

@@ -294,13 +294,13 @@ class LLM:
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
         engine, thread = self._engine, self._thread
-        integer = () if thread.closed else thread.run(lambda: engine.integer_notes)
+        passes = () if thread.closed else thread.run(lambda: engine.pass_notes)
         return (
             *chosen,
             *self._plan_notes,
             *self._weights.notes,
             *self.device.gpu.variants.notes,
-            *integer,
+            *passes,
             *self.failures,
         )
 

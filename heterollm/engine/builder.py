@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from heterollm.engine.lanes import Lane
 from heterollm.engine.placed import HandedOver, Memory, PlacedOp, codes_of, place_of
@@ -88,8 +88,7 @@ class PassBuilder:
         work: LinearWork | None = None,
     ) -> None:
         """Append a glue kernel, and the end of its operator unless more kernels of it follow."""
-        label = label or operator_name(operator, layer)
-        self.steps.append(self._step(operator, layer, "kernel", label, launch, reads, writes, work=work))
+        self.steps.append(self.prepared(operator, layer, launch, reads, writes, label=label, work=work))
         if ends:
             self.end_operator(operator, layer)
 
@@ -100,9 +99,13 @@ class PassBuilder:
         launch: Launch,
         reads: Sequence[Memory],
         writes: Sequence[Memory],
+        *,
+        label: str = "",
+        work: LinearWork | None = None,
     ) -> Step:
         """Return the step of a glue kernel without appending it."""
-        return self._step(operator, layer, "kernel", operator_name(operator, layer), launch, reads, writes)
+        label = label or operator_name(operator, layer)
+        return self._step(operator, layer, "kernel", label, launch, reads, writes, work=work)
 
     def shard(
         self,
@@ -140,7 +143,7 @@ class PassBuilder:
         steps.append(self._step(operator, op.layer, "kernel", label, kernel, source, (writes,), work=work))
         return steps
 
-    def flag(self, op: PlacedOp | None, launch: Launch) -> None:
+    def flag(self, op: HandedOver | None, launch: Launch) -> None:
         """Append the kernel that raises the flag."""
         layer = None if op is None else op.layer
         self.steps.append(self._step("flag", layer, "kernel", f"flag before {place_of(op)}", launch))
@@ -200,7 +203,41 @@ class PassBuilder:
             last, label = self.steps[-1], f"flush behind layer {layer}"
             self.steps.append(self._step(last.operator, layer, "flush", label, self._runtime.flush))
 
-    def acquire(self, op: PlacedOp, read_bytes: int, written_bytes: int) -> None:
+    def hand_over(self, op: HandedOver, gpu: Sequence[Step], acquire: Callable[[], None]) -> None:
+        """Append the GPU's shard and what comes before the NPU's graphs: fence and maps.
+
+        Args:
+            op: The operator.
+            gpu: Steps of the GPU's shard, if it has one.
+            acquire: Appends the maps of memory that is not coherent.
+        """
+        mapped = not op.npu_source.coherent
+        if mapped and not self._runtime.maps_beside_kernels:
+            # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
+            self.mark(op)
+            self.wait(op)
+            acquire()
+            self._enqueue(op, gpu)
+            return
+        fence = self.fence(op)
+        if fence.strategy == "finish":
+            # The wait covers the whole queue, so that the GPU's shard must follow it.
+            self.wait(op)
+            self._enqueue(op, gpu)
+        elif fence.launch is not None and self.merges:
+            # The mark and the GPU's shard join the launch of the kernels that write the input.
+            self.flag(op, fence.launch)
+            self.steps += gpu
+            self.sent(op)
+            self.wait(op)
+        else:
+            self.mark(op)
+            self._enqueue(op, gpu)
+            self.wait(op)
+        if mapped:
+            acquire()
+
+    def acquire(self, op: HandedOver, read_bytes: int, written_bytes: int) -> None:
         """Append the mapping of the input for reading and of the output for writing.
 
         Args:
@@ -213,7 +250,7 @@ class PassBuilder:
         write = functools.partial(op.npu_target.acquire, written_bytes)
         self._host(op, "acquire", write, writes=(self.byte_range(op.npu_target, 0, written_bytes),))
 
-    def release(self, op: PlacedOp) -> None:
+    def release(self, op: HandedOver) -> None:
         """Append the unmapping of input and output."""
         self._host(op, "release", op.npu_source.release, reads=(op.npu_source,))
         self._host(op, "release", op.npu_target.release, writes=(op.npu_target,))
@@ -241,6 +278,12 @@ class PassBuilder:
             self.steps.append(self._step(operator, layer, "finish", label, self._runtime.finish))
 
     # -- helpers -------------------------------------------------------------------------------------
+
+    def _enqueue(self, op: HandedOver, gpu: Sequence[Step]) -> None:
+        """Append the GPU's shard and flush the queue."""
+        if gpu:
+            self.steps += gpu
+            self.flush(op)
 
     def byte_range(self, memory: SharedArray, start: int, stop: int) -> Buffer:
         """Return a range of bytes of a buffer."""

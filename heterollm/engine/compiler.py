@@ -13,6 +13,7 @@ import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.builder import PassBuilder
+from heterollm.engine.expert_shares import ExpertCounts
 from heterollm.engine.experts import ExpertEmitter, ExpertRows
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
@@ -33,7 +34,7 @@ from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Pool
 from heterollm.model import ModelWeights
-from heterollm.solver import Placement, Plan, SparseAttention
+from heterollm.solver import EXPERTS_ON_GPU, Placement, Plan, SparseAttention
 
 __all__ = ["Compiler"]
 
@@ -111,17 +112,24 @@ class Compiler:
         memories: dict[str, DeviceMemory] = {own[slot]: memory for slot, memory in (shared | private).items()}
         memories |= {lane_slot("tokens", number): tokens, lane_slot("step", number): step}
         memories["code_counts"] = self._splits.saturation.memory
+        memories["expert_counts"] = self.expert_counts.memory
         names = {memory: Buffer(name) for name, memory in memories.items()}
         return Lane(number, shared, private, tokens, step, names)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on the integer graphs of the passes so far."""
-        return self._splits.notes
+        """Sentences on the integer graphs, and the experts on the NPU, of the passes so far."""
+        return (*self._splits.notes, *self.expert_counts.notes())
+
+    @property
+    def expert_counts(self) -> ExpertCounts:
+        """The counts of pairs of a token and an expert, of passes with experts on the NPU."""
+        return self._experts.shares.counts
 
     def reset_counts(self) -> None:
-        """Count saturated values from 0 again."""
+        """Count saturated values and pairs from 0 again."""
         self._splits.saturation.reset()
+        self.expert_counts.reset()
 
     def close(self) -> None:
         """Drop the packed weights; no compiled pass may run afterwards."""
@@ -136,6 +144,7 @@ class Compiler:
         self._plan = self._plan.without_npu()
         self._splits.clear()
         self._sparse.clear()
+        self._experts.shares.clear()
 
     # -- passes --------------------------------------------------------------------------------------
 
@@ -333,7 +342,9 @@ class Compiler:
         op = None if group is None else self._placed(builder, layer, group)
         codes = None if op is None else op.rounded or op.codes
         glue.norm(builder, layer, "feed_forward", delta, routed or codes)
-        experts = self._experts.mixture(builder, layer)
+        prefill = builder.phase == "prefill"
+        placement = self._plan.experts_of(builder.tokens, layer) if prefill else EXPERTS_ON_GPU
+        experts = self._experts.mixture(builder, layer, placement)
         if op is None:
             assert experts is not None  # a layer has experts, a network, or both
             return experts

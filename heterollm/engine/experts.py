@@ -1,10 +1,12 @@
 """Emits a layer's mixture of experts: router, order of the rows, products of each expert, and weighted sum.
 
-The GPU computes all of it. The lists of steps do not depend on the routing: kernels read it on the device.
+The GPU computes all of it but the experts that a plan gives to the NPU. The lists of steps do not depend on
+the routing: kernels read it on the device.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -13,6 +15,7 @@ import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.builder import PassBuilder
+from heterollm.engine.expert_shares import ExpertShares
 from heterollm.engine.lanes import Lane
 from heterollm.engine.placed import codes_of
 from heterollm.engine.slots import (
@@ -23,7 +26,7 @@ from heterollm.engine.slots import (
     EXPERT_ROWS,
     ROUTER_LOGITS,
 )
-from heterollm.engine.step import LinearWork
+from heterollm.engine.step import LinearWork, Step
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     STEP_POSITION,
@@ -37,6 +40,7 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.model import ModelWeights
+from heterollm.solver import ExpertsPlacement
 
 __all__ = ["ExpertEmitter", "ExpertRows"]
 
@@ -55,7 +59,14 @@ class _Layer:
 
 
 class ExpertEmitter:
-    """Packs the experts of a model for the GPU and emits their operators; of a model without, none."""
+    """Packs the experts of a model for the GPU and emits their operators; of a model without, none.
+
+    Where the NPU has some experts of a layer, its rows are gathered before the mark. The GPU's own rows and
+    products are enqueued before the wait for the mark, so that both processors work at once.
+
+    Attributes:
+        shares: The NPU's shares.
+    """
 
     def __init__(
         self,
@@ -68,57 +79,90 @@ class ExpertEmitter:
         self._config = weights.config
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GpuGlue(*kinds)
+        self.shares = ExpertShares(device, weights)
         self._layers: dict[int, _Layer] = {}
         for spec in weights.experts:
             progress("Packing experts for the GPU", spec.layer, len(weights.experts))
             self._layers[spec.layer] = _packed(device, weights, spec)
 
     def clear(self) -> None:
-        """Drop the weights; no compiled pass may run afterwards."""
+        """Drop the weights and graphs; no compiled pass may run afterwards."""
         self._layers.clear()
+        self.shares.clear()
 
     def rounded(self, lane: Lane, layer: int) -> RoundedInputs | None:
         """Return the codes of the router's and experts' input that the norm before writes; None without."""
         spec = self._layers[layer].spec if layer in self._layers else None
         return None if spec is None else _codes(lane, "linear_input", spec)
 
-    def mixture(self, builder: PassBuilder, layer: int) -> Segments | None:
+    def mixture(self, builder: PassBuilder, layer: int, placement: ExpertsPlacement) -> Segments | None:
         """Append a layer's experts behind their norm, and return their output; None without experts."""
         own = self._layers.get(layer)
         if own is None:
             return None
-        routing, then = own.spec.experts, own.spec.then
+        routing = own.spec.experts
         assert routing is not None  # by expert_specs
-        assert then is not None
-        lane, tokens = builder.lane, builder.tokens
-        shape = ExpertShape(routing, tokens)
-        slots, hidden, width = lane.private, own.spec.columns, then.columns
-        x, rows, out = lane.shared["linear_input"], slots[EXPERT_ROWS], slots[EXPERT_OUTPUT]
-        logits, gate_up, activated = slots[ROUTER_LOGITS], slots[EXPERT_GATE_UP], slots[EXPERT_ACTIVATED]
+        lane, hidden, shares = builder.lane, own.spec.columns, self.shares
+        shape = ExpertShape(routing, builder.tokens)
+        slots = lane.private
+        x, rows, out, logits = (
+            *(lane.shared["linear_input"], slots[EXPERT_ROWS], slots[EXPERT_OUTPUT]),
+            slots[ROUTER_LOGITS],
+        )
         memory = {name: slots[slot] for name, slot in EXPERT_LISTS.items()}
         lists = ExpertLists(**memory, counted=self._counted(builder, layer))
-        inputs, row_codes = self.rounded(lane, layer), _codes(lane, EXPERT_ROWS, own.spec)
-        inner_codes = _codes(lane, EXPERT_ACTIVATED, then)
-        codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
+        op = shares.of(lane, own.spec, placement)
+        taken = None if op is None else op.taken
 
         label = f"{layer}.router"
-        launch = own.router.launch(x, logits, tokens=tokens, output_dtype=np.float32, label=label)
+        launch = own.router.launch(x, logits, tokens=builder.tokens, output_dtype=np.float32, label=label)
         builder.kernel("router", layer, launch, reads=(x,), writes=(logits,), ends=False)
         launch = self._kernels.route(logits, lists, shape=shape)
         chosen = lists.chosen, lists.weights
         builder.kernel("routing", layer, launch, reads=(logits,), writes=chosen, ends=False)
-        launch = self._kernels.sort(lists, shape=shape)
-        order = lists.source, lists.position, lists.places
-        builder.kernel("order of experts", layer, launch, reads=chosen, writes=order, ends=False)
+        launch = self._kernels.sort(lists, shape=shape, taken=taken)
+        order = lists.source, lists.position, lists.places, *(() if taken is None else (taken.counts,))
+        builder.kernel("order of experts", layer, launch, reads=(lists.chosen,), writes=order, ends=False)
+        if op is None:
+            builder.steps += self._own_rows(builder, own, shape, lists)
+        else:
+            launch = self._kernels.gather_taken(
+                x, op.npu_source, lists, op.taken, shape=shape, columns=hidden
+            )
+            reads, written = (x, lists.position), (op.npu_source,)
+            builder.kernel("gathering of rows", layer, launch, reads=reads, writes=written, ends=False)
+            steps = self._own_rows(builder, own, shape, lists)
+            builder.hand_over(op, steps, functools.partial(shares.acquire, builder, op))
+            shares.graphs(builder, op)
+        other = None if op is None else op.npu_target
+        launch = self._kernels.combine(
+            rows, lists, out, shape=shape, columns=hidden, other=other, taken=taken
+        )
+        reads = (rows, lists.weights, lists.position, *(() if other is None else (other,)))
+        builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
+        return Segments(out, out, (hidden,), (0,))
+
+    def _own_rows(
+        self, builder: PassBuilder, own: _Layer, shape: ExpertShape, lists: ExpertLists
+    ) -> list[Step]:
+        """Return the steps of the rows that the GPU computes."""
+        lane, slots, layer, then = builder.lane, builder.lane.private, own.spec.layer, own.spec.then
+        assert then is not None  # by expert_specs
+        x, rows = lane.shared["linear_input"], slots[EXPERT_ROWS]
+        gate_up, activated = slots[EXPERT_GATE_UP], slots[EXPERT_ACTIVATED]
+        inputs, row_codes = self.rounded(lane, layer), _codes(lane, EXPERT_ROWS, own.spec)
+        inner_codes = _codes(lane, EXPERT_ACTIVATED, then)
+        codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
+        hidden, width = own.spec.columns, then.columns
+
         launch = self._kernels.gather(x, rows, lists, shape=shape, columns=hidden, codes=codes)
         gathered = codes_of(row_codes) or (rows,)
         reads = (*(codes_of(inputs) or (x,)), lists.source)
-        builder.kernel("gathering of rows", layer, launch, reads=reads, writes=gathered, ends=False)
-
+        steps = [builder.prepared("gathering of rows", layer, launch, reads, gathered)]
         name = f"{layer}.experts"
         launch = own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
         work, reads = _work(own.spec, shape), (*gathered, lists.places)
-        builder.kernel("experts", layer, launch, reads=reads, writes=(gate_up,), work=work, ends=False)
+        steps.append(builder.prepared("experts", layer, launch, reads, (gate_up,), work=work))
         launch = self._glue.gated_activation(
             Segments(gate_up, gate_up, (width, width), (0, 0)),
             activated,
@@ -128,18 +172,15 @@ class ExpertEmitter:
             rounded=inner_codes,
         )
         writes = activated, *codes_of(inner_codes)
-        builder.kernel("activation", layer, launch, reads=(gate_up,), writes=writes, ends=False)
+        steps.append(builder.prepared("activation", layer, launch, (gate_up,), writes))
         launch = own.down.grouped_launch(
             activated, rows, lists, shape=shape, rounded=inner_codes, label=f"{name} down"
         )
         work, reads = _work(then, shape), (*(codes_of(inner_codes) or (activated,)), lists.places)
-        builder.kernel(
-            "experts", layer, launch, reads=reads, writes=(rows,), work=work, label=launch.label, ends=False
+        steps.append(
+            builder.prepared("experts", layer, launch, reads, (rows,), label=launch.label, work=work)
         )
-        launch = self._kernels.combine(rows, lists, out, shape=shape, columns=hidden)
-        reads = rows, lists.weights, lists.position
-        builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
-        return Segments(out, out, (hidden,), (0,))
+        return steps
 
     def _counted(self, builder: PassBuilder, layer: int) -> Callable[[], tuple[int, int]] | None:
         """Return what the GPU's lists of a layer are assumed to hold, at the position of the step buffer."""

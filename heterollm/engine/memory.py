@@ -106,13 +106,14 @@ def memory_need(
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
     one_head = round_up(context * config.head_dim * cache_dtype.itemsize, PAGE_BYTES)
-    graphs = plan.npu_bytes(specs, graph_memory(npu))
+    experts = expert_specs(config, specs)
+    graphs = plan.npu_bytes((*specs, *experts), graph_memory(npu))
     if npu is not None and npu.io_by_graph:
         graphs += score_graph_bytes(config, plan, context)
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)
     return MemoryNeed(
-        gpu_weights=sum(spec.weight_bytes() for spec in (*specs, *expert_specs(config, specs))) + embedding,
+        gpu_weights=sum(spec.weight_bytes() for spec in (*specs, *experts)) + embedding,
         npu_graphs=graphs,
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
         slots=sum(size for slot, size in slots.items() if slot not in SCORE_SLOTS),

@@ -15,6 +15,7 @@ from heterollm.kernels.formats import concatenate_rows, take_columns, take_rows
 from heterollm.kernels.npu import (
     INTEGER_FORMS,
     ContextGraph,
+    ExpertsShard,
     FfnRanges,
     FfnShard,
     GraphForm,
@@ -22,17 +23,20 @@ from heterollm.kernels.npu import (
     LinearShard,
     NpuShard,
     StaticRanges,
+    WeightShard,
 )
 from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelWeights
-from heterollm.solver import Plan
+from heterollm.solver import ExpertGroup, ExpertsPlacement, Plan
 
 __all__ = [
     "PlannedGraph",
     "context_graphs",
+    "experts_shard",
     "form_of_ranges",
     "npu_shard",
     "planned_contexts",
+    "planned_expert_graphs",
     "planned_graphs",
     "planned_shard",
     "shard_ranges",
@@ -75,11 +79,12 @@ class PlannedGraph:
     """A graph that some pass of a plan runs.
 
     Args:
-        spec: The group of linears, or the ffn operator.
+        spec: The group of linears, the ffn operator, or the experts of a layer.
         npu_rows: Leading rows of each member.
-        length: Tokens of one run.
+        length: Tokens of one run; of each expert.
         form: Graph form; None for the backend's first one.
         shadow: Whether inputs are clamped.
+        experts: The experts of a group of them; empty for others.
     """
 
     spec: OpSpec
@@ -87,11 +92,24 @@ class PlannedGraph:
     length: int
     form: GraphForm | None
     shadow: bool = False
+    experts: tuple[int, ...] = ()
+
+    @classmethod
+    def of_experts(cls, spec: OpSpec, placement: ExpertsPlacement, group: ExpertGroup) -> PlannedGraph:
+        """Return the graph of a group of experts.
+
+        Args:
+            spec: The experts of the layer.
+            placement: Their placement.
+            group: One of its groups.
+        """
+        form = cast("GraphForm | None", placement.form)
+        return cls(spec, spec.member_rows, group.capacity, form, experts=group.experts)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights."""
-        return self.spec.slice_bytes(self.npu_rows)
+        return self.spec.slice_bytes(self.npu_rows) * max(1, len(self.experts))
 
 
 def planned_graphs(
@@ -119,8 +137,22 @@ def planned_graphs(
                     yield PlannedGraph(spec, rows, length, form, shadow)
 
 
+def planned_expert_graphs(plan: Plan, experts: Sequence[OpSpec]) -> Iterator[PlannedGraph]:
+    """Yield the graphs of experts that some pass of the plan runs, repeated ones included.
+
+    Args:
+        plan: The plan.
+        experts: The experts of each layer; none for a model without.
+    """
+    for spec in experts:
+        for entry in plan.experts:
+            if entry.holds(spec.layer) and entry.lengths[0] <= plan.chunk_length:
+                for group in entry.placement.groups:
+                    yield PlannedGraph.of_experts(spec, entry.placement, group)
+
+
 def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[PlannedGraph, ...]]:
-    """Return graphs by context: all lengths of a slice, in some layers that have the same slice.
+    """Return graphs by context: all lengths of a slice or a group of experts, in some layers with the same.
 
     Args:
         graphs: The graphs of a model.
@@ -129,15 +161,16 @@ def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[
     distinct = dict.fromkeys(graphs)
     if not layers:
         return [(graph,) for graph in distinct]
-    slices: dict[tuple[int, str, tuple[int, ...], bool], list[PlannedGraph]] = {}
+    slices: dict[tuple[int, str, tuple[int, ...], tuple[int, ...], bool], list[PlannedGraph]] = {}
     for graph in distinct:
         # Compilers need other options for integer graphs, and a context has one set of options.
-        place = (graph.spec.layer, graph.spec.group, graph.npu_rows, graph.form in INTEGER_FORMS)
+        whose = graph.spec.layer, graph.spec.group, graph.npu_rows, graph.experts
+        place = (*whose, graph.form in INTEGER_FORMS)
         slices.setdefault(place, []).append(graph)
     alike: dict[tuple[object, ...], list[list[PlannedGraph]]] = {}
-    for (_, group, rows, _), own in sorted(slices.items(), key=lambda item: item[0]):
+    for (_, group, rows, experts, _), own in sorted(slices.items(), key=lambda item: item[0]):
         own.sort(key=lambda graph: (graph.length, graph.form or ""))
-        kind = group, rows, tuple((graph.length, graph.form) for graph in own)
+        kind = group, rows, experts, tuple((graph.length, graph.form) for graph in own)
         alike.setdefault(kind, []).append(own)
     return [
         tuple(itertools.chain.from_iterable(members[first : first + layers]))
@@ -147,7 +180,7 @@ def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[
 
 
 def context_graphs(
-    contexts: Iterable[Iterable[PlannedGraph]], shard: Callable[[PlannedGraph], NpuShard]
+    contexts: Iterable[Iterable[PlannedGraph]], shard: Callable[[PlannedGraph], WeightShard]
 ) -> list[tuple[ContextGraph, ...]]:
     """Return contexts as an NPU takes them.
 
@@ -160,6 +193,7 @@ def context_graphs(
             ContextGraph(
                 *(graph.spec.layer, graph.spec.group, graph.npu_rows, graph.length, graph.form),
                 functools.partial(shard, graph),
+                graph.experts,
             )
             for graph in context
         )
@@ -169,8 +203,10 @@ def context_graphs(
 
 def planned_shard(
     weights: ModelWeights, ranges: Mapping[tuple[int, Group], StaticRanges], graph: PlannedGraph
-) -> NpuShard:
+) -> WeightShard:
     """Return the shard of a planned graph, with calibrated ranges if it computes in integers."""
+    if graph.experts:
+        return experts_shard(weights, graph.spec, graph.experts)
     own = None
     if graph.form in INTEGER_FORMS:
         own = shard_ranges(ranges, graph.spec, graph.npu_rows, shadow=graph.shadow)
@@ -205,3 +241,23 @@ def npu_shard(
     own = ranges if isinstance(ranges, FfnRanges) else None
     activation = weights.config.activation
     return FfnShard(stacked, columns, activation, bias, spec.layer, key, (0, width), rounded, own)
+
+
+def experts_shard(weights: ModelWeights, spec: OpSpec, experts: tuple[int, ...]) -> ExpertsShard:
+    """Return a group of a layer's experts.
+
+    Args:
+        weights: The model's weights.
+        spec: The experts of the layer.
+        experts: The experts of the group, in order.
+    """
+    layer, size = spec.layer, spec.member_rows[0]
+    gates = weights.expert_members(layer, ("gate", "up"))
+    downs = weights.expert_members(layer, ("down",))
+
+    def part(expert: int) -> FfnShard:
+        gate_up = concatenate_rows([gates[2 * expert], gates[2 * expert + 1]])
+        kind = weights.config.activation, None, layer, weights.content_key, (0, size), spec.integer_inputs
+        return FfnShard(gate_up, downs[expert], *kind)
+
+    return ExpertsShard(experts, tuple(map(part, experts)))

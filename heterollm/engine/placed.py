@@ -36,6 +36,10 @@ class HandedOver(Protocol):
     def npu_source(self) -> SharedArray:
         """The memory that the NPU reads."""
 
+    @property
+    def npu_target(self) -> SharedArray:
+        """The memory that the NPU writes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedOp:

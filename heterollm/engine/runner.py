@@ -23,6 +23,7 @@ from heterollm.base import (
     Progress,
 )
 from heterollm.engine.compiler import Compiler
+from heterollm.engine.expert_shares import ExpertPairs
 from heterollm.engine.experts import ExpertRows
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.kv_cache import KvCache
@@ -127,15 +128,23 @@ class Engine:
         return self._compiler.private
 
     @property
-    def integer_notes(self) -> tuple[str, ...]:
-        """Operators without suitable ranges, and saturated values, of the integer graphs so far.
+    def pass_notes(self) -> tuple[str, ...]:
+        """Integer graphs without suitable ranges, saturated values, and shares of experts on the NPU, so far.
 
         Only the engine thread may read them.
         """
         return () if self._lost else self._compiler.notes
 
+    @property
+    def expert_pairs(self) -> tuple[ExpertPairs, ...]:
+        """The processors of chosen experts in prompts so far, by layer.
+
+        Only the engine thread may read them.
+        """
+        return () if self._lost else self._compiler.expert_counts.read()
+
     def reset_counts(self) -> None:
-        """Count saturated values from 0 again."""
+        """Count saturated values and choices of experts from 0 again."""
         self._compiler.reset_counts()
 
     @property

@@ -26,6 +26,8 @@ __all__ = [
     "EXPERT_ACTIVATED",
     "EXPERT_GATE_UP",
     "EXPERT_LISTS",
+    "EXPERT_NPU_INPUT",
+    "EXPERT_NPU_OUTPUT",
     "EXPERT_OUTPUT",
     "EXPERT_ROWS",
     "HEAD_ROWS",
@@ -72,6 +74,9 @@ ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP = "router_logits", "expert_rows", "ex
 EXPERT_ACTIVATED, EXPERT_OUTPUT = "expert_activated", "expert_output"
 """Slots of a mixture of experts: the router's logits; rows in the order of experts, inputs and later outputs;
 their intermediate values; and the sum of each token."""
+
+EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT = "expert_npu_input", "expert_npu_output"
+"""Slots of the rows of experts that the NPU computes, in the order of its groups."""
 
 EXPERT_LISTS: Final[dict[str, str]] = {
     name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "places")
@@ -138,6 +143,10 @@ def pool_sizes(
     experts = next(iter(expert_specs(config, specs)), None)
     if experts is not None:
         sizes |= _expert_sizes(experts, tokens, item_bytes)
+        rows = max((entry.placement.rows for entry in plan.experts if entry.lengths[0] <= tokens), default=0)
+        if rows:
+            row_bytes = config.hidden_size * item_bytes
+            sizes |= dict.fromkeys((EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT), rows * row_bytes)
     for slot, size in (*_code_sizes(specs, attended), *_npu_code_sizes(specs, plan), *shadows, *scores):
         sizes[slot] = max(size, sizes.get(slot, 0))
     return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}

@@ -54,6 +54,7 @@ class ScoresOp:
 
     layer: int
     npu_source: SharedArray
+    npu_target: SharedArray
     operator: Operator = "scores"
 
     @property
@@ -173,7 +174,7 @@ class SparseAttentionEmitter:
                 self._estimate(one, unit)
                 self._attend(one, unit, rounded if unit is units[-1] else None)
             return
-        op = ScoresOp(layer, one.memory.queries)
+        op = ScoresOp(layer, one.memory.queries, one.memory.scores)
         builder.mark(op)
         builder.wait(op)
         mapped = not one.memory.queries.coherent

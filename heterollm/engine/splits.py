@@ -15,6 +15,7 @@ from heterollm.engine.npu_shards import (
     context_graphs,
     form_of_ranges,
     planned_contexts,
+    planned_expert_graphs,
     planned_graphs,
     planned_shard,
     shard_ranges,
@@ -47,8 +48,8 @@ from heterollm.kernels.npu import (
     INTEGER_FORMS,
     GraphForm,
     NpuGraph,
-    NpuShard,
     StaticRanges,
+    WeightShard,
 )
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
@@ -93,7 +94,8 @@ class SplitEmitter:
         packager = device.packager
         if packager is not None and packager.context_layers:
             graphs = planned_graphs(plan, weights.specs, ranges)
-            contexts = planned_contexts(graphs, packager.context_layers)
+            experts = planned_expert_graphs(plan, weights.experts)
+            contexts = planned_contexts((*graphs, *experts), packager.context_layers)
             packager.package(context_graphs(contexts, self._shard))
 
     @property
@@ -219,43 +221,15 @@ class SplitEmitter:
             writes = codes_of(op.codes)
             builder.kernel("rounding of inputs", op.layer, launch, reads=(op.source,), writes=writes)
         self._shadows.find(builder, op)
-        mapped = not op.source.coherent
-        if mapped and not self._device.gpu.maps_beside_kernels:
-            # No kernel may be enqueued between mark and acquire, since mapping waits for the whole queue.
-            builder.mark(op)
-            builder.wait(op)
-            self._acquire(builder, op)
-            _enqueue(builder, op, gpu)
-        else:
-            self._start(builder, op, gpu)
-            if mapped:
-                self._acquire(builder, op)
+        builder.hand_over(op, gpu, lambda: self._acquire(builder, op))
         self._shadows.around(builder, op, lambda: self._graph_runs(builder, op))
-        if mapped:
+        if not op.npu_source.coherent:
             builder.release(op)
             self._shadows.release(builder, op)
         if op.codes is not None:
             self._read_codes(builder, op, op.codes)
         if gpu or op.codes is not None:
             builder.end_operator(op.operator, op.layer)
-
-    def _start(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
-        """Append the GPU's shard and the fence before the NPU's."""
-        fence = builder.fence(op)
-        if fence.strategy == "finish":
-            # The wait covers the whole queue, so that the GPU's shard must follow it.
-            builder.wait(op)
-            _enqueue(builder, op, gpu)
-        elif fence.launch is not None and builder.merges:
-            # The mark and the GPU's shard join the launch of the kernels that write the input.
-            builder.flag(op, fence.launch)
-            builder.steps += gpu
-            builder.sent(op)
-            builder.wait(op)
-        else:
-            builder.mark(op)
-            _enqueue(builder, op, gpu)
-            builder.wait(op)
 
     def _acquire(self, builder: PassBuilder, op: PlacedOp) -> None:
         tokens, item = sum(op.placement.npu_lengths), self._npu_dtype(op).itemsize
@@ -340,7 +314,7 @@ class SplitEmitter:
         self._float_operators[operator_name(spec.group, spec.layer)] = None
         return None
 
-    def _shard(self, graph: PlannedGraph) -> NpuShard:
+    def _shard(self, graph: PlannedGraph) -> WeightShard:
         return planned_shard(self._weights, self._ranges, graph)
 
     def _graph(self, spec: OpSpec, placement: Placement, form: GraphForm | None, length: int) -> NpuGraph:
@@ -364,9 +338,3 @@ def _npu_rows(spec: OpSpec, placement: Placement) -> int:
     """Return the rows of the NPU's output."""
     return sum(placement.npu_rows) if spec.then is None else spec.then.rows
 
-
-def _enqueue(builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
-    """Append the GPU's shard and flush the queue."""
-    if gpu:
-        builder.steps += gpu
-        builder.flush(op)

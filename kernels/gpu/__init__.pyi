@@ -6,8 +6,10 @@ from .codes import COUNT_WORDS as COUNT_WORDS
 from .codes import FACTOR_BYTES as FACTOR_BYTES
 from .codes import LARGEST_CODE_BYTES as LARGEST_CODE_BYTES
 from .codes import NpuCodes as NpuCodes
+from .expert_lists import COUNTED_PAIRS as COUNTED_PAIRS
 from .expert_lists import ExpertLists as ExpertLists
 from .expert_lists import ExpertShape as ExpertShape
+from .expert_lists import TakenRows as TakenRows
 from .experts import GpuExperts as GpuExperts
 from .flags import FlagWord as FlagWord
 from .glue import GpuGlue as GpuGlue

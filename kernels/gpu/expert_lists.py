@@ -16,10 +16,14 @@ from heterollm.kernels.gpu.parameters import FEW_TOKEN_STEPS, SIMT_TILES
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.ops import Routing
 
-__all__ = ["ExpertLists", "ExpertShape"]
+__all__ = ["COUNTED_PAIRS", "ExpertLists", "ExpertShape", "TakenRows"]
 
 STEPS: Final = (*FEW_TOKEN_STEPS, *SIMT_TILES)
 """Rows of one expert that a work-group takes."""
+
+COUNTED_PAIRS: Final = 4
+"""Counts of a layer: all pairs, those that another processor takes, those beyond its rows that the GPU
+computes, and dropped ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +69,45 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenRows:
+    """The rows of a layer that another processor takes: some of the first ones of each of its experts.
+
+    Args:
+        table: int32 ``[experts, 2]``: for each expert the most rows that it takes, and the place of the first
+            of them among its rows.
+        rows: The rows of all its experts together.
+        counts: uint32, the counts of all layers, to which each pass adds (:data:`COUNTED_PAIRS`).
+        place: First count of the layer.
+        drops: Whether nobody computes further rows of its experts; else the GPU does.
+    """
+
+    table: DeviceMemory
+    rows: int
+    counts: DeviceMemory
+    place: int = 0
+    drops: bool = False
+
+    def require(self, shape: ExpertShape) -> None:
+        """Refuse memory that is too small.
+
+        Raises:
+            KernelError: The table or the counts are too small.
+        """
+        self.table.require(8 * shape.routing.experts, "rows that another processor takes")
+        self.counts.require(4 * (self.place + COUNTED_PAIRS), "counts of pairs")
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLists:
     """Choices of one pass at a time, and the order of its rows; layers share them.
 
     Args:
         chosen: int32 ``[tokens, chosen]``: experts of each token, those of the largest scores first.
         weights: float32 ``[tokens, chosen]``.
-        source: int32 ``[pairs]``: token of each position.
+        source: int32 ``[pairs]``: token of each position; -1 of one that the GPU does not compute.
         position: int32 ``[pairs]``: position of each pair, counted over tokens, then choices. A pair that
-            another processor takes has ``-1 - row`` instead, its row in that processor's output.
+            another processor takes has ``-1 - row`` instead, its row among that processor's; a dropped one
+            has the least int32.
         places: int32 ``[places, 4]``: expert, first position and number of positions of each step of rows;
             idle steps have the expert -1.
         counted: Returns the experts in ``places``, and their rows, on a simulated device, which has no lists;

@@ -3,19 +3,21 @@
 In the order of a pass: :meth:`GpuExperts.route` chooses experts from the router's logits;
 :meth:`GpuExperts.sort` gives the chosen pairs the order of the experts; :meth:`GpuExperts.gather` copies rows
 into this order, in which :meth:`heterollm.kernels.gpu.GpuLinear.grouped_launch` multiplies them; and
-:meth:`GpuExperts.combine` adds up the rows of each token. The device alone reads what was chosen, so the
-launches serve every pass of their length.
+:meth:`GpuExperts.combine` adds up the rows of each token. Where another processor takes some rows
+(:class:`TakenRows`), :meth:`GpuExperts.gather_taken` copies them for it. The device alone reads what was
+chosen, so the launches serve every pass of their length.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from heterollm.base import KernelError, round_up
-from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape
+from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape, TakenRows
 from heterollm.kernels.gpu.glue_kernels import Defines, GlueKernels
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory
@@ -66,28 +68,58 @@ class GpuExperts(GlueKernels):
         work = functools.partial(pointwise_work, elements, 4 + routing.chosen, 4, 0)
         return self._runtime.launch(kernel, arguments, (shape.tokens * items,), (items,), label, work=work)
 
-    def sort(self, lists: ExpertLists, *, shape: ExpertShape, taken: DeviceMemory | None = None) -> Launch:
+    def sort(self, lists: ExpertLists, *, shape: ExpertShape, taken: TakenRows | None = None) -> Launch:
         """Return the launch that orders the pairs by expert, those of one expert by token.
 
         Args:
             lists: The choices, and the target of the order.
             shape: Sizes of the pass.
-            taken: int32 ``[experts, 2]``: for each expert the most rows that another processor takes, its
-                first ones, and the row of the first of them in that processor's output; None for no rows.
+            taken: The rows that another processor takes, and the target of their counts; None for no rows.
         """
         lists.require(shape)
         own = self._routing_defines(shape) | {"STEP": shape.step}
         if taken is not None:
-            taken.require(8 * shape.routing.experts, "rows that another processor takes")
-            own["TAKEN"] = 1
+            taken.require(shape)
+            own |= {"TAKEN": 1} | _drops(taken)
         kernel, _, items = self._kernel(FILES, "sort_pairs", lambda _: own)
         arguments = (
             *(lists.chosen, lists.source, lists.position, lists.places),
             *map(np.int32, (shape.pairs, shape.places)),
-            *(() if taken is None else (taken,)),
+            *(() if taken is None else (taken.table, taken.counts, np.int32(taken.place))),
         )
         work = functools.partial(pointwise_work, shape.pairs, 4, 8, 8)
         return self._runtime.launch(kernel, arguments, (items,), (items,), "order of experts", work=work)
+
+    def gather_taken(
+        self,
+        x: DeviceMemory,
+        rows: DeviceMemory,
+        lists: ExpertLists,
+        taken: TakenRows,
+        *,
+        shape: ExpertShape,
+        columns: int,
+    ) -> Launch:
+        """Return the launch that copies the rows of the pairs that another processor takes.
+
+        Args:
+            x: ``[tokens, columns]`` in the activation type.
+            rows: ``[taken.rows, columns]`` in the activation type; those without a pair stay as they are.
+            lists: The order.
+            taken: The rows.
+            shape: Sizes of the pass.
+            columns: Inputs of a row, a multiple of 16.
+        """
+        label, row_bytes = "gathering for the NPU", columns * self._item_bytes
+        lists.require(shape)
+        x.require(shape.tokens * row_bytes, f"{label} input")
+        rows.require(taken.rows * row_bytes, f"{label} output")
+        own = self._routing_defines(shape) | {"GATHERS_TAKEN": 1}
+        kernel, _, items = self._kernel(FILES, "gather_taken", lambda _: own)
+        units = _units((row_bytes,), UNIT_BYTES, label)
+        arguments = (x, rows, lists.position, *units, np.int32(taken.rows))
+        work = functools.partial(pointwise_work, min(taken.rows, shape.pairs) * row_bytes, 0, 1, 1)
+        return self._runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
 
     def gather(
         self,
@@ -126,11 +158,9 @@ class GpuExperts(GlueKernels):
             own_codes, own_blocks = target.arguments(shape.pairs, columns, f"{label} output")
             memory, unit = (x_codes, own_codes, x_blocks, own_blocks), CODE_UNIT_BYTES
             row_bytes = (columns, columns // source.block * BLOCK_BYTES)
-        if any(size % unit for size in row_bytes):
-            raise KernelError(f"{label}: rows of {row_bytes} bytes are not copied in units of {unit}.")
         defines: Defines = {} if codes is None else {"CODES": 1}
         kernel, _, items = self._kernel(FILES, "gather_rows", lambda _: defines)
-        units = [np.int32(size // unit) for size in row_bytes]
+        units = _units(row_bytes, unit, label)
         arguments = (*memory[:2], lists.source, units[0], *memory[2:], *units[1:])
         work = functools.partial(pointwise_work, shape.pairs * sum(row_bytes), 0, 1, 1)
         return self._runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
@@ -144,6 +174,7 @@ class GpuExperts(GlueKernels):
         shape: ExpertShape,
         columns: int,
         other: DeviceMemory | None = None,
+        taken: TakenRows | None = None,
         adds: bool = False,
     ) -> Launch:
         """Return the launch that adds up the weighted rows of each token, in the order of its choices.
@@ -155,13 +186,14 @@ class GpuExperts(GlueKernels):
             shape: Sizes of the pass.
             columns: Width of a row.
             other: Rows in the activation type of the processor that takes some; None for no such processor.
+            taken: The rows that it takes.
             adds: Whether the sum is added to what ``out`` holds.
         """
         label, routing = "sum of experts", shape.routing
         lists.require(shape)
         y.require(shape.pairs * columns * self._item_bytes, f"{label} input")
         out.require(shape.tokens * columns * self._item_bytes, f"{label} output")
-        own = self._routing_defines(shape) | {"COMBINES": 1} | ({"ADDS": 1} if adds else {})
+        own = self._routing_defines(shape) | {"COMBINES": 1} | ({"ADDS": 1} if adds else {}) | _drops(taken)
         kernel, style, items = self._kernel(FILES, "combine_rows", lambda _: own, widths=(columns,))
         span = VECTOR_COLUMNS if style == "vector" else 8
         arguments = (
@@ -176,3 +208,14 @@ class GpuExperts(GlueKernels):
     @staticmethod
     def _routing_defines(shape: ExpertShape) -> Defines:
         return {"EXPERTS": shape.routing.experts, "CHOSEN": shape.routing.chosen}
+
+
+def _drops(taken: TakenRows | None) -> Defines:
+    return {"DROPS": 1} if taken is not None and taken.drops else {}
+
+
+def _units(row_bytes: Sequence[int], unit_bytes: int, label: str) -> list[np.int32]:
+    """Return the units of each of a row's parts, by which a kernel copies it."""
+    if any(size % unit_bytes for size in row_bytes):
+        raise KernelError(f"{label}: rows of {row_bytes} bytes are not copied in units of {unit_bytes}.")
+    return [np.int32(size // unit_bytes) for size in row_bytes]

@@ -38,6 +38,7 @@ from .shards import LinearShard as LinearShard
 from .shards import NpuShard as NpuShard
 from .shards import ScoresShard as ScoresShard
 from .shards import ShardKey as ShardKey
+from .shards import WeightShard as WeightShard
 from .tensors import KEYS as KEYS
 from .tensors import QUERIES as QUERIES
 from .tensors import SCORES as SCORES

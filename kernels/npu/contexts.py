@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from heterollm.kernels.npu.protocol import GraphForm
 from heterollm.kernels.npu.session import HeldSession
-from heterollm.kernels.npu.shards import GraphShard, NpuShard, ShardKey
+from heterollm.kernels.npu.shards import GraphShard, ShardKey, WeightShard
 
 __all__ = [
     "ContextGraph",
@@ -23,6 +23,9 @@ __all__ = [
     "SharingVerdict",
     "context_label",
 ]
+
+SlicePlace: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...]]
+"""Layer, group, rows of each member, and experts."""
 
 GraphIdentity: TypeAlias = tuple[ShardKey, GraphForm, int]
 """Shard, form and length of a graph."""
@@ -43,6 +46,7 @@ class ContextGraph:
         length: Tokens of one run.
         form: Graph form; None for the first legal one.
         shard: Returns the shard, whose weights are copied only while a binary is looked for or built.
+        experts: The experts of a group of them; empty for others.
     """
 
     layer: int
@@ -50,12 +54,18 @@ class ContextGraph:
     npu_rows: tuple[int, ...]
     length: int
     form: GraphForm | None
-    shard: Callable[[], NpuShard]
+    shard: Callable[[], WeightShard]
+    experts: tuple[int, ...] = ()
 
     @property
-    def place(self) -> tuple[int, str, tuple[int, ...], int, GraphForm | None]:
+    def slice(self) -> SlicePlace:
+        """Identity of its weights within a model."""
+        return self.layer, self.group, self.npu_rows, self.experts
+
+    @property
+    def place(self) -> tuple[SlicePlace, int, GraphForm | None]:
         """Identity of the graph within a model."""
-        return self.layer, self.group, self.npu_rows, self.length, self.form
+        return self.slice, self.length, self.form
 
 
 class SharingVerdict(Struct, frozen=True, forbid_unknown_fields=True):

@@ -56,7 +56,7 @@ from heterollm.kernels.npu.qnn_sharing import (
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.npu.shapes import ExpertsShape, GraphShape, LinearShape, ScoresShape
-from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, LinearShard, NpuShard, ScoresShard
+from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, LinearShard, ScoresShard, WeightShard
 from heterollm.kernels.npu.tensors import graph_tensors
 from heterollm.kernels.ops import Power
 
@@ -402,16 +402,17 @@ class QnnNpu:
         self, shard: GraphShard, length: int, form: GraphForm | None, chosen: GraphForm
     ) -> list[PackedGraph]:
         """Return the graphs that share a graph's context, itself included."""
-        if isinstance(shard, ScoresShard | ExpertsShard):
+        if isinstance(shard, ScoresShard):
             return [(shard, chosen, length)]
         rows = tuple([stop - start for start, stop in shard.row_ranges])
-        place = (shard.layer, shard.group, rows, length, form)
+        experts = shard.experts if isinstance(shard, ExpertsShard) else ()
+        place = shard.layer, shard.group, rows, experts
         found: dict[GraphIdentity, PackedGraph] = {}
-        made: dict[Any, NpuShard] = {place[:3]: shard}
-        for graph in self._packages.get(place, ()):
-            own = made.get(graph.place[:3])
+        made: dict[Any, WeightShard] = {place: shard}
+        for graph in self._packages.get((place, length, form), ()):
+            own = made.get(graph.slice)
             if own is None:
-                own = made[graph.place[:3]] = graph.shard()
+                own = made[graph.slice] = graph.shard()
             if own.weights_key != shard.weights_key:  # another model on this backend
                 continue
             other = check_form(self, own, graph.length, graph.form)

@@ -7,19 +7,24 @@
 //   BIASED            the choice is by score plus the expert's bias
 //   STEP              rows of one expert that a work-group of the product takes, a power of two
 //   TAKEN             another processor takes some rows
+//   DROPS             nobody computes the rows of its experts beyond those
 //
 // A pair is a token and an expert that it chose: number token * CHOSEN + slot. The pairs in the order of the experts, and
 // of the tokens for one expert, have the positions from 0 on.
 //
 //   chosen     expert of each pair
-//   position   position of each pair; of a pair that another processor takes, its row there, as ~row
-//   source     token of each position
+//   position   position of each pair; of a pair that another processor takes, its row there, as ~row; DROPPED of one that
+//              nobody computes
+//   source     token of each position; -1 of one that the GPU does not compute
 //   places     (expert, first position, positions, 0) for each step of each expert; idle ones have the expert -1
 //   taken      for each expert the positions that another processor takes, the first ones, and the first's row there
+//   counts     added to: all pairs, those that another processor takes, those beyond that the GPU computes, dropped ones
 
 #define SOFTMAX 0
 #define SIGMOID 1
 #define SPARSEMIXER 2
+
+#define DROPPED INT_MIN
 
 // ---- choice -------------------------------------------------------------------------------------------------------
 
@@ -154,12 +159,21 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
 #define COUNT_ONE(count) (count)++
 #endif
 #ifdef TAKEN
-#define TAKEN_ROWS , __global const int2 *restrict taken
+#define TAKEN_ROWS , __global const int2 *restrict taken, __global int *restrict counts, int counts_place
 #define TAKEN_OF(expert) taken[expert]
 #else
 #define TAKEN_ROWS
 #define TAKEN_OF(expert) (int2)(0)
 #endif
+
+// The positions that the GPU computes, of an expert with `rows`: the last ones.
+static inline int own_rows(int rows, int2 taken) {
+#ifdef DROPS
+  return taken.x ? 0 : rows;
+#else
+  return rows - min(rows, taken.x);
+#endif
+}
 
 // One work-group, each work-item of which has a run of experts. count: entries of `places`.
 GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __global int *restrict source,
@@ -171,7 +185,7 @@ GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __globa
   for (int e = lane; e < EXPERTS; e += WG)
     next[e] = 0;
 #if WG > 1
-  __local int2 counts[WG];
+  __local int2 runs[WG];
   __local int experts[WG];
   barrier(CLK_LOCAL_MEM_FENCE);
 #endif
@@ -185,28 +199,47 @@ GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __globa
   const int own = (EXPERTS + WG - 1) / WG, begin = min(EXPERTS, lane * own), end = min(EXPERTS, begin + own);
   int2 mine = 0;
   for (int e = begin; e < end; e++) {
-    const int rows = next[e] - min(next[e], TAKEN_OF(e).x);
+    const int rows = own_rows(next[e], TAKEN_OF(e));
     mine += (int2)(next[e], (uint)(rows + STEP - 1) / STEP);
   }
   int2 before = 0, all = mine;
 #if WG > 1
-  counts[lane] = mine;
+  runs[lane] = mine;
   barrier(CLK_LOCAL_MEM_FENCE);
   all = 0;
   for (int other = 0; other < WG; other++) {
-    const int2 theirs = counts[other];
+    const int2 theirs = runs[other];
     all += theirs;
     before += other < lane ? theirs : (int2)(0);
   }
 #endif
+#ifdef TAKEN
+  int others_rows = 0, beyond = 0;
+#endif
   for (int e = begin; e < end; e++) {
-    const int rows = next[e], skipped = min(rows, TAKEN_OF(e).x);
-    for (int row = skipped; row < rows; row += STEP)
+    const int rows = next[e];
+    for (int row = rows - own_rows(rows, TAKEN_OF(e)); row < rows; row += STEP)
       places[before.y++] = (int4)(e, before.x + row, min(STEP, rows - row), 0);
     first[e] = before.x;
     next[e] = before.x;
     before.x += rows;
+#ifdef TAKEN
+    const int limit = TAKEN_OF(e).x;
+    others_rows += min(rows, limit);
+    beyond += limit ? max(0, rows - limit) : 0;
+#endif
   }
+#ifdef TAKEN
+  counts += counts_place;
+  if (lane == 0)
+    atomic_add(counts, pairs);
+  atomic_add(counts + 1, others_rows);
+#ifdef DROPS
+  atomic_add(counts + 3, beyond);
+#else
+  atomic_add(counts + 2, beyond);
+#endif
+#endif
   for (int at = all.y + lane; at < count; at += WG)
     places[at] = (int4)(-1, 0, 0, 0);
 
@@ -235,10 +268,21 @@ GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __globa
     if (expert >= 0) {
       if (later == 0)
         next[expert] = at + 1;
+#ifdef TAKEN
       const int2 others = TAKEN_OF(expert);
       const int row = at - first[expert];
-      position[pair] = row < others.x ? ~(others.y + row) : at;
+      const int is_taken = row < others.x;
+#ifdef DROPS
+      const int is_own = !others.x;
+#else
+      const int is_own = !is_taken;
+#endif
+      position[pair] = is_taken ? ~(others.y + row) : is_own ? at : DROPPED;
+      source[at] = is_own ? (uint)pair / CHOSEN : -1;
+#else
+      position[pair] = at;
       source[at] = (uint)pair / CHOSEN;
+#endif
     }
   }
 }
@@ -247,7 +291,7 @@ GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __globa
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
 // rows[p] = x[source[p]], of `units` units each; with -DCODES also those of a second memory. Grid: a work-group for each
-// position.
+// position; those of positions that the GPU does not compute leave.
 #ifdef CODES
 typedef uint2 unit_t;
 #define SECOND , __global const unit_t *restrict y, __global unit_t *restrict second, int second_units
@@ -257,7 +301,10 @@ typedef uint4 unit_t;
 #endif
 GROUP_SIZE __kernel void gather_rows(__global const unit_t *restrict x, __global unit_t *restrict rows,
                                      __global const int *restrict source, int units SECOND) {
-  const uint at = get_group_id(0), from = source[at];
+  const uint at = get_group_id(0);
+  const int from = source[at];
+  if (from < 0)
+    return;
   for (uint i = get_local_id(0); i < (uint)units; i += WG)
     rows[at * (uint)units + i] = x[from * (uint)units + i];
 #ifdef CODES
@@ -266,9 +313,23 @@ GROUP_SIZE __kernel void gather_rows(__global const unit_t *restrict x, __global
 #endif
 }
 
+#ifdef GATHERS_TAKEN
+// taken[~position] = x[token], of `units` units each, for the pairs that another processor takes. Grid: a work-group for
+// each pair; those of other pairs leave, and so do rows from `limit` on, which do not exist.
+GROUP_SIZE __kernel void gather_taken(__global const uint4 *restrict x, __global uint4 *restrict taken,
+                                      __global const int *restrict position, int units, int limit) {
+  const uint pair = get_group_id(0), row = ~position[pair];
+  if (row >= (uint)limit)
+    return;
+  const uint token = pair / CHOSEN;
+  for (uint i = get_local_id(0); i < (uint)units; i += WG)
+    taken[row * (uint)units + i] = x[token * (uint)units + i];
+}
+#endif
+
 #ifdef COMBINES
 // out[t] = sum of weight * row over the slots of a token; with -DADDS that is added to what `out` holds. Rows lie in y,
-// those that another processor took in `other`. Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
+// those that another processor took in `other`; with -DDROPS, dropped pairs add nothing. Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
 GROUP_SIZE __kernel void combine_rows(__global const act_t *y, __global const act_t *other,
                                       __global const int *restrict position, __global const float *restrict weights,
                                       __global act_t *out, int columns, int span) {
@@ -280,6 +341,10 @@ GROUP_SIZE __kernel void combine_rows(__global const act_t *y, __global const ac
     float8 sum = 0.0f;
     for (uint slot = token * CHOSEN; slot < (token + 1) * CHOSEN; slot++) {
       const int at = position[slot];
+#ifdef DROPS
+      if (at == DROPPED)
+        continue;
+#endif
       __global const act_t *row = at < 0 ? other + (uint)~at * (uint)columns : y + (uint)at * (uint)columns;
       LOAD_PART(load_act8, load_act, row, i, count, value)
       sum = FMA((float8)weights[slot], value, sum);

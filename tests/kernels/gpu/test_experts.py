@@ -12,6 +12,7 @@ from heterollm.base import KernelError, OptionError
 from heterollm.kernels.cases import GUARD, GuardedOutput, fill_slot, run_launches, slot_values
 from heterollm.kernels.formats import linear_errors, random_weight, reference, reference_layers
 from heterollm.kernels.gpu import (
+    COUNTED_PAIRS,
     ExpertLists,
     ExpertShape,
     GpuExperts,
@@ -22,6 +23,7 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
     ShapeClass,
+    TakenRows,
     Variant,
     code_bytes,
     default_parameters,
@@ -81,8 +83,11 @@ def weights_of(logits, chosen, routing):
     return found * routing.scale
 
 
-def order_of(chosen, experts, taken=None):
-    """Source and position of each pair, and the positions of each expert that are the GPU's."""
+DROPPED = np.iinfo(np.int32).min
+
+
+def order_of(chosen, experts, taken=None, drops=False):
+    """Source of each position, position of each pair, and the positions of each expert that are the GPU's."""
     flat = chosen.reshape(-1)
     pairs = np.argsort(flat, kind="stable")
     position = np.empty(len(flat), np.int32)
@@ -94,8 +99,14 @@ def order_of(chosen, experts, taken=None):
         first, stop = starts[expert], starts[expert + 1]
         skipped = min(count, stop - first)
         position[pairs[first : first + skipped]] = [-1 - row - index for index in range(skipped)]
+        if drops and count:
+            position[pairs[first + skipped : stop]] = DROPPED
+            skipped = stop - first
         own.append((first + skipped, stop))
-    return pairs // chosen.shape[1], position, own
+    source = np.full(len(flat), -1)
+    for first, stop in own:
+        source[first:stop] = pairs[first:stop] // chosen.shape[1]
+    return source, position, own
 
 
 def covered(places, experts):
@@ -132,6 +143,12 @@ def upload_lists(runtime, shape, chosen, weights=None):
     lists = ExpertLists(**garbage)
     lists = replace(lists, chosen=fill_slot(runtime, chosen))
     return lists if weights is None else replace(lists, weights=fill_slot(runtime, weights))
+
+
+def taken_rows(runtime, table, rows=1, drops=False):
+    """Rows that another processor takes, by a table; counts of the second of two layers."""
+    counts = fill_slot(runtime, np.zeros(2 * COUNTED_PAIRS, np.int32))
+    return TakenRows(fill_slot(runtime, table), rows, counts, COUNTED_PAIRS, drops)
 
 
 def ints(slot):
@@ -230,7 +247,7 @@ def test_pairs_lie_in_the_order_of_experts_and_tokens(runtime, make, style, kind
     for routing, tokens in itertools.product((Routing(128, 8), Routing(7, 3)), lengths):
         chosen = choices(generator, kind, tokens, routing)
         some = generator.integers(0, 40, (routing.experts, 2)).astype(np.int32)
-        for taken in (None, some, np.full_like(some, tokens)):
+        for taken, drops in ((None, False), (some, False), (some, True), (np.full_like(some, tokens), True)):
             shape = ExpertShape(routing, tokens)
             outputs = {
                 "source": GuardedOutput(runtime, (shape.pairs,), np.int32),
@@ -239,14 +256,21 @@ def test_pairs_lie_in_the_order_of_experts_and_tokens(runtime, make, style, kind
             }
             lists = upload_lists(runtime, shape, chosen)
             lists = replace(lists, **{name: out.slot for name, out in outputs.items()})
-            slot = None if taken is None else fill_slot(runtime, taken)
-            run_launches(runtime, [experts.sort(lists, shape=shape, taken=slot)])
-            source, position, own = order_of(chosen, routing.experts, taken)
+            given_rows = None if taken is None else taken_rows(runtime, taken, drops=drops)
+            run_launches(runtime, [experts.sort(lists, shape=shape, taken=given_rows)] * 2)
+            source, position, own = order_of(chosen, routing.experts, taken, drops)
             np.testing.assert_array_equal(outputs["source"].read(), source)
             np.testing.assert_array_equal(outputs["position"].read(), position)
             places = outputs["places"].read()
             assert places[:, 2].max() <= shape.step
             assert covered(places, routing.experts) == [list(range(*span)) for span in own]
+            if given_rows is not None:
+                loads = np.bincount(chosen.reshape(-1), minlength=routing.experts)
+                held = np.minimum(loads, taken[:, 0])
+                beyond = (loads - held)[taken[:, 0] > 0].sum()
+                expected = (shape.pairs, held.sum(), *((0, beyond) if drops else (beyond, 0)))
+                # The first layer's counts are another's, and two passes add up.
+                assert ints(given_rows.counts).tolist() == [0] * COUNTED_PAIRS + [2 * own for own in expected]
 
 
 def most_places(shape):
@@ -280,6 +304,16 @@ def test_a_work_group_takes_the_rows_that_an_expert_has_on_average():
 # -- rows ---------------------------------------------------------------------------------------------------
 
 
+def taken_of(position, x, others):
+    """The rows that another processor takes, and which of its rows they are."""
+    right, filled = np.zeros_like(others), np.zeros(len(others), bool)
+    for pair, at in enumerate(position):
+        if DROPPED < at < 0:
+            right[-1 - at] = x[pair * len(x) // len(position)]
+            filled[-1 - at] = True
+    return right, filled
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("style", STYLES)
 def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
@@ -293,8 +327,9 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         routing=st.sampled_from([Routing(8, 2), Routing(128, 8), Routing(7, 3), Routing(3, 1)]),
         taken=st.integers(0, 9),
         adds=st.booleans(),
+        drops=st.booleans(),
     )
-    def holds(seed, tokens, columns, routing, taken, adds):
+    def holds(seed, tokens, columns, routing, taken, adds, drops):
         generator = np.random.default_rng(seed)
         shape = ExpertShape(routing, tokens)
         chosen = choices(generator, "skewed", tokens, routing)
@@ -305,19 +340,31 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         x = generator.standard_normal((tokens, columns)).astype(dtype)
         behind = np.full((2, columns), np.nan, dtype)
         gathered = GuardedOutput(runtime, (shape.pairs, columns), dtype)
-        sort = experts.sort(lists, shape=shape, taken=fill_slot(runtime, table))
+        others = GuardedOutput(runtime, (max(1, taken * routing.experts), columns), dtype)
+        given = taken_rows(runtime, table, taken * routing.experts, drops)
         x_slot = fill_slot(runtime, np.concatenate([x, behind]))
-        gather = experts.gather(x_slot, gathered.slot, lists, shape=shape, columns=columns)
-        run_launches(runtime, [sort, gather])
-        source, position, own = order_of(chosen, routing.experts, table)
-        np.testing.assert_array_equal(gathered.read(), x[source])
+        sizes = {"shape": shape, "columns": columns}
+        launches = [
+            experts.sort(lists, shape=shape, taken=given),
+            experts.gather_taken(x_slot, others.slot, lists, given, **sizes),
+            experts.gather(x_slot, gathered.slot, lists, **sizes),
+        ]
+        run_launches(runtime, launches)
+        source, position, own = order_of(chosen, routing.experts, table, drops)
+        theirs = others.read()
+        rows_of = (gathered.read(), x[source], source >= 0), (theirs, *taken_of(position, x, theirs))
+        for actual, right, computed in rows_of:
+            np.testing.assert_array_equal(actual[computed], right[computed])
+            assert np.all(actual[~computed].view(np.uint8) == GUARD)
 
         # Rows that no processor computed are NaN.
         y = np.full((shape.pairs + 2, columns), np.nan, dtype)
         other = np.full((max(1, taken * routing.experts), columns), np.nan, dtype)
         rows = generator.standard_normal((*chosen.shape, columns)).astype(dtype)
         for at, row in zip(position, rows.reshape(-1, columns), strict=True):
-            if at < 0:
+            if at == DROPPED:
+                row[:] = 0
+            elif at < 0:
                 other[-1 - at] = row
             else:
                 y[at] = row
@@ -329,6 +376,7 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
             shape=shape,
             columns=columns,
             other=fill_slot(runtime, other),
+            taken=given,
             adds=adds,
         )
         run_launches(runtime, [combine])
@@ -390,7 +438,7 @@ class Layer:
         """The rows of one grouped launch, the exact rows, and which of them the launch computes."""
         generator = np.random.default_rng(seed)
         lists = upload_lists(self.runtime, shape, chosen)
-        table = None if taken is None else fill_slot(self.runtime, taken)
+        table = None if taken is None else taken_rows(self.runtime, taken)
         experts = GpuExperts(self.runtime, self.dtype, self.dtype, style="vector")
         _, _, own = order_of(chosen, self.routing.experts, taken)
         x = generator.standard_normal((shape.pairs, linear.columns)).astype(self.dtype)
@@ -650,6 +698,17 @@ def test_what_does_not_fit_is_refused(runtime, make):
         experts.route(runtime.shared((9, 9), np.float32), lists, shape=ExpertShape(Routing(4, 2), 4))
     with pytest.raises(KernelError, match="not copied in units of 16"):
         experts.gather(logits, runtime.shared((9, 9), np.float32), lists, shape=shape, columns=2)
+    given = taken_rows(runtime, np.zeros((4, 2), np.int32), rows=20)
+    with pytest.raises(KernelError, match="rows that another processor takes slot has 32 bytes, 40"):
+        experts.sort(
+            ExpertLists.allocate(runtime, ExpertShape(Routing(5, 2), 3)),
+            shape=ExpertShape(Routing(5, 2), 3),
+            taken=given,
+        )
+    with pytest.raises(KernelError, match="counts of pairs slot has 32 bytes, 36"):
+        experts.sort(lists, shape=shape, taken=replace(given, place=5))
+    with pytest.raises(KernelError, match="gathering for the NPU output slot has 48 bytes, 320"):
+        experts.gather_taken(logits, logits, lists, given, shape=shape, columns=4)
     layer = Layer(runtime, np.float32, WeightFormat(32), Routing(4, 2))
     with pytest.raises(KernelError, match="of a layer with 4 experts"):
         layer.down.launch(logits, logits, tokens=1, label="test")

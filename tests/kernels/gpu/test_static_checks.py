@@ -29,6 +29,7 @@ from heterollm.kernels.formats import (
 )
 from heterollm.kernels.gpu import (
     COUNT_WORDS,
+    COUNTED_PAIRS,
     SOURCES,
     STEP_HEAD_ROW,
     STEP_LENGTH,
@@ -54,6 +55,7 @@ from heterollm.kernels.gpu import (
     ShapeClass,
     SharedArray,
     SparseShape,
+    TakenRows,
     Variant,
     code_bytes,
     default_parameters,
@@ -148,7 +150,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
             "-DSCORING=0 -DNORMALIZED",
             "-DSCORING=1 -DBIASED -DSTEP=1",
             "-DSCORING=0 -DBIASED -DSTEP=32 -DTAKEN -DCODES",
-            "-DSCORING=2 -DCOMBINES",
+            "-DSCORING=2 -DCOMBINES -DDROPS",
+            "-DSTEP=8 -DTAKEN -DDROPS -DGATHERS_TAKEN",
             "-DCOMBINES -DADDS -DWHOLE_EIGHTS",
         )
     ],
@@ -604,10 +607,12 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
     routing, hidden, width = Routing(3, 2), 48, 21
     weight = WeightFormat(4, 16, symmetric=False)
     taken = np.array([(0, 0), (2, 0), (1, 2)], np.int32)
-    for style, dtype, rounds in (
-        *(("vector", np.float32, True), ("simt", np.float16, True)),
-        *(("vector", np.float16, False), ("simt", np.float32, False)),
+    for style, dtype, rounds, drops in (
+        *(("vector", np.float32, True, False), ("simt", np.float16, True, True)),
+        *(("vector", np.float16, False, True), ("simt", np.float32, False, False)),
     ):
+        counts = runtime.shared((COUNTED_PAIRS,), np.int32)
+        given = TakenRows(fill_slot(runtime, taken), 3, counts, 0, drops)
         experts = GpuExperts(runtime, dtype, dtype, style=style)
         weights = [random_weight(rng, width, hidden, weight) for _ in range(routing.experts)]
         options = {"activation_dtype": dtype, "integer_inputs": rounds}
@@ -624,12 +629,17 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
             x = fill_slot(runtime, rng.standard_normal((tokens, hidden)).astype(dtype))
             rows, y = (runtime.shared((shape.pairs, columns), dtype) for columns in (hidden, width))
             other, out = runtime.shared((3, width), dtype), runtime.shared((tokens, width), dtype)
+            inputs = runtime.shared((3, hidden), dtype)
+            sizes = {"shape": shape, "columns": hidden}
             for launch in (
                 experts.route(logits, lists, shape=shape),
-                experts.sort(lists, shape=shape, taken=fill_slot(runtime, taken)),
-                experts.gather(x, rows, lists, shape=shape, columns=hidden),
+                experts.sort(lists, shape=shape, taken=given),
+                experts.gather_taken(x, inputs, lists, given, **sizes),
+                experts.gather(x, rows, lists, **sizes),
                 layer.grouped_launch(rows, y, lists, shape=shape, style=style, label="experts"),
-                experts.combine(y, lists, out, shape=shape, columns=width, other=other, adds=True),
+                experts.combine(
+                    y, lists, out, shape=shape, columns=width, other=other, taken=given, adds=True
+                ),
             ):
                 launch()
                 yield
@@ -643,9 +653,13 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
                 expert = chosen[token, slot]
                 left[expert] -= 1
                 # The other processor's rows are zeros.
-                exact[token] += shares[token, slot] * products[expert, token] * (left[expert] < 0)
+                is_own = left[expert] < 0 and not (drops and taken[expert, 0])
+                exact[token] += shares[token, slot] * products[expert, token] * is_own
             power = np.square(products).mean() * exact.size
             assert np.square(out.array - exact).sum() < (1e-6 if dtype == np.float16 else 1e-10) * power
+        # Tokens of all three passes.
+        assert counts.array[0] == 2 * 36
+        assert counts.array[2 if drops else 3] == 0
 
 
 def sparse_launches(runtime: OpenClRuntime) -> Iterator[None]:
