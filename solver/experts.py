@@ -104,7 +104,7 @@ class LayerExperts:
 
     def _judge(self, blocks: Sequence[Ints], levels: Ints) -> tuple[Ints, Floats]:
         """Return the sizes and mean times of the levels of blocks."""
-        gpu_us = np.full((len(levels), len(self._loads)), self._prices.gpu_base_us)
+        gpu_us = np.zeros((len(levels), len(self._loads)))
         counts = np.zeros((len(levels), len(self._bytes)), np.int64)
         for number, block in enumerate(blocks):
             gpu_us += self._gpu_us[block].sum(axis=0)[levels[:, number]]
@@ -116,7 +116,7 @@ class LayerExperts:
         """Return mean times, from the GPU's ``[..., chunks]`` and the NPU's ``[...]``."""
         npu_us = npu_us + np.where(npu_us > 0, self._prices.hand_over_us, 0.0)
         mean: Floats = self._prices.joint_us(gpu_us, npu_us[..., None]).mean(axis=-1)
-        return mean
+        return self._prices.gpu_base_us + mean
 
     def _improved(self, levels: Ints, limit: float) -> tuple[Ints, float]:
         """Return levels and their mean time, after moves of single experts, or else exchanges of two.
@@ -126,7 +126,7 @@ class LayerExperts:
         everyone, kinds = np.arange(self.experts), np.arange(len(self._bytes))
         while True:
             own = self._gpu_us[everyone, levels]
-            gpu_us = own.sum(axis=0) + self._prices.gpu_base_us
+            gpu_us = own.sum(axis=0)
             counts = np.bincount(levels, minlength=len(kinds))
             times = self._npu_us[kinds, counts]
             less = (self._npu_us[kinds, np.maximum(counts - 1, 0)] - times)[levels, None]

@@ -256,10 +256,7 @@ class ProfileCosts:
         return max(0.0, self._layer_us(other, tokens) - self._layer_us(plain, tokens))
 
     def mixture_us(self, tokens: int) -> tuple[float, ...]:
-        """Return the GPU's time of each kernel of a layer's mixture of experts; empty without times of them.
-
-        The norm before the experts counts where no feed-forward network shares it.
-        """
+        """Return the time of each kernel of a mixture; see :class:`heterollm.solver.costs.Costs`."""
         if self.experts is None:
             return ()
         alone = not any(spec.group == "gate_up" for spec in self._shape.layer)

@@ -27,6 +27,7 @@ from heterollm.solver import (
     predict_pass,
     predict_prompt,
     with_attention_time,
+    with_experts_time,
 )
 
 __all__ = ["ProfiledModel"]
@@ -78,9 +79,9 @@ class ProfiledModel:
         """Every group of the model, and the experts of a mixture."""
         return (*self.specs, *self.experts)
 
-    def expert_prices(self, tokens: int) -> ExpertPrices | None:  # noqa: ARG002
+    def expert_prices(self, tokens: int) -> ExpertPrices | None:
         """Return times and sizes of a layer's experts in passes of a length; None where none are measured."""
-        return None
+        return self.costs.expert_prices(tokens, self.profile.graph_memory)
 
     @cached_property
     def limits(self) -> NpuLimits | None:
@@ -128,7 +129,11 @@ class ProfiledModel:
         """
         costs = self.costs if position is None else self.costs.at(position)
         found = predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
-        if found is None or phase == "decode" or not plan.sparse_attention:
+        if found is None or phase == "decode":
+            return found
+        if self.experts and plan.has_npu_experts:
+            found = with_experts_time(found, plan, self.expert_prices, self.experts[0], self.config.layers)
+        if not plan.sparse_attention:
             return found
         return with_attention_time(found, plan, self.attention_costs, (position or 0) + tokens)
 

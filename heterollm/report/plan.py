@@ -286,6 +286,11 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
         if explain:
             row.append("\n".join(_reasons(item, found.ffn_us)))
         result.add_row(*row)
+    if found.experts_us:
+        of_layer = ["experts", "on the GPU", "", "", "", f"{found.experts_us:.0f}"]
+        if found.experts_npu_us:
+            of_layer[1] = "groups on the NPU, the rest on the GPU; of the mean layer"
+        result.add_row(*of_layer)
     return result
 
 

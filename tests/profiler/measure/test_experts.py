@@ -1,4 +1,4 @@
-"""A mixture's experts are measured on the GPU, and on request on the NPU, under the keys that were announced."""
+"""A mixture's experts are measured on the GPU, on request on the NPU, under the keys that were announced."""
 
 import numpy as np
 import pytest
