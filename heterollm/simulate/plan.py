@@ -99,7 +99,15 @@ def planned(
             chunk_length=length,
         )
     elif request.level in SOLVED_LEVELS or llm_npu_pass(request.passes) is not None:
-        plan = solve_plan(profiled(), plan_request(device, config, request), heads, routing).plan
+        asked = plan_request(device, config, request)
+        if routing is not None and request.plan_for == "prompt":
+            # Only a plan for all lengths needs capacities for the longest chunk.
+            others = tuple(name for name in request.passes if name != expert_pass(request.passes))
+            plan = solve_plan(profiled(), structs.replace(asked, passes=others), heads).plan
+            plan = structs.replace(plan, chunk_length=min(plan.chunk_length, request.prompt), request=asked)
+            plan = with_additions(profiled(), plan, asked, None, routing)
+        else:
+            plan = solve_plan(profiled(), asked, heads, routing).plan
     else:
         by_time = request.length_policy == "auto" and request.level != "gpu"
         policy: LengthPolicy = "padding"
