@@ -55,8 +55,8 @@ class ExpertPrices:
     def joint_us(self, gpu_us: Floats, npu_us: Floats) -> Floats:
         """Return when both processors end, as :func:`joint_time_us` does, but for arrays."""
         gpu, npu = self.slowdown.gpu, self.slowdown.npu
-        both = np.minimum(npu_us * npu, gpu_us * gpu)
-        joint: Floats = both + (npu_us - both / npu) + (gpu_us - both / gpu)
+        together = np.minimum(npu_us * npu, gpu_us * gpu)
+        joint: Floats = npu_us + gpu_us - together * (1 / npu + 1 / gpu - 1)
         return joint
 
 
