@@ -45,8 +45,8 @@ from heterollm.kernels.npu import (
     GraphShard,
     QnnNpu,
     ScoresShard,
-    chosen_context_layers,
     WeightShard,
+    chosen_context_layers,
 )
 from heterollm.kernels.ops import Group, Precision, Scales
 from heterollm.model import Checkpoint, ModelConfig, load_weights

@@ -39,8 +39,8 @@ from heterollm.solver import (
     PlanRequest,
     RequestedLevel,
     ShadowChannels,
-    level_plan,
     expert_pass,
+    level_plan,
     llm_npu_pass,
     model_shape,
 )
@@ -261,9 +261,7 @@ def profile_of(
     profile = profile_for(device, path)[0]
     if any(run["finished"] for run in profile.runs.values()):
         return profile
-    options = SessionOptions.of(
-        budget_s=None, update=True, sparse_attention=sparse, expert_graphs=experts
-    )
+    options = SessionOptions.of(budget_s=None, update=True, sparse_attention=sparse, expert_graphs=experts)
     return profile_device(device, [shape], options, path=path, progress=progress)[0]
 
 
