@@ -84,7 +84,6 @@ def _cells(row: Row) -> list[str]:
 
 def _sum(error: str) -> str:
     """Return the sum of a refusal: what is needed, and what there is."""
-    *needed, limit = NUMBER.findall(
-        error.partition("fit the phone's memory:")[2] or error.partition("needs")[2]
-    )[: 4 if "phone's" in error else 2]
+    said = error.partition("memory:" if "memory:" in error else "needs")[2]
+    *needed, limit = NUMBER.findall(said)[: 4 if "memory:" in error else 2]
     return f"{' + '.join(needed)} > {limit} GiB"

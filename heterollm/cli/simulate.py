@@ -130,7 +130,7 @@ class CaseOptions:
         several(
             "--pass",
             help="none; llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md; "
-            "shadowattn: see docs/shadow-attention.md; npumoe, or its steps npumoe:each, :tiers, :groups: see "
+            "shadowattn: see docs/shadow-attention.md; npumoe, or its steps npumoe:each, :tiers, :groups: "
             "docs/mixture-of-experts.md; llm.npu+shadowattn, npumoe+shadowattn: both.",
             names=PASS_SETS,
         ),

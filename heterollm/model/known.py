@@ -188,7 +188,9 @@ _NOTES = {"internlm2-1.8b": INTERNLM_NOTE, "gemma-2b": GEMMA_NOTE, "phi-2": PHI_
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
     {
-        name: KnownModel(kind, ModelSize(*numbers), source, _NOTES.get(name, ""))
+        name: KnownModel(
+            kind, ModelSize._make((*numbers, 0, 0)[: len(ModelSize._fields)]), source, _NOTES.get(name, "")
+        )
         for name, kind, source, *numbers in _ROWS
     }
 )

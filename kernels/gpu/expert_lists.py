@@ -131,7 +131,9 @@ class ExpertLists:
     def allocate(cls, runtime: GpuRuntime, shape: ExpertShape) -> ExpertLists:
         """Return memory for passes of ``shape``."""
         sizes = cls.sizes(shape)
-        return cls(**{name: DeviceMemory(runtime.scratch(size), size) for name, size in sizes.items()})
+        return cls(
+            **{name: DeviceMemory(runtime.scratch(size), size) for name, size in sizes.items()}, counted=None
+        )
 
     def require(self, shape: ExpertShape) -> None:
         """Refuse memory that is too small for passes of ``shape``.

@@ -1,4 +1,4 @@
-"""Mixtures of experts on simulated SoCs: assumed loads, the rows of both processors, and what does not fit."""
+"""Mixtures of experts on simulated SoCs: assumed loads, rows of both processors, and what does not fit."""
 
 import json
 
