@@ -140,6 +140,7 @@ KNOWN: Final[Mapping[str, Known]] = {
         "Qualcomm publishes none. It decides which models count as larger than the caches, which all of the "
         "paper's do, and how much is read to measure bandwidth: with up to 32 MiB the same.",
     ),
+    "memory.available_gib": Known(0, "prior", "The papers' models fit their phones."),
     "npu.io_by_graph": Known(
         0, "published", "HeteroLLM, section 4.3: all graphs use a few buffers of one pool."
     ),
@@ -218,6 +219,12 @@ OWN_PATH: Final[Mapping[str, Known]] = {
     "npu.io_by_graph": Known(1, "published", "onnxruntime-qnn#752: its default."),
     "npu.shared_contexts": Known(
         0, "prior", "1 where the self-test of such contexts passes; nobody has run it on a device."
+    ),
+    "memory.available_gib": Known(
+        20,
+        "prior",
+        "Of 24 GB, the most that is sold with this chip (12, 16 and 24), if Android and other programs keep "
+        "4; of 16 GB it were 12.",
     ),
     "memory.fine_grained_svm": Known(
         1,

@@ -20,6 +20,7 @@ from heterollm.cli.options import (
     IntegerList,
     JsonOption,
     Names,
+    OverflowOption,
     PassChoice,
     RowsOption,
     chosen_format,
@@ -40,10 +41,11 @@ commands = command_group()
 
 LEVELS: Final = cli_complete.PLANS[1:]
 
-SINGLE_PASSES: Final = tuple((name,) for name in PASSES)
 PASS_SETS: Final[dict[str, tuple[PassChoice, ...]]] = {
-    "+".join(own) or "none": own
-    for own in ((), *SINGLE_PASSES, *((*own, PASSES[-1]) for own in SINGLE_PASSES[:-1]))
+    "none": (),
+    "shadowattn": ("shadowattn",),
+    **{name: (name,) for name in PASSES if name != "shadowattn"},
+    **{f"{name}+shadowattn": (name, "shadowattn") for name in PASSES if name != "shadowattn"},
 }
 """Passes of a case by the text that names them."""
 
@@ -128,7 +130,8 @@ class CaseOptions:
         several(
             "--pass",
             help="none; llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md; "
-            "shadowattn: see docs/shadow-attention.md; llm.npu+shadowattn: both.",
+            "shadowattn: see docs/shadow-attention.md; npumoe, or its steps npumoe:each, :tiers, :groups: "
+            "docs/mixture-of-experts.md; llm.npu+shadowattn, npumoe+shadowattn: both.",
             names=PASS_SETS,
         ),
     ] = ("none",)
@@ -177,6 +180,13 @@ class ModellingOptions:
     outlier_share: Annotated[
         float, typer.Option(help="llm.npu: assumed share of an operator's inputs that have outliers.")
     ] = 0.02
+    overflow: OverflowOption = "gpu"
+    imbalance: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a mixture of experts: assumed largest load of an expert over the mean one; by default 2."
+        ),
+    ] = None
     head_pipeline: Annotated[
         Literal["heads", "fused", "ordered"],
         typer.Option(help="With shadowattn: a launch for each key head, fused heads, or these in order."),
@@ -243,6 +253,7 @@ def _requests(
         OptionError: An option is not legal.
     """
     from heterollm.simulate import SimulationRequest, expand
+    from heterollm.solver import ExpertsRequest
 
     models = _names(cases.model, "MODEL")
     bits = modelling.head_bits
@@ -261,6 +272,8 @@ def _requests(
         pruned=modelling.pruned,
         outlier_share=modelling.outlier_share,
         attention=attention.request(pipeline=modelling.head_pipeline),
+        experts=ExpertsRequest(modelling.overflow),
+        imbalance=modelling.imbalance,
         numerics=modelling.numerics,
         trace=trace,
     )

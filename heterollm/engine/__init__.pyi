@@ -1,3 +1,4 @@
+from .experts import ExpertRows as ExpertRows
 from .memory import available_bytes as available_bytes
 from .memory import check_memory as check_memory
 from .memory import memory_need as memory_need

@@ -14,7 +14,7 @@ import numpy as np
 from heterollm.base import Progress
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.expert_shares import ExpertCounts
-from heterollm.engine.experts import ExpertEmitter
+from heterollm.engine.experts import ExpertEmitter, ExpertRows
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.lanes import Lane
@@ -55,6 +55,7 @@ class Compiler:
         fences: Fences,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
         score_scales: ScoreScales = NO_SCALES,
+        expert_rows: ExpertRows | None = None,
     ) -> None:
         self._device = device
         self._weights = weights
@@ -90,7 +91,7 @@ class Compiler:
             self._embedding = GpuLinear.pack(
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
-        self._experts = ExpertEmitter(device, weights, progress)
+        self._experts = ExpertEmitter(device, weights, progress, expert_rows)
         tensors = GlueTensors(device.gpu, weights, context)
         self._splits = SplitEmitter(device, weights, plan, ranges)
         self._splits.load_shadows(plan)

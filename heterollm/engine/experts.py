@@ -7,8 +7,9 @@ the routing: kernels read it on the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from heterollm.engine.slots import (
 from heterollm.engine.step import LinearWork, Step
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
+    STEP_POSITION,
     ExpertLists,
     ExpertShape,
     GpuExperts,
@@ -36,11 +38,14 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
 )
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.model import ModelWeights
 from heterollm.solver import ExpertsPlacement
 
-__all__ = ["ExpertEmitter"]
+__all__ = ["ExpertEmitter", "ExpertRows"]
+
+ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
+"""Returns the experts that have rows on the GPU, and the rows, by layer, phase, tokens and first position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,14 @@ class ExpertEmitter:
         shares: The NPU's shares.
     """
 
-    def __init__(self, device: Device, weights: ModelWeights, progress: Progress) -> None:
+    def __init__(
+        self,
+        device: Device,
+        weights: ModelWeights,
+        progress: Progress,
+        assumed: ExpertRows | None = None,
+    ) -> None:
+        self._assumed = assumed
         self._config = weights.config
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GpuGlue(*kinds)
@@ -97,7 +109,8 @@ class ExpertEmitter:
             *(lane.shared["linear_input"], slots[EXPERT_ROWS], slots[EXPERT_OUTPUT]),
             slots[ROUTER_LOGITS],
         )
-        lists = ExpertLists(**{name: slots[slot] for name, slot in EXPERT_LISTS.items()})
+        memory = {name: slots[slot] for name, slot in EXPERT_LISTS.items()}
+        lists = ExpertLists(**memory, counted=self._counted(builder, layer))
         op = shares.of(lane, own.spec, placement)
         taken = None if op is None else op.taken
 
@@ -168,6 +181,11 @@ class ExpertEmitter:
             builder.prepared("experts", layer, launch, reads, (rows,), label=launch.label, work=work)
         )
         return steps
+
+    def _counted(self, builder: PassBuilder, layer: int) -> Callable[[], tuple[int, int]] | None:
+        """Return what the GPU's lists of a layer are assumed to hold, at the position of the step buffer."""
+        assumed, phase, tokens, step = self._assumed, builder.phase, builder.tokens, builder.lane.step.array
+        return None if assumed is None else lambda: assumed(layer, phase, tokens, int(step[STEP_POSITION]))
 
 
 def _packed(device: Device, weights: ModelWeights, spec: OpSpec) -> _Layer:

@@ -24,6 +24,7 @@ from heterollm.base import (
 )
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.expert_shares import ExpertPairs
+from heterollm.engine.experts import ExpertRows
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.lanes import Lane
@@ -73,6 +74,7 @@ class Engine:
         ranges: Calibrated ranges by layer and group, which integer NPU graphs need; other operators that the
             plan places in such graphs compute with float activations.
         score_scales: Calibrated scales of each key head by layer, which sparse attention needs.
+        expert_rows: Assumed rows of experts, for a simulated device without values.
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
@@ -90,6 +92,7 @@ class Engine:
         observer: Observer | None = None,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
         score_scales: ScoreScales = NO_SCALES,
+        expert_rows: ExpertRows | None = None,
     ) -> None:
         self.device = device
         self.plan = plan
@@ -103,7 +106,7 @@ class Engine:
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
         self._compiler = Compiler(
-            *(device, weights, plan, context, progress, self.fences), ranges, score_scales
+            *(device, weights, plan, context, progress, self.fences), ranges, score_scales, expert_rows
         )
         self._passes = KeptPasses(device, self._compiler, plan, weights.config, context, observer)
         self._lanes = self._compiler.lanes

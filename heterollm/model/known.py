@@ -28,12 +28,19 @@ ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
         "phi3": "Phi3ForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "olmoe": "OlmoeForCausalLM",
+        "phimoe": "PhimoeForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
     }
 )
 
 
 class ModelSize(NamedTuple):
-    """The numbers of a configuration that determine its time, named as in :class:`ModelConfig`."""
+    """The numbers of a configuration that determine its time, named as in :class:`ModelConfig`.
+
+    In a mixture ``intermediate`` is the width of an expert, and each token chooses ``chosen`` of ``experts``.
+    """
 
     hidden: int
     intermediate: int
@@ -44,9 +51,17 @@ class ModelSize(NamedTuple):
     tied: bool
     head_dim: int
     positions: int
+    experts: int = 0
+    chosen: int = 0
 
     def config(self, kind: str = "llama") -> ModelConfig:
         """Return the configuration of a model of this size with ``model_type`` ``kind``."""
+        mixture = {
+            "moe_intermediate_size": self.intermediate,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "norm_topk_prob": kind == "qwen3_moe",
+        }
         return ModelConfig.from_dict(
             {
                 "model_type": kind,
@@ -66,6 +81,8 @@ class ModelSize(NamedTuple):
                 "sliding_window": None,
                 "bos_token_id": 1,
                 "eos_token_id": 2,
+                **(mixture if self.experts else {}),
+                **({"attention_bias": True, "lm_head_bias": True} if kind == "phimoe" else {}),
             }
         )
 
@@ -117,7 +134,7 @@ PHI_2_NOTE: Final = (
 INTERNLM_NOTE: Final = "Taken for a Llama of the same sizes, which it is but for the names of its tensors."
 
 # Name, model_type, repository, and the numbers of ModelSize: hidden, intermediate, layers, heads, kv_heads,
-# vocabulary, tied, head_dim, positions.
+# vocabulary, tied, head_dim, positions; of a mixture the experts of a layer and of a token as well.
 # fmt: off
 _ROWS = (
     ("llama-3-8b", "llama", "meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128256, False, 128, 8192),
@@ -157,17 +174,27 @@ _ROWS = (
     ("qwen3-8b", "qwen3", "Qwen/Qwen3-8B", 4096, 12288, 36, 32, 8, 151936, False, 128, 40960),
     ("qwen3-14b", "qwen3", "Qwen/Qwen3-14B", 5120, 17408, 40, 40, 8, 151936, False, 128, 40960),
     ("qwen3-32b", "qwen3", "Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 151936, False, 128, 40960),
+    ("qwen3-30b-a3b", "qwen3_moe", "Qwen/Qwen3-30B-A3B",
+     2048, 768, 48, 32, 4, 151936, False, 128, 40960, 128, 8),
+    ("phi-3.5-moe", "phimoe", "microsoft/Phi-3.5-MoE-instruct",
+     4096, 6400, 32, 32, 8, 32064, False, 128, 131072, 16, 2),
+    ("mixtral-8x7b", "mixtral", "mistralai/Mixtral-8x7B-v0.1",
+     4096, 14336, 32, 32, 8, 32000, False, 128, 32768, 8, 2),
+    ("olmoe-1b-7b", "olmoe", "allenai/OLMoE-1B-7B-0924",
+     2048, 1024, 16, 16, 16, 50304, False, 128, 4096, 64, 8),
 )
 # fmt: on
 _NOTES = {"internlm2-1.8b": INTERNLM_NOTE, "gemma-2b": GEMMA_NOTE, "phi-2": PHI_2_NOTE}
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
     {
-        name: KnownModel(kind, ModelSize._make(numbers), source, _NOTES.get(name, ""))
+        name: KnownModel(
+            kind, ModelSize._make((*numbers, 0, 0)[: len(ModelSize._fields)]), source, _NOTES.get(name, "")
+        )
         for name, kind, source, *numbers in _ROWS
     }
 )
-"""Models by name, without mixtures of experts."""
+"""Models by name."""
 
 DEFAULT_MODELS: Final = (
     ("TinyLlama-1.1B", "tinyllama-1.1b"),

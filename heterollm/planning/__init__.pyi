@@ -1,3 +1,4 @@
+from .additions import with_additions as with_additions
 from .ahead import Precompiled as Precompiled
 from .ahead import precompile as precompile
 from .calibrated import calibrated_ranges as calibrated_ranges
@@ -22,4 +23,3 @@ from .profiling import ProfilingResult as ProfilingResult
 from .profiling import ProfilingSession as ProfilingSession
 from .sparse_attention import assumed_heads as assumed_heads
 from .sparse_attention import dense_prompt_notes as dense_prompt_notes
-from .sparse_attention import with_sparse_attention as with_sparse_attention

@@ -15,7 +15,7 @@ from heterollm.solver import llm_npu_pass
 
 if TYPE_CHECKING:
     from heterollm.base import Section
-    from heterollm.simulate import GraphUse, PhaseUse, SimulatedRow, SimulationResult, TimeUse
+    from heterollm.simulate import ExpertUse, GraphUse, PhaseUse, SimulatedRow, SimulationResult, TimeUse
 
 __all__ = ["sections_report", "simulation_report", "sweep_report"]
 
@@ -57,6 +57,8 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
         parts.append(Text(ASSUMPTION))
     if result.passes:
         parts.append(Text(_assumed(result)))
+    if result.experts is not None:
+        parts.append(Text(_routed(result.experts, result.prefill.tokens)))
     rates = table("simulated", "prefill", "decode")
     phases = [result.prefill, result.decode]
     rates.add_row("tokens", *_cells(phases, lambda use: f"{use.tokens}"))
@@ -158,6 +160,22 @@ def _assumed(result: SimulationResult) -> str:
         f"{words}, outliers in {result.outlier_share:.1%} of the inputs of an operator at once, and "
         f"{result.pruned:.0%} of the layers, those in the middle, with their outliers pruned."
     )
+
+
+def _routed(experts: ExpertUse, tokens: int) -> str:
+    """Return the assumption about a mixture's loads, and where its experts computed the prompt."""
+    words = (
+        f"Assumed: seeded loads of experts, the largest {experts.imbalance:g} times the mean one. "
+        f"The {tokens} tokens of the prompt choose {experts.pairs} experts in all layers"
+    )
+    if not experts.npu_rows:
+        return f"{words}, and the GPU computes them."
+    words += (
+        f": the NPU computes {experts.npu_pairs}, in {experts.graphs_per_layer:.1f} graphs a layer, "
+        f"{experts.padding_share:.0%} of whose rows are padding; the GPU computes {experts.gpu_pairs}, of "
+        f"which {experts.overflow_pairs} exceed a capacity"
+    )
+    return f"{words}; {experts.dropped_pairs} are dropped." if experts.dropped_pairs else f"{words}."
 
 
 def _bubbles(result: SimulationResult, before: PhaseUse) -> str:

@@ -1,4 +1,5 @@
 from .account import TimeUse as TimeUse
+from .experts import ExpertUse as ExpertUse
 from .phase import PhaseUse as PhaseUse
 from .request import SimulationRequest as SimulationRequest
 from .result import GraphUse as GraphUse

@@ -134,4 +134,6 @@ def _operator(label: str) -> str:
     name = matched.group(1).strip() if matched else label
     if name.startswith(ATTENTION):
         return "attention"
+    if name.startswith("experts"):
+        return "experts"
     return name if name in GROUPS else "other"

@@ -175,7 +175,12 @@ def used(
 
 
 def padding_us(
-    spans: Sequence[SimulatedSpan], plan: Plan, specs: Sequence[OpSpec], phase: Phase, passes: Sequence[int]
+    spans: Sequence[SimulatedSpan],
+    plan: Plan,
+    specs: Sequence[OpSpec],
+    phase: Phase,
+    passes: Sequence[int],
+    experts_share: float = 0.0,
 ) -> float:
     """Return the NPU's time on padded rows.
 
@@ -185,8 +190,9 @@ def padding_us(
         specs: All groups of the model.
         phase: The phase.
         passes: Tokens of its passes.
+        experts_share: Share of the rows of experts' graphs that have no token.
     """
-    wasted: dict[str, list[float]] = {}
+    wasted: dict[str, list[float]] = {"experts": [experts_share] * len(passes)}
     for tokens in passes:
         for spec, rows, placement in _first_layer(plan, specs, phase, tokens):
             padded = sum(placement.npu_lengths)
@@ -195,8 +201,13 @@ def padding_us(
     return sum(
         (span.end_us - span.begin_us) * sum(shares) / len(passes)
         for span in spans
-        if span.processor == "npu" and (shares := wasted.get(span.name.split(" of layer")[0]))
+        if span.processor == "npu" and (shares := wasted.get(_graph_kind(span.name)))
     )
+
+
+def _graph_kind(label: str) -> str:
+    """Return the group of a graph's label, such as that of ``experts 1, 2 of layer 0``."""
+    return "experts" if label.startswith("experts ") else label.split(" of layer")[0]
 
 
 def splits_of(plan: Plan, specs: Sequence[OpSpec], prompt: int) -> dict[str, dict[str, str]]:

@@ -9,42 +9,48 @@ from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import structs
 
-from heterollm.base import LABEL, Progress, cache_name, cache_root
+from heterollm.base import LABEL, OptionError, Progress, cache_name, cache_root
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.kernels.sim import SIMULATED, clock_of, soc_of
-from heterollm.model import ModelConfig, shape_of_specs
+from heterollm.model import ModelConfig, expert_specs, shape_of_specs
 from heterollm.planning import (
     ProfiledModel,
     assumed_heads,
     choose_context,
     fastest_in_flight,
     solve_plan,
-    with_sparse_attention,
+    with_additions,
 )
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import FenceKey, Key, Profile, Record
+from heterollm.simulate.routing import IMBALANCE, AssumedRouting
 from heterollm.solver import (
+    NPU_EXPERTS,
     RETURN_VALUE,
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
     LengthPolicy,
+    PassName,
     PhaseSync,
     Plan,
     PlanLevel,
     PlanRequest,
     RequestedLevel,
     ShadowChannels,
+    expert_pass,
     level_plan,
     llm_npu_pass,
+    model_shape,
 )
 
 if TYPE_CHECKING:
+    from heterollm.calibration import RoutingCalibration
     from heterollm.kernels.gpu import Strategy
     from heterollm.simulate.request import SimulationRequest
 
-__all__ = ["assumed_shadows", "own_length", "planned", "profile_of", "with_one_strategy"]
+__all__ = ["assumed_routing", "assumed_shadows", "own_length", "planned", "profile_of", "with_one_strategy"]
 
 ASSUMED: Final = "assumed"
 """Identity of a calibration that nobody made: no load has it, so that no load runs the plan."""
@@ -72,7 +78,7 @@ def planned(
     """
 
     def profiled() -> ProfiledModel:
-        profile = profile_of(device, model, config, specs, progress, sparse=heads is not None)
+        profile = profile_of(device, model, config, specs, progress, request.passes)
         if request.resolve:
             profile = with_one_strategy(profile, device, strategy)
         calibration = ASSUMED if request.calibrated or request.passes else None
@@ -81,6 +87,7 @@ def planned(
         )
 
     heads = assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.passes else None
+    routing, every = _assumed_calibration(config, request), (*specs, *expert_specs(config, specs))
     if request.naive:
         length = own_length(request)
         plan = level_plan(
@@ -92,7 +99,15 @@ def planned(
             chunk_length=length,
         )
     elif request.level in SOLVED_LEVELS or llm_npu_pass(request.passes) is not None:
-        plan = solve_plan(profiled(), plan_request(device, config, request), heads).plan
+        asked = plan_request(device, config, request)
+        if routing is not None and request.plan_for == "prompt":
+            # Only a plan for all lengths needs capacities for the longest chunk.
+            others = tuple(name for name in request.passes if name != expert_pass(request.passes))
+            plan = solve_plan(profiled(), structs.replace(asked, passes=others), heads).plan
+            plan = structs.replace(plan, chunk_length=min(plan.chunk_length, request.prompt), request=asked)
+            plan = with_additions(profiled(), plan, asked, None, routing)
+        else:
+            plan = solve_plan(profiled(), asked, heads, routing).plan
     else:
         by_time = request.length_policy == "auto" and request.level != "gpu"
         policy: LengthPolicy = "padding"
@@ -117,8 +132,9 @@ def planned(
             lengths = [length for length in device.standard_lengths if 1 < length <= longest]
             plans = [rule(length) for length in lengths]
             plan = fastest_in_flight(profiled(), plan, plans, {request.prompt: 1.0}, request.in_flight)
-    if heads is not None and (request.naive or not plan.request):
-        plan = with_sparse_attention(profiled(), plan, plan_request(device, config, request), heads)
+        plan = structs.replace(plan, shape=model_shape(every))
+    if (heads or routing) and (request.naive or not plan.request):
+        plan = with_additions(profiled(), plan, plan_request(device, config, request), heads, routing)
     return structs.replace(plan, sync=PhaseSync(strategy, strategy)) if plan.uses_npu else plan
 
 
@@ -145,6 +161,7 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
             in_flight=request.in_flight,
             passes=request.passes,
             attention=request.attention,
+            experts=request.experts,
         )
     context = max(choose_context(config, None), request.prompt + request.decode)
     return PlanRequest(
@@ -153,6 +170,7 @@ def plan_request(device: Device, config: ModelConfig, request: SimulationRequest
         in_flight=request.in_flight,
         passes=request.passes,
         attention=request.attention,
+        experts=request.experts,
     )
 
 
@@ -178,6 +196,34 @@ def assumed_shadows(
     return {key: ShadowChannels(count, count) for key, count in counts.items()}
 
 
+def assumed_routing(config: ModelConfig, request: SimulationRequest) -> AssumedRouting | None:
+    """Return the assumed loads of a mixture's experts; None for other models, and where values are computed.
+
+    Raises:
+        OptionError: The mixture cannot be so imbalanced.
+    """
+    if config.routing is None or request.numerics:
+        return None
+    return AssumedRouting(config.routing, IMBALANCE if request.imbalance is None else request.imbalance)
+
+
+def _assumed_calibration(
+    config: ModelConfig, request: SimulationRequest
+) -> tuple[RoutingCalibration, ...] | None:
+    """Return assumed records of the routing of each layer for the pass ``npumoe``; None without it.
+
+    Raises:
+        OptionError: The model has no experts, or they cannot be so imbalanced.
+    """
+    if (name := expert_pass(request.passes)) is None:
+        return None
+    if (assumed := assumed_routing(config, request)) is None:
+        raise OptionError(
+            f"The pass {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
+        )
+    return assumed.calibrated(config.layers)
+
+
 def own_length(request: SimulationRequest) -> int:
     """Return the length of graphs that are built for the prompt: its own, or whole tiles of integers."""
     tile = 1 if llm_npu_pass(request.passes) is None else TILE_OF_INTEGERS["static_int8"]
@@ -190,8 +236,7 @@ def profile_of(
     config: ModelConfig,
     specs: Sequence[OpSpec],
     progress: Progress,
-    *,
-    sparse: bool = False,
+    passes: Sequence[PassName] = (),
 ) -> Profile:
     """Return the profile of a simulated device with a model's shapes; measure it unless the cache has it.
 
@@ -201,7 +246,7 @@ def profile_of(
         config: Its configuration.
         specs: All its groups.
         progress: Called with a stage's name, steps done and steps in all.
-        sparse: Whether it has times of sparse attention, too.
+        passes: Passes whose operators are measured, too.
 
     Raises:
         CacheError: The profile cannot be written.
@@ -209,12 +254,14 @@ def profile_of(
     shape = shape_of_specs(config, specs, model)
     # A file for each model and purpose: predictors are fitted to all records of a file.
     key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
-    words = f"{model} {f'{SHADOW_ATTENTION} ' if sparse else ''}{LABEL} {device.name.removeprefix(SIMULATED)}"
+    sparse, experts = SHADOW_ATTENTION in passes, expert_pass(passes) is not None
+    measured = [name for name, asked in ((SHADOW_ATTENTION, sparse), (NPU_EXPERTS, experts)) if asked]
+    words = " ".join((model, *measured, LABEL, device.name.removeprefix(SIMULATED)))
     path = cache_root() / "profiles" / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
     profile = profile_for(device, path)[0]
     if any(run["finished"] for run in profile.runs.values()):
         return profile
-    options = SessionOptions.of(budget_s=None, update=True, sparse_attention=sparse)
+    options = SessionOptions.of(budget_s=None, update=True, sparse_attention=sparse, expert_graphs=experts)
     return profile_device(device, [shape], options, path=path, progress=progress)[0]
 
 

@@ -15,10 +15,12 @@ from heterollm.kernels.sim import GpuLoad, load_soc
 from heterollm.solver import (
     SHADOW_ATTENTION,
     AttentionRequest,
+    ExpertsRequest,
     InFlight,
     PassName,
     check_in_flight,
     check_passes,
+    expert_pass,
     llm_npu_pass,
 )
 
@@ -88,8 +90,12 @@ class SimulationRequest:
         calibrated: Whether weights have stepped scales, and every operator ranges that passed their check, so
             that the plan may use integer graphs: an assumption, since nothing is computed.
         passes: Techniques of papers: those of llm.npu over levels ``layer`` and ``tensor``, with weights of
-            precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads.
+            precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads; those of
+            NPUMoE over levels that use the NPU, with assumed loads.
         attention: Options of ``shadowattn``.
+        experts: Options of ``npumoe``.
+        imbalance: Of a mixture, the assumed largest load of an expert over the mean one; None for
+            :data:`heterollm.simulate.routing.IMBALANCE`.
         pruned: Assumed share of the layers whose outliers llm.npu prunes; the paper's default.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass; all of them
             count as hot.
@@ -118,6 +124,8 @@ class SimulationRequest:
     calibrated: bool = False
     passes: tuple[PassName, ...] = ()
     attention: AttentionRequest = field(default_factory=AttentionRequest)
+    experts: ExpertsRequest = field(default_factory=ExpertsRequest)
+    imbalance: float | None = None
     pruned: float = 0.85
     outlier_share: float = OUTLIER_SHARE
 
@@ -169,6 +177,11 @@ class SimulationRequest:
             raise OptionError(
                 f"The pass {SHADOW_ATTENTION} assumes what a calibration would say of heads.",
                 fix="Leave out --numerics, or run `heterollm generate --device sim:SOC --calibration FILE`.",
+            )
+        if (step := expert_pass(self.passes)) is not None and (self.level == "gpu" or self.numerics):
+            raise OptionError(
+                f"The pass {step} places experts on the NPU, by assumed loads.",
+                fix="Choose another level than gpu, and leave out --numerics.",
             )
         if self.passes and self.in_flight != 1:
             raise OptionError(

@@ -13,6 +13,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.npu import graph_memory
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import soc_of
+from heterollm.simulate.experts import ExpertUse
 from heterollm.simulate.phase import PhaseUse
 from heterollm.solver import (
     AttentionRequest,
@@ -56,10 +57,18 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
     Args:
         device: The simulated device.
         plan: The plan.
-        specs: All groups of the model.
+        specs: All groups of the model, and the experts of a mixture.
     """
     soc = soc_of(device)
     count = sum((held.layers[1] - held.layers[0] + 1) * len(held.lengths) for held in plan.slices)
+    count += len(
+        {
+            (layer, group)
+            for entry in plan.experts
+            for layer in range(entry.layers[0], entry.layers[1] + 1)
+            for group in entry.placement.groups
+        }
+    )
     held_bytes = plan.npu_bytes(specs, graph_memory(device.npu))
     limit_gib = soc.npu.address_space_gib or None
     return GraphUse(count, held_bytes / GIB, limit_gib, count * soc.build.session_us / 1e6)
@@ -99,6 +108,7 @@ class SimulationResult:
         trace: Every pass, where it was recorded.
         splits: The split of each group by phase, as :func:`heterollm.solver.notation` writes it.
         in_order: The prompt under the plan for one chunk after the other; None without chunks in flight.
+        experts: The rows of a mixture's experts; None for a model without.
     """
 
     device: str
@@ -125,6 +135,7 @@ class SimulationResult:
     trace: Trace | None = None
     splits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     in_order: PhaseUse | None = None
+    experts: ExpertUse | None = None
 
     @property
     def predicted_npu_idle_fraction(self) -> float | None:
@@ -202,6 +213,7 @@ class SimulationResult:
             "predicted_npu_idle_fraction": self.predicted_npu_idle_fraction,
             "in_order": None if self.in_order is None else self.in_order.to_dict(),
             "slowdown": self.slowdown(),
+            "experts": None if self.experts is None else self.experts.to_dict(),
             **({"tokens": list(self.tokens)} if self.tokens else {}),
         }
 

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from heterollm.base import Amount, Count, InputError, PositiveNumber, decode
 from heterollm.simulate.phase import Frames
-from heterollm.solver import SHADOW_ATTENTION
+from heterollm.solver import SHADOW_ATTENTION, expert_pass
 
 if TYPE_CHECKING:
     from heterollm.simulate.request import SimulationRequest
@@ -44,6 +44,9 @@ class SimulatedRow:
         calibrated: Whether ranges for integer graphs were assumed.
         passes: Techniques of papers over the plan.
         attention: Options of the pass ``shadowattn``; None without it.
+        overflow: Fate of tokens beyond an expert's capacity; None without a pass ``npumoe``.
+        imbalance: Assumed largest load of an expert over the mean one; None for the default. ``experts``
+            has the value of a mixture.
         pruned: Assumed share of the layers whose outliers are pruned.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass; None in
             rows of older versions, which assumed 16 channels.
@@ -72,6 +75,7 @@ class SimulatedRow:
             predicts it for chunks in flight; ``prefill`` has the simulated one.
         in_order: Time and resources of the prompt, one chunk after the other; None without chunks in flight.
         slowdown: Time of each phase with the game over its time without.
+        experts: The rows of a mixture's experts in the prompt, under assumed loads; None without experts.
         cuts: The plan in words: the split of each group, by phase.
     """
 
@@ -93,6 +97,8 @@ class SimulatedRow:
     calibrated: bool = False
     passes: tuple[str, ...] = ()
     attention: Mapping[str, Any] | None = None
+    overflow: str | None = None
+    imbalance: Amount | None = None
     pruned: Amount = 0.85
     outlier_share: Amount | None = None
     prompt_tokens: Count
@@ -119,6 +125,7 @@ class SimulatedRow:
     predicted_npu_idle_fraction: Amount | None = None
     in_order: Mapping[str, Any] | None = None
     slowdown: Mapping[str, float] | None = None
+    experts: Mapping[str, Any] | None = None
     cuts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @classmethod
@@ -155,6 +162,8 @@ class SimulatedRow:
             calibrated=request.calibrated,
             passes=request.passes,
             attention=structs.asdict(request.attention) if SHADOW_ATTENTION in request.passes else None,
+            overflow=request.experts.overflow if expert_pass(request.passes) else None,
+            imbalance=request.imbalance,
             pruned=request.pruned,
             outlier_share=request.outlier_share,
             prompt_tokens=request.prompt,

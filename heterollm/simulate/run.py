@@ -12,7 +12,7 @@ from typing import Final, cast
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
-from heterollm.engine import Engine
+from heterollm.engine import Engine, ExpertRows
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
@@ -22,6 +22,7 @@ from heterollm.kernels.npu import (
     NpuBackend,
     ShadowRanges,
     StaticRanges,
+    graph_memory,
 )
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Group, OpSpec, Phase, Scales, WeightFormat, ffn_specs
@@ -30,13 +31,16 @@ from heterollm.model import (
     Checkpoint,
     ModelConfig,
     block_norms,
+    expert_specs,
     find_model,
     load_weights,
     op_specs,
     shape_only_weights,
 )
+from heterollm.simulate.experts import AssumedExperts, ExpertUse
+from heterollm.simulate.memory import check_memory
 from heterollm.simulate.phase import PhaseUse, padding_us, splits_of, used
-from heterollm.simulate.plan import assumed_shadows, own_length, planned, profile_of
+from heterollm.simulate.plan import assumed_routing, assumed_shadows, own_length, planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
 from heterollm.simulate.result import SimulationResult, graphs_of, sharing_of
 from heterollm.solver import (
@@ -45,6 +49,7 @@ from heterollm.solver import (
     Plan,
     ShadowChannels,
     SparseAttention,
+    expert_pass,
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -79,7 +84,8 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
     plan = planned(
         _open(replace(alone, numerics=False)), found.name, found.config, specs, request, report, strategy
     )
-    device = _open(request)
+    device, every = _open(request), (*specs, *expert_specs(found.config, specs))
+    check_memory(device, found.name, found.config, every, plan, positions)
     run = _Run(device, found.config, specs, plan, request)
     phases = run.measured(report)
     in_order = None
@@ -109,7 +115,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         attention=request.attention if SHADOW_ATTENTION in request.passes else None,
         pruned=request.pruned,
         outlier_share=request.outlier_share,
-        graphs=graphs_of(device, plan, specs),
+        graphs=graphs_of(device, plan, every),
         sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
         prefill=prefill,
         decode=decode,
@@ -119,6 +125,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         trace=run.trace,
         splits=splits_of(plan, specs, first),
         in_order=in_order,
+        experts=run.experts,
     )
 
 
@@ -132,15 +139,15 @@ def profile_ahead(request: SimulationRequest) -> None:
         return
     found = find_model(request.model)
     device = _open(replace(request, load=None, numerics=False))
-    specs, sparse = _specs(found.config, request), SHADOW_ATTENTION in request.passes
-    profile_of(device, found.name, found.config, specs, silent, sparse=sparse)
+    specs = _specs(found.config, request)
+    profile_of(device, found.name, found.config, specs, silent, request.passes)
 
 
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    sparse = SHADOW_ATTENTION in request.passes
-    return sparse or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
+    adds = SHADOW_ATTENTION in request.passes or expert_pass(request.passes) is not None
+    return adds or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
 
 
 def _open(request: SimulationRequest) -> Device:
@@ -202,6 +209,7 @@ class _Run:
     Attributes:
         tokens: The chosen tokens, the first after the prompt; with numerics the likeliest.
         trace: The recorded passes; None without recording.
+        experts: The rows of a mixture's experts in the prompt; None for a model without.
     """
 
     def __init__(
@@ -219,6 +227,12 @@ class _Run:
         self.request = request
         self.tokens: list[int] = []
         self.trace: Trace | None = None
+        self.experts: ExpertUse | None = None
+        self._expert_rows: ExpertRows | None = None
+        if (routing := assumed_routing(config, request)) is not None:
+            assumed = AssumedExperts(plan, expert_specs(config, specs), routing)
+            self.experts = assumed.use(plan.chunks(request.prompt), graph_memory(device.npu))
+            self._expert_rows = assumed.rows_on_gpu
 
     def measured(self, progress: Progress) -> tuple[PhaseUse, PhaseUse | None]:
         """Return time and resources of prefill and decode."""
@@ -262,6 +276,7 @@ class _Run:
             observer=observer,
             ranges=ranges,
             score_scales=_assumed_scales(self.plan, self.config),
+            expert_rows=self._expert_rows,
         )
 
     def _choose(self, engine: Engine) -> None:
@@ -282,5 +297,6 @@ class _Run:
             clock.recording = False
         spans: list[SimulatedSpan] = list(clock.spans)
         lengths = [length for _, length in self.plan.chunks(tokens)] if phase == "prefill" else [1]
-        wasted_us = padding_us(spans, self.plan, self.specs, phase, lengths)
+        experts = 0.0 if self.experts is None else self.experts.padding_share
+        wasted_us = padding_us(spans, self.plan, self.specs, phase, lengths, experts)
         return used(self.device, phase, tokens, before, begin_us, spans, wasted_us)

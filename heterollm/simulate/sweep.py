@@ -22,7 +22,7 @@ from heterollm.kernels.sim import GpuLoad
 from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync, SimulationRequest
 from heterollm.simulate.row import SimulatedRow
 from heterollm.simulate.run import needs_profile, profile_ahead, simulate
-from heterollm.solver import SHADOW_ATTENTION, PassName
+from heterollm.solver import SHADOW_ATTENTION, PassName, expert_pass
 
 __all__ = ["CLUSTERS", "LARGEST_SWEEP", "Cluster", "expand", "run_case", "run_sweep"]
 
@@ -165,8 +165,8 @@ def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationReq
         if needs_profile(request):
             overrides = tuple(sorted(request.overrides.items()))
             how = request.head_bits, request.forms, request.left_out, request.calibrated, request.precision
-            sparse = SHADOW_ATTENTION in request.passes
-            key = request.model, request.soc, how, overrides, sparse
+            measured = SHADOW_ATTENTION in request.passes, expert_pass(request.passes) is not None
+            key = request.model, request.soc, how, overrides, measured
             found.setdefault(key, request)
     return list(found.values())
 

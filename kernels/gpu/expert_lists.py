@@ -6,6 +6,7 @@ the rows of one expert are neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -109,6 +110,8 @@ class ExpertLists:
             has the least int32.
         places: int32 ``[places, 4]``: expert, first position and number of positions of each step of rows;
             idle steps have the expert -1.
+        counted: Returns the experts in ``places``, and their rows, on a simulated device, which has no lists;
+            None if tokens choose all experts evenly.
     """
 
     chosen: DeviceMemory
@@ -116,6 +119,7 @@ class ExpertLists:
     source: DeviceMemory
     position: DeviceMemory
     places: DeviceMemory
+    counted: Callable[[], tuple[int, int]] | None = None
 
     @staticmethod
     def sizes(shape: ExpertShape) -> dict[str, int]:
@@ -127,7 +131,9 @@ class ExpertLists:
     def allocate(cls, runtime: GpuRuntime, shape: ExpertShape) -> ExpertLists:
         """Return memory for passes of ``shape``."""
         sizes = cls.sizes(shape)
-        return cls(**{name: DeviceMemory(runtime.scratch(size), size) for name, size in sizes.items()})
+        return cls(
+            **{name: DeviceMemory(runtime.scratch(size), size) for name, size in sizes.items()}, counted=None
+        )
 
     def require(self, shape: ExpertShape) -> None:
         """Refuse memory that is too small for passes of ``shape``.

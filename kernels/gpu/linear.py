@@ -382,7 +382,7 @@ class GpuLinear:
                 work = functools.partial(
                     grouped_work,
                     *(self.format, tiles.rows, request.width, pairs.routing, pairs.tokens, held),
-                    *(item_bytes, output_bytes),
+                    *(item_bytes, output_bytes, lists.counted),
                 )
             size = grid.global_size, grid.local_size
             before = self._runtime.launch(kernel, arguments, *size, request.label, before, work=work)

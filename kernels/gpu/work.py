@@ -5,6 +5,7 @@ Only a simulated GPU calls these functions (:meth:`heterollm.kernels.gpu.protoco
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -110,8 +111,9 @@ def grouped_work(
     experts: int,
     input_bytes: int,
     output_bytes: int,
+    counted: Callable[[], tuple[int, int]] | None = None,
 ) -> GpuWork:
-    """Return the work of the linear layers of experts, if the tokens choose all experts evenly.
+    """Return the work of the linear layers of experts.
 
     Args:
         weight: Number format of the weights.
@@ -122,9 +124,10 @@ def grouped_work(
         experts: Experts whose weights the launch has.
         input_bytes: Size of an input.
         output_bytes: Size of an output.
+        counted: Returns the experts that have rows, and the rows; None if tokens choose all experts evenly.
     """
-    share = experts / routing.experts
-    touched, pairs = share * routing.touched(tokens), share * tokens * routing.chosen
+    expected = routing.touched(tokens), tokens * routing.chosen
+    touched, pairs = (experts / routing.experts * own for own in (counted() if counted else expected))
     return GpuWork(
         "linear",
         flops=2 * pairs * rows * columns,

@@ -172,6 +172,9 @@ class MemoryParameters(Struct, frozen=True, forbid_unknown_fields=True):
         int,
         quantity("MiB", "last cache before DRAM: weights of smaller models stay in it", 0, 4096),
     ]
+    available_gib: Annotated[
+        float, quantity("GiB", "memory that a model can take of the phone's; 0 is no limit", 0, 1024)
+    ]
     fine_grained_svm: Annotated[int, quantity("1", "1 if host and GPU share memory without maps", 0, 1)]
 
 
@@ -288,7 +291,8 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
         """Return a short hash of all values: equal hashes mean equal modelled times."""
         values = self.values()
         # No time depends on these.
-        unused = () if self.npu.integer_graphs else INTEGER_PARAMETERS
+        unused: tuple[str, ...] = ("memory.available_gib",)
+        unused += () if self.npu.integer_graphs else INTEGER_PARAMETERS
         if not self.hand_over.maps_beside_kernels:
             unused += ("hand_over.maps_beside_kernels",)
         # Without sharing, profiles and rows stay valid that were made before the parameter existed.

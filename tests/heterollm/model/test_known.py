@@ -5,7 +5,7 @@ import json
 import pytest
 
 from heterollm.base import CheckpointError, UnsupportedModelError
-from heterollm.model import KNOWN_MODELS, find_model, op_specs
+from heterollm.model import KNOWN_MODELS, expert_specs, find_model, op_specs
 
 STATED_BILLIONS = {
     "llama-3-8b": 8.03,
@@ -43,6 +43,10 @@ STATED_BILLIONS = {
     "qwen3-8b": 8.19,
     "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
+    "qwen3-30b-a3b": 30.5,
+    "phi-3.5-moe": 41.9,
+    "mixtral-8x7b": 46.7,
+    "olmoe-1b-7b": 6.92,
 }
 """Parameters by the model cards; a tied head counts once."""
 
@@ -52,6 +56,8 @@ def test_sizes_add_up(name):
     config = KNOWN_MODELS[name].config
     specs = op_specs(config, "w4a16", 128, True)
     weights = sum(spec.rows * spec.columns for spec in specs)
+    for spec in expert_specs(config, specs):
+        weights += spec.experts.experts * spec.columns * (spec.rows + spec.then.columns)
     if not config.tie_word_embeddings:
         weights += config.vocab_size * config.hidden_size
     assert weights / 1e9 == pytest.approx(STATED_BILLIONS[name], rel=0.007)

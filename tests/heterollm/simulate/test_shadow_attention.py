@@ -64,7 +64,7 @@ def test_prompts_are_predicted_with_their_sparse_attention(dense, sparse):
     config = find_model(MODEL, closest=False).config
     device = open_device("sim:snapdragon-8gen3", simulation=Simulation(overrides=LITTLE_GPU))
     specs = op_specs(config, "w4a16", 128, True)
-    profile = profile_of(device, MODEL, config, specs, silent, sparse=True)
+    profile = profile_of(device, MODEL, config, specs, silent, ("shadowattn",))
     model = ProfiledModel(profile, config, specs, "w4a16", "assumed")
     for one in (dense, sparse):
         predicted_us = model.prompt(one.plan, 4096).time_us

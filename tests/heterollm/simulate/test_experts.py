@@ -1,0 +1,192 @@
+"""Mixtures of experts on simulated SoCs: assumed loads, rows of both processors, and what does not fit."""
+
+import json
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from heterollm.base import OptionError, PlanError
+from heterollm.kernels.ops import GraphMemory, Routing
+from heterollm.model import expert_specs, find_model, op_specs
+from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
+from heterollm.simulate.experts import AssumedExperts
+from heterollm.simulate.routing import AssumedRouting
+from heterollm.simulate.sweep import run_case
+from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, ExpertsRequest, level_plan
+
+STEPS = ("npumoe:each", "npumoe:tiers", "npumoe:groups", "npumoe")
+SMALL = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 1024,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 2048,
+    "max_position_embeddings": 1024,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("small") / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
+
+
+def simulated(model, step=None, **options):
+    passes = () if step is None else (step,)
+    given = {"prompt": 256, "decode": 1, "level": "tensor", "plan_for": "prompt"} | options
+    return simulate(SimulationRequest(model, passes=passes, **given))
+
+
+@pytest.fixture(scope="module")
+def steps(small):
+    return {step: simulated(small, step) for step in (None, *STEPS)}
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (16, 2), (8, 2), (64, 8)])
+@pytest.mark.parametrize("imbalance", [1.0, 1.5, 3.0])
+def test_loads_have_the_stated_imbalance_and_every_choice(experts, chosen, imbalance):
+    routing = AssumedRouting(Routing(experts, chosen), imbalance)
+    loads = routing.loads(3, 0, 40_000)
+    assert loads.max() / loads.mean() == pytest.approx(imbalance, rel=0.06)
+    for tokens in (1, 3, 64, 256):
+        own = routing.loads(3, 64, tokens)
+        assert own.sum() == tokens * chosen
+        assert own.max() <= tokens
+
+
+def test_loads_are_drawn_again_alike():
+    routing = Routing(32, 4)
+    one, other = (AssumedRouting(routing, 2.0) for _ in range(2))
+    assert np.array_equal(one.loads(1, 256, 100), other.loads(1, 256, 100))
+    assert not np.array_equal(one.loads(1, 256, 100), one.loads(1, 512, 100))
+    assert not np.array_equal(one.loads(0, 256, 100), one.loads(1, 256, 100))
+    records = one.calibrated(2)
+    assert records == other.calibrated(2)
+    assert [record.layer for record in records] == [0, 1]
+    # The calibration prefers the experts of the layer that the prompt prefers, by other tokens.
+    prompt = one.loads(1, 0, 4096)
+    popular = np.argsort(-prompt, kind="stable")[:8]
+    assert len({*popular} & {*records[1].most_popular(8)}) >= 6
+    assert not np.array_equal(prompt, records[1].counts)
+
+
+@pytest.mark.parametrize("imbalance", [0.5, 4.0, float("nan")])
+def test_impossible_imbalance_is_refused(imbalance):
+    with pytest.raises(OptionError, match="at most 4 times the mean load"):
+        AssumedRouting(Routing(8, 2), imbalance)
+
+
+@pytest.mark.parametrize("overflow", ["gpu", "drop"])
+@pytest.mark.parametrize("capacity", [1, 32, 256])
+def test_no_row_is_lost(small, overflow, capacity):
+    config = find_model(small).config
+    specs = op_specs(config, "w4a16", 128, True)
+    experts = expert_specs(config, specs)
+    plan = level_plan(
+        "gpu", specs, device="any", precision="w4a16", standard_lengths=(1, 256), chunk_length=256
+    )
+    groups = ExpertGroup((3, 5, 0), capacity), ExpertGroup((7,), 64)
+    entry = ExpertsEntry((2, 256), (0, 0), ExpertsPlacement(groups, overflow))
+    plan = structs.replace(plan, experts=(entry,))
+    assumed = AssumedExperts(plan, experts, AssumedRouting(config.routing, 2.0))
+    use = assumed.use(plan.chunks(300), GraphMemory())
+    assert use.pairs == 300 * 4 * 2
+    assert use.npu_pairs + use.gpu_pairs + use.dropped_pairs == use.pairs
+    assert (use.dropped_pairs > 0) is (overflow == "drop" and capacity < 256)
+    assert (use.overflow_pairs > 0) is (overflow == "gpu" and capacity < 256)
+    assert use.npu_rows == 2 * (3 * capacity + 64)
+    assert use.hand_overs == 2
+    by_pass = [
+        assumed.rows_on_gpu(layer, "prefill", *own) for layer in (0, 1) for own in ((256, 0), (44, 256))
+    ]
+    assert sum(rows for _, rows in by_pass) == use.gpu_pairs
+    assert assumed.rows_on_gpu(0, "decode", 1, 300) == (4, 4)
+
+
+def test_each_step_of_the_pass_gains(steps):
+    times_us = {step: result.prefill.elapsed_us for step, result in steps.items()}
+    assert times_us["npumoe"] <= times_us["npumoe:groups"] < times_us["npumoe:each"]
+    assert times_us["npumoe:tiers"] <= times_us["npumoe:each"]
+    assert times_us["npumoe"] < times_us[None]
+    uses = {step: result.experts for step, result in steps.items()}
+    assert uses[None].npu_rows == 0
+    assert uses["npumoe:each"].graphs_per_layer == SMALL["num_experts"]
+    assert uses["npumoe:groups"].graphs_per_layer < SMALL["num_experts"] / 2
+    assert uses["npumoe:tiers"].padding_share < uses["npumoe:each"].padding_share
+    for use in uses.values():
+        assert use.npu_pairs + use.gpu_pairs == use.pairs == 256 * 4 * 2
+    # Decode runs on the GPU alone.
+    assert len({round(result.decode.elapsed_us, 3) for result in steps.values()}) == 1
+
+
+def test_graphs_run_as_often_as_the_plan_says(steps):
+    for step in STEPS:
+        result = steps[step]
+        runs = [
+            span
+            for span in result.prefill.spans
+            if span.processor == "npu" and span.name.startswith("experts")
+        ]
+        assert len(runs) == result.experts.graphs_per_layer * SMALL["num_hidden_layers"]
+
+
+def test_imbalance_changes_times(small, steps):
+    even = simulated(small, "npumoe:tiers", imbalance=1.0)
+    assert even.experts.imbalance == 1.0
+    assert even.prefill.elapsed_us != pytest.approx(steps["npumoe:tiers"].prefill.elapsed_us, rel=0.01)
+    assert even.experts.padding_share != steps["npumoe:tiers"].experts.padding_share
+
+
+def test_equal_cases_have_equal_rows(small):
+    request = SimulationRequest(
+        small, passes=("npumoe",), level="tensor", prompt=64, decode=0, plan_for="prompt"
+    )
+    row, again = run_case(request), run_case(request)
+    assert row.error is None
+    assert row == again
+    assert row.experts["loads"] == "assumed"
+    assert (row.overflow, row.imbalance, row.experts["imbalance"]) == ("gpu", None, 2.0)
+    assert SimulatedRow.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+
+
+def test_dropped_tokens_are_counted(small):
+    result = simulated(small, "npumoe:tiers", experts=ExpertsRequest("drop"))
+    use = result.experts
+    assert use.dropped_pairs > 0
+    assert use.npu_pairs + use.gpu_pairs + use.dropped_pairs == use.pairs
+
+
+def test_what_does_not_fit_is_refused_with_the_sum(small):
+    with pytest.raises(PlanError, match=r"22\.4 of weights \+ 0\.0 of NPU graphs \+ 0\.0 .* > 20\.0 GiB"):
+        simulated("mixtral-8x7b", level="gpu", prompt=32)
+    with pytest.raises(PlanError, match=r"needs NPU graphs of .* leave"):
+        simulated(small, "npumoe:each", overrides={"npu.address_space_gib": 0.03})
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("qwen3-0.6b", {}, "for mixtures of experts"),
+        ("olmoe-1b-7b", {"level": "gpu"}, "another level than gpu"),
+        ("olmoe-1b-7b", {"imbalance": 9.0}, "at most 8 times"),
+    ],
+)
+def test_the_pass_is_refused_where_it_has_no_meaning(model, options, said):
+    with pytest.raises(OptionError, match=said):
+        simulated(model, "npumoe", **options)
