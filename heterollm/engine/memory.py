@@ -85,6 +85,7 @@ def memory_need(
     *,
     hot_channels: Mapping[tuple[int, Group], int] = NO_CHANNELS,
     item_bytes: int = 4,
+    experts_bytes: int | None = None,
 ) -> MemoryNeed:
     """Return the bytes that a model needs.
 
@@ -98,6 +99,7 @@ def memory_need(
         npu: The NPU, whose open graphs never take more than it can address; None counts each slice once.
         hot_channels: Channels of operators with a shadow of outliers, whose float weights stay in memory.
         item_bytes: Size of such a weight.
+        experts_bytes: Memory budget of the experts on the GPU; None for all of them.
     """
     # A late import: without an OpenCL binding, opening the device has raised the error that says so.
     from heterollm.engine.score_slots import SCORE_SLOTS, score_graph_bytes

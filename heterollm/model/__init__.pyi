@@ -2,6 +2,7 @@ from .channel_file import ChannelFile as ChannelFile
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig
+from .expert_reader import ExpertReader as ExpertReader
 from .families import Norm as Norm
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import default_shapes as default_shapes

@@ -47,9 +47,10 @@ from heterollm.model.layout import (
     router_name,
     shortened_blocks,
 )
+from heterollm.model.tensor_file import TensorFile
 from heterollm.model.weight_cache import SLAB_WEIGHTS, ByteProgress, Recipe, cached_tensors, quantized_view
 
-__all__ = ["WEIGHTS_FOLDER", "ModelWeights", "load_weights", "shape_only_weights"]
+__all__ = ["WEIGHTS_FOLDER", "ModelWeights", "beyond_float16", "load_weights", "shape_only_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class ModelWeights:
         linears: The linears of the layers by tensor name; unquantised ones are read on access.
         floats: Norms, biases and routers, float32, by tensor name.
         checkpoint: Source of the float weights; None without values.
+        quantized: File of the quantised weights; None without.
     """
 
     config: ModelConfig
@@ -89,6 +91,7 @@ class ModelWeights:
     linears: Mapping[str, LinearWeight]
     floats: Mapping[str, NDArray[np.float32]]
     checkpoint: Checkpoint | None = None
+    quantized: TensorFile | None = None
 
     @property
     def final_norm(self) -> NDArray[np.float32]:
@@ -165,6 +168,14 @@ class ModelWeights:
         yield from self.floats.items()
 
 
+def beyond_float16(name: str) -> CheckpointError:
+    """Return the error of a tensor with a value that FP16 has not."""
+    return CheckpointError(
+        f"Tensor {name} holds values beyond {np.finfo(np.float16).max:g}, the range of FP16.",
+        fix="Use precision w4a16.",
+    )
+
+
 class _FloatLinears(Mapping[str, LinearWeight]):
     """Unquantised weights, read from the checkpoint on each access, so that memory holds one copy."""
 
@@ -186,10 +197,7 @@ class _FloatLinears(Mapping[str, LinearWeight]):
             with np.errstate(over="ignore"):
                 weight[start:stop] = self._checkpoint.read(name, (rows[0] + start, rows[0] + stop))
             if not np.isfinite(weight[start:stop]).all():
-                raise CheckpointError(
-                    f"Tensor {name} holds values beyond {np.finfo(np.float16).max:g}, the range of FP16.",
-                    fix="Use precision w4a16.",
-                )
+                raise beyond_float16(name)
         return weight
 
     def __iter__(self) -> Iterator[str]:
@@ -280,12 +288,15 @@ def load_weights(
     content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
     float_names = tuple(name for name in expected_tensors(config) if name not in formats)
     recipe = Recipe(content_key, formats, float_names)
+    file = None
     if precision == "fp16":
         linears, floats = _read_tensors(checkpoint, recipe, dtype)
     else:
         shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
-        linears, floats = _quantized_tensors(checkpoint, recipe, shifted, cancelled)
-    return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint)
+        path = cache_root() / WEIGHTS_FOLDER / f"{recipe.key[:32]}.safetensors"
+        file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
+        linears, floats = _quantized_tensors(file, recipe)
+    return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint, file)
 
 
 def shape_only_weights(config: ModelConfig, specs: Sequence[OpSpec]) -> ModelWeights:
@@ -331,6 +342,7 @@ def _model_weights(
     linears: Mapping[str, LinearWeight],
     floats: Mapping[str, NDArray[np.float32]],
     checkpoint: Checkpoint | None = None,
+    quantized: TensorFile | None = None,
 ) -> ModelWeights:
     shapes = expected_tensors(config)
     formats = _formats(config, specs)
@@ -349,6 +361,7 @@ def _model_weights(
         linears=linears,
         floats=floats,
         checkpoint=checkpoint,
+        quantized=quantized,
     )
 
 
@@ -358,12 +371,8 @@ def _read_tensors(checkpoint: Checkpoint, recipe: Recipe, dtype: np.dtype[np.gen
     return _FloatLinears(checkpoint, tuple(recipe.formats), dtype), floats
 
 
-def _quantized_tensors(
-    checkpoint: Checkpoint, recipe: Recipe, progress: ByteProgress | None, cancelled: threading.Event | None
-) -> LoadedTensors:
-    """Return quantised weights, and norms and biases, from the cache; fill it first if necessary."""
-    path = cache_root() / WEIGHTS_FOLDER / f"{recipe.key[:32]}.safetensors"
-    file = cached_tensors(path, checkpoint, recipe, progress, cancelled)
+def _quantized_tensors(file: TensorFile, recipe: Recipe) -> LoadedTensors:
+    """Return quantised weights, and norms and biases, from the cache."""
     floats = {name: file.bits(name) for name in recipe.floats}
     return {name: quantized_view(file, name, weight) for name, weight in recipe.formats.items()}, floats
 
