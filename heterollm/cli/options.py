@@ -29,6 +29,7 @@ __all__ = [
     "Context",
     "DeviceOption",
     "DeviceOptions",
+    "ExpertsGibOption",
     "Format",
     "FormatOption",
     "GroupSize",
@@ -177,6 +178,12 @@ PassOption = Annotated[
         names=PASSES,
     ),
 ]
+ExpertsGibOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Memory of a mixture's experts in GiB; others are read from storage when chosen. Default: all."
+    ),
+]
 RowsOption = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Append each row as a JSON line.")
 ]
@@ -286,6 +293,7 @@ class RunOptions:
     allow_fallback: Annotated[
         bool, typer.Option("--allow-fallback", help="Continue on the GPU when the NPU fails.")
     ] = False
+    experts_gib: ExpertsGibOption = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
-from heterollm.base import OptionError, Progress, format_bytes
+from heterollm.base import CalibrationError, OptionError, Progress, format_bytes
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import DeviceMemory, ExpertShape, GpuLinear, packed_bytes
 from heterollm.kernels.ops import OpSpec
@@ -47,7 +46,8 @@ class ExpertBudget:
     first: tuple[tuple[int, int], ...]
 
 
-class ExpertReads(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ExpertReads:
     """Counts of a budget of experts since the last reset.
 
     Args:
@@ -78,18 +78,19 @@ class ExpertReads(Struct, frozen=True):
 def expert_budget(
     specs: Sequence[OpSpec],
     experts_gib: float,
-    popular: Callable[[int], Sequence[int]] | None = None,
+    popular: Mapping[int, Sequence[int]],
 ) -> ExpertBudget | None:
     """Return the budget of a model's experts; None if it holds all of them.
 
     Args:
         specs: The experts of each layer, by :func:`heterollm.model.expert_specs`.
         experts_gib: Memory for packed weights in GiB.
-        popular: Returns the tokens of each expert of a layer, by which the first residents are chosen; without
-            it those are the first ones of each layer.
+        popular: Tokens of each expert by layer: those with the most are the first residents. Empty for the
+            first experts of each layer.
 
     Raises:
         OptionError: The model has no experts, or the budget does not hold those of a token in one layer.
+        CalibrationError: The tokens are those of another mixture.
     """
     if not specs:
         raise OptionError("A model without experts has no memory of experts.", fix="Leave --experts-gib out.")
@@ -106,11 +107,12 @@ def expert_budget(
             f"{experts_gib:g} GiB hold {slots}.",
             fix=f"Give --experts-gib {max(need, 0.01):g} or more.",
         )
-    tokens = {spec.layer: popular(spec.layer) if popular else [0] * routing.experts for spec in specs}
-    order = sorted(
-        ((spec.layer, expert) for spec in specs for expert in range(routing.experts)),
-        key=lambda own: (-tokens[own[0]][own[1]], own[1], own[0]),
-    )
+    every = [(spec.layer, expert) for spec in specs for expert in range(routing.experts)]
+    if popular and every != [(layer, expert) for layer in popular for expert in range(len(popular[layer]))]:
+        raise CalibrationError(
+            "The calibration has experts of another model.", fix="Calibrate the model that is loaded."
+        )
+    order = sorted(every, key=lambda own: (-popular[own[0]][own[1]] if popular else 0, own[1], own[0]))
     return ExpertBudget(slots, slots * size, tuple(order[:slots]))
 
 

@@ -113,8 +113,10 @@ def memory_need(
         graphs += score_graph_bytes(config, plan, context)
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)
+    if experts_bytes is None:
+        experts_bytes = sum(spec.weight_bytes() for spec in expert_specs(config, specs))
     return MemoryNeed(
-        gpu_weights=sum(spec.weight_bytes() for spec in (*specs, *expert_specs(config, specs))) + embedding,
+        gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding + experts_bytes,
         npu_graphs=graphs,
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
         slots=sum(size for slot, size in slots.items() if slot not in SCORE_SLOTS),

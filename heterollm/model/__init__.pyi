@@ -2,13 +2,13 @@ from .channel_file import ChannelFile as ChannelFile
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig
+from .expert_layout import expert_specs as expert_specs
 from .expert_reader import ExpertReader as ExpertReader
-from .families import Norm as Norm
+from .family import Norm as Norm
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import default_shapes as default_shapes
 from .known import find_model as find_model
 from .layout import block_norms as block_norms
-from .layout import expert_specs as expert_specs
 from .layout import op_specs as op_specs
 from .rope import rope_tables as rope_tables
 from .rope_config import RopeConfig as RopeConfig

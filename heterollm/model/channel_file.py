@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import CheckpointError, atomic_path, locked
 from heterollm.model.checkpoint import Checkpoint
-from heterollm.model.layout import TensorRows
+from heterollm.model.expert_layout import TensorRows
 from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
 
 __all__ = ["ChannelFile", "channel_file"]

@@ -15,7 +15,9 @@ import numpy as np
 
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import Activation, Routing
-from heterollm.model.families import FAMILIES, Family, unsupported
+from heterollm.model.expert_config import EXPERT_COUNTS, read_mixture
+from heterollm.model.families import FAMILIES, unsupported
+from heterollm.model.family import Family
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.rope_config import RopeConfig, read_ropes, read_rotary_dim
 
@@ -24,13 +26,8 @@ __all__ = ["LayerConfig", "ModelConfig"]
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations by their names in ``config.json``."""
 
-EXPERT_COUNTS = ("num_local_experts", "num_experts")
-"""Fields with the number of experts. The first that a configuration has counts; families give the last a
-default."""
-
 MOST_LAYERS = 10_000
-MOST_EXPERTS = 10_000
-"""Limits that refuse a damaged number before any list over layers or experts is made."""
+"""A limit that refuses a damaged number before any list over layers is made."""
 
 OPTIONAL_FEATURES: Mapping[str, str] = {
     "attn_logit_softcapping": "A soft cap on attention scores",
@@ -188,7 +185,7 @@ class ModelConfig:
         attention_scale = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
         if "attention_multiplier" in family.follows:
             attention_scale = fields.positive("attention_multiplier", 1.0)
-        routing, expert_size, dense_size = _mixture(fields, family)
+        routing, expert_size, dense_size = read_mixture(fields, family.mixture)
         return cls(
             model_type=str(fields.get("model_type")),
             family=family.name,
@@ -231,34 +228,6 @@ class ModelConfig:
 
 def _multiplier(fields: JsonFields, family: Family, name: str) -> float:
     return fields.positive(name, 1.0) if name in family.follows else 1.0
-
-
-def _mixture(fields: JsonFields, family: Family) -> tuple[Routing | None, int, int]:
-    """Return the routing, the width of an expert, and that of the feed-forward network of every token."""
-    mixture = family.mixture
-    if mixture is None:
-        return None, 0, fields.count("intermediate_size")
-    # transformers writes either name, whichever the family's publisher took.
-    count = next(name for name in EXPERT_COUNTS if fields.get(name) is not None)
-    experts = fields.count(count, maximum=MOST_EXPERTS)
-    chosen = fields.count("num_experts_per_tok")
-    if chosen > experts:
-        raise fields.fail("num_experts_per_tok", f"at most the {experts} of {count}")
-    if fields.get("mlp_only_layers") or fields.count("decoder_sparse_step", 1) != 1:
-        raise unsupported("A model with experts in some layers alone (mlp_only_layers, decoder_sparse_step)")
-    sparsemixer = mixture.scoring == "sparsemixer"
-    if sparsemixer and chosen != 2:
-        raise fields.fail("num_experts_per_tok", "2, the number that sparsemixer chooses")
-    field = mixture.normalized_field
-    routing = Routing(
-        experts,
-        chosen,
-        mixture.scoring,
-        normalized=fields.flag(field, False) if field else not sparsemixer,
-        jitter=fields.positive("router_jitter_noise") if sparsemixer else 0.0,
-    )
-    shared = fields.count(mixture.shared_field, minimum=0) if mixture.shared_field else 0
-    return routing, fields.count(mixture.width_field), shared
 
 
 def _per_layer(

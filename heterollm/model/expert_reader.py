@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from heterollm.base import CheckpointError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor
 from heterollm.kernels.ops import OpSpec, WeightFormat
-from heterollm.model.layout import TensorRows, expert_rows
+from heterollm.model.expert_layout import TensorRows, expert_rows
 from heterollm.model.tensor_file import DATA_TYPES, TensorFile
 from heterollm.model.weight_cache import CODES, SCALES, ZERO_POINTS
-from heterollm.model.weights import ModelWeights, beyond_float16
+from heterollm.model.weight_views import beyond_float16
+from heterollm.model.weights import ModelWeights
 
 __all__ = ["ExpertReader"]
 
@@ -79,7 +80,7 @@ class ExpertReader:
                 with np.errstate(over="ignore"):
                     np.copyto(value, parts[0].values, casting="unsafe")
                 if not np.isfinite(value).all():
-                    raise beyond_float16(place.name)
+                    raise _unusable(place.name, parts[0].values)
             found.append(value)
         return found[:-1], found[-1:]
 
@@ -194,6 +195,13 @@ class _Stream:
             f"{self._file.path} changed while the model was loaded, so that its experts cannot be read.",
             fix="Load the model again.",
         )
+
+
+def _unusable(name: str, values: NDArray[Any]) -> CheckpointError:
+    """Return the error of a tensor whose values are not finite, or not in the range of its format."""
+    if np.isfinite(values.astype(np.float32)).all():
+        return beyond_float16(name)
+    return CheckpointError(f"Tensor {name} holds NaN or infinite values.", fix="Download it again.")
 
 
 def _weight(weight: WeightFormat, parts: Sequence[_Part]) -> LinearWeight:

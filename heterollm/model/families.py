@@ -8,153 +8,34 @@ the model's file in https://github.com/huggingface/transformers/tree/main/src/tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
 
 from heterollm.base import UnsupportedModelError
-from heterollm.kernels.ops import Group, Scoring
+from heterollm.kernels.ops import Group
+from heterollm.model.family import (
+    HEAD_NORMS,
+    NORMS,
+    ROPE_KINDS,
+    SEPARATE,
+    Family,
+    Norm,
+    TensorNames,
+    every_layer,
+)
 from heterollm.model.json_fields import JsonFields
+from heterollm.model.mixtures import MIXTURES
 
-__all__ = ["FAMILIES", "ROPE_KINDS", "Family", "Mixture", "Norm", "RopeKind", "TensorNames", "unsupported"]
-
-Norm = Literal[
-    "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
-]
-"""Norms of a layer: of the inputs and outputs of attention and feed-forward, and of the heads of q and k."""
-
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
-
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-"""The supported RoPE scalings."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorNames:
-    """The tensor names of a family in its Hugging Face checkpoints.
-
-    Args:
-        modules: For each group of a layer, the module of each member, below the prefix. Members that share a
-            module are stacked in its tensor.
-        norms: For each norm of a layer, the module.
-        layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
-        embedding: Module of the token embedding.
-        final_norm: Module of the norm before the head.
-        head: Module of an untied LM head.
-    """
-
-    modules: Mapping[Group, Mapping[str, str]]
-    norms: Mapping[Norm, str]
-    layer: str = "model.layers.{layer}."
-    embedding: str = "model.embed_tokens"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """The mixture of experts in each layer of a family.
-
-    Args:
-        router: Module of the router, below the layer's prefix.
-        members: Module of gate, up and down, with ``{expert}`` for the number of an expert; without it the
-            tensor ``[experts, rows, k]`` holds all experts, and members that share it follow each other.
-        width_field: Field with the width of an expert.
-        shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
-            without them.
-        scoring: Function from the router's logits to the scores. ``sparsemixer`` chooses the largest logit,
-            then the largest of the others; the weight of each is its share in the softmax over the logits
-            near it (https://arxiv.org/abs/2409.12136).
-        normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
-    """
-
-    router: str
-    members: Mapping[str, str]
-    width_field: str = "intermediate_size"
-    shared_field: str = ""
-    scoring: Scoring = "softmax"
-    normalized_field: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The properties of a model type.
-
-    Args:
-        name: Display name.
-        covers: Well-known models of the family.
-        architecture: The class in transformers.
-        tensors: Tensor names; a layer has the norms that they list.
-        defaults: Default values of ``config.json`` that differ from Llama's.
-        follows: Supported optional fields; other families refuse one that changes the result.
-        always_biased: Groups that have biases regardless of the configuration.
-        slides: Whether a layer has the sliding window if ``layer_types`` is missing; None in a family
-            without windows.
-        rope_aliases: Other names of RoPE types.
-        norm_offset: Added to the stored weight of every norm.
-        scales_embedding: Whether the embedding is multiplied by the square root of its width.
-        mixture: The experts of its layers; None in a family without them.
-        centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
-        joint_head_norms: Whether the norm of q, and that of k, spans all heads.
-        published_code: The class in ``auto_map`` of official checkpoints that predate the family's support in
-            transformers; any other code is refused. The class may also stand for the architecture.
-        bos_ids: Default of ``bos_token_id``.
-        eos_ids: Default of ``eos_token_id``.
-    """
-
-    name: str
-    covers: str
-    architecture: str
-    tensors: TensorNames
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    follows: frozenset[str] = frozenset()
-    always_biased: frozenset[Group] = frozenset()
-    slides: Callable[[JsonFields, int], bool] | None = None
-    rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
-    norm_offset: float = 0.0
-    scales_embedding: bool = False
-    mixture: Mixture | None = None
-    centered_norms: bool = False
-    joint_head_norms: bool = False
-    published_code: str | None = None
-    bos_ids: tuple[int, ...] = ()
-    eos_ids: tuple[int, ...] = ()
-
+__all__ = ["FAMILIES", "unsupported"]
 
 # ---- tensor names ---------------------------------------------------------------------------------------
 
-SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
-        "o": {"o": "self_attn.o_proj"},
-        "gate_up": {"gate": "mlp.gate_proj", "up": "mlp.up_proj"},
-        "down": {"down": "mlp.down_proj"},
-    }
-)
 FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
     {
         **SEPARATE,
         "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj"),
         "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
     }
-)
-ATTENTION: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {group: SEPARATE[group] for group in ("qkv", "o")}
-)
-SHARED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        **ATTENTION,
-        "gate_up": dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"),
-        "down": {"down": "shared_mlp.output_linear"},
-    }
-)
-
-NORMS: Mapping[Norm, str] = MappingProxyType(
-    {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
-)
-HEAD_NORMS: Mapping[Norm, str] = MappingProxyType(
-    {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}
 )
 SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
     {
@@ -166,30 +47,7 @@ SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
 )
 
 
-# ---- mixtures of experts --------------------------------------------------------------------------------
-
-NAMED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {member: f"mlp.experts.{{expert}}.{member}_proj" for member in ("gate", "up", "down")}
-)
-NUMBERED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {
-        member: f"block_sparse_moe.experts.{{expert}}.{name}"
-        for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    }
-)
-STACKED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("gate", "up"), "block_sparse_moe.input_linear"),
-        "down": "block_sparse_moe.output_linear",
-    }
-)
-
 # ---- layers with a sliding window -----------------------------------------------------------------------
-
-
-def every_layer(_fields: JsonFields, _layer: int) -> bool:
-    """Return true."""
-    return True
 
 
 def after_full_layers(fields: JsonFields, layer: int) -> bool:
@@ -233,12 +91,6 @@ GEMMA: Mapping[str, object] = MappingProxyType(
 )
 GEMMA_FIELDS = frozenset(
     {"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
-)
-GRANITE_FIELDS = frozenset(
-    {
-        *("attention_bias", "attention_multiplier", "embedding_multiplier"),
-        *("residual_multiplier", "logits_scaling"),
-    }
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -348,100 +200,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             bos_ids=(128000,),
             eos_ids=(128001,),
         ),
-        "mixtral": Family(
-            name="Mixtral",
-            covers="Mixtral",
-            architecture="MixtralForCausalLM",
-            tensors=TensorNames(ATTENTION, NORMS),
-            mixture=Mixture("block_sparse_moe.gate", NUMBERED_EXPERTS),
-            defaults={
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1_000_000.0,
-                "num_experts": 8,
-                "num_experts_per_tok": 2,
-            },
-            slides=every_layer,
-            bos_ids=(1,),
-            eos_ids=(2,),
-        ),
-        "qwen3_moe": Family(
-            name="Qwen3-MoE",
-            covers="Qwen3-MoE",
-            architecture="Qwen3MoeForCausalLM",
-            tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
-            mixture=Mixture(
-                "mlp.gate",
-                NAMED_EXPERTS,
-                width_field="moe_intermediate_size",
-                normalized_field="norm_topk_prob",
-            ),
-            defaults={
-                "num_key_value_heads": 4,
-                "sliding_window": 4096,
-                "moe_intermediate_size": 768,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-            },
-            follows=frozenset({"use_sliding_window", "attention_bias"}),
-            slides=every_layer,
-        ),
-        "olmoe": Family(
-            name="OLMoE",
-            covers="OLMoE",
-            architecture="OlmoeForCausalLM",
-            tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
-            mixture=Mixture("mlp.gate", NAMED_EXPERTS, normalized_field="norm_topk_prob"),
-            defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
-            follows=frozenset({"attention_bias", "clip_qkv"}),
-            joint_head_norms=True,
-            eos_ids=(50279,),
-        ),
-        "phimoe": Family(
-            name="Phi-MoE",
-            covers="Phi-3.5-MoE and Phi-mini-MoE",
-            architecture="PhimoeForCausalLM",
-            tensors=TensorNames(ATTENTION, NORMS),
-            mixture=Mixture("block_sparse_moe.gate", NUMBERED_EXPERTS, scoring="sparsemixer"),
-            defaults={
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1_000_000.0,
-                "num_experts": 16,
-                "num_experts_per_tok": 2,
-                "router_jitter_noise": 0.01,
-            },
-            follows=frozenset({"attention_bias", "lm_head_bias", "short_mscale"}),
-            slides=every_layer,
-            centered_norms=True,
-            published_code="modeling_phimoe.PhiMoEForCausalLM",
-            bos_ids=(1,),
-            eos_ids=(2,),
-        ),
-        "granitemoe": Family(
-            name="Granite MoE",
-            covers="Granite 3.0 and 3.1 with experts",
-            architecture="GraniteMoeForCausalLM",
-            tensors=TensorNames(ATTENTION, NORMS),
-            mixture=Mixture("block_sparse_moe.router.layer", STACKED_EXPERTS),
-            defaults={"num_experts": 8, "num_experts_per_tok": 2},
-            follows=GRANITE_FIELDS,
-            bos_ids=(1,),
-            eos_ids=(2,),
-        ),
-        "granitemoeshared": Family(
-            name="Granite MoE with shared experts",
-            covers="Granite MoE with shared experts",
-            architecture="GraniteMoeSharedForCausalLM",
-            tensors=TensorNames(SHARED, NORMS),
-            mixture=Mixture(
-                "block_sparse_moe.router.layer", STACKED_EXPERTS, shared_field="shared_intermediate_size"
-            ),
-            defaults={"num_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
-            follows=GRANITE_FIELDS,
-            bos_ids=(1,),
-            eos_ids=(2,),
-        ),
+        **MIXTURES,
     }
 )
 """The supported values of ``model_type``."""

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
-
-from msgspec import structs
 
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, Scales, WeightFormat
 from heterollm.model.config import ModelConfig
-from heterollm.model.families import FAMILIES, Mixture, Norm, TensorNames
+from heterollm.model.expert_layout import TensorRows, expert_tensors
+from heterollm.model.families import FAMILIES
+from heterollm.model.family import Norm, TensorNames
 
 __all__ = [
     "HEAD_LAYER",
-    "TensorRows",
     "bias_names",
     "block_norms",
     "embedding_name",
     "expected_tensors",
-    "expert_rows",
-    "expert_specs",
     "final_norm_bias_name",
     "final_norm_name",
     "head_name",
@@ -35,7 +31,6 @@ __all__ = [
     "norm_bias_name",
     "norm_name",
     "op_specs",
-    "router_name",
     "shortened_blocks",
 ]
 
@@ -49,15 +44,6 @@ EMBEDDING_BITS: Literal[8] = 8
 """Bits of embedding and LM head, always symmetric: in 8 bits a zero point has no measurable gain."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRows:
-    """The rows ``[start, stop)`` of a tensor that hold a linear's weight."""
-
-    name: str
-    start: int
-    stop: int
-
-
 SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
     {
         "qkv": ("attention_input", "qkv"),
@@ -65,7 +51,6 @@ SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
         "gate_up": ("feed_forward_input", "gate_up"),
         "down": ("activated", "feed_forward_delta"),
         "head": ("head_input", "logits"),
-        "experts": ("feed_forward_input", "feed_forward_delta"),
     }
 )
 """Input and output of each group."""
@@ -97,28 +82,6 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
             start = used.get(name, 0)
             used[name] = start + _rows(config, member)
             found[group][member] = TensorRows(name, start, used[name])
-    return found
-
-
-def router_name(config: ModelConfig, layer: int) -> str:
-    """Return the tensor name of a router's weight, ``[experts, hidden]``."""
-    return f"{_tensors(config).layer.format(layer=layer)}{_mixture(config).router}.weight"
-
-
-def expert_rows(config: ModelConfig, layer: int, expert: int) -> dict[str, TensorRows]:
-    """Return the weight's tensor and rows of gate, up and down of an expert.
-
-    Rows of a stacked tensor ``[experts, rows, k]`` count through all experts.
-    """
-    prefix = _tensors(config).layer.format(layer=layer)
-    members = _mixture(config).members
-    found: dict[str, TensorRows] = {}
-    for member, module in members.items():
-        together = [other for other, own in members.items() if own == module]
-        rows = config.hidden_size if member == "down" else config.expert_size
-        before = together.index(member) + (0 if "{expert}" in module else expert * len(together))
-        name = f"{prefix}{module.format(expert=expert)}.weight"
-        found[member] = TensorRows(name, before * rows, (before + 1) * rows)
     return found
 
 
@@ -215,21 +178,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 if config.centered_norms:
                     shapes[norm_bias_name(config, layer, norm)] = (_norm_width(config, norm),)
             if config.routing is not None:
-                shapes |= _expert_tensors(config, layer, config.routing.experts)
-    return shapes
-
-
-def _expert_tensors(config: ModelConfig, layer: int, experts: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the router's tensor, and of those of the experts, of a layer."""
-    shapes: dict[str, tuple[int, ...]] = {router_name(config, layer): (experts, config.hidden_size)}
-    stacked = "{expert}" not in _mixture(config).members["down"]
-    for member, rows in expert_rows(config, layer, experts - 1).items():
-        columns = config.expert_size if member == "down" else config.hidden_size
-        if stacked:
-            shapes[rows.name] = (experts, rows.stop // experts, columns)
-        else:
-            for expert in range(experts):
-                shapes[expert_rows(config, layer, expert)[member].name] = (rows.stop, columns)
+                shapes |= expert_tensors(config, layer, config.routing.experts)
     return shapes
 
 
@@ -244,7 +193,7 @@ def op_specs(
 ) -> tuple[OpSpec, ...]:
     """List every group of every layer that a plan places, in order of execution, and the head.
 
-    The experts of a mixture, which only the GPU computes, are in :func:`expert_specs`.
+    The experts of a mixture, which only the GPU computes, are in :func:`heterollm.model.expert_specs`.
 
     At ``w4a16`` and ``w4a8`` the layers have 4 bits and the head 8; at ``w4a8`` all groups, including the
     head, read inputs that are rounded to int8. At ``w8a8`` all have 8 bits, the layers with one scale for a
@@ -286,41 +235,6 @@ def op_specs(
     return (*layers, spec(HEAD_LAYER, "head"))
 
 
-def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, ...]:
-    """List the experts of every layer, in the formats of the model's other groups.
-
-    Args:
-        config: The model.
-        specs: Those groups, by :func:`op_specs`.
-
-    Raises:
-        OptionError: No legal block divides the inputs of an expert.
-    """
-    if config.routing is None:
-        return ()
-    like, size = specs[0], config.expert_size
-    source, target = SOURCES["experts"]
-
-    def weight(columns: int) -> WeightFormat:
-        block = effective_block(columns, max(spec.weight.block for spec in specs)) if like.weight.block else 0
-        return structs.replace(like.weight, block=block)
-
-    def spec(layer: int) -> OpSpec:
-        down = replace(like, group="experts", layer=layer, members=(Member("down", config.hidden_size),))
-        down = replace(down, columns=size, weight=weight(size), source="activated", target=target)
-        return replace(
-            down,
-            members=(Member("gate", size), Member("up", size)),
-            columns=config.hidden_size,
-            weight=weight(config.hidden_size),
-            source=source,
-            then=down,
-            experts=config.routing,
-        )
-
-    return tuple(spec(layer) for layer in range(config.layers))
-
-
 def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str]:
     """Yield a note for each width whose block is smaller than requested."""
     found = {spec.columns: spec for spec in reversed(specs) if spec.weight.quantized}
@@ -338,12 +252,6 @@ def _tensors(config: ModelConfig) -> TensorNames:
 
 def _bias_name(name: str) -> str:
     return f"{name.removesuffix('.weight')}.bias"
-
-
-def _mixture(config: ModelConfig) -> Mixture:
-    mixture = FAMILIES[config.model_type].mixture
-    assert mixture is not None  # the model has experts
-    return mixture
 
 
 def _norm_width(config: ModelConfig, norm: Norm) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, OptionError
-from heterollm.model.families import RopeKind
+from heterollm.model.family import RopeKind
 from heterollm.model.rope_config import RopeConfig
 
 __all__ = ["inverse_frequencies", "rope_tables"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from heterollm.model.families import ROPE_KINDS, Family, RopeKind, unsupported
+from heterollm.model.families import unsupported
+from heterollm.model.family import ROPE_KINDS, Family, RopeKind
 from heterollm.model.json_fields import JsonFields
 
 __all__ = ["RopeConfig", "read_ropes", "read_rotary_dim"]

@@ -10,7 +10,8 @@ from typing import Literal
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import OpSpec, Precision, Scales, ffn_specs
 from heterollm.model.config import ModelConfig
-from heterollm.model.layout import HEAD_LAYER, expert_specs, op_specs
+from heterollm.model.expert_layout import expert_specs
+from heterollm.model.layout import HEAD_LAYER, op_specs
 
 __all__ = ["ModelShape", "model_shape", "read_config", "shape_of_specs"]
 

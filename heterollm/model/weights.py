@@ -7,12 +7,12 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from heterollm.base import CheckpointError, cache_root
+from heterollm.base import cache_root
 from heterollm.kernels.formats import (
     QUANTIZER_VERSION,
     STEPPED_VERSION,
@@ -27,15 +27,13 @@ from heterollm.kernels.ops import Group, OpSpec, Precision, Scales, WeightFormat
 from heterollm.model.channel_file import ChannelFile, channel_file
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
-from heterollm.model.families import Norm
+from heterollm.model.expert_layout import expert_rows, expert_specs, router_name
+from heterollm.model.family import Norm
 from heterollm.model.layout import (
     HEAD_LAYER,
-    TensorRows,
     bias_names,
     embedding_name,
     expected_tensors,
-    expert_rows,
-    expert_specs,
     final_norm_bias_name,
     final_norm_name,
     linear_names,
@@ -44,13 +42,13 @@ from heterollm.model.layout import (
     norm_bias_name,
     norm_name,
     op_specs,
-    router_name,
     shortened_blocks,
 )
 from heterollm.model.tensor_file import TensorFile
-from heterollm.model.weight_cache import SLAB_WEIGHTS, ByteProgress, Recipe, cached_tensors, quantized_view
+from heterollm.model.weight_cache import ByteProgress, Recipe, cached_tensors, quantized_view
+from heterollm.model.weight_views import FloatLinears, Members
 
-__all__ = ["WEIGHTS_FOLDER", "ModelWeights", "beyond_float16", "load_weights", "shape_only_weights"]
+__all__ = ["WEIGHTS_FOLDER", "ModelWeights", "load_weights", "shape_only_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ class ModelWeights:
         """
         assert self.config.routing is not None  # the model has experts
         every = (expert_rows(self.config, layer, expert) for expert in range(self.config.routing.experts))
-        return _Members(self.linears, tuple(rows[member] for rows in every for member in members))
+        return Members(self.linears, tuple(rows[member] for rows in every for member in members))
 
     def router(self, layer: int) -> NDArray[np.float32]:
         """Return the weight ``[experts, hidden]`` of a layer's router."""
@@ -166,71 +164,6 @@ class ModelWeights:
         for name in self.linears:
             yield name, _as_float32(self.linears[name]).reshape(shapes[name])
         yield from self.floats.items()
-
-
-def beyond_float16(name: str) -> CheckpointError:
-    """Return the error of a tensor with a value that FP16 has not."""
-    return CheckpointError(
-        f"Tensor {name} holds values beyond {np.finfo(np.float16).max:g}, the range of FP16.",
-        fix="Use precision w4a16.",
-    )
-
-
-class _FloatLinears(Mapping[str, LinearWeight]):
-    """Unquantised weights, read from the checkpoint on each access, so that memory holds one copy."""
-
-    def __init__(self, checkpoint: Checkpoint, names: tuple[str, ...], dtype: np.dtype[Any]) -> None:
-        self._checkpoint = checkpoint
-        self._names = names
-        self._dtype = dtype
-
-    def __getitem__(self, name: str) -> LinearWeight:
-        return self.rows(name, (0, self._checkpoint.matrix_shape(name)[0]))
-
-    def rows(self, name: str, rows: tuple[int, int]) -> LinearWeight:
-        """Return the rows ``[start, stop)`` of a weight."""
-        columns = self._checkpoint.matrix_shape(name)[1]
-        weight = np.empty((rows[1] - rows[0], columns), self._dtype)
-        rows_at_once = max(1, SLAB_WEIGHTS // columns)
-        for start in range(0, len(weight), rows_at_once):
-            stop = min(start + rows_at_once, len(weight))
-            with np.errstate(over="ignore"):
-                weight[start:stop] = self._checkpoint.read(name, (rows[0] + start, rows[0] + stop))
-            if not np.isfinite(weight[start:stop]).all():
-                raise beyond_float16(name)
-        return weight
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class _Members(Sequence[LinearWeight]):
-    """Rows of tensors, each read on access, so that the members of a group are never in memory at once."""
-
-    def __init__(self, linears: Mapping[str, LinearWeight], places: Sequence[TensorRows]) -> None:
-        self._linears = linears
-        self._places = places
-
-    @overload
-    def __getitem__(self, index: int) -> LinearWeight: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LinearWeight]: ...
-
-    def __getitem__(self, index: int | slice) -> LinearWeight | Sequence[LinearWeight]:
-        if isinstance(index, slice):
-            return _Members(self._linears, self._places[index])
-        place = self._places[index]
-        rows = place.start, place.stop
-        if isinstance(self._linears, _FloatLinears):
-            return self._linears.rows(place.name, rows)
-        return take_rows(self._linears[place.name], [rows])
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 def load_weights(
@@ -368,7 +301,7 @@ def _model_weights(
 def _read_tensors(checkpoint: Checkpoint, recipe: Recipe, dtype: np.dtype[np.generic]) -> LoadedTensors:
     """Return unquantised weights, and norms and biases, from the checkpoint."""
     floats = {name: checkpoint.read(name) for name in recipe.floats}
-    return _FloatLinears(checkpoint, tuple(recipe.formats), dtype), floats
+    return FloatLinears(checkpoint, tuple(recipe.formats), dtype), floats
 
 
 def _quantized_tensors(file: TensorFile, recipe: Recipe) -> LoadedTensors:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypedDict, get_args
 
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS, Sync
+from heterollm.kernels.sim import is_simulated
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
 from heterollm.model import ModelConfig
 from heterollm.planning.passes import check_pass
@@ -55,6 +57,8 @@ class LoadOptions:
             faster policy for each group, by the device's profile). The solver needs none.
         allow_fallback: Go on with the GPU alone when the NPU fails, with a note.
         trace: Record every pass.
+        experts_gib: Memory in GiB for the weights of a mixture's experts on the GPU; other experts are read
+            from storage when they are chosen. None for all of them.
 
     Raises:
         OptionError: An option is not legal; the message names it.
@@ -77,6 +81,7 @@ class LoadOptions:
     length_policy: LengthPolicy = "padding"
     allow_fallback: bool = False
     trace: bool = False
+    experts_gib: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.plan, str | Path | Plan):
@@ -103,6 +108,7 @@ class LoadOptions:
                 fix="Run `heterollm calibrate MODEL --precision w8a8 -o FILE` and give --calibration FILE, "
                 "or choose plan gpu, which computes with float activations.",
             )
+        check_experts_gib(self.experts_gib, self.device)
         for what, given, legal in (
             ("power", self.power, POWERS),
             ("sync", self.sync, SYNC_OPTIONS),
@@ -134,6 +140,28 @@ class LoadKeywords(TypedDict, total=False):
     length_policy: LengthPolicy
     allow_fallback: bool
     trace: bool
+    experts_gib: float | None
+
+
+def check_experts_gib(experts_gib: float | None, device: str) -> None:
+    """Refuse a memory budget of experts that is no size, or that the device cannot have.
+
+    Raises:
+        OptionError: It is not legal; the message says why.
+    """
+    if experts_gib is None:
+        return
+    number = isinstance(experts_gib, int | float) and not isinstance(experts_gib, bool)
+    if not number or not 0 < experts_gib < math.inf:
+        raise OptionError(
+            f"The memory of experts is {experts_gib!r:.80} GiB.", fix="Give a number above 0, such as 1.5."
+        )
+    if is_simulated(device):
+        raise OptionError(
+            "A simulated device has no storage to read experts from, so that a budget of their memory would "
+            "cost it no time.",
+            fix="Leave --experts-gib out, or choose another device.",
+        )
 
 
 def check_weights(precision: object, group_size: object, symmetric: object, scales: object = "free") -> None:

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
+from heterollm.kernels.ops import ffn_specs
 from heterollm.planning.load_options import CHUNK_LENGTH
 from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.planning.profiled_model import ProfiledModel
@@ -200,15 +201,21 @@ def _prompts(model: ProfiledModel, request: PlanRequest) -> dict[int, float]:
 
 
 def _check_level(model: ProfiledModel, request: PlanRequest) -> None:
-    """Refuse a level requested by name that lacks measurements and would give the plan of another level.
+    """Refuse a level requested by name that would give the plan of another level.
 
     Raises:
+        OptionError: The model has no operator that the level places.
         ProfileError: The profile lacks measurements that the level needs.
     """
     if request.level == "auto" or model.limits is None:
         return
     if not model.has_linears:
         raise model.unmeasured("linear layers")
+    if request.level == "block" and not ffn_specs(model.specs):
+        raise OptionError(
+            "The model's layers have no feed-forward network that level block can place as one operator.",
+            fix="Choose --plan tensor.",
+        )
     if request.level == "block" and not model.has_ffn:
         raise model.unmeasured("feed-forward networks")
 

@@ -9,7 +9,8 @@ import pytest
 from heterollm.base import CheckpointError, cache_root
 from heterollm.model import Checkpoint, ModelConfig, load_weights
 from heterollm.model.channel_file import channel_file
-from heterollm.model.layout import TensorRows, linear_rows
+from heterollm.model.expert_layout import TensorRows
+from heterollm.model.layout import linear_rows
 from heterollm.model.weights import WEIGHTS_FOLDER
 
 

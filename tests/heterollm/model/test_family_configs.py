@@ -7,8 +7,9 @@ import pytest
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Member
 from heterollm.model import ModelConfig, op_specs
+from heterollm.model.expert_layout import TensorRows
 from heterollm.model.families import FAMILIES
-from heterollm.model.layout import TensorRows, expected_tensors, layer_norms, linear_rows
+from heterollm.model.layout import expected_tensors, layer_norms, linear_rows
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,8 @@ import pytest
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Routing
 from heterollm.model import Checkpoint, ModelConfig, expert_specs, load_weights, op_specs
-from heterollm.model.layout import TensorRows, expected_tensors, expert_rows
+from heterollm.model.expert_layout import TensorRows, expert_rows
+from heterollm.model.layout import expected_tensors
 
 transformers = pytest.importorskip("transformers")
 

@@ -297,6 +297,19 @@ def test_a_profile_without_blocks_has_level_tensor(profile, folder) -> None:
     assert "heterollm profile MODEL --device host --precision w4a16" in caught.value.fix
 
 
+def test_level_block_needs_a_feed_forward_network(profile, tmp_path) -> None:
+    """A mixture has one only with shared experts."""
+    sizes = {**FIELDS, "num_hidden_layers": 2, "shared_intermediate_size": 768}
+    for family in ("granitemoe", "granitemoeshared"):
+        (tmp_path / family).mkdir()
+        (tmp_path / family / "config.json").write_text(json.dumps({**sizes, "model_type": family}))
+    with pytest.raises(OptionError, match="no feed-forward network that level block") as caught:
+        solved(profile, tmp_path / "granitemoe", context=64, level="block")
+    assert "--plan tensor" in caught.value.fix
+    assert solved(profile, tmp_path / "granitemoe", context=64).plan.level == "tensor"
+    assert solved(profile, tmp_path / "granitemoeshared", context=64, level="block").plan.level == "block"
+
+
 @pytest.mark.parametrize("level", ["tensor", "block"])
 def test_a_precision_that_was_not_measured_is_named(profile, folder, level) -> None:
     """Another precision's linears say nothing of this one's: the plan would be the GPU's in silence."""

@@ -1,0 +1,107 @@
+"""Lists the tensors and the operators of a mixture's routers and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from heterollm.kernels.formats import effective_block
+from heterollm.kernels.ops import Member, OpSpec, WeightFormat
+from heterollm.model.config import ModelConfig
+from heterollm.model.families import FAMILIES
+from heterollm.model.family import Mixture
+
+__all__ = ["TensorRows", "expert_rows", "expert_specs", "expert_tensors", "router_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """The rows ``[start, stop)`` of a tensor that hold a linear's weight."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def router_name(config: ModelConfig, layer: int) -> str:
+    """Return the tensor name of a router's weight, ``[experts, hidden]``."""
+    return f"{_layer_prefix(config, layer)}{_mixture(config).router}.weight"
+
+
+def expert_rows(config: ModelConfig, layer: int, expert: int) -> dict[str, TensorRows]:
+    """Return the weight's tensor and rows of gate, up and down of an expert.
+
+    Rows of a stacked tensor ``[experts, rows, k]`` count through all experts.
+    """
+    prefix = _layer_prefix(config, layer)
+    members = _mixture(config).members
+    found: dict[str, TensorRows] = {}
+    for member, module in members.items():
+        together = [other for other, own in members.items() if own == module]
+        rows = config.hidden_size if member == "down" else config.expert_size
+        before = together.index(member) + (0 if "{expert}" in module else expert * len(together))
+        name = f"{prefix}{module.format(expert=expert)}.weight"
+        found[member] = TensorRows(name, before * rows, (before + 1) * rows)
+    return found
+
+
+def expert_tensors(config: ModelConfig, layer: int, experts: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the router's tensor, and of those of the experts, of a layer."""
+    shapes: dict[str, tuple[int, ...]] = {router_name(config, layer): (experts, config.hidden_size)}
+    stacked = "{expert}" not in _mixture(config).members["down"]
+    for member, rows in expert_rows(config, layer, experts - 1).items():
+        columns = config.expert_size if member == "down" else config.hidden_size
+        if stacked:
+            shapes[rows.name] = (experts, rows.stop // experts, columns)
+        else:
+            for expert in range(experts):
+                shapes[expert_rows(config, layer, expert)[member].name] = (rows.stop, columns)
+    return shapes
+
+
+def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, ...]:
+    """List the experts of every layer, in the formats of the model's other groups.
+
+    Args:
+        config: The model.
+        specs: Those groups, by :func:`op_specs`.
+
+    Raises:
+        OptionError: No legal block divides the inputs of an expert.
+    """
+    if config.routing is None:
+        return ()
+    like, size = specs[0], config.expert_size
+
+    def weight(columns: int) -> WeightFormat:
+        block = effective_block(columns, max(spec.weight.block for spec in specs)) if like.weight.block else 0
+        return structs.replace(like.weight, block=block)
+
+    def spec(layer: int) -> OpSpec:
+        down = replace(like, group="experts", layer=layer, members=(Member("down", config.hidden_size),))
+        down = replace(
+            down, columns=size, weight=weight(size), source="activated", target="feed_forward_delta"
+        )
+        return replace(
+            down,
+            members=(Member("gate", size), Member("up", size)),
+            columns=config.hidden_size,
+            weight=weight(config.hidden_size),
+            source="feed_forward_input",
+            then=down,
+            experts=config.routing,
+        )
+
+    return tuple(spec(layer) for layer in range(config.layers))
+
+
+def _layer_prefix(config: ModelConfig, layer: int) -> str:
+    return FAMILIES[config.model_type].tensors.layer.format(layer=layer)
+
+
+def _mixture(config: ModelConfig) -> Mixture:
+    mixture = FAMILIES[config.model_type].mixture
+    assert mixture is not None  # the model has experts
+    return mixture

@@ -1,0 +1,147 @@
+"""The parts of a declaration of a model family, and tensor names that many families have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from heterollm.kernels.ops import Group, Scoring
+from heterollm.model.json_fields import JsonFields
+
+__all__ = [
+    "HEAD_NORMS",
+    "NORMS",
+    "ROPE_KINDS",
+    "SEPARATE",
+    "Family",
+    "Mixture",
+    "Norm",
+    "RopeKind",
+    "TensorNames",
+    "every_layer",
+]
+
+Norm = Literal[
+    "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
+]
+"""Norms of a layer: of the inputs and outputs of attention and feed-forward, and of the heads of q and k."""
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+"""The supported RoPE scalings."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The tensor names of a family in its Hugging Face checkpoints.
+
+    Args:
+        modules: For each group of a layer, the module of each member, below the prefix. Members that share a
+            module are stacked in its tensor.
+        norms: For each norm of a layer, the module.
+        layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
+        embedding: Module of the token embedding.
+        final_norm: Module of the norm before the head.
+        head: Module of an untied LM head.
+    """
+
+    modules: Mapping[Group, Mapping[str, str]]
+    norms: Mapping[Norm, str]
+    layer: str = "model.layers.{layer}."
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The mixture of experts in each layer of a family.
+
+    Args:
+        router: Module of the router, below the layer's prefix.
+        members: Module of gate, up and down, with ``{expert}`` for the number of an expert; without it the
+            tensor ``[experts, rows, k]`` holds all experts, and members that share it follow each other.
+        width_field: Field with the width of an expert.
+        shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
+            without them.
+        scoring: Function from the router's logits to the scores. ``sparsemixer`` chooses the largest logit,
+            then the largest of the others; the weight of each is its share in the softmax over the logits
+            near it (https://arxiv.org/abs/2409.12136).
+        normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
+    """
+
+    router: str
+    members: Mapping[str, str]
+    width_field: str = "intermediate_size"
+    shared_field: str = ""
+    scoring: Scoring = "softmax"
+    normalized_field: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The properties of a model type.
+
+    Args:
+        name: Display name.
+        covers: Well-known models of the family.
+        architecture: The class in transformers.
+        tensors: Tensor names; a layer has the norms that they list.
+        defaults: Default values of ``config.json`` that differ from Llama's.
+        follows: Supported optional fields; other families refuse one that changes the result.
+        always_biased: Groups that have biases regardless of the configuration.
+        slides: Whether a layer has the sliding window if ``layer_types`` is missing; None in a family
+            without windows.
+        rope_aliases: Other names of RoPE types.
+        norm_offset: Added to the stored weight of every norm.
+        scales_embedding: Whether the embedding is multiplied by the square root of its width.
+        mixture: The experts of its layers; None in a family without them.
+        centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
+        joint_head_norms: Whether the norm of q, and that of k, spans all heads.
+        published_code: The class in ``auto_map`` of official checkpoints that predate the family's support in
+            transformers; any other code is refused. The class may also stand for the architecture.
+        bos_ids: Default of ``bos_token_id``.
+        eos_ids: Default of ``eos_token_id``.
+    """
+
+    name: str
+    covers: str
+    architecture: str
+    tensors: TensorNames
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    follows: frozenset[str] = frozenset()
+    always_biased: frozenset[Group] = frozenset()
+    slides: Callable[[JsonFields, int], bool] | None = None
+    rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    scales_embedding: bool = False
+    mixture: Mixture | None = None
+    centered_norms: bool = False
+    joint_head_norms: bool = False
+    published_code: str | None = None
+    bos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+
+
+SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {
+        "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
+        "o": {"o": "self_attn.o_proj"},
+        "gate_up": {"gate": "mlp.gate_proj", "up": "mlp.up_proj"},
+        "down": {"down": "mlp.down_proj"},
+    }
+)
+NORMS: Mapping[Norm, str] = MappingProxyType(
+    {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
+)
+HEAD_NORMS: Mapping[Norm, str] = MappingProxyType(
+    {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}
+)
+
+
+def every_layer(_fields: JsonFields, _layer: int) -> bool:
+    """Return true."""
+    return True
