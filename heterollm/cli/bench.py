@@ -16,6 +16,7 @@ from heterollm.cli.options import (
     PRECISIONS,
     CalibrationOption,
     DeviceOption,
+    ExpertsGibOption,
     FormatOption,
     GroupSize,
     IntegerList,
@@ -108,6 +109,7 @@ class ConfigurationOptions:
         ),
     ] = ("none",)
     power: PowerOption = "burst"
+    experts_gib: ExpertsGibOption = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
             power=grid.power,
             calibration=grid.calibration,
             passes=grid.passes,
+            experts_gib=grid.experts_gib,
         )
     )
 
