@@ -30,7 +30,14 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sim import Simulation
-from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, load_weights, op_specs
+from heterollm.model import (
+    Checkpoint,
+    ModelConfig,
+    ModelWeights,
+    expert_specs,
+    load_weights,
+    op_specs,
+)
 from heterollm.planning import (
     LoadKeywords,
     LoadOptions,
@@ -129,7 +136,7 @@ class LLM:
             check_precision(opened, asked.precision, specs)
             plan, notes = thread.run(lambda: plan_for(asked, PlanTarget.of(opened), config, specs, context))
             # Before weights are read: quantising a model that cannot run would waste time.
-            held = {key: one.held for key, one in calibrated_shadows(asked.calibration).items()}
+            held = {key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()}
             budget = _expert_budget(asked, config, specs)
             _check_fit(config, specs, plan, context, opened, held, budget)
             weights = load_weights(
@@ -142,9 +149,9 @@ class LLM:
                 float_dtype=opened.activation_dtype,
                 progress=lambda done, total: report("Quantising weights", done, total),
             )
-            ranges = calibrated_ranges(asked.calibration, weights)
+            ranges = calibrated_ranges(asked.weights_calibration, weights)
             scales = {
-                buckets: calibrated_scales(asked.calibration, buckets)
+                buckets: calibrated_scales(asked.weights_calibration, buckets)
                 for buckets in {one.buckets for one in plan.sparse_attention}
             }
             observer = thread.run(lambda: Tracer(opened)) if asked.trace else None
@@ -439,7 +446,7 @@ def _check_fit(
 
     check_plan(
         plan,
-        specs,
+        (*specs, *expert_specs(config, specs)),
         device.npu,
         longest=config.max_positions,
         head_rows=HEAD_ROWS,

@@ -15,6 +15,7 @@ from heterollm.profiler.measure import Measurement
 from heterollm.profiler.records import (
     KIND_NAMES,
     DriftKey,
+    ExpertsKey,
     GraphKey,
     Key,
     LayerKey,
@@ -157,7 +158,7 @@ def _newest(profile: Profile) -> dict[Key, Record]:
             continue
         plain: Key = (
             structs.replace(key, code="")
-            if isinstance(key, LinearKey | LayerKey | SparseKey | GraphKey | SweepKey)
+            if isinstance(key, LinearKey | LayerKey | SparseKey | ExpertsKey | GraphKey | SweepKey)
             else key
         )
         held = found.get(plain)

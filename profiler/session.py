@@ -32,6 +32,7 @@ from heterollm.profiler.measure import (
     Task,
     bandwidth_tasks,
     copy_costs,
+    expert_tasks,
     fence_latencies,
     launch_costs,
     layer_tasks,
@@ -75,12 +76,14 @@ class SessionOptions(ProfileOptions):
         quick: Whether to measure only the essential points of one model, within a minute.
         tune: Whether to search the parameters of GPU kernels first.
         sparse_attention: Whether to measure sparse attention, too: ``shadowattn`` needs it.
+        expert_graphs: Whether to measure the NPU's graphs of experts, too: ``npumoe`` needs them.
     """
 
     quick: bool = False
     tune: bool = True
     characterise: bool = False
     sparse_attention: bool = False
+    expert_graphs: bool = False
 
     @classmethod
     def of(
@@ -92,11 +95,13 @@ class SessionOptions(ProfileOptions):
         tune: bool = True,
         characterise: bool = False,
         sparse_attention: bool = False,
+        expert_graphs: bool = False,
     ) -> SessionOptions:
         """Return options; ``quick`` lowers the budget and leaves tuning out."""
         if quick:
             budget_s = QUICK_BUDGET_S if budget_s is None else min(budget_s, QUICK_BUDGET_S)
-        return cls(budget_s, update, quick, tune and not quick, characterise, sparse_attention)
+        also = sparse_attention, expert_graphs
+        return cls(budget_s, update, quick, tune and not quick, characterise, *also)
 
 
 def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path]:
@@ -225,7 +230,10 @@ def essential_work(device: Device, shapes: Sequence[ModelShape], options: Sessio
 def _operator_tasks(device: Device, shapes: Sequence[ModelShape], options: SessionOptions) -> list[Task]:
     """Return the tasks of all operators but the linear ones."""
     quick, sparse = options.quick, options.sparse_attention
-    tasks = layer_tasks(device, shapes, quick=quick, sparse=sparse)
+    tasks = [
+        *layer_tasks(device, shapes, quick=quick, sparse=sparse),
+        *expert_tasks(device, shapes, quick=quick, graphs=options.expert_graphs),
+    ]
     return [*tasks, *(sparse_tasks(device, shapes, quick=quick) if sparse else ())]
 
 

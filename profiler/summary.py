@@ -16,6 +16,7 @@ from heterollm.profiler.records import (
     BandwidthKey,
     ContentionKey,
     CopyKey,
+    ExpertsKey,
     FenceKey,
     GraphKey,
     Key,
@@ -35,6 +36,7 @@ from heterollm.profiler.summary_rows import (
     BandwidthRow,
     ContentionRow,
     CopyRow,
+    ExpertsRow,
     Failure,
     FenceRow,
     GraphRow,
@@ -53,7 +55,7 @@ __all__ = ["summarize"]
 
 COUNTS: Final = ("measured", "failed", "known", "left")
 
-V = TypeVar("V", LinearKey, LayerKey, SparseKey, GraphKey, SweepKey)
+V = TypeVar("V", LinearKey, LayerKey, SparseKey, ExpertsKey, GraphKey, SweepKey)
 K = TypeVar("K", bound=Key)
 
 _Weight: TypeAlias = tuple[object, ...]
@@ -102,6 +104,7 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
         accuracy_reason=reason,
         sweeps=tuple(_sweeps(profile)),
         sparse=tuple(_sparse(profile)),
+        experts=tuple(_experts(profile)),
     )
 
 
@@ -208,6 +211,12 @@ def _sparse(profile: Profile) -> Iterator[SparseRow]:
     for key, _, times in _timed(_newest(profile, SparseKey)):
         sizes = (key.tokens, key.keys, key.heads, key.group, key.head_dim, key.keep)
         yield SparseRow(key.operator, *sizes, times)
+
+
+def _experts(profile: Profile) -> Iterator[ExpertsRow]:
+    for key, _, times in _timed(_newest(profile, ExpertsKey)):
+        sizes = key.experts, key.tokens, key.columns, key.width
+        yield ExpertsRow(key.operator, *sizes, str(key.weight), key.form, times)
 
 
 def _bandwidth(profile: Profile) -> Iterator[BandwidthRow]:

@@ -18,6 +18,7 @@ __all__ = [
     "BandwidthRow",
     "ContentionRow",
     "CopyRow",
+    "ExpertsRow",
     "Failure",
     "FenceRow",
     "GraphRow",
@@ -130,6 +131,20 @@ class SparseRow:
     group: int
     head_dim: int
     keep: float
+    times: RecordTimes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsRow:
+    """An operator of a layer's mixture of experts."""
+
+    operator: str
+    experts: int
+    tokens: int
+    columns: int
+    width: int
+    weight: str
+    form: str
     times: RecordTimes
 
 
@@ -290,6 +305,7 @@ class ProfileSummary:
     accuracy_reason: str
     sweeps: tuple[SweepRow, ...] = ()
     sparse: tuple[SparseRow, ...] = ()
+    experts: tuple[ExpertsRow, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""

@@ -47,6 +47,7 @@ from .plan_records import PhaseSync as PhaseSync
 from .predict import PredictedOperator as PredictedOperator
 from .predict import PredictedPass as PredictedPass
 from .predict import predict_pass as predict_pass
+from .predict import with_experts_time as with_experts_time
 from .profile_costs import RETURN_VALUE as RETURN_VALUE
 from .profile_costs import ProfileCosts as ProfileCosts
 from .profile_costs import best_strategy as best_strategy

@@ -149,6 +149,13 @@ class Costs(Protocol):
         """Return the time of each kernel of these operators, in order, in a pass of one token."""
         ...
 
+    def mixture_us(self, tokens: int) -> tuple[float, ...]:
+        """Return the GPU's time of each kernel of a layer's mixture of experts, in order; empty without.
+
+        The tokens choose all experts evenly. The norm before the experts counts where no group has it.
+        """
+        ...
+
 
 class CachedCosts:
     """Costs of one model that cache the answers of others, by the names of groups."""
@@ -216,6 +223,10 @@ class CachedCosts:
     def kernels_us(self, spec: OpSpec) -> tuple[float, ...]:
         """See :class:`Costs`."""
         return self._costs.kernels_us(spec)
+
+    def mixture_us(self, tokens: int) -> tuple[float, ...]:
+        """See :class:`Costs`."""
+        return self._costs.mixture_us(tokens)
 
 
 def joint_time_us(

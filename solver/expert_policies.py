@@ -77,7 +77,7 @@ def experts_by_policy(
         for capacity, own in held.items()
         for first in range(0, len(own), size)
     ]
-    return ExpertsPlacement(tuple(groups), overflow)
+    return ExpertsPlacement(tuple(groups), overflow, prices.form)
 
 
 def _holding(load: float, capacities: tuple[int, ...]) -> int:

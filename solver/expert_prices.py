@@ -26,9 +26,10 @@ class ExpertPrices:
         expert_bytes: Size of an expert's weights.
         row_bytes: Size of the input and the output of a row, if each graph has memory of its own for them.
         most_weight_bytes: Most bytes of weights in one graph; None without a limit.
-        gpu_base_us: The GPU's time that no placement changes.
+        gpu_base_us: The GPU's time that no placement changes, while the NPU waits.
         hand_over_us: Time that the hand-over to the NPU and back takes, once for a layer.
         slowdown: Of both processors while both work.
+        form: Form of the NPU graphs that has these times; None is the backend's first choice.
     """
 
     npu_us: Callable[[int, int], float]
@@ -40,6 +41,7 @@ class ExpertPrices:
     gpu_base_us: float = 0.0
     hand_over_us: float = 0.0
     slowdown: Slowdown = field(default_factory=Slowdown)
+    form: str | None = None
 
     def most_experts(self, experts: int) -> int:
         """Return the most experts of one graph, of a layer's."""
@@ -53,8 +55,8 @@ class ExpertPrices:
     def joint_us(self, gpu_us: Floats, npu_us: Floats) -> Floats:
         """Return when both processors end, as :func:`joint_time_us` does, but for arrays."""
         gpu, npu = self.slowdown.gpu, self.slowdown.npu
-        both = np.minimum(npu_us * npu, gpu_us * gpu)
-        joint: Floats = both + (npu_us - both / npu) + (gpu_us - both / gpu)
+        together = np.minimum(npu_us * npu, gpu_us * gpu)
+        joint: Floats = npu_us + gpu_us - together * (1 / npu + 1 / gpu - 1)
         return joint
 
 
@@ -96,14 +98,14 @@ def estimate_experts(placement: ExpertsPlacement, loads: Ints, prices: ExpertPri
     held = np.minimum(loads, capacities)
     beyond = np.where(capacities > 0, loads - held, 0)
     on_gpu = loads - held - (beyond if placement.overflow != "gpu" else 0)
-    gpu_us = prices.gpu_base_us + prices.gpu_us[on_gpu].sum(axis=1)
+    gpu_us = prices.gpu_us[on_gpu].sum(axis=1)
     graphs = [(len(own.experts), own.capacity) for own in placement.groups]
     npu_us = sum(prices.npu_us(*graph) for graph in graphs) + (prices.hand_over_us if graphs else 0.0)
     rows = int(capacities.sum()) * len(loads)
     return ExpertsEstimate(
-        time_us=float(prices.joint_us(gpu_us, np.full_like(gpu_us, npu_us)).mean()),
+        time_us=prices.gpu_base_us + float(prices.joint_us(gpu_us, np.full_like(gpu_us, npu_us)).mean()),
         npu_us=npu_us,
-        gpu_us=float(gpu_us.mean()),
+        gpu_us=prices.gpu_base_us + float(gpu_us.mean()),
         padding_share=1 - int(held.sum()) / rows if rows else 0.0,
         overflow_share=int(beyond.sum()) / max(1, int(loads.sum())),
         graph_bytes=sum(prices.graph_bytes(*graph) for graph in graphs),

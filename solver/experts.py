@@ -11,6 +11,7 @@ the GPU's. So the search chooses a capacity, or none, for each expert, and then 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import numpy as np
 from heterollm.base import PlanError
 from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement, Overflow
 from heterollm.solver.expert_prices import ExpertPrices
-from heterollm.solver.slice_sets import Floats, Ints, frontier
+from heterollm.solver.slice_sets import Floats, Ints, array_frontier
 
 __all__ = ["LayerExperts", "place_experts"]
 
@@ -48,6 +49,7 @@ class LayerExperts:
         prices: Times and sizes.
         overflow: Fate of tokens beyond a capacity. ``drop`` is placed as ``gpu``: nothing else would hold the
             solver from dropping all.
+        packings: Packings in graphs by number of experts and capacity, which layers share.
 
     Attributes:
         sizes: Sizes in bytes of the placements on the Pareto frontier of the search, ascending.
@@ -57,7 +59,13 @@ class LayerExperts:
         PlanError: The loads have no chunk or expert, or more tokens than there are times for.
     """
 
-    def __init__(self, loads: Ints, prices: ExpertPrices, overflow: Overflow = "gpu") -> None:
+    def __init__(
+        self,
+        loads: Ints,
+        prices: ExpertPrices,
+        overflow: Overflow = "gpu",
+        packings: dict[tuple[int, int], tuple[Floats, Ints]] | None = None,
+    ) -> None:
         if loads.ndim != 2 or not loads.size or loads.min() < 0 or loads.max() >= len(prices.gpu_us):
             raise PlanError(
                 f"Loads of experts {list(loads.shape)} need chunks, experts, and at most "
@@ -73,14 +81,20 @@ class LayerExperts:
         self._gpu_us: Floats = prices.gpu_us[over]  # [experts, levels, chunks]
         if overflow == "pad":
             self._gpu_us[:, 1:][over[:, 1:] > 0] = IMPOSSIBLE_US
-        packed = [_packed(self.experts, own, prices) for own in self.capacities]
+        known = {} if packings is None else packings
+        sizes_packed = [(self.experts, own) for own in self.capacities]
+        for key in sizes_packed:
+            if key not in known:
+                known[key] = _packed(*key, prices)
+        self._chunk_us: Floats = self._gpu_us.mean(axis=2)
+        packed = [known[key] for key in sizes_packed]
         self._npu_us = np.stack([np.zeros(self.experts + 1), *(times for times, _ in packed)])
         self._last_graphs = [last for _, last in packed]
         self._bytes = np.array([0, *(prices.graph_bytes(1, own) for own in self.capacities)], np.int64)
         self._ranked = np.argsort(-loads.sum(axis=0), kind="stable")
         blocks, levels = self._candidates()
         sizes, costs = self._judge(blocks, levels)
-        kept = frontier(sizes.tolist(), costs.tolist())
+        kept = array_frontier(sizes, costs)
         self.sizes, self.costs = sizes[kept], costs[kept]
         self._kept = np.empty((len(kept), self.experts), np.int64)
         for number, block in enumerate(blocks):
@@ -94,17 +108,14 @@ class LayerExperts:
 
     def _candidates(self) -> tuple[list[Ints], Ints]:
         """Return blocks of experts, and the levels ``[n, blocks]`` to try: all, or falling by popularity."""
-        levels = range(len(self.capacities), -1, -1)
-        if len(levels) ** self.experts <= EXHAUSTED:
-            found = itertools.product(levels, repeat=self.experts)
-            return list(self._ranked[:, None]), np.array(list(found), np.int64)
-        blocks = np.array_split(self._ranked, min(BLOCKS, self.experts))
-        falling = itertools.combinations_with_replacement(levels, len(blocks))
-        return blocks, np.array(list(falling), np.int64)
+        levels = len(self.capacities) + 1
+        every = levels**self.experts <= EXHAUSTED
+        blocks = np.array_split(self._ranked, self.experts if every else min(BLOCKS, self.experts))
+        return blocks, _choices(levels, len(blocks), falling=not every)
 
     def _judge(self, blocks: Sequence[Ints], levels: Ints) -> tuple[Ints, Floats]:
         """Return the sizes and mean times of the levels of blocks."""
-        gpu_us = np.full((len(levels), len(self._loads)), self._prices.gpu_base_us)
+        gpu_us = np.zeros((len(levels), len(self._loads)))
         counts = np.zeros((len(levels), len(self._bytes)), np.int64)
         for number, block in enumerate(blocks):
             gpu_us += self._gpu_us[block].sum(axis=0)[levels[:, number]]
@@ -116,7 +127,7 @@ class LayerExperts:
         """Return mean times, from the GPU's ``[..., chunks]`` and the NPU's ``[...]``."""
         npu_us = npu_us + np.where(npu_us > 0, self._prices.hand_over_us, 0.0)
         mean: Floats = self._prices.joint_us(gpu_us, npu_us[..., None]).mean(axis=-1)
-        return mean
+        return self._prices.gpu_base_us + mean
 
     def _improved(self, levels: Ints, limit: float) -> tuple[Ints, float]:
         """Return levels and their mean time, after moves of single experts, or else exchanges of two.
@@ -126,7 +137,7 @@ class LayerExperts:
         everyone, kinds = np.arange(self.experts), np.arange(len(self._bytes))
         while True:
             own = self._gpu_us[everyone, levels]
-            gpu_us = own.sum(axis=0) + self._prices.gpu_base_us
+            gpu_us = own.sum(axis=0)
             counts = np.bincount(levels, minlength=len(kinds))
             times = self._npu_us[kinds, counts]
             less = (self._npu_us[kinds, np.maximum(counts - 1, 0)] - times)[levels, None]
@@ -142,7 +153,10 @@ class LayerExperts:
                 levels = levels.copy()
                 levels[expert] = level
                 continue
-            first, second = np.nonzero(levels[:, None] < levels)
+            # The mean over chunks is at least the time of the mean chunk, which rules out most exchanges.
+            change = self._chunk_us[:, levels] - self._chunk_us[everyone, levels][:, None]
+            bound_us = self._mean_us((gpu_us.mean() + change + change.T)[..., None], npu_us)
+            first, second = np.nonzero((levels[:, None] < levels) & (bound_us < least_us))
             if not first.size:
                 return levels, now_us
             taken = self._gpu_us[first, levels[second]] + self._gpu_us[second, levels[first]]
@@ -166,7 +180,7 @@ class LayerExperts:
             for size in sorted(graphs, reverse=True):
                 groups.append(ExpertGroup(tuple(left[:size]), self.capacities[level - 1]))
                 left = left[size:]
-        return ExpertsPlacement(tuple(groups), self._overflow, predicted_us=mean_us)
+        return ExpertsPlacement(tuple(groups), self._overflow, self._prices.form, mean_us)
 
 
 def place_experts(
@@ -187,7 +201,8 @@ def place_experts(
     Raises:
         PlanError: As :class:`LayerExperts`.
     """
-    layers = [LayerExperts(own, prices, overflow) for own in loads]
+    packings: dict[tuple[int, int], tuple[Floats, Ints]] = {}
+    layers = [LayerExperts(own, prices, overflow, packings) for own in loads]
     if most_bytes is None:
         return tuple(layer.best() for layer in layers)
     shares = _shares([(layer.sizes, layer.costs) for layer in layers], most_bytes)
@@ -211,6 +226,15 @@ def _shares(frontiers: Sequence[tuple[Ints, Floats]], most_bytes: int) -> list[i
         shares.append(int(sizes[choice[units]]))
         units -= -(-shares[-1] // unit)
     return shares[::-1]
+
+
+@functools.lru_cache(maxsize=8)
+def _choices(levels: int, blocks: int, *, falling: bool) -> Ints:
+    """Return all choices of a level for each block, ``[n, blocks]``, or those that fall block by block."""
+    every = range(levels - 1, -1, -1)
+    if falling:
+        return np.array(list(itertools.combinations_with_replacement(every, blocks)), np.int64)
+    return np.array(list(itertools.product(every, repeat=blocks)), np.int64)
 
 
 def _packed(experts: int, capacity: int, prices: ExpertPrices) -> tuple[Floats, Ints]:

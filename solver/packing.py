@@ -23,7 +23,7 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option
-from heterollm.solver.slice_sets import Floats, Ints
+from heterollm.solver.slice_sets import Floats, Ints, array_frontier
 from heterollm.solver.slices import OVER_CAP, Budget, Slices
 
 __all__ = ["FfnPacking", "Frontier", "GroupPacking", "Packing", "pack"]
@@ -124,12 +124,12 @@ class FfnPacking:
                 for table, served in ((first, ~as_ffn), (second, ~as_ffn), (third, as_ffn))
             ]
             total, cost = self._combined(parts, between, first.weights)
-            for place in _frontier(total.ravel(), cost.ravel(), budget.npu_bytes):
+            for place in array_frontier(total.ravel(), cost.ravel(), budget.npu_bytes):
                 at = np.unravel_index(place, total.shape)
                 sizes.append(total[at])
                 costs.append(cost[at])
                 places.append(tuple((part, int(own)) for part, own in zip(parts, at, strict=True)))
-        kept = _frontier(np.array(sizes, np.int64), np.array(costs), budget.npu_bytes)
+        kept = array_frontier(np.array(sizes, np.int64), np.array(costs), budget.npu_bytes)
         held = []
         for place in kept:
             own: _Held = {}
@@ -300,7 +300,7 @@ class _Table:
             split = np.minimum(kept.split, self.split[place])
             with_single.append(self._sets(members, kept.sizes + self.sizes[place], whole, split, weights))
         joined = _joined([*with_single, kept])
-        return joined.at(_frontier(joined.sizes, joined.totals, self.limit))
+        return joined.at(array_frontier(joined.sizes, joined.totals, self.limit))
 
     def _prompts(self, weights: Floats) -> _Sets:
         """Return the sets of up to two slices for prompts that a slice for single tokens may complete."""
@@ -380,7 +380,7 @@ def pack(groups: Sequence[Frontier], budget: Budget) -> Slices:
     steps: list[tuple[Frontier, Ints, Ints]] = []
     for own in groups:
         total, cost = (sizes[:, None] + own.sizes).ravel(), (costs[:, None] + own.costs).ravel()
-        kept = _frontier(total, cost, budget.npu_bytes)
+        kept = array_frontier(total, cost, budget.npu_bytes)
         if len(kept) > MOST_JOINED:
             kept = _apart(kept, cost[kept])
         if not len(kept):
@@ -397,16 +397,6 @@ def pack(groups: Sequence[Frontier], budget: Budget) -> Slices:
         found.update(own.held[taken[place]])
         place = int(before[place])
     return found
-
-
-def _frontier(sizes: Ints, costs: Floats, limit: float | None) -> Ints:
-    """Return the indices of the Pareto frontier within a limit, smallest first."""
-    fits = np.flatnonzero(np.isfinite(costs) & (sizes <= (math.inf if limit is None else limit)))
-    order = fits[np.lexsort((fits, costs[fits], sizes[fits]))]
-    ordered = costs[order]
-    before = np.minimum.accumulate(np.concatenate([[math.inf], ordered[:-1]]))
-    kept: Ints = order[ordered < before]
-    return kept
 
 
 def _ranks(times: Floats) -> Ints:

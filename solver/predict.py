@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from msgspec import structs
 
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
+from heterollm.solver.expert_placements import EXPERTS_ON_GPU, ExpertsPlacement
+from heterollm.solver.expert_prices import ExpertPrices, ExpertsEstimate, estimate_experts
 from heterollm.solver.ffn import first_group
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, evaluate
@@ -18,7 +21,14 @@ from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
 from heterollm.solver.submissions import LayerGroup, layer_us, submits_singly
 
-__all__ = ["PredictedOperator", "PredictedPass", "layer_cost", "layer_time_us", "predict_pass"]
+__all__ = [
+    "PredictedOperator",
+    "PredictedPass",
+    "layer_cost",
+    "layer_time_us",
+    "predict_pass",
+    "with_experts_time",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,8 @@ class PredictedPass:
         layer_us: Time of one layer in the middle of the pass.
         time_us: Time of the layers and the head.
         scores_us: Time of the NPU's estimates of scores in all layers, where attention is sparse.
+        experts_us: Mean time of a layer's mixture of experts; 0 without.
+        experts_npu_us: Time of the NPU's graphs of experts in all layers.
     """
 
     phase: Phase
@@ -64,6 +76,8 @@ class PredictedPass:
     layer_us: float
     time_us: float
     scores_us: float = 0.0
+    experts_us: float = 0.0
+    experts_npu_us: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -72,8 +86,12 @@ class PredictedPass:
 
     def npu_us(self, layers: int) -> float:
         """Return the time during which the NPU computes so many layers, and the head."""
-        return self.scores_us + sum(
-            item.option.npu_us * (1 if item.spec.group == "head" else layers) for item in self.operators
+        return (
+            self.scores_us
+            + self.experts_npu_us
+            + sum(
+                item.option.npu_us * (1 if item.spec.group == "head" else layers) for item in self.operators
+            )
         )
 
     @property
@@ -123,7 +141,59 @@ def predict_pass(
     decisions = [(item.spec, item.option.placement) for item in body]
     one_us = layer_time_us(decisions, tokens, costs)
     head_us = sum(item.between_us + item.option.time_us for item in found if item.spec.group == "head")
-    return PredictedPass(phase, tokens, tuple(found), one_us, layers * one_us + head_us)
+    time_us, experts_us = layers * one_us + head_us, sum(costs.mixture_us(tokens))
+    return PredictedPass(phase, tokens, tuple(found), one_us, time_us, experts_us=experts_us)
+
+
+def with_experts_time(
+    found: PredictedPass,
+    plan: Plan,
+    prices_at: Callable[[int], ExpertPrices | None],
+    experts: OpSpec,
+    layers: int,
+) -> PredictedPass:
+    """Return a predicted pass of prefill, in which the GPU computes all experts, with the planned ones.
+
+    The plan has the time of the longest pass of an entry, with calibrated loads. Shorter passes take as much
+    less as they would if all experts had equal loads.
+
+    Args:
+        found: The pass.
+        plan: The plan.
+        prices_at: Returns the prices of passes of a length; None if the profile has no graphs of experts.
+        experts: The experts of a layer.
+        layers: Layers of the model.
+    """
+    routing, prices = experts.experts, prices_at(found.tokens)
+    if routing is None or prices is None:
+        return found
+
+    def even(placement: ExpertsPlacement, tokens: int, own: ExpertPrices) -> ExpertsEstimate:
+        mean = min(tokens, round(tokens * routing.chosen / routing.touched(tokens)))
+        loads = np.zeros((1, routing.experts), np.int64)
+        loads[:, : round(routing.touched(tokens))] = mean
+        return estimate_experts(placement, loads, own)
+
+    on_gpu_us = even(EXPERTS_ON_GPU, found.tokens, prices).time_us
+    more_us = npu_us = 0.0
+    for layer in range(layers):
+        entry = next((one for one in plan.experts if one.serves(found.tokens, layer)), None)
+        if entry is None or not entry.placement.groups:
+            continue
+        longest, placement = entry.lengths[1], entry.placement
+        own = even(placement, found.tokens, prices)
+        time_us = own.time_us
+        if placement.predicted_us is not None and (most := prices_at(longest)) is not None:
+            time_us *= placement.predicted_us / even(placement, longest, most).time_us
+        more_us += time_us - on_gpu_us
+        npu_us += own.npu_us - prices.hand_over_us
+    return replace(
+        found,
+        layer_us=found.layer_us + more_us / layers,
+        time_us=found.time_us + more_us,
+        experts_us=found.experts_us + more_us / layers,
+        experts_npu_us=npu_us,
+    )
 
 
 def layer_cost(
@@ -154,7 +224,7 @@ def layer_time_us(decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, co
         tokens: Tokens of the pass.
         costs: Times of both processors.
     """
-    specs, chosen, time_us = [], [], 0.0
+    specs, chosen, time_us, mixture_us = [], [], 0.0, costs.mixture_us(tokens)
     for spec, placement in decisions:
         option = evaluate(spec, tokens, placement, costs)
         if option is None:
@@ -164,8 +234,9 @@ def layer_time_us(decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, co
         chosen.append(option)
         time_us += between_us + option.time_us
     if submits_singly(tokens, costs.overheads):
-        return layer_us([LayerGroup.of(spec, (), costs) for spec in specs], chosen, costs.overheads)
-    return time_us
+        groups = [LayerGroup.of(spec, (), costs) for spec in specs]
+        return layer_us(groups, chosen, costs.overheads, mixture_us)
+    return time_us + sum(mixture_us)
 
 
 def _with_form(placement: Placement, spec: OpSpec, costs: Costs, limits: NpuLimits | None) -> Placement:

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias, TypeGuard
 from heterollm.base import ProfileError
 from heterollm.kernels.gpu import STRATEGIES, Strategy
 from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, TILE_OF_INTEGERS, GraphForm
-from heterollm.kernels.ops import Group, OpSpec, WeightFormat
+from heterollm.kernels.ops import GraphMemory, Group, OpSpec, WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import (
     CODES_OF_8_BITS,
@@ -39,6 +39,8 @@ from heterollm.profiler.records import (
 )
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import NO_SHADOW, Overheads, ShadowTimes, Slowdown
+from heterollm.solver.expert_prices import ExpertPrices
+from heterollm.solver.expert_times import FLAT_FACTOR, MEMORY_BOUND_FRACTION, expert_times
 from heterollm.solver.ffn import ffn_groups, first_group
 from heterollm.solver.objective import Power
 from heterollm.solver.shadows import GroupShadow
@@ -71,9 +73,6 @@ READERS: Final[dict[Group, GlueOperator]] = {
 }
 """The glue operator that reads the output of each group."""
 
-MEMORY_BOUND_FRACTION: Final = 0.5
-"""A linear is bound by memory if reading its weights at full bandwidth takes this fraction of its time."""
-
 _Formats: TypeAlias = tuple[WeightFormat, bool, bool, bool]
 """Weight format, whether inputs are rounded, whether it is an ffn, and whether a tensor has one scale: graph
 forms depend on these."""
@@ -91,9 +90,6 @@ RETURN_VALUE: Final = "return_us"
 """Name of the value of a hand-over record with the time of the way back, where that takes time."""
 
 SPILL_FACTOR: Final = 2.0
-
-FLAT_FACTOR: Final = 1.05
-"""The NPU is bound by memory up to this factor on its time of one token."""
 
 WAITING_FRACTION: Final = 0.5
 """Fraction of the longest integer graphs' time a token; shorter ones with less wait for their weights."""
@@ -116,6 +112,7 @@ class ProfileCosts:
         shadows: The shadows of outliers, by group.
 
     Attributes:
+        experts: The times of the model's experts; None if it has none, or the profile no times of them.
         missing: Operators without times in the profile: predictions leave them out.
 
     Raises:
@@ -135,12 +132,12 @@ class ProfileCosts:
         self._kernels = _kernels_of_operators(profile)
         self.overheads = replace(overheads_of(profile), merges_launches=not self._kernels)
         self.position = position
-        # The profiler does not measure mixtures of experts.
-        self.missing: set[str] = set() if shape.experts is None else {"experts"}
         self._predictor = predictor or fitted_predictor(profile)
         self._shape = shape
         self._streamed = shape.streamed(profile.cache_bytes)
         self._gap_us = _median(profile, LaunchKey("chained"))
+        self.experts = expert_times(profile, shape, self._streamed, self._gap_us)
+        self.missing: set[str] = set() if shape.experts is None or self.experts else {"experts"}
         self._gbps = {
             key.processor: record.values.get("gbps", math.inf)
             for key, record in profile.of_kind(BandwidthKey)
@@ -257,6 +254,28 @@ class ProfileCosts:
     def _more_us(self, plain: GlueOperator, other: GlueOperator, tokens: int) -> float:
         """Return the time by which an operator takes longer than a plain one."""
         return max(0.0, self._layer_us(other, tokens) - self._layer_us(plain, tokens))
+
+    def mixture_us(self, tokens: int) -> tuple[float, ...]:
+        """Return the time of each kernel of a mixture; see :class:`heterollm.solver.costs.Costs`."""
+        if self.experts is None:
+            return ()
+        alone = not any(spec.group == "gate_up" for spec in self._shape.layer)
+        norm = (self._layer_us("rms_norm", tokens),) if alone else ()
+        return (*norm, *self.experts.kernels_us(tokens))
+
+    def expert_prices(self, tokens: int, memory: GraphMemory) -> ExpertPrices | None:
+        """Return the prices of a pass for the placement of experts; None without times of graphs.
+
+        Args:
+            tokens: Tokens of the pass.
+            memory: The way in which the memory of graphs counts.
+        """
+        times = self.experts
+        if times is None or times.form is None:
+            return None
+        gbps = self._gbps.get("gpu", math.inf)
+        gpu, npu = times.bounds(tokens, gbps)
+        return times.prices(tokens, memory, self.overheads, self.slowdown_of_bounds(gpu, npu))
 
     def sparse_attention(self, tokens: int, keys: int) -> SparseTimes | None:
         """Return the times of a layer's sparse attention; None if the profile has no measurement of it.

@@ -21,6 +21,7 @@ __all__ = [
     "Ints",
     "SliceCost",
     "SliceSets",
+    "array_frontier",
     "frontier",
     "weighted_sum",
     "with_margin",
@@ -167,4 +168,14 @@ def frontier(sizes: Iterable[int], costs: Iterable[float]) -> list[int]:
         if cost < least:
             kept.append(place)
             least = cost
+    return kept
+
+
+def array_frontier(sizes: Ints, costs: Floats, limit: float | None = None) -> Ints:
+    """Return the indices of the Pareto frontier of finite costs within a limit, smallest first."""
+    fits = np.flatnonzero(np.isfinite(costs) & (sizes <= (math.inf if limit is None else limit)))
+    order = fits[np.lexsort((fits, costs[fits], sizes[fits]))]
+    ordered = costs[order]
+    before = np.minimum.accumulate(np.concatenate([[math.inf], ordered[:-1]]))
+    kept: Ints = order[ordered < before]
     return kept

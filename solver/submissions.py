@@ -124,14 +124,27 @@ def submits_singly(tokens: int, overheads: Overheads) -> bool:
     return tokens == 1 and not overheads.merges_launches and math.isfinite(overheads.submit_us)
 
 
-def layer_us(groups: Sequence[LayerGroup], chosen: Sequence[Option], overheads: Overheads) -> float:
-    """Return the time of a layer in the middle of a pass, from its groups in order and their options."""
+def layer_us(
+    groups: Sequence[LayerGroup],
+    chosen: Sequence[Option],
+    overheads: Overheads,
+    mixture_us: Sequence[float] = (),
+) -> float:
+    """Return the time of a layer in the middle of a pass.
+
+    Args:
+        groups: Its groups in order.
+        chosen: Their options.
+        overheads: Times of submissions and syncs.
+        mixture_us: Time of each of the GPU's kernels behind them, of a mixture of experts.
+    """
     timeline = _Timeline(overheads)
     half_us = end_us = ahead_us = 0.0
     for number in range(MOST_LAYERS):
         for group, item in zip(groups, chosen, strict=True):
             timeline.submit(group.before_us)
             timeline.compute(group, item)
+        timeline.submit(mixture_us)
         if number == MOST_LAYERS // 2 - 1:
             half_us = timeline.host_us
         before_us, end_us = end_us, max(timeline.host_us, timeline.queue_us)

@@ -19,7 +19,17 @@ from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.kernels.threads import split_threads
 from heterollm.planning import LoadKeywords, LoadOptions
-from heterollm.solver import LENGTH_POLICIES, PASSES, SHADOW_ATTENTION, LengthPolicy, PassName, PlanRequest
+from heterollm.solver import (
+    LENGTH_POLICIES,
+    PASSES,
+    SHADOW_ATTENTION,
+    ExpertsRequest,
+    LengthPolicy,
+    Overflow,
+    PassName,
+    PlanRequest,
+    expert_pass,
+)
 
 __all__ = [
     "LEVEL_NAMES",
@@ -91,9 +101,10 @@ class Configuration:
         group_size: Weights that share a scale.
         scales: Scales of 4-bit weights.
         power: Clocks and cores asked for; empty for other engines.
-        calibration: File of a calibration; empty without NPU graphs of integers.
+        calibration: File of a calibration; empty without NPU graphs of integers and passes.
         pass_name: A pass over the plan, such as ``llm.npu``; empty for none.
         experts_gib: Memory of a mixture's experts in GiB; None for all of them.
+        overflow: Fate of tokens beyond an expert's capacity, with ``npumoe``.
         baseline: Whether the bench added the configuration for comparison.
     """
 
@@ -110,6 +121,7 @@ class Configuration:
     calibration: str = ""
     pass_name: PassName | Literal[""] = ""
     experts_gib: float | None = None
+    overflow: Overflow = "gpu"
     baseline: bool = False
 
     @property
@@ -124,7 +136,7 @@ class Configuration:
             weights = "4-bit" if self.precision == "w4a16" else self.precision
             threads = "" if self.threads is None else f", {self.n_threads} threads"
             return f"{self.engine} {weights}{threads}"
-        parts = [self.plan_level, *([self.pass_name] if self.pass_name else [])]
+        parts = [self.plan_level, *([self.pass_label] if self.pass_name else [])]
         if self.plan_level in COVERED:
             parts.append(self.length_policy)
         if self.sync != "auto":
@@ -138,14 +150,22 @@ class Configuration:
         return f"{' '.join(parts)} {self.precision}{kind}{split}"
 
     @property
+    def pass_label(self) -> str:
+        """Name of the pass, with the fate of tokens that its experts do not hold unless the GPU has them."""
+        return self.pass_name if self.overflow == "gpu" else f"{self.pass_name} {self.overflow}"
+
+    @property
     def load_keywords(self) -> LoadKeywords:
         """Options of a load of heterollm itself."""
         gpu_threads, npu_threads = self.threads or (None, None)
         policy = "padding" if self.length_policy == "auto" else self.length_policy
+        request = None
+        if self.pass_name:
+            request = PlanRequest(passes=(self.pass_name,), experts=ExpertsRequest(self.overflow))
         return {
             "device": self.device,
             "plan": self.plan_level,
-            "request": PlanRequest(passes=(self.pass_name,)) if self.pass_name else None,
+            "request": request,
             "precision": self.precision,
             "group_size": self.group_size,
             "scales": self.scales,
@@ -211,14 +231,16 @@ def expand(
     calibration: str | Path | None = None,
     passes: Sequence[str] = (NONE,),
     experts_gib: float | None = None,
+    overflow: Overflow = "gpu",
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
 
     Options that do not apply to a configuration stay at their defaults, so that no two are equal: length
     policies apply to ``npu`` and ``layer`` only, syncs to levels that use the NPU (``operator`` to all), a
     calibration to integers on the NPU and to ``shadowattn``, steps of llm.npu to ``auto`` and ``tensor`` at
-    ``w8a8``, ``shadowattn`` to all levels at ``w8a8`` and stepped ``w4a16`` (``none`` is no pass), and none
-    of them to other engines. Levels that need an NPU skip splits without one.
+    ``w8a8``, ``shadowattn`` to all levels at ``w8a8`` and stepped ``w4a16``, steps of NPUMoE to all levels
+    but ``gpu`` (``none`` is no pass), and none of them to other engines. Levels that need an NPU skip splits
+    without one.
 
     Raises:
         OptionError: A value is not legal, or no configuration is left.
@@ -254,7 +276,7 @@ def expand(
             found.append(_foreign(base))
             continue
         grid = itertools.product(levels, policies, syncs, passes)
-        found += filter(None, (_own(base, *one, calibration) for one in grid))
+        found += filter(None, (_own(base, *one, calibration, overflow) for one in grid))
     unique = tuple(dict.fromkeys(found))
     if not unique:
         raise OptionError(
@@ -265,7 +287,8 @@ def expand(
         raise OptionError(
             f"No configuration has the pass {', '.join(passes)}.",
             fix="Give --calibration FILE. Steps of llm.npu need --plan auto or tensor, --precision w8a8 and "
-            f"an NPU thread; {SHADOW_ATTENTION} needs a level, and --precision w8a8 or --scales stepped.",
+            f"an NPU thread; {SHADOW_ATTENTION} needs a level, and --precision w8a8 or --scales stepped; "
+            "steps of npumoe need a level other than gpu, and an NPU thread.",
         )
     for one in unique:
         if one.engine == "self":
@@ -292,6 +315,7 @@ def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuratio
             sync="auto",
             calibration="",
             pass_name="",
+            overflow="gpu",
             threads=(sum(one.threads), 0),
             baseline=True,
         )
@@ -308,6 +332,7 @@ def _own(
     sync: str,
     pass_name: str,
     calibration: str | Path | None,
+    overflow: Overflow,
 ) -> Configuration | None:
     """Return a configuration of heterollm itself; None for a level that needs an NPU where there is none."""
     without_npu = base.threads is not None and base.threads[1] == 0
@@ -316,18 +341,24 @@ def _own(
     uses_npu = level != "gpu" and not without_npu
     int8 = base.precision == "w8a8"
     calibrated = int8 or (base.precision == "w4a16" and base.scales == "stepped")
+    given: tuple[PassName, ...] = () if pass_name == NONE else (cast("PassName", pass_name),)
+    routed = expert_pass(given) is not None
     if pass_name == SHADOW_ATTENTION:
         passable = calibrated and level in LEVEL_NAMES
+    elif routed:
+        passable = uses_npu and level in LEVEL_NAMES
     else:
-        passable = pass_name != NONE and uses_npu and int8 and level in PASS_LEVELS
+        passable = bool(given) and uses_npu and int8 and level in PASS_LEVELS
     integers = calibrated and (level != "gpu" or (passable and pass_name == SHADOW_ATTENTION))
+    read = calibration is not None and (integers or (routed and passable))
     return replace(
         base,
         plan_level=level,
         length_policy=policy if level in COVERED else "auto",
         sync=sync if uses_npu or sync == "operator" else "auto",
-        calibration=str(calibration) if integers and calibration is not None else "",
+        calibration=str(calibration) if read else "",
         pass_name=cast("PassName", pass_name) if passable else "",
+        overflow=overflow if routed and passable else "gpu",
     )
 
 

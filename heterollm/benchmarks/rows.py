@@ -333,7 +333,7 @@ def asked_of(configuration: Configuration, case: Case, *, seed: int, repetitions
         group_size=configuration.group_size,
         scales=configuration.scales,
         power=configuration.power,
-        pass_name=configuration.pass_name,
+        pass_name=configuration.pass_label,
         experts_gib=configuration.experts_gib,
         n_threads=configuration.n_threads,
         gpu_threads=None if split is None else split[0],

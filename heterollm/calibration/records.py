@@ -272,11 +272,11 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
             tuple(one.layer_importance or 0.0 for one in self.heads) if ranked else None,
         )
 
-    def check_weights(self, weights_key: str) -> None:
-        """Refuse other weights than the calibrated ones, or an incomplete calibration.
+    def check_complete(self) -> None:
+        """Refuse an incomplete calibration.
 
         Raises:
-            CalibrationError: The weights are others, or the calibration was stopped.
+            CalibrationError: The calibration was stopped.
         """
         if not self.complete:
             raise CalibrationError(
@@ -284,6 +284,14 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
                 "windows.",
                 fix="Run the same `heterollm calibrate` again: it goes on from its file.",
             )
+
+    def check_weights(self, weights_key: str) -> None:
+        """Refuse other weights than the calibrated ones, or an incomplete calibration.
+
+        Raises:
+            CalibrationError: The weights are others, or the calibration was stopped.
+        """
+        self.check_complete()
         if weights_key != self.weights_key:
             raise CalibrationError(
                 f"The calibration is of {self.model} with other weights (key {self.weights_key[:12]}, not "

@@ -51,6 +51,17 @@ class RoutingCalibration(Struct, frozen=True, forbid_unknown_fields=True):
         summed: Ints = whole.reshape(-1, joined, counts.shape[2]).sum(axis=1)
         return summed
 
+    def scaled_loads(self, tokens: int) -> Ints:
+        """Return the tokens of each expert in chunks of any length, ``[chunks, experts]``.
+
+        Those of other lengths than :meth:`loads` has are scaled from the next shorter one, or from the
+        shortest.
+        """
+        longest = len(self.windows[0])
+        known = ROUTED_TOKENS * min(max(1, tokens // ROUTED_TOKENS), longest)
+        scaled: Ints = np.rint(self.loads(known) * (tokens / known)).astype(np.int64)
+        return scaled
+
     @property
     def counts(self) -> Ints:
         """Tokens of each expert, ``[experts]``."""

@@ -23,6 +23,7 @@ from heterollm.cli.options import (
     JsonOption,
     MaybeModel,
     Names,
+    OverflowOption,
     PowerOption,
     RowsOption,
     ScalesOption,
@@ -89,6 +90,7 @@ class ConfigurationOptions:
     )
     length_policy: Annotated[
         Names,
+        OverflowOption,
         several(help="padding, pipe, auto: how npu and layer run lengths without a graph.", names=POLICIES),
     ] = ("padding",)
     sync: Annotated[
@@ -104,10 +106,15 @@ class ConfigurationOptions:
     calibration: CalibrationOption = None
     passes: Annotated[
         Names,
+        OverflowOption,
         several(
-            "--pass", help="none, llm.npu, llm.npu:chunks, llm.npu:shadow, shadowattn.", names=BENCH_PASSES
+            "--pass",
+            help="none, llm.npu, llm.npu:chunks, llm.npu:shadow, shadowattn, npumoe, npumoe:each, "
+            "npumoe:tiers, npumoe:groups.",
+            names=BENCH_PASSES,
         ),
     ] = ("none",)
+    overflow: OverflowOption = "gpu"
     power: PowerOption = "burst"
     experts_gib: ExpertsGibOption = None
 
@@ -246,6 +253,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
             calibration=grid.calibration,
             passes=grid.passes,
             experts_gib=grid.experts_gib,
+            overflow=grid.overflow,
         )
     )
 

@@ -196,7 +196,7 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
             model,
             device=options.device,
             plan=options.plan,
-            request=pass_request(options.passes, options.attention),
+            request=pass_request(options.passes, options.attention, options.overflow),
             precision=options.weights.precision,
             group_size=options.weights.group_size,
             symmetric=not options.weights.asymmetric,

@@ -19,7 +19,7 @@ from heterollm.engine import Sync
 from heterollm.kernels.ops import Power, Precision, Scales
 
 if TYPE_CHECKING:
-    from heterollm.solver import AttentionRequest, PlanRequest
+    from heterollm.solver import AttentionRequest, Overflow, PlanRequest
 
 __all__ = [
     "PASSES",
@@ -40,6 +40,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "Names",
+    "OverflowOption",
     "PassChoice",
     "PassOption",
     "PowerOption",
@@ -149,7 +150,7 @@ ScalesOption = Annotated[
     Scales, typer.Option(help="Scales of 4-bit weights; stepped: as integer NPU graphs need.")
 ]
 CalibrationOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File of `calibrate`, for integer NPU graphs.")
+    Path | None, typer.Option(metavar="FILE", help="File of `calibrate`, for integer NPU graphs and npumoe.")
 ]
 Context = Annotated[int | None, typer.Option(help="Positions of the KV cache.")]
 PowerOption = Annotated[Power, typer.Option(help="Clocks and cores to ask for on snapdragon.")]
@@ -167,14 +168,25 @@ InFlightOption = Annotated[
         parser=chunk_count,
     ),
 ]
-PassChoice: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu", "shadowattn"]
+PassChoice: TypeAlias = Literal[
+    "llm.npu:naive",
+    "llm.npu:chunks",
+    "llm.npu:shadow",
+    "llm.npu",
+    "shadowattn",
+    "npumoe:each",
+    "npumoe:tiers",
+    "npumoe:groups",
+    "npumoe",
+]
 PASSES: tuple[PassChoice, ...] = get_args(PassChoice)
 PassOption = Annotated[
     Sequence[PassChoice],
     several(
         "--pass",
         help="llm.npu, or its steps llm.npu:chunks and llm.npu:shadow: see docs/llm-npu.md; shadowattn: "
-        "sparse attention in prompts, see docs/shadow-attention.md.",
+        "sparse attention in prompts, see docs/shadow-attention.md; npumoe: a mixture's experts on the NPU, "
+        "see docs/mixture-of-experts.md.",
         names=PASSES,
     ),
 ]
@@ -182,6 +194,13 @@ ExpertsGibOption = Annotated[
     float | None,
     typer.Option(
         help="Memory of a mixture's experts in GiB; others are read from storage when chosen. Default: all."
+    ),
+]
+OverflowOption = Annotated[
+    Literal["gpu", "drop", "pad"],
+    typer.Option(
+        help="With npumoe: tokens beyond an expert's capacity go to the GPU, or are dropped, which changes "
+        "results; pad: capacities hold all calibrated tokens."
     ),
 ]
 RowsOption = Annotated[
@@ -227,11 +246,16 @@ class AttentionOptions:
         )
 
 
-def pass_request(passes: Sequence[PassChoice], attention: AttentionOptions) -> PlanRequest | None:
+def pass_request(
+    passes: Sequence[PassChoice], attention: AttentionOptions, overflow: Overflow
+) -> PlanRequest | None:
     """Return the request to the solver; None without a pass."""
-    from heterollm.solver import PlanRequest
+    from heterollm.solver import ExpertsRequest, PlanRequest
 
-    return PlanRequest(passes=tuple(passes), attention=attention.request()) if passes else None
+    if not passes:
+        return None
+    experts = ExpertsRequest(overflow)
+    return PlanRequest(passes=tuple(passes), attention=attention.request(), experts=experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +302,7 @@ class ModelOptions:
     context: Context = None
     passes: PassOption = ()
     attention: AttentionOptions = AttentionOptions()
+    overflow: OverflowOption = "gpu"
 
 
 @dataclass(frozen=True, slots=True)

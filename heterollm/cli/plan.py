@@ -18,6 +18,7 @@ from heterollm.cli.options import (
     JsonOption,
     Model,
     Names,
+    OverflowOption,
     PassOption,
     PowerOption,
     ThreadOptions,
@@ -93,6 +94,7 @@ class LimitOptions:
     ] = None
     in_flight: InFlightOption = 1
     passes: PassOption = ()
+    overflow: OverflowOption = "gpu"
     build_budget: Annotated[
         str | None,
         typer.Option(
@@ -158,7 +160,7 @@ def plan_model(
 def _request(limits: LimitOptions, attention: AttentionOptions, level: RequestedLevel) -> PlanRequest:
     """Return the request to the solver."""
     from heterollm.base import parse_duration
-    from heterollm.solver import PlanRequest
+    from heterollm.solver import ExpertsRequest, PlanRequest
 
     budget = limits.build_budget
     return PlanRequest(
@@ -172,6 +174,7 @@ def _request(limits: LimitOptions, attention: AttentionOptions, level: Requested
         in_flight=limits.in_flight,
         passes=tuple(limits.passes),
         attention=attention.request(),
+        experts=ExpertsRequest(limits.overflow),
     )
 
 

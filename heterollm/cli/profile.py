@@ -106,11 +106,11 @@ class EffortOptions:
         ),
     ] = False
     passes: Annotated[
-        Sequence[Literal["shadowattn"]],
+        Sequence[Literal["shadowattn", "npumoe"]],
         several(
             "--pass",
-            help="Also measure what shadowattn needs: sparse attention.",
-            names=("shadowattn",),
+            help="Also measure what passes need: shadowattn sparse attention, npumoe NPU graphs of experts.",
+            names=("shadowattn", "npumoe"),
             metavar="NAME",
         ),
     ] = ()
@@ -143,6 +143,7 @@ def profile(
         tune=not effort.no_tune,
         characterise=effort.characterise,
         sparse_attention="shadowattn" in effort.passes,
+        expert_graphs="npumoe" in effort.passes,
     )
     profiling = ProfilingSession(
         opened.device,

@@ -7,6 +7,8 @@ from .calibrated import calibrated_shadows as calibrated_shadows
 from .choice import PlanTarget as PlanTarget
 from .choice import plan_for as plan_for
 from .command import solve_for as solve_for
+from .experts import expert_loads as expert_loads
+from .experts import npu_bytes_left as npu_bytes_left
 from .lengths import LengthChoice as LengthChoice
 from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions

@@ -215,14 +215,14 @@ def precompile(
     chosen, notes = plan_for(options, target, config, weights.specs, positions)
     check_plan(
         chosen,
-        weights.specs,
+        (*weights.specs, *weights.experts),
         npu,
         longest=config.max_positions,
         head_rows=HEAD_ROWS,
         activation=config.activation,
         heads=(config.heads, config.kv_heads),
     )
-    ranges = calibrated_ranges(calibration, weights)
+    ranges = calibrated_ranges(options.weights_calibration, weights)
     every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))
     graphs = [graph for graph in every if graph.length in wanted]
     members = config.heads // config.kv_heads

@@ -15,7 +15,7 @@ from heterollm.model import ModelWeights
 from heterollm.solver import HeadNeeds, ShadowChannels
 
 if TYPE_CHECKING:
-    from heterollm.calibration import Calibration
+    from heterollm.calibration import Calibration, RoutingCalibration
     from heterollm.solver import Plan
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "calibrated_shadows",
     "calibration_key",
     "check_shadows",
+    "routing_of",
 ]
 
 
@@ -179,6 +180,17 @@ def calibrated_needs(path: str | Path) -> HeadNeeds:
         CalibrationError: The file cannot be read, is not a calibration, or has no attention heads.
     """
     return _loaded(path).head_needs()
+
+
+def routing_of(path: str | Path) -> tuple[RoutingCalibration, ...]:
+    """Return the calibrated routing of each layer with experts; none of a model without.
+
+    Raises:
+        CalibrationError: The file cannot be read, is not a calibration, or the calibration was stopped.
+    """
+    found = _loaded(path)
+    found.check_complete()
+    return found.routing
 
 
 def _loaded(path: str | Path) -> Calibration:

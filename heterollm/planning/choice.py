@@ -11,14 +11,14 @@ from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import Group, OpSpec, Precision
-from heterollm.model import ModelConfig
+from heterollm.model import ModelConfig, expert_specs
+from heterollm.planning.additions import addition_notes, calibrated_parts, with_additions
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key, check_shadows
+from heterollm.planning.experts import drop_notes
 from heterollm.planning.load_options import CHUNK_LENGTH, LoadOptions
 from heterollm.planning.passes import shadows_under
-from heterollm.planning.sparse_attention import attention_notes, calibrated_heads, with_sparse_attention
 from heterollm.solver import (
     LEVELS,
-    SHADOW_ATTENTION,
     SOLVED_LEVELS,
     LengthCosts,
     LengthPolicy,
@@ -109,8 +109,8 @@ def plan_for(
     from heterollm.solver import best_strategy
 
     notes: list[str] = []
-    calibration = calibration_key(options.calibration)
-    shadows = shadows_under(options.request, calibrated_shadows(options.calibration))
+    calibration = calibration_key(options.weights_calibration)
+    shadows = shadows_under(options.request, calibrated_shadows(options.weights_calibration))
 
     def profiled() -> ProfiledModel | None:
         profile = device.profile()
@@ -125,7 +125,7 @@ def plan_for(
             if request.passes:
                 raise no_profile(device.name, f"The pass {request.passes[0]}")
             return None
-        solved = solve_plan(model, request, calibrated_heads(options.calibration, config, request))
+        solved = solve_plan(model, request, *calibrated_parts(options.calibration, config, request))
         notes.extend(solved.notes)
         return solved.plan
 
@@ -140,6 +140,7 @@ def plan_for(
     plan = choose_plan(
         options.plan,
         specs,
+        experts=expert_specs(config, specs),
         device=device.name,
         standard_lengths=device.standard_lengths,
         precision=options.precision,
@@ -149,16 +150,17 @@ def plan_for(
         calibration=calibration,
         shadows=shadows,
     )
-    check_shadows(plan, options.calibration)
+    check_shadows(plan, options.weights_calibration)
     if options.plan in LEVELS and options.request is not None:
-        heads = calibrated_heads(options.calibration, config, options.request)
-        if heads is not None:
+        heads, routing = calibrated_parts(options.calibration, config, options.request)
+        if heads is not None or routing is not None:
             model = profiled()
             if model is None:
-                raise no_profile(device.name, f"The pass {SHADOW_ATTENTION}")
+                raise no_profile(device.name, f"The pass {options.request.passes[0]}")
             request = structs.replace(options.request, context=context)
-            plan = with_sparse_attention(model, plan, request, heads)
-            notes.extend(attention_notes(model, plan, request))
+            plan = with_additions(model, plan, request, heads, routing)
+            notes.extend(addition_notes(model, plan, request))
+    notes.extend(note for note in drop_notes(plan) if note not in notes)
     if options.sync != "auto":
         plan = structs.replace(plan, sync=PhaseSync(options.sync, options.sync))
     return plan, tuple(notes)
@@ -176,6 +178,7 @@ def choose_plan(
     plan: str | Path | Plan,
     specs: Sequence[OpSpec],
     *,
+    experts: Sequence[OpSpec] = (),
     device: str,
     standard_lengths: Sequence[int],
     precision: Precision,
@@ -191,6 +194,7 @@ def choose_plan(
         plan: A plan, a level, ``tensor`` or ``block`` (the solver's, from the device's profile), ``auto``
             (the better of the two, or ``gpu`` as long as the device has no profile), or a plan file.
         specs: The model's groups.
+        experts: The experts of each layer of a mixture.
         device: Name of the device that runs it.
         standard_lengths: Lengths of its NPU graphs; empty without an NPU.
         precision: Precision of the linears.
@@ -204,9 +208,9 @@ def choose_plan(
         OptionError: It is neither a level nor a file, or the level or the policy needs an NPU or a profile.
         PlanError: The plan is damaged, or made for another model, device, precision or calibration.
     """
-    others = sources or PlanSources()
+    others, shape = sources or PlanSources(), model_shape((*specs, *experts))
     if isinstance(plan, Plan):
-        return _checked(plan, "The plan", specs, device, precision, calibration)
+        return _checked(plan, "The plan", shape, device, precision, calibration)
     if isinstance(plan, str) and plan in ("auto", *SOLVED_LEVELS):
         solved = others.solve(plan)
         if solved is not None:
@@ -225,12 +229,12 @@ def choose_plan(
             length_policy="padding" if plan == "gpu" else length_policy,
             length_costs=others.length_costs() if length_policy == "auto" else None,
         )
-        found = with_shadows(found, shadows)
+        found = structs.replace(with_shadows(found, shadows), shape=shape)
         if not found.uses_npu:
             return found
         key = calibration if found.has_integer_forms else None
         return structs.replace(found, sync=others.sync(), calibration=key)
-    return _checked(_read(Path(plan)), str(plan), specs, device, precision, calibration)
+    return _checked(_read(Path(plan)), str(plan), shape, device, precision, calibration)
 
 
 def _read(path: Path) -> Plan:
@@ -246,10 +250,8 @@ def _read(path: Path) -> Plan:
     return Plan.load(path)
 
 
-def _checked(
-    plan: Plan, what: str, specs: Sequence[OpSpec], device: str, precision: str, calibration: str | None
-) -> Plan:
-    wanted = {"shape": model_shape(specs), "device": device, "precision": precision}
+def _checked(plan: Plan, what: str, shape: str, device: str, precision: str, calibration: str | None) -> Plan:
+    wanted = {"shape": shape, "device": device, "precision": precision}
     for field, value in wanted.items():
         stated = getattr(plan, field)
         if stated != value:

@@ -10,12 +10,12 @@ from heterollm.base import ProfileError
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import find_model, op_specs
+from heterollm.planning.additions import calibrated_parts
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
 from heterollm.planning.profiled_model import ProfiledModel
-from heterollm.planning.sparse_attention import calibrated_heads
 from heterollm.profiler.records import Profile
 from heterollm.solver import PlanRequest
 
@@ -59,11 +59,11 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
         scales=options.scales,
     )
     asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
-    calibration = calibration_key(options.calibration)
-    heads = calibrated_heads(options.calibration, config, options.request)
-    shadows = shadows_under(options.request, calibrated_shadows(options.calibration))
+    calibration = calibration_key(options.weights_calibration)
+    heads, routing = calibrated_parts(options.calibration, config, options.request)
+    shadows = shadows_under(options.request, calibrated_shadows(options.weights_calibration))
     model_of_profile = ProfiledModel(found, config, specs, options.precision, calibration, shadows)
-    return solve_plan(model_of_profile, asked, heads)
+    return solve_plan(model_of_profile, asked, heads, routing)
 
 
 def no_profile(

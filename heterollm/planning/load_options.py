@@ -13,7 +13,14 @@ from heterollm.kernels.sim import is_simulated
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
 from heterollm.model import ModelConfig
 from heterollm.planning.passes import check_pass
-from heterollm.solver import LENGTH_POLICIES, LengthPolicy, Plan, PlanRequest
+from heterollm.solver import (
+    LENGTH_POLICIES,
+    SHADOW_ATTENTION,
+    LengthPolicy,
+    Plan,
+    PlanRequest,
+    expert_pass,
+)
 
 __all__ = ["CHUNK_LENGTH", "LoadKeywords", "LoadOptions", "check_weights", "choose_context"]
 
@@ -42,7 +49,7 @@ class LoadOptions:
         scales: ``free``, or ``stepped`` so that the NPU may compute in integers: each scale of a 4-bit row is
             1 to 16 times one number.
         calibration: A file of ``heterollm calibrate``, whose ranges integer NPU graphs need; at ``w8a8`` only
-            plan ``gpu`` does without.
+            plan ``gpu`` does without. The pass ``npumoe`` needs its loads of experts.
         context: Positions of a session; the model's own limit, at most 4096, by default.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out, on ``snapdragon`` too.
@@ -93,13 +100,16 @@ class LoadOptions:
         check_weights(self.precision, self.group_size, self.symmetric, self.scales)
         if self.request is not None:
             level = self.plan if isinstance(self.plan, str) else "of a file"
-            check_pass(self.request, self.precision, level, calibrated=self.calibration is not None)
+            known = self.calibration is not None
+            check_pass(self.request, self.precision, level, calibrated=known, routed=known)
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
-        stepped = self.precision == "w4a16" and self.scales == "stepped"
-        if self.calibration is not None and self.precision != "w8a8" and not stepped:
+        passes = () if self.request is None else self.request.passes
+        for_experts = expert_pass(passes) is not None and SHADOW_ATTENTION not in passes
+        if self.calibration != self.weights_calibration and not for_experts:
             raise OptionError(
-                "A calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8.",
+                "A calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8, "
+                "or for the pass npumoe.",
                 fix="Choose scales stepped or precision w8a8, or leave the calibration out.",
             )
         if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":
@@ -118,6 +128,12 @@ class LoadOptions:
                 raise OptionError(
                     f"There is no {what} {given!r:.80}.", fix=f"Choose among {', '.join(legal)}."
                 )
+
+    @property
+    def weights_calibration(self) -> str | Path | None:
+        """The calibration where weights of this format can have ranges, scales and shadows; else None."""
+        stepped = self.precision == "w4a16" and self.scales == "stepped"
+        return self.calibration if stepped or self.precision == "w8a8" else None
 
 
 class LoadKeywords(TypedDict, total=False):

@@ -25,6 +25,7 @@ from heterollm.solver import (
     Plan,
     PlanRequest,
     ShadowChannels,
+    expert_pass,
     level_plan,
     llm_npu_pass,
     relative_time,
@@ -47,7 +48,9 @@ CHUNK_TOKENS: Final = 256
 """Chunks of the paper on this program's phone (section 3.2)."""
 
 
-def check_pass(request: PlanRequest, precision: str, level: str, *, calibrated: bool) -> None:
+def check_pass(
+    request: PlanRequest, precision: str, level: str, *, calibrated: bool, routed: bool = False
+) -> None:
     """Refuse a pass that the weights or the level cannot have.
 
     Args:
@@ -55,6 +58,7 @@ def check_pass(request: PlanRequest, precision: str, level: str, *, calibrated: 
         precision: Precision of the weights.
         level: Level of the plan.
         calibrated: Whether ranges of the activations are known.
+        routed: Whether loads of experts are known.
 
     Raises:
         OptionError: The pass needs another precision, a calibration, another level, or a simulation.
@@ -72,6 +76,18 @@ def check_pass(request: PlanRequest, precision: str, level: str, *, calibrated: 
                 f"The pass {SHADOW_ATTENTION} adds attention to a plan that is made, and plan {level!r:.80} "
                 "is given.",
                 fix="Leave the pass out, or choose a level.",
+            )
+    if (step := expert_pass(request.passes)) is not None:
+        if not routed:
+            raise OptionError(
+                f"The pass {step} needs calibrated loads of experts.",
+                fix="Run `heterollm calibrate MODEL -o FILE`, and give --calibration FILE.",
+            )
+        if level not in ("auto", "npu", "layer", *SOLVED_LEVELS):
+            raise OptionError(
+                f"The pass {step} adds experts to a plan that is made and uses the NPU, and plan "
+                f"{level!r:.80} is given.",
+                fix="Leave the pass out, or choose another level.",
             )
     if (name := llm_npu_pass(request.passes)) is not None:
         if name == "llm.npu:naive":
@@ -94,7 +110,7 @@ def check_pass(request: PlanRequest, precision: str, level: str, *, calibrated: 
 
 def request_of_solver(request: PlanRequest) -> PlanRequest:
     """Return a request with what its passes ask of the solver."""
-    if SHADOW_ATTENTION in request.passes:
+    if SHADOW_ATTENTION in request.passes or expert_pass(request.passes):
         return structs.replace(request, in_flight=1)
     return structs.replace(request, in_flight="auto") if "llm.npu" in request.passes else request
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 from msgspec import structs
 
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import ffn_specs
+from heterollm.planning.additions import addition_notes, with_additions
 from heterollm.planning.load_options import CHUNK_LENGTH
 from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.planning.profiled_model import ProfiledModel
-from heterollm.planning.sparse_attention import IN_ORDER, attention_notes, with_sparse_attention
 from heterollm.solver import (
     AttentionHeads,
     Objective,
@@ -25,11 +28,13 @@ from heterollm.solver import (
     PlanRequest,
     best_strategy,
     llm_npu_pass,
+    model_shape,
     power_of,
     with_shadows,
 )
 
 if TYPE_CHECKING:
+    from heterollm.calibration import RoutingCalibration
     from heterollm.kernels.device import Device
     from heterollm.planning.lengths import LengthChoice
     from heterollm.profiler.records import Profile
@@ -38,6 +43,11 @@ if TYPE_CHECKING:
 __all__ = ["Solved", "solve_plan", "stored_profile"]
 
 logger = logging.getLogger(__name__)
+
+IN_ORDER: Final = (
+    "Chunks of prompts run one after the other: neither sparse attention nor experts on the NPU are combined "
+    "with several at once."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +59,29 @@ class Solved:
         plan: The plan.
         notes: Measurements that the profile lacks, without which the plan may be slower than possible.
         length_choice: The standard lengths that are worth building; None without a build budget.
+        routing: The routing of each layer, by which experts were placed; None without.
     """
 
     model: ProfiledModel
     plan: Plan
     notes: tuple[str, ...] = ()
     length_choice: LengthChoice | None = None
+    routing: Sequence[RoutingCalibration] | None = None
 
 
-def solve_plan(model: ProfiledModel, request: PlanRequest, heads: AttentionHeads | None = None) -> Solved:
+def solve_plan(
+    model: ProfiledModel,
+    request: PlanRequest,
+    heads: AttentionHeads | None = None,
+    routing: Sequence[RoutingCalibration] | None = None,
+) -> Solved:
     """Return the plan of a model by a profile; it is solved once for equal inputs, and kept.
 
     Args:
         model: The model on the profiled device.
         request: Options of the plan.
         heads: The heads of the model, for the pass ``shadowattn``.
+        routing: The routing of each layer, for the pass ``npumoe``.
 
     Raises:
         ProfileError: The profile lacks measurements that a plan, or the requested level, needs.
@@ -72,7 +90,8 @@ def solve_plan(model: ProfiledModel, request: PlanRequest, heads: AttentionHeads
     """
     from heterollm.planning.kept import kept_plan, plan_path
 
-    check_pass(request, model.precision, request.level, calibrated=model.calibration is not None)
+    calibrated, routed = model.calibration is not None, routing is not None
+    check_pass(request, model.precision, request.level, calibrated=calibrated, routed=routed)
     _check_level(model, request)
     notes: tuple[str, ...] = ()
     if model.limits is not None and not model.has_linears:
@@ -96,12 +115,14 @@ def solve_plan(model: ProfiledModel, request: PlanRequest, heads: AttentionHeads
         "chunk length": CHUNK_LENGTH,
         "request": structs.replace(request, histogram=None),
         "heads": heads,
+        "routing": None if routing is None else hashlib.sha256(msgspec.json.encode(routing)).hexdigest(),
         "histogram": None if histogram is None else sorted(histogram.items()),
     }
     if model.shadows:
         inputs["shadows"] = sorted(model.shadows.items())
-    plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, heads))
-    return Solved(model, plan, (*notes, *attention_notes(model, plan, request)), choice)
+    add = functools.partial(with_additions, model, request=request, heads=heads, routing=routing)
+    plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, add))
+    return Solved(model, plan, (*notes, *addition_notes(model, plan, request)), choice, routing)
 
 
 def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
@@ -133,7 +154,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
     )
 
 
-def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, heads: AttentionHeads | None) -> Plan:
+def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
     if llm_npu_pass(request.passes) is None or model.limits is None:
         plan = _solved(model, request_of_solver(request), solver, prompts)
@@ -143,7 +164,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, heads: At
             solved = _solved(model, request_of_solver(request), solver, prompts)
             fits = solver.budget.holds(model.npu_bytes(plan))
             plan = faster_plan(model, solved, plan, prompts) if fits else solved
-    plan = with_sparse_attention(model, plan, request, heads)
+    plan = add(plan)
     return structs.replace(
         with_shadows(plan, model.shadows),
         level="tensor"
@@ -152,6 +173,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, heads: At
         sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),
         request=request,
         calibration=model.calibration,
+        shape=model_shape(model.every_spec),
     )
 
 

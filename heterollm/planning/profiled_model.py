@@ -9,9 +9,10 @@ from functools import cached_property
 
 from heterollm.base import ProfileError
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
-from heterollm.model import ModelConfig, ModelShape, block_norms, shape_of_specs
+from heterollm.model import ModelConfig, ModelShape, block_norms, expert_specs, shape_of_specs
 from heterollm.profiler.records import Profile
 from heterollm.solver import (
+    ExpertPrices,
     GraphSharing,
     NpuLimits,
     Plan,
@@ -26,6 +27,7 @@ from heterollm.solver import (
     predict_pass,
     predict_prompt,
     with_attention_time,
+    with_experts_time,
 )
 
 __all__ = ["ProfiledModel"]
@@ -38,7 +40,7 @@ class ProfiledModel:
     Args:
         profile: The device's profile.
         config: The model.
-        specs: Every group of the model.
+        specs: Every group of the model but the experts of a mixture.
         precision: Precision of the linears.
         calibration: Identity of its calibration, whose ranges integer graphs need; None without one.
         shadows: Operators that get a shadow of outliers wherever the NPU computes them in integers.
@@ -68,6 +70,20 @@ class ProfiledModel:
         return ProfileAttentionCosts(self.profile, self.costs)
 
     @cached_property
+    def experts(self) -> tuple[OpSpec, ...]:
+        """The experts of each layer of a mixture."""
+        return expert_specs(self.config, self.specs)
+
+    @property
+    def every_spec(self) -> tuple[OpSpec, ...]:
+        """Every group of the model, and the experts of a mixture."""
+        return (*self.specs, *self.experts)
+
+    def expert_prices(self, tokens: int) -> ExpertPrices | None:
+        """Return times and sizes of a layer's experts in passes of a length; None where none are measured."""
+        return self.costs.expert_prices(tokens, self.profile.graph_memory)
+
+    @cached_property
     def limits(self) -> NpuLimits | None:
         """Limits of the NPU; None without an NPU."""
         return limits_of(self.profile, calibrated=self.calibration is not None)
@@ -84,7 +100,7 @@ class ProfiledModel:
 
     def npu_bytes(self, plan: Plan) -> int:
         """Return the bytes that the NPU's graphs of a plan take: weights, inputs and outputs."""
-        return plan.npu_bytes(self.specs, self.profile.graph_memory)
+        return plan.npu_bytes(self.every_spec, self.profile.graph_memory)
 
     def sharing(self, plan: Plan, prompt: int) -> GraphSharing:
         """Return what the chunks of a prompt share under a plan."""
@@ -113,7 +129,11 @@ class ProfiledModel:
         """
         costs = self.costs if position is None else self.costs.at(position)
         found = predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
-        if found is None or phase == "decode" or not plan.sparse_attention:
+        if found is None or phase == "decode":
+            return found
+        if self.experts and plan.has_npu_experts:
+            found = with_experts_time(found, plan, self.expert_prices, self.experts[0], self.config.layers)
+        if not plan.sparse_attention:
             return found
         return with_attention_time(found, plan, self.attention_costs, (position or 0) + tokens)
 

@@ -37,10 +37,6 @@ __all__ = [
 ASSUMED_EXPONENT: Final = 8
 """Exponent of all heads in simulations: no time depends on it but by the heads that share one."""
 
-IN_ORDER: Final = (
-    "Chunks of prompts run one after the other: sparse attention is not combined with several at once."
-)
-
 ON_GPU: Final = (
     "The profile has no NPU graphs of attention scores: the GPU estimates them where attention is sparse. "
     "If the NPU has such graphs, `heterollm profile MODEL --pass shadowattn --update` measures them."

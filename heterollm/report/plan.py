@@ -12,6 +12,7 @@ from rich.text import Text
 
 from heterollm.base import GIB, format_bytes, format_duration
 from heterollm.report.console import table
+from heterollm.report.plan_experts import experts_report
 from heterollm.solver import SHADOW_ATTENTION, break_even, describe
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
             parts.append(Text(attention_words(model, plan)))
         if explain:
             parts.append(attention_table(model, plan, plan.request.context))
+    parts += experts_report(solved, explain=explain)
     if explain and plan.uses_npu:
         parts.append(bubbles_table(model, plan, prompts))
         longest = max(prompts)
@@ -286,6 +288,11 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
         if explain:
             row.append("\n".join(_reasons(item, found.ffn_us)))
         result.add_row(*row)
+    if found.experts_us:
+        of_layer = ["experts", "on the GPU", "", "", "", f"{found.experts_us:.0f}"]
+        if found.experts_npu_us:
+            of_layer[1] = "groups on the NPU, the rest on the GPU; of the mean layer"
+        result.add_row(*of_layer)
     return result
 
 

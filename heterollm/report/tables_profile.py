@@ -46,6 +46,7 @@ def sections(summary: ProfileSummary, *, everything: bool = False) -> Iterator[S
     yield from npu_sections(summary)
     yield _layers(summary)
     yield from _sparse(summary)
+    yield from _experts(summary)
     yield _bandwidth(summary)
     yield _contention(summary)
     yield _launches(summary)
@@ -200,6 +201,27 @@ def _sparse(summary: ProfileSummary) -> Iterator[Section]:
         heads_row = ("operator", "size", ">kept", ">keys", *(f">{count}" for count in tokens))
         note = "Columns are tokens. One launch each: scores on the NPU, the others on the GPU."
         yield Section("Sparse attention", heads_row, rows, (note,))
+
+
+def _experts(summary: ProfileSummary) -> Iterator[Section]:
+    """Yield the times of mixtures of experts, if there are any."""
+    _, tokens = _token_columns(row.tokens for row in summary.experts)
+    lines: dict[tuple[str, str, int], dict[int, str]] = defaultdict(dict)
+    for row in summary.experts:
+        name = f"{row.operator} {row.form}".rstrip()
+        size = f"{row.columns} x {row.width}, {row.weight}"
+        lines[name, size, row.experts][row.tokens] = format_spread(row.times)
+    rows = tuple(
+        (name, size, str(experts), *(cells.get(count, "") for count in tokens))
+        for (name, size, experts), cells in sorted(lines.items())
+    )
+    if rows:
+        head = ("operator", "size", ">experts", *(f">{count}" for count in tokens))
+        note = (
+            "Columns are rows of each expert, and tokens of the pass for moves. Graphs run on the NPU, the "
+            "others on the GPU."
+        )
+        yield Section("Mixture of experts", head, rows, (note,))
 
 
 # -- memory and links --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from .ranges import LinearRanges as LinearRanges
 from .ranges import ShadowRanges as ShadowRanges
 from .ranges import StaticRanges as StaticRanges
 from .ranges import step_of as step_of
+from .shapes import ExpertsShape as ExpertsShape
 from .shapes import FfnShape as FfnShape
 from .shapes import GraphShape as GraphShape
 from .shapes import LinearShape as LinearShape

@@ -2,6 +2,8 @@ from .bandwidth import SharedLoad as SharedLoad
 from .bandwidth import bandwidth_tasks as bandwidth_tasks
 from .builds import BuildPace as BuildPace
 from .drift import ReferenceOperators as ReferenceOperators
+from .experts import MOST_WEIGHT_BYTES as MOST_WEIGHT_BYTES
+from .experts import expert_tasks as expert_tasks
 from .layer_cases import CODES_OF_8_BITS as CODES_OF_8_BITS
 from .layer_cases import CODES_OF_16_BITS as CODES_OF_16_BITS
 from .layer_cases import SUMS as SUMS

@@ -12,6 +12,8 @@ from .records import ContentionBound as ContentionBound
 from .records import ContentionKey as ContentionKey
 from .records import CopyKey as CopyKey
 from .records import DriftKey as DriftKey
+from .records import ExpertsKey as ExpertsKey
+from .records import ExpertsOperator as ExpertsOperator
 from .records import FenceKey as FenceKey
 from .records import GraphKey as GraphKey
 from .records import Key as Key

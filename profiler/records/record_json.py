@@ -12,7 +12,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from heterollm.base import Amount, Number
-from heterollm.profiler.records.records import KINDS, GraphKey, Key, LinearKey, LinearPoint, Record, SweepKey
+from heterollm.profiler.records.records import (
+    KINDS,
+    ExpertsKey,
+    GraphKey,
+    Key,
+    LinearKey,
+    LinearPoint,
+    Record,
+    SweepKey,
+)
 
 __all__ = ["KIND_NAMES", "RecordLine", "record_line"]
 
@@ -44,6 +53,8 @@ class _Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
             raise ValueError("there is neither a measurement nor an error")
         if isinstance(self.key, LinearKey | GraphKey | SweepKey) and not _possible(self.key.point):
             raise ValueError(f"there cannot be a linear layer {self.key.point}")
+        if isinstance(self.key, ExpertsKey) and not _possible_experts(self.key):
+            raise ValueError(f"there cannot be experts {self.key}")
 
     def record(self) -> Record:
         """Return the record."""
@@ -87,7 +98,16 @@ def record_line(record: Record) -> str:
 
 def _possible(point: LinearPoint) -> bool:
     """Whether a shard can have been measured: it has a size, and its weights a format."""
-    blocks = point.block > 0 if point.bits <= LARGEST_CODE_BITS else point.block == 0
+    blocks = _has_blocks(point)
     # Gate and up are as wide as each other.
     matched = not point.is_ffn or (len(point.member_rows) == 2 and len(set(point.member_rows)) == 1)
     return point.rows > 0 and point.flops < MOST_FLOPS and blocks and matched
+
+
+def _possible_experts(key: ExpertsKey) -> bool:
+    return key.flops < MOST_FLOPS and _has_blocks(key) and key.chosen <= key.experts
+
+
+def _has_blocks(key: LinearPoint | ExpertsKey) -> bool:
+    """Whether weights have blocks as their bits demand."""
+    return (key.block > 0) == (key.bits <= LARGEST_CODE_BITS)

@@ -25,6 +25,8 @@ __all__ = [
     "ContentionKey",
     "CopyKey",
     "DriftKey",
+    "ExpertsKey",
+    "ExpertsOperator",
     "FenceKey",
     "GraphKey",
     "Key",
@@ -51,6 +53,11 @@ ContentionBound = Literal["compute", "memory", "spill"]
 SparseOperator = Literal["score_codes", "scores", "score_estimate", "selection", "sparse_attention"]
 """Operators of sparse attention: codes of queries and keys, their scores on the NPU or on the GPU, the keys
 that each block of queries keeps, and attention to these."""
+
+
+ExpertsOperator = Literal["graph", "products", "moves"]
+"""Operators of a mixture of experts: a group in one graph on the NPU; the experts' networks on the GPU; and
+the GPU's kernels around these, of router, choice, order, gathering and sum of rows."""
 
 
 class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
@@ -219,6 +226,56 @@ class SparseKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown
     code: str
 
 
+class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
+    """The time of an operator of a layer's mixture of experts.
+
+    Args:
+        operator: Its name; ``graph`` runs on the NPU, the others on the GPU.
+        experts: Experts of the graph or of the launch; of ``moves`` those of a layer.
+        tokens: Rows of each expert, the capacity of a graph; of ``moves`` the tokens of the pass.
+        chosen: Experts that each token chooses; 0 where nothing depends on it.
+        columns: Inputs of an expert.
+        width: Rows of gate and of up each.
+        bits: Bits of a weight.
+        block: Inputs that share a scale; 0 for float weights.
+        symmetric: Whether zero is the middle code.
+        integer_inputs: Whether inputs are rounded to int8 (``w4a8``).
+        form: Graph form; empty on the GPU.
+        streamed: Whether weights come from memory, as in a model larger than the caches, or from a cache.
+        code: Hash of the kernel sources, or version of the graph builder.
+    """
+
+    operator: ExpertsOperator
+    experts: Positive
+    tokens: Positive
+    chosen: Count
+    columns: Positive
+    width: Positive
+    bits: Literal[4, 8, 16, 32]
+    block: Count
+    symmetric: bool
+    integer_inputs: bool
+    form: str
+    streamed: bool
+    code: str
+
+    @property
+    def weight(self) -> WeightFormat:
+        """The number format of the weights."""
+        return WeightFormat(self.bits, self.block, self.symmetric)
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds of the experts' networks, counted as two each; a bound for ``moves``."""
+        return 6 * self.experts * self.tokens * self.columns * self.width
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the experts' weights."""
+        gate_up = self.weight.weight_bytes(2 * self.width, self.columns)
+        return self.experts * (gate_up + self.weight.weight_bytes(self.columns, self.width))
+
+
 class BandwidthKey(
     Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True, rename=FIELD_NAMES
 ):
@@ -348,6 +405,7 @@ Key: TypeAlias = (
     LinearKey
     | LayerKey
     | SparseKey
+    | ExpertsKey
     | BandwidthKey
     | ContentionKey
     | LaunchKey
@@ -363,6 +421,7 @@ KINDS: Final[dict[str, type[Key]]] = {
     "linear": LinearKey,
     "layer": LayerKey,
     "sparse": SparseKey,
+    "experts": ExpertsKey,
     "bandwidth": BandwidthKey,
     "contention": ContentionKey,
     "launch": LaunchKey,

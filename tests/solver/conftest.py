@@ -39,6 +39,9 @@ class RandomCosts:
     def between_us(self, spec, tokens):
         return self._draw("between", spec.group, tokens)
 
+    def mixture_us(self, tokens):
+        return ()
+
     def kernels_us(self, spec):
         # The kernels before the output projection: a short one, then attention in two.
         parts = (0.1, 0.6, 0.3) if spec.group == "o" else (1.0,)

@@ -59,7 +59,8 @@ def mean_us(groups, loads, prices):
     total = 0.0
     for load in loads:
         left = [max(0, count - capacities.get(expert, 0)) for expert, count in enumerate(load)]
-        gpu_us = prices.gpu_base_us + sum(prices.gpu_us[rows] for rows in left)
+        gpu_us = sum(prices.gpu_us[rows] for rows in left)
+        total += prices.gpu_base_us
         total += max(joint_time_us(gpu_us, npu_us, prices.slowdown)) if groups else gpu_us
     return total / len(loads)
 

@@ -1,0 +1,299 @@
+"""The pass npumoe: what a calibration says of a mixture's experts, and the groups of them on the NPU.
+
+Experts get what the slices of the linear layers leave of the NPU's memory. Shorter passes than a whole chunk
+run the groups of the chunk, at its capacities or at smaller ones, where the NPU is predicted to pay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from heterollm.base import GIB, CalibrationError, OptionError, PlanError, format_bytes
+from heterollm.model import ModelConfig
+from heterollm.planning.calibrated import routing_of
+from heterollm.solver import (
+    EXPERTS_ON_GPU,
+    NPU_EXPERTS,
+    ExpertPolicy,
+    ExpertPrices,
+    ExpertsEntry,
+    ExpertsPlacement,
+    Plan,
+    PlanRequest,
+    estimate_experts,
+    expert_pass,
+    experts_by_policy,
+    place_experts,
+)
+
+if TYPE_CHECKING:
+    from heterollm.calibration import RoutingCalibration
+    from heterollm.planning.profiled_model import ProfiledModel
+
+__all__ = [
+    "calibrated_routing",
+    "drop_notes",
+    "expert_loads",
+    "expert_notes",
+    "npu_bytes_left",
+    "with_expert_placements",
+]
+
+Ints = NDArray[np.int64]
+
+GAIN_FRACTION: Final = 0.1
+"""Least gain of a layer's experts on the NPU, as predictions of different kernels have different errors."""
+
+LENGTH_PARTS: Final = 4
+"""Ranges of lengths from a power of two to the next."""
+
+LEAST_TOKENS: Final = 32
+"""End of the shortest range of lengths."""
+
+ON_GPU: Final = (
+    "The GPU computes all experts: the pass npumoe places popular ones on the NPU, with a calibration "
+    "(docs/mixture-of-experts.md)."
+)
+
+UNMEASURED: Final = (
+    "The profile has no times of experts on the NPU, and the GPU computes all. If the NPU has such graphs, "
+    "`heterollm profile MODEL --pass npumoe --update` measures them."
+)
+
+DROPS: Final = (
+    "Tokens beyond an expert's capacity are dropped, which changes results; --overflow gpu computes them."
+)
+
+
+def calibrated_routing(
+    path: str | Path | None, config: ModelConfig, request: PlanRequest | None
+) -> tuple[RoutingCalibration, ...] | None:
+    """Return the calibrated routing of each layer, for the pass ``npumoe``; None where it is not asked for.
+
+    Args:
+        path: File of the calibration.
+        config: The model.
+        request: The request with its passes.
+
+    Raises:
+        CalibrationError: The file cannot be read, is no calibration, or lacks the routing of this model.
+        OptionError: The model has no experts.
+    """
+    if request is None or (name := expert_pass(request.passes)) is None:
+        return None
+    if config.routing is None:
+        raise OptionError(
+            f"The pass {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
+        )
+    if path is None:
+        return None
+    found = routing_of(path)
+    counts = {len(chunk) for one in found for window in one.windows for chunk in window}
+    if len(found) != config.layers or counts != {config.routing.experts}:
+        raise CalibrationError(
+            f"The calibration {path} has no loads of this model's {config.routing.experts} experts in "
+            f"{config.layers} layers.",
+            fix="Run `heterollm calibrate` for this model, with windows of at least 64 tokens.",
+        )
+    return found
+
+
+def expert_loads(routing: Sequence[RoutingCalibration], tokens: int) -> tuple[Ints, ...]:
+    """Return the tokens of each expert in passes of some length, by layer: ``[chunks, experts]``.
+
+    They are sums of the recorded chunks, and scaled where the length is no multiple of those, or longer than
+    a window.
+
+    Args:
+        routing: The calibrated or assumed routing of each layer.
+        tokens: Tokens of a pass.
+    """
+    return tuple(one.scaled_loads(tokens) for one in routing)
+
+
+def npu_bytes_left(model: ProfiledModel, plan: Plan, request: PlanRequest) -> int | None:
+    """Return what the slices of the linear layers leave of the NPU's memory; None without a limit.
+
+    Args:
+        model: The model on the profiled device.
+        plan: The plan.
+        request: The request, with a limit or none.
+    """
+    limit = model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB)
+    if limit is None:
+        return None
+    return max(0, limit - model.npu_bytes(structs.replace(plan, experts=())))
+
+
+def with_expert_placements(
+    model: ProfiledModel,
+    plan: Plan,
+    request: PlanRequest,
+    routing: Sequence[RoutingCalibration] | None,
+) -> Plan:
+    """Return a plan with the experts on the NPU that a request asks for.
+
+    Args:
+        model: The model on the profiled device.
+        plan: The plan of the linear layers, with chunks one after the other.
+        request: The request with its passes.
+        routing: The routing of each layer; None without the pass.
+
+    Raises:
+        PlanError: The pass puts all experts on the NPU, and they exceed its memory or the limit of a graph.
+    """
+    name, longest = expert_pass(request.passes), plan.chunk_length
+    if name is None or routing is None or (prices := model.expert_prices(longest)) is None:
+        return plan
+    loads, overflow = expert_loads(routing, longest), request.experts.overflow
+    left = npu_bytes_left(model, plan, request)
+    if name == NPU_EXPERTS:
+        placements = place_experts(loads, prices, left, overflow)
+    else:
+        policy = cast("ExpertPolicy", name.partition(":")[2])
+        placements = tuple(experts_by_policy(own, prices, policy, overflow) for own in loads)
+    ranges = list(_ranges(longest))
+    prices_at = {tokens: model.expert_prices(tokens) or prices for pair in ranges for tokens in pair}
+    loads_at = {tokens: expert_loads(routing, tokens) for tokens in prices_at}
+    for shrinks in (True, False):  # smaller capacities take memory, too
+        entries = [
+            entry
+            for layer, placement in enumerate(placements)
+            for entry in _entries(
+                *(layer, placement, ranges, prices_at),
+                {tokens: own[layer] for tokens, own in loads_at.items()},
+                forced=name != NPU_EXPERTS,
+                shrinks=shrinks,
+            )
+        ]
+        placed = structs.replace(plan, experts=tuple(entries))
+        need = placed.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
+        if need <= (math.inf if left is None else left):
+            return placed
+    raise PlanError(
+        f"The pass {name} needs NPU graphs of {format_bytes(need)} for experts, and the linear layers leave "
+        f"{format_bytes(left or 0)}.",
+        fix=f"Choose the pass {NPU_EXPERTS}, which keeps the limit.",
+    )
+
+
+def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
+    """Return notes on experts that are not where the user may expect them, with the reason.
+
+    Args:
+        model: The model on the profiled device.
+        plan: The plan with its experts.
+        request: The request with its passes.
+    """
+    if not model.experts:
+        return ()
+    if expert_pass(request.passes) is None:
+        return (ON_GPU,) if model.limits is not None else ()
+    if model.expert_prices(plan.chunk_length) is None:
+        return (UNMEASURED,)
+    if not plan.has_npu_experts:
+        return (
+            "Experts stay on the GPU: by the profile and the calibrated loads the NPU gains too little in "
+            f"passes of up to {plan.chunk_length} tokens.",
+        )
+    return drop_notes(plan)
+
+
+def drop_notes(plan: Plan) -> tuple[str, ...]:
+    """Return a note if a plan drops tokens of experts."""
+    drops = any(one.placement.groups and one.placement.overflow == "drop" for one in plan.experts)
+    return (DROPS,) if drops else ()
+
+
+# -- helpers -----------------------------------------------------------------------------------------
+
+
+def _ranges(longest: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of lengths of passes, the longest first."""
+    top, size = longest, longest
+    while top > LEAST_TOKENS:
+        for part in range(LENGTH_PARTS - 1, -1, -1):
+            low = (size + size * part // LENGTH_PARTS) // 2
+            yield low + 1, top
+            top = low
+        size = top
+    yield 1, top
+
+
+def _entries(
+    layer: int,
+    placement: ExpertsPlacement,
+    ranges: Sequence[tuple[int, int]],
+    prices: dict[int, ExpertPrices],
+    loads: dict[int, Ints],
+    *,
+    forced: bool,
+    shrinks: bool,
+) -> Iterator[ExpertsEntry]:
+    """Yield the entries of a layer: for passes of the longest range, and for shorter ones while they gain.
+
+    Args:
+        layer: The layer.
+        placement: That of whole chunks.
+        ranges: Ranges of lengths, the longest first.
+        prices: By length of passes.
+        loads: By length of passes, ``[chunks, experts]``.
+        forced: Whether the longest range has the placement even if it does not gain.
+        shrinks: Whether shorter passes may have graphs of smaller capacities.
+    """
+
+    def time_us(own: ExpertsPlacement, tokens: int) -> float:
+        return estimate_experts(own, loads[tokens], prices[tokens]).time_us
+
+    opened: ExpertsEntry | None = None
+    for first, (low, top) in enumerate(ranges if placement.groups else ()):
+        tried = [placement]
+        if shrinks and first:
+            tried.append(_shrunk(placement, prices[top].capacities, top / ranges[0][1]))
+        limits_us = {n: (1 - GAIN_FRACTION) * time_us(EXPERTS_ON_GPU, n) for n in (low, top)}
+        gaining = [
+            own
+            for own in tried
+            if (forced and not first)
+            or (
+                (own.overflow != "pad" or _holds(own, loads[top]))
+                and all(time_us(own, tokens) < limit_us for tokens, limit_us in limits_us.items())
+            )
+        ]
+        if not gaining:
+            break
+        best_us, best = min(((time_us(own, top), own) for own in gaining), key=lambda pair: pair[0])
+        best = structs.replace(best, predicted_us=round(best_us, 3))
+        if opened is not None and opened.placement.groups == best.groups:
+            opened = structs.replace(opened, lengths=(low, opened.lengths[1]))
+            continue
+        if opened is not None:
+            yield opened
+        opened = ExpertsEntry((low, top), (layer, layer), best)
+    if opened is not None:
+        yield opened
+
+
+def _shrunk(placement: ExpertsPlacement, capacities: Sequence[int], share: float) -> ExpertsPlacement:
+    """Return a placement whose capacities hold a share of what they did."""
+    groups = tuple(
+        structs.replace(
+            group,
+            capacity=next((own for own in capacities if own >= share * group.capacity), group.capacity),
+        )
+        for group in placement.groups
+    )
+    return structs.replace(placement, groups=groups)
+
+
+def _holds(placement: ExpertsPlacement, loads: Ints) -> bool:
+    """Whether no load exceeds the capacity of an expert on the NPU."""
+    capacities = np.array(placement.capacities(loads.shape[1]))
+    return bool((loads.max(axis=0) <= capacities)[capacities > 0].all())
