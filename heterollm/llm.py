@@ -399,9 +399,7 @@ def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[O
     )
 
 
-def _expert_budget(
-    asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]
-) -> ExpertBudget | None:
+def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:
     """Return the memory that experts may take; None for all of them."""
     if asked.experts_gib is None:
         return None

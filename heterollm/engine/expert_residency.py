@@ -1,10 +1,10 @@
-"""A memory budget of experts: slots for some of a model's experts, and the reading of others when they are chosen.
+"""A memory budget of experts: slots for some of a model's experts, and the reading of others on demand.
 
-All layers share the slots. Once a layer has routed its tokens, the host waits for the choice, which is one wait a
-layer, reads the chosen experts that no slot holds from the files of the weights, and gives each the slot whose
-expert was used longest ago. A kernel then writes the slots of the chosen experts into the places of the grouped
-products. A pass that may choose more experts than there are slots goes in rounds; rounds without an expert compute
-nothing. The numbers do not depend on the budget, as the rows of different experts never mix.
+All layers share the slots. Once a layer has routed its tokens, the host waits for the choice, which is one
+wait a layer. It reads the chosen experts that no slot holds from the files of the weights, and gives each the
+slot whose expert was used longest ago. A kernel then writes the slots of the chosen experts into the places
+of the grouped products. A pass that may choose more experts than there are slots goes in rounds; rounds
+without an expert compute nothing. Results do not depend on the budget, as rows of experts never mix.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class ExpertResidency:
         limits: NDArray[np.int64],
         rounds: int,
     ) -> None:
-        """Wait for the choices of a layer, give each round its experts and slots, and load those of the first."""
+        """Wait for the choices of a layer, assign experts to rounds and slots, and load the first round."""
         self._gpu.copy(found, chosen.buffer)
         counts = np.bincount(found, minlength=self._experts)
         needed = np.flatnonzero(counts > limits).tolist()

@@ -1,7 +1,7 @@
 """Reads the weights of single experts from the files of a model, while it runs.
 
-A mapped page of a file that was cut meanwhile would end the process. So this module reads with calls that report
-an error, into memory that all experts share, and looks whether the file is still the one that was loaded.
+A mapped page of a file that was cut meanwhile would end the process. So this module reads with calls that
+report an error, into memory that all experts share, and refuses a file that changed since the load.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ExpertReader:
             expert: Number of the expert.
 
         Raises:
-            CheckpointError: A file changed since the model was loaded, or cannot be read; or a float weight is
-                not finite in its format.
+            CheckpointError: A file changed since the model was loaded, or cannot be read; or a float weight
+                is not finite in its format.
         """
         found = []
         for member, weight, place in self._places(spec, expert):

@@ -9,8 +9,8 @@ from typing import Final, TypedDict, get_args
 
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS, Sync
-from heterollm.kernels.sim import is_simulated
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
+from heterollm.kernels.sim import is_simulated
 from heterollm.model import ModelConfig
 from heterollm.planning.passes import check_pass
 from heterollm.solver import (
@@ -49,7 +49,8 @@ class LoadOptions:
         scales: ``free``, or ``stepped`` so that the NPU may compute in integers: each scale of a 4-bit row is
             1 to 16 times one number.
         calibration: A file of ``heterollm calibrate``, whose ranges integer NPU graphs need; at ``w8a8`` only
-            plan ``gpu`` does without. The pass ``npumoe`` needs its loads of experts.
+            plan ``gpu`` does without. The pass ``npumoe`` needs its loads of experts, and with
+            ``experts_gib`` its most popular experts are in memory first.
         context: Positions of a session; the model's own limit, at most 4096, by default.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out, on ``snapdragon`` too.
@@ -105,11 +106,12 @@ class LoadOptions:
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
         passes = () if self.request is None else self.request.passes
-        for_experts = expert_pass(passes) is not None and SHADOW_ATTENTION not in passes
+        for_experts = expert_pass(passes) is not None or self.experts_gib is not None
+        for_experts = for_experts and SHADOW_ATTENTION not in passes
         if self.calibration != self.weights_calibration and not for_experts:
             raise OptionError(
                 "A calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8, "
-                "or for the pass npumoe.",
+                "or for the pass npumoe or a memory budget of experts.",
                 fix="Choose scales stepped or precision w8a8, or leave the calibration out.",
             )
         if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 from msgspec.structs import replace as replace_struct
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.formats import LinearWeight
@@ -298,7 +298,7 @@ class GpuLinear:
         Args:
             x: ``[pairs, k]`` in the activation type, in the order of the experts.
             y: ``[pairs, rows of an expert]``; rows of positions that are in no place stay unchanged.
-            lists: The places, of :meth:`heterollm.kernels.gpu.GpuExperts.sort`; with slots of experts those of
+            lists: The places, of :meth:`heterollm.kernels.gpu.GpuExperts.sort`; with slots of experts, of
                 :meth:`heterollm.kernels.gpu.GpuExperts.place_in_slots`.
             shape: Sizes of the pass.
             rounded: Codes of ``x``, for integer inputs only; by default another launch rounds ``x`` first.

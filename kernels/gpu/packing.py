@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 PackedArrays: TypeAlias = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
-"""Weights, scales and zero points in tiles of 64 rows; floats have no scales, symmetric codes no zero points."""
+"""Weights, scales and zero points in tiles of 64 rows. Floats have no scales, symmetric codes no zeros."""
 
 COLUMNS_MULTIPLE: Final = 16
 """The inputs of a linear must be a multiple of this."""

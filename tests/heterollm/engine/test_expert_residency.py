@@ -55,9 +55,7 @@ def answers(llm: LLM, ids: list[int]) -> Iterator[np.ndarray]:
 
 
 @pytest.fixture
-def limited(
-    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]
-) -> Callable[..., LLM]:
+def limited(checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]) -> Callable[..., LLM]:
     """Return a function that loads a mixture with a budget of some experts; of all by default."""
 
     def load(slots: int | None = None, slot: float = SLOT_GIB, **options: Any) -> LLM:
@@ -103,6 +101,7 @@ def test_any_budget_gives_the_bits_of_all_experts(
         assert reads.resident_bytes == round(slots * slot_gib(whole) * GIB)
 
 
+@pytest.mark.slow
 def test_the_check_of_buffers_finds_no_early_read(
     limited: Callable[..., LLM], token_ids: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,8 +109,7 @@ def test_the_check_of_buffers_finds_no_early_read(
     ids = token_ids(8)
     expected = limited().session().prefill(ids)
     monkeypatch.setenv(CHECK_VARIABLE, "3")
-    for _ in range(2):
-        np.testing.assert_array_equal(limited(3).session().prefill(ids), expected)
+    np.testing.assert_array_equal(limited(3).session().prefill(ids), expected)
 
 
 def test_a_budget_for_all_experts_reads_none_later(limited: Callable[..., LLM]) -> None:
@@ -153,7 +151,7 @@ def test_counts_are_those_of_the_experts_used_longest_ago(
         hits, misses = hits + len(experts) - len(missing), misses + len(missing)
     reads = llm.expert_reads
     assert reads is not None
-    assert hits and misses
+    assert min(hits, misses) > 0
     assert (reads.hits, reads.misses) == (hits, misses)
     spec = llm._weights.experts[0]
     assert reads.read_bytes == misses * spec.slice_bytes(spec.member_rows)
@@ -241,8 +239,7 @@ def test_a_file_that_changes_is_an_error_and_no_crash(
                 raw.seek(size - 1)
                 raw.write(b"\0")
         with pytest.raises(CheckpointError, match="changed while"):
-            for token in token_ids(40):
-                session.decode(token)
+            session.prefill(token_ids(40))
     finally:
         llm.close()
         file.path.write_bytes(content)
