@@ -67,9 +67,11 @@ def experts_by_policy(
             fix="Keep the experts on the GPU.",
         )
     tiers, means = capacity_tiers(loads, prices.capacities), loads.mean(axis=0)
+    needs = means if overflow != "pad" else loads.max(axis=0)
+    tiers = tuple(sorted({*tiers, _holding(needs.max(), prices.capacities)}, reverse=True))
     held: dict[int, list[int]] = {tier: [] for tier in tiers}
     for expert in np.argsort(-means, kind="stable"):
-        wanted = means[expert] if policy != "each" else means.max()
+        wanted = needs[expert] if policy != "each" else needs.max()
         held[_holding(wanted, tiers[::-1])].append(int(expert))
     size = most if policy == "groups" else 1
     groups = [

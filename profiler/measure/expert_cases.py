@@ -15,8 +15,8 @@ from heterollm.profiler.work import FFN_ACTIVATION
 
 __all__ = ["ExpertCase", "expert_cases", "routing_of"]
 
-ROWS: Final = (1, 8, 32, 64, 128, 256)
-QUICK_ROWS: Final = (1, 32, 128)
+ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+QUICK_ROWS: Final = (1, 4, 32, 128)
 TOKENS: Final = (1, 32, 256, 512)
 QUICK_TOKENS: Final = (1, 256)
 

@@ -1,0 +1,104 @@
+"""Predicted times of mixtures of experts, against the simulated clock that ran them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heterollm.base import silent
+from heterollm.engine import Engine
+from heterollm.kernels.open import open_device
+from heterollm.model import ModelConfig, op_specs, shape_of_specs, shape_only_weights
+from heterollm.planning import ProfiledModel, solve_plan
+from heterollm.profiler import SessionOptions, profile_device
+from heterollm.profiler.records import ExpertsKey, Profile
+from heterollm.solver import Plan, PlanRequest
+
+SOC = "sim:snapdragon-8gen3"
+PROMPTS = (16, 64, 300, 1024)
+TOLERANCE = 0.03
+
+CONFIG = ModelConfig.from_dict(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+    }
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(cache: None, tmp_path_factory: pytest.TempPathFactory) -> ProfiledModel:
+    specs = op_specs(CONFIG, "w4a16", 128, True)
+    shape, path = shape_of_specs(CONFIG, specs, "mixture"), tmp_path_factory.mktemp("profile") / "p.json"
+    options = SessionOptions.of(budget_s=None, expert_graphs=True)
+    profile, _ = profile_device(open_device(SOC), [shape], options, path=path)
+    return ProfiledModel(profile, CONFIG, specs, "w4a16", "assumed")
+
+
+def simulated_us(plan: Plan, model: ProfiledModel) -> dict[int, float]:
+    """Times of passes, 1 being decode."""
+    device = open_device(SOC)
+    weights = shape_only_weights(CONFIG, model.specs)
+    engine = Engine(device, weights, plan, 2048, silent)
+    cache = engine.new_cache()
+
+    def time_us(run: Callable[[], object]) -> float:
+        for _ in range(3):  # graphs are built, and waits are learnt
+            begin_s = device.now_s()
+            run()
+        return (device.now_s() - begin_s) * 1e6
+
+    passes = {
+        prompt: time_us(lambda: engine.prefill(cache, 0, np.zeros(prompt, np.int32), "prefill", None))  # noqa: B023
+        for prompt in PROMPTS
+    }
+    return passes | {1: time_us(lambda: engine.decode(cache, 256, 0))}
+
+
+def predicted_us(plan: Plan, model: ProfiledModel) -> dict[int, float]:
+    passes = {prompt: model.predict(plan, "prefill", prompt) for prompt in PROMPTS}
+    passes[1] = model.predict(plan, "decode", 1)
+    return {tokens: found.time_us for tokens, found in passes.items()}
+
+
+@pytest.mark.parametrize("level", ["gpu", "tensor"])
+def test_predicted_passes_take_as_long_on_the_simulated_clock(
+    model: ProfiledModel, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    assert not model.missing
+    plan = solve_plan(model, PlanRequest(level="tensor")).plan
+    plan = plan.without_npu() if level == "gpu" else plan
+    taken, predicted = simulated_us(plan, model), predicted_us(plan, model)
+    ratios = {tokens: predicted[tokens] / time_us for tokens, time_us in taken.items()}
+    assert all(abs(ratio - 1.0) < TOLERANCE for ratio in ratios.values()), ratios
+    # Without their times, predictions are much too short.
+    records = {key: own for key, own in model.profile.records.items() if not isinstance(key, ExpertsKey)}
+    profile = Profile(model.profile.description, records, model.profile.runs)
+    blind = ProfiledModel(profile, CONFIG, model.specs, model.precision, model.calibration)
+    shorter = predicted_us(plan, blind)
+    assert all(shorter[tokens] < 0.9 * predicted[tokens] for tokens in taken)
+    assert blind.missing == {"experts"}
