@@ -42,6 +42,7 @@ from heterollm.planning import (
     LoadKeywords,
     LoadOptions,
     PlanTarget,
+    calibrated_experts,
     calibrated_ranges,
     calibrated_scales,
     calibrated_shadows,
@@ -63,7 +64,7 @@ from heterollm.text import (
 from heterollm.trace import Tracer, take_trace
 
 if TYPE_CHECKING:
-    from heterollm.engine import Engine, Step
+    from heterollm.engine import Engine, ExpertBudget, ExpertReads, Step
     from heterollm.trace import Trace
 
 __all__ = ["LLM"]
@@ -108,7 +109,7 @@ class LLM:
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
                 ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
-                ``allow_fallback`` and ``trace``.
+                ``allow_fallback``, ``trace`` and ``experts_gib``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
@@ -136,7 +137,8 @@ class LLM:
             plan, notes = thread.run(lambda: plan_for(asked, PlanTarget.of(opened), config, specs, context))
             # Before weights are read: quantising a model that cannot run would waste time.
             held = {key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()}
-            _check_fit(config, specs, plan, context, opened, held)
+            budget = _expert_budget(asked, config, specs)
+            _check_fit(config, specs, plan, context, opened, held, budget)
             weights = load_weights(
                 checkpoint,
                 config,
@@ -165,6 +167,7 @@ class LLM:
                     observer=observer,
                     ranges=ranges,
                     score_scales=scales,
+                    experts=budget,
                 )
             )
         except BaseException:
@@ -314,6 +317,14 @@ class LLM:
         """Failures of the NPU after which the GPU continued alone, if ``allow_fallback`` allows it."""
         return self._engine.notes
 
+    @property
+    def expert_reads(self) -> ExpertReads | None:
+        """Counts of the experts that were in memory and of those that were read, since the load.
+
+        None if ``experts_gib`` does not limit the memory of experts.
+        """
+        return self._thread.run(lambda: self._engine.expert_reads)
+
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the runtime's tensors, as float32, by their Hugging Face names.
 
@@ -388,6 +399,17 @@ def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[O
     )
 
 
+def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:
+    """Return the memory that experts may take; None for all of them."""
+    if asked.experts_gib is None:
+        return None
+    # A late import, as that of the engine.
+    from heterollm.engine import expert_budget
+
+    popular = calibrated_experts(asked.calibration)
+    return expert_budget(expert_specs(config, specs), asked.experts_gib, popular)
+
+
 def _generation_options(options: AnswerKeywords) -> GenerationOptions:
     check_keywords(options, AnswerKeywords.__annotations__)
     sampling = {name: value for name, value in options.items() if name in SamplingOptions.__annotations__}
@@ -415,6 +437,7 @@ def _check_fit(
     context: int,
     device: Device,
     hot_channels: Mapping[tuple[int, Group], int],
+    experts: ExpertBudget | None,
 ) -> None:
     # A late import, as that of the engine.
     from heterollm.engine import HEAD_ROWS, pool_sizes
@@ -434,5 +457,6 @@ def _check_fit(
         *(config, specs, plan, context, slots, device.cache_dtype, device.npu),
         hot_channels=hot_channels,
         item_bytes=item_bytes,
+        experts_bytes=None if experts is None else experts.size_bytes,
     )
     check_memory(need)

@@ -103,6 +103,7 @@ class Configuration:
         power: Clocks and cores asked for; empty for other engines.
         calibration: File of a calibration; empty without NPU graphs of integers and passes.
         pass_name: A pass over the plan, such as ``llm.npu``; empty for none.
+        experts_gib: Memory of a mixture's experts in GiB; None for all of them.
         overflow: Fate of tokens beyond an expert's capacity, with ``npumoe``.
         baseline: Whether the bench added the configuration for comparison.
     """
@@ -119,6 +120,7 @@ class Configuration:
     power: Power | Literal[""] = "burst"
     calibration: str = ""
     pass_name: PassName | Literal[""] = ""
+    experts_gib: float | None = None
     overflow: Overflow = "gpu"
     baseline: bool = False
 
@@ -142,6 +144,8 @@ class Configuration:
         split = "" if self.threads is None else f", {self.threads[0]}+{self.threads[1]}"
         if self.power != "burst":
             parts.append(f"power {self.power}")
+        if self.experts_gib is not None:
+            parts.append(f"experts {self.experts_gib:g} GiB")
         kind = "" if self.scales == "free" else f" {self.scales}"
         return f"{' '.join(parts)} {self.precision}{kind}{split}"
 
@@ -171,6 +175,7 @@ class Configuration:
             "sync": cast("Sync", self.sync),
             "power": self.power or "burst",
             "length_policy": cast("LengthPolicy", policy),
+            "experts_gib": self.experts_gib,
         }
 
 
@@ -225,6 +230,7 @@ def expand(
     power: Power = "burst",
     calibration: str | Path | None = None,
     passes: Sequence[str] = (NONE,),
+    experts_gib: float | None = None,
     overflow: Overflow = "gpu",
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
@@ -264,6 +270,7 @@ def expand(
             group_size=group_size,
             scales="free" if engine != "self" or precision in ("fp16", "w8a8") else scales,
             power=power,
+            experts_gib=experts_gib if engine == "self" else None,
         )
         if engine != "self":
             found.append(_foreign(base))

@@ -59,6 +59,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scales: Literal["", "free", "stepped"] = ""
     power: str = ""
     pass_name: str = ""
+    experts_gib: Amount | None = None
     n_threads: Count | None = None
     gpu_threads: Count | None = None
     npu_threads: Count | None = None
@@ -333,6 +334,7 @@ def asked_of(configuration: Configuration, case: Case, *, seed: int, repetitions
         scales=configuration.scales,
         power=configuration.power,
         pass_name=configuration.pass_label,
+        experts_gib=configuration.experts_gib,
         n_threads=configuration.n_threads,
         gpu_threads=None if split is None else split[0],
         npu_threads=None if split is None else split[1],

@@ -16,6 +16,7 @@ from heterollm.cli.options import (
     PRECISIONS,
     CalibrationOption,
     DeviceOption,
+    ExpertsGibOption,
     FormatOption,
     GroupSize,
     IntegerList,
@@ -115,6 +116,7 @@ class ConfigurationOptions:
     ] = ("none",)
     overflow: OverflowOption = "gpu"
     power: PowerOption = "burst"
+    experts_gib: ExpertsGibOption = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
             power=grid.power,
             calibration=grid.calibration,
             passes=grid.passes,
+            experts_gib=grid.experts_gib,
             overflow=grid.overflow,
         )
     )

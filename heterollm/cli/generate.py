@@ -78,9 +78,10 @@ def generate(
             if trace is not None:
                 report.show(report.note(_write_trace(llm, trace)))
         notes = (*llm.failures, *_prompt_notes(llm, stream.result))
+        reads = llm.expert_reads
     for text in notes:
         report.show(report.note(text))
-    report.show(report.statistics_lines(stream.result, llm.device, llm.plan))
+    report.show(report.statistics_lines(stream.result, llm.device, llm.plan, reads))
 
 
 def _check_answer(choice: TokenOptions, max_new_tokens: int, stop: Sequence[str] = ()) -> None:
@@ -105,6 +106,7 @@ def _answer_json(model: str, llm: LLM, result: GenerationResult) -> dict[str, ob
         "time_kind": llm.device.time_kind,
         "plan": llm.plan.level,
         "precision": llm.plan.precision,
+        **({} if llm.expert_reads is None else {"experts": asdict(llm.expert_reads)}),
         **result.to_dict(),
         "notes": [*llm.notes, *_prompt_notes(llm, result)],
     }
@@ -207,6 +209,7 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
             allow_slow=run.allow_slow,
             sync=run.sync,
             allow_fallback=run.allow_fallback,
+            experts_gib=run.experts_gib,
             trace=trace,
             progress=progress,
         )

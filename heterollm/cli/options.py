@@ -29,6 +29,7 @@ __all__ = [
     "Context",
     "DeviceOption",
     "DeviceOptions",
+    "ExpertsGibOption",
     "Format",
     "FormatOption",
     "GroupSize",
@@ -189,6 +190,12 @@ PassOption = Annotated[
         names=PASSES,
     ),
 ]
+ExpertsGibOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Memory of a mixture's experts in GiB; others are read from storage when chosen. Default: all."
+    ),
+]
 OverflowOption = Annotated[
     Literal["gpu", "drop", "pad"],
     typer.Option(
@@ -311,6 +318,7 @@ class RunOptions:
     allow_fallback: Annotated[
         bool, typer.Option("--allow-fallback", help="Continue on the GPU when the NPU fails.")
     ] = False
+    experts_gib: ExpertsGibOption = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,12 @@ class PassBuilder:
         label = label or operator_name(operator, layer)
         return self._step(operator, layer, "kernel", label, launch, reads, writes, work=work)
 
+    def prepared_read(
+        self, operator: Operator, layer: int, run: Call, label: str, reads: Sequence[Memory]
+    ) -> Step:
+        """Return the step of the host that waits for the queue and reads weights, without appending it."""
+        return self._step(operator, layer, "read_weights", label, run, reads)
+
     def shard(
         self,
         op: PlacedOp,

@@ -13,6 +13,7 @@ import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.builder import PassBuilder
+from heterollm.engine.expert_residency import ExpertBudget, ExpertResidency
 from heterollm.engine.expert_shares import ExpertCounts
 from heterollm.engine.experts import ExpertEmitter, ExpertRows
 from heterollm.engine.flights import Chunk, interleaved
@@ -56,6 +57,7 @@ class Compiler:
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
         score_scales: ScoreScales = NO_SCALES,
         expert_rows: ExpertRows | None = None,
+        experts: ExpertBudget | None = None,
     ) -> None:
         self._device = device
         self._weights = weights
@@ -91,7 +93,7 @@ class Compiler:
             self._embedding = GpuLinear.pack(
                 device.gpu, [weights.embedding], activation_dtype=device.activation_dtype
             )
-        self._experts = ExpertEmitter(device, weights, progress, expert_rows)
+        self._experts = ExpertEmitter(device, weights, progress, expert_rows, experts, plan.chunk_length)
         tensors = GlueTensors(device.gpu, weights, context)
         self._splits = SplitEmitter(device, weights, plan, ranges)
         self._splits.load_shadows(plan)
@@ -126,10 +128,17 @@ class Compiler:
         """The counts of pairs of a token and an expert, of passes with experts on the NPU."""
         return self._experts.shares.counts
 
+    @property
+    def residency(self) -> ExpertResidency | None:
+        """The experts in memory under a budget; None without one."""
+        return self._experts.residency
+
     def reset_counts(self) -> None:
-        """Count saturated values and pairs from 0 again."""
+        """Count saturated values, pairs and reads of experts from 0 again."""
         self._splits.saturation.reset()
         self.expert_counts.reset()
+        if self.residency is not None:
+            self.residency.reset_counts()
 
     def close(self) -> None:
         """Drop the packed weights; no compiled pass may run afterwards."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.builder import PassBuilder
+from heterollm.engine.expert_residency import ExpertBudget, ExpertResidency
 from heterollm.engine.expert_shares import ExpertShares
 from heterollm.engine.lanes import Lane
 from heterollm.engine.placed import codes_of
@@ -26,7 +27,7 @@ from heterollm.engine.slots import (
     EXPERT_ROWS,
     ROUTER_LOGITS,
 )
-from heterollm.engine.step import LinearWork, Step
+from heterollm.engine.step import LinearWork, Step, operator_name
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     STEP_POSITION,
@@ -50,7 +51,7 @@ ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The weights of a layer's mixture: its router, and gate, up and down of all experts."""
+    """A layer's router, and gate, up and down of all its experts or of those in slots."""
 
     spec: OpSpec
     router: GpuLinear
@@ -64,8 +65,17 @@ class ExpertEmitter:
     Where the NPU has some experts of a layer, its rows are gathered before the mark. The GPU's own rows and
     products are enqueued before the wait for the mark, so that both processors work at once.
 
+    Args:
+        device: The device.
+        weights: The model's weights.
+        progress: Called while weights are packed.
+        assumed: Assumed rows of experts, for a simulated device without values.
+        budget: Memory that the experts may take; None for all of them.
+        tokens: Tokens of the longest pass.
+
     Attributes:
         shares: The NPU's shares.
+        residency: The experts in memory under a budget; None without one.
     """
 
     def __init__(
@@ -74,20 +84,27 @@ class ExpertEmitter:
         weights: ModelWeights,
         progress: Progress,
         assumed: ExpertRows | None = None,
+        budget: ExpertBudget | None = None,
+        tokens: int = 1,
     ) -> None:
         self._assumed = assumed
         self._config = weights.config
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GpuGlue(*kinds)
         self.shares = ExpertShares(device, weights)
+        self.residency: ExpertResidency | None = None
+        if budget is not None:
+            self.residency = ExpertResidency(device, weights, budget, tokens)
         self._layers: dict[int, _Layer] = {}
         for spec in weights.experts:
             progress("Packing experts for the GPU", spec.layer, len(weights.experts))
-            self._layers[spec.layer] = _packed(device, weights, spec)
+            self._layers[spec.layer] = _packed(device, weights, spec, self.residency)
 
     def clear(self) -> None:
         """Drop the weights and graphs; no compiled pass may run afterwards."""
         self._layers.clear()
+        if self.residency is not None:
+            self.residency.close()
         self.shares.clear()
 
     def rounded(self, lane: Lane, layer: int) -> RoundedInputs | None:
@@ -124,14 +141,14 @@ class ExpertEmitter:
         order = lists.source, lists.position, lists.places, *(() if taken is None else (taken.counts,))
         builder.kernel("order of experts", layer, launch, reads=(lists.chosen,), writes=order, ends=False)
         if op is None:
-            builder.steps += self._own_rows(builder, own, shape, lists)
+            builder.steps += self._own_rows(builder, own, shape, lists, placement)
         else:
             launch = self._kernels.gather_taken(
                 x, op.npu_source, lists, op.taken, shape=shape, columns=hidden
             )
             reads, written = (x, lists.position), (op.npu_source,)
             builder.kernel("gathering of rows", layer, launch, reads=reads, writes=written, ends=False)
-            steps = self._own_rows(builder, own, shape, lists)
+            steps = self._own_rows(builder, own, shape, lists, placement)
             builder.hand_over(op, steps, functools.partial(shares.acquire, builder, op))
             shares.graphs(builder, op)
         other = None if op is None else op.npu_target
@@ -143,26 +160,48 @@ class ExpertEmitter:
         return Segments(out, out, (hidden,), (0,))
 
     def _own_rows(
-        self, builder: PassBuilder, own: _Layer, shape: ExpertShape, lists: ExpertLists
+        self,
+        builder: PassBuilder,
+        own: _Layer,
+        shape: ExpertShape,
+        lists: ExpertLists,
+        placement: ExpertsPlacement,
     ) -> list[Step]:
         """Return the steps of the rows that the GPU computes."""
-        lane, slots, layer, then = builder.lane, builder.lane.private, own.spec.layer, own.spec.then
-        assert then is not None  # by expert_specs
-        x, rows = lane.shared["linear_input"], slots[EXPERT_ROWS]
-        gate_up, activated = slots[EXPERT_GATE_UP], slots[EXPERT_ACTIVATED]
+        lane, layer = builder.lane, own.spec.layer
+        x, rows = lane.shared["linear_input"], lane.private[EXPERT_ROWS]
         inputs, row_codes = self.rounded(lane, layer), _codes(lane, EXPERT_ROWS, own.spec)
-        inner_codes = _codes(lane, EXPERT_ACTIVATED, then)
         codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
-        hidden, width = own.spec.columns, then.columns
-
-        launch = self._kernels.gather(x, rows, lists, shape=shape, columns=hidden, codes=codes)
+        launch = self._kernels.gather(x, rows, lists, shape=shape, columns=own.spec.columns, codes=codes)
         gathered = codes_of(row_codes) or (rows,)
         reads = (*(codes_of(inputs) or (x,)), lists.source)
         steps = [builder.prepared("gathering of rows", layer, launch, reads, gathered)]
+        residency = self.residency
+        if residency is None:
+            return steps + self._products(builder, own, shape, lists)
+        for number, load in enumerate(residency.calls(layer, lists.chosen, shape, placement)):
+            label = f"{operator_name('experts', layer)} round {number}: reading into {residency.slots} slots"
+            steps.append(builder.prepared_read("experts", layer, load, label, (lists.chosen,)))
+            launch = self._kernels.place_in_slots(lists, residency.table, number, shape=shape)
+            places = (lists.places,)
+            steps.append(builder.prepared("order of experts", layer, launch, places, places))
+            steps += self._products(builder, own, shape, lists)
+        return steps
+
+    def _products(
+        self, builder: PassBuilder, own: _Layer, shape: ExpertShape, lists: ExpertLists
+    ) -> list[Step]:
+        """Return the steps of gate and up, activation and down of the experts in the places."""
+        lane, slots, layer, then = builder.lane, builder.lane.private, own.spec.layer, own.spec.then
+        assert then is not None  # by expert_specs
+        rows, gate_up, activated = slots[EXPERT_ROWS], slots[EXPERT_GATE_UP], slots[EXPERT_ACTIVATED]
+        row_codes, inner_codes = _codes(lane, EXPERT_ROWS, own.spec), _codes(lane, EXPERT_ACTIVATED, then)
+        width = then.columns
+
         name = f"{layer}.experts"
         launch = own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
-        work, reads = _work(own.spec, shape), (*gathered, lists.places)
-        steps.append(builder.prepared("experts", layer, launch, reads, (gate_up,), work=work))
+        work, reads = _work(own.spec, shape), (*(codes_of(row_codes) or (rows,)), lists.places)
+        steps = [builder.prepared("experts", layer, launch, reads, (gate_up,), work=work)]
         launch = self._glue.gated_activation(
             Segments(gate_up, gate_up, (width, width), (0, 0)),
             activated,
@@ -188,7 +227,9 @@ class ExpertEmitter:
         return None if assumed is None else lambda: assumed(layer, phase, tokens, int(step[STEP_POSITION]))
 
 
-def _packed(device: Device, weights: ModelWeights, spec: OpSpec) -> _Layer:
+def _packed(
+    device: Device, weights: ModelWeights, spec: OpSpec, residency: ExpertResidency | None
+) -> _Layer:
     gpu, dtype, routing = device.gpu, device.activation_dtype, spec.experts
     assert routing is not None  # by expert_specs
 
@@ -202,6 +243,8 @@ def _packed(device: Device, weights: ModelWeights, spec: OpSpec) -> _Layer:
         )
 
     router = GpuLinear.pack(gpu, [weights.router(spec.layer)], activation_dtype=dtype)
+    if residency is not None:
+        return _Layer(spec, router, residency.gate_up, residency.down)
     return _Layer(spec, router, packed(("gate", "up")), packed(("down",)))
 
 

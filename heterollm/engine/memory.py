@@ -85,6 +85,7 @@ def memory_need(
     *,
     hot_channels: Mapping[tuple[int, Group], int] = NO_CHANNELS,
     item_bytes: int = 4,
+    experts_bytes: int | None = None,
 ) -> MemoryNeed:
     """Return the bytes that a model needs.
 
@@ -98,6 +99,7 @@ def memory_need(
         npu: The NPU, whose open graphs never take more than it can address; None counts each slice once.
         hot_channels: Channels of operators with a shadow of outliers, whose float weights stay in memory.
         item_bytes: Size of such a weight.
+        experts_bytes: Memory budget of the experts on the GPU; None for all of them.
     """
     # A late import: without an OpenCL binding, opening the device has raised the error that says so.
     from heterollm.engine.score_slots import SCORE_SLOTS, score_graph_bytes
@@ -112,8 +114,10 @@ def memory_need(
         graphs += score_graph_bytes(config, plan, context)
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)
+    if experts_bytes is None:
+        experts_bytes = sum(spec.weight_bytes() for spec in experts)
     return MemoryNeed(
-        gpu_weights=sum(spec.weight_bytes() for spec in (*specs, *experts)) + embedding,
+        gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding + experts_bytes,
         npu_graphs=graphs,
         kv_cache=config.layers * 2 * config.kv_heads * one_head,
         slots=sum(size for slot, size in slots.items() if slot not in SCORE_SLOTS),

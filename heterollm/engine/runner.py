@@ -23,6 +23,7 @@ from heterollm.base import (
     Progress,
 )
 from heterollm.engine.compiler import Compiler
+from heterollm.engine.expert_residency import ExpertBudget, ExpertReads
 from heterollm.engine.expert_shares import ExpertPairs
 from heterollm.engine.experts import ExpertRows
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
@@ -75,6 +76,7 @@ class Engine:
             plan places in such graphs compute with float activations.
         score_scales: Calibrated scales of each key head by layer, which sparse attention needs.
         expert_rows: Assumed rows of experts, for a simulated device without values.
+        experts: Memory that the experts may take on the GPU; None for all of them.
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
@@ -93,6 +95,7 @@ class Engine:
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
         score_scales: ScoreScales = NO_SCALES,
         expert_rows: ExpertRows | None = None,
+        experts: ExpertBudget | None = None,
     ) -> None:
         self.device = device
         self.plan = plan
@@ -106,7 +109,8 @@ class Engine:
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
         self._compiler = Compiler(
-            *(device, weights, plan, context, progress, self.fences), ranges, score_scales, expert_rows
+            *(device, weights, plan, context, progress, self.fences),
+            *(ranges, score_scales, expert_rows, experts),
         )
         self._passes = KeptPasses(device, self._compiler, plan, weights.config, context, observer)
         self._lanes = self._compiler.lanes
@@ -143,8 +147,19 @@ class Engine:
         """
         return () if self._lost else self._compiler.expert_counts.read()
 
+    @property
+    def expert_reads(self) -> ExpertReads | None:
+        """Counts of the budget of experts; None without one. Only the engine thread may read them."""
+        residency = self._compiler.residency
+        return None if residency is None else residency.reads
+
+    def fill_experts(self, progress: Progress) -> None:
+        """Read the first residents of a budget of experts; nothing without one."""
+        if self._compiler.residency is not None:
+            self._compiler.residency.fill(progress)
+
     def reset_counts(self) -> None:
-        """Count saturated values and choices of experts from 0 again."""
+        """Count saturated values, choices of experts and their reads from 0 again."""
         self._compiler.reset_counts()
 
     @property

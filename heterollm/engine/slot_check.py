@@ -183,9 +183,10 @@ def _follow(course: _Course, step: Step) -> None:
         course.marks[step.lane, step.name] = course.flagged
     elif step.wait is not None and step.wait.strategy != "finish":
         course.known = max(course.known, course.marks.get((step.lane, step.name), 0))
-    elif step.action in ("wait", "finish", "acquire", "acquire_to_read"):
-        # Mapping waits for the queue as finishing it does.
+    elif step.action in ("wait", "finish", "acquire", "acquire_to_read", "read_weights"):
+        # Mapping and copying wait for the queue as finishing it does.
         course.known = course.enqueued
+        course.need_written(step)
 
 
 def _run(course: _Course, step: Step) -> None:

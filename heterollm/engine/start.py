@@ -61,7 +61,9 @@ def start_engine(
     if device.time_kind == "real" and engine.observer is None:
         longest = min(plan.chunk_length, context - 1)
         _run_once(engine, [length for length in (*ahead, *WARM_TOKENS) if length <= longest])
-        engine.reset_counts()  # the tokens of that run are no text
+    # The tokens of that run are no text: what it counted and the experts that it read say nothing.
+    engine.fill_experts(progress)
+    engine.reset_counts()
     programs_are_sound()
     return_freed_memory()
     return engine

@@ -85,12 +85,14 @@ Action: TypeAlias = Literal[
     "release",
     "read_ahead",
     "fetch",
+    "read_weights",
 ]
 """Actions of steps. The GPU runs kernels, the NPU graphs. The host marks the place in the queue that a later
 ``wait`` waits for (``sent``: a kernel that was launched before is the mark), flushes the queue, waits for the
 whole queue (``finish``), and maps (``acquire``) and unmaps (``release``) memory. It asks the system for
 the weights of outliers that are not in memory (``read_ahead``), and multiplies them (``fetch``) by a
-kernel with the operator ``cold outliers``."""
+kernel with the operator ``cold outliers``. Under a budget of experts it waits for the queue and reads chosen
+experts that are not in memory (``read_weights``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@ from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig
 from .expert_layout import expert_specs as expert_specs
+from .expert_reader import ExpertReader as ExpertReader
 from .family import Norm as Norm
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import default_shapes as default_shapes

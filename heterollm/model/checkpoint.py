@@ -196,7 +196,7 @@ class Checkpoint:
         Raises:
             CheckpointError: There is no such tensor.
         """
-        return self._file(name).entries[name].shape
+        return self.file(name).entries[name].shape
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """Return rows and columns of a weight; those of a stack of matrices are rows of one."""
@@ -204,7 +204,7 @@ class Checkpoint:
 
     def size_bytes(self, name: str) -> int:
         """Return the size of a tensor in its file."""
-        entry = self._file(name).entries[name]
+        entry = self.file(name).entries[name]
         return entry.stop - entry.start
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[np.float32]:
@@ -213,7 +213,7 @@ class Checkpoint:
         Raises:
             CheckpointError: There is no such tensor, it has no float type, or a value is NaN or infinite.
         """
-        file = self._file(name)
+        file = self.file(name)
         dtype = file.entries[name].dtype
         if dtype not in FLOAT_TYPES:
             raise CheckpointError(
@@ -294,7 +294,7 @@ class Checkpoint:
         return name.endswith(".rotary_emb.inv_freq") and (layer is None or layer < config.layers)
 
     def _equal(self, first: str, second: str) -> bool:
-        one, other = (self._file(name).entries[name] for name in (first, second))
+        one, other = (self.file(name).entries[name] for name in (first, second))
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
         size = one.stop - one.start
@@ -306,7 +306,12 @@ class Checkpoint:
             for offset in range(0, size, HASH_BYTES)
         )
 
-    def _file(self, name: str) -> TensorFile:
+    def file(self, name: str) -> TensorFile:
+        """Return the file of a tensor.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
         if name not in self._files:
             raise CheckpointError(f"{self.folder} has no tensor {name}.")
         return self._files[name]

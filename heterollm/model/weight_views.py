@@ -13,7 +13,15 @@ from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.expert_layout import TensorRows
 from heterollm.model.weight_cache import SLAB_WEIGHTS
 
-__all__ = ["FloatLinears", "Members"]
+__all__ = ["FloatLinears", "Members", "beyond_float16"]
+
+
+def beyond_float16(name: str) -> CheckpointError:
+    """Return the error of a tensor with a value beyond the range of FP16."""
+    return CheckpointError(
+        f"Tensor {name} holds values beyond {np.finfo(np.float16).max:g}, the range of FP16.",
+        fix="Use precision w4a16.",
+    )
 
 
 class FloatLinears(Mapping[str, LinearWeight]):
@@ -37,10 +45,7 @@ class FloatLinears(Mapping[str, LinearWeight]):
             with np.errstate(over="ignore"):
                 weight[start:stop] = self._checkpoint.read(name, (rows[0] + start, rows[0] + stop))
             if not np.isfinite(weight[start:stop]).all():
-                raise CheckpointError(
-                    f"Tensor {name} holds values beyond {np.finfo(np.float16).max:g}, the range of FP16.",
-                    fix="Use precision w4a16.",
-                )
+                raise beyond_float16(name)
         return weight
 
     def __iter__(self) -> Iterator[str]:

@@ -44,6 +44,7 @@ from heterollm.model.layout import (
     op_specs,
     shortened_blocks,
 )
+from heterollm.model.tensor_file import TensorFile
 from heterollm.model.weight_cache import ByteProgress, Recipe, cached_tensors, quantized_view
 from heterollm.model.weight_views import FloatLinears, Members
 
@@ -74,6 +75,7 @@ class ModelWeights:
         linears: The linears of the layers by tensor name; unquantised ones are read on access.
         floats: Norms, biases and routers, float32, by tensor name.
         checkpoint: Source of the float weights; None without values.
+        quantized: File of the quantised weights; None without.
     """
 
     config: ModelConfig
@@ -87,6 +89,7 @@ class ModelWeights:
     linears: Mapping[str, LinearWeight]
     floats: Mapping[str, NDArray[np.float32]]
     checkpoint: Checkpoint | None = None
+    quantized: TensorFile | None = None
 
     @property
     def final_norm(self) -> NDArray[np.float32]:
@@ -218,12 +221,15 @@ def load_weights(
     content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
     float_names = tuple(name for name in expected_tensors(config) if name not in formats)
     recipe = Recipe(content_key, formats, float_names)
+    file = None
     if precision == "fp16":
         linears, floats = _read_tensors(checkpoint, recipe, dtype)
     else:
         shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
-        linears, floats = _quantized_tensors(checkpoint, recipe, shifted, cancelled)
-    return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint)
+        path = cache_root() / WEIGHTS_FOLDER / f"{recipe.key[:32]}.safetensors"
+        file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
+        linears, floats = _quantized_tensors(file, recipe)
+    return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint, file)
 
 
 def shape_only_weights(config: ModelConfig, specs: Sequence[OpSpec]) -> ModelWeights:
@@ -269,6 +275,7 @@ def _model_weights(
     linears: Mapping[str, LinearWeight],
     floats: Mapping[str, NDArray[np.float32]],
     checkpoint: Checkpoint | None = None,
+    quantized: TensorFile | None = None,
 ) -> ModelWeights:
     shapes = expected_tensors(config)
     formats = _formats(config, specs)
@@ -287,6 +294,7 @@ def _model_weights(
         linears=linears,
         floats=floats,
         checkpoint=checkpoint,
+        quantized=quantized,
     )
 
 
@@ -296,12 +304,8 @@ def _read_tensors(checkpoint: Checkpoint, recipe: Recipe, dtype: np.dtype[np.gen
     return FloatLinears(checkpoint, tuple(recipe.formats), dtype), floats
 
 
-def _quantized_tensors(
-    checkpoint: Checkpoint, recipe: Recipe, progress: ByteProgress | None, cancelled: threading.Event | None
-) -> LoadedTensors:
-    """Return quantised weights, and norms and biases, from the cache; fill it first if necessary."""
-    path = cache_root() / WEIGHTS_FOLDER / f"{recipe.key[:32]}.safetensors"
-    file = cached_tensors(path, checkpoint, recipe, progress, cancelled)
+def _quantized_tensors(file: TensorFile, recipe: Recipe) -> LoadedTensors:
+    """Return quantised weights, and norms and biases, from the cache."""
     floats = {name: file.bits(name) for name in recipe.floats}
     return {name: quantized_view(file, name, weight) for name, weight in recipe.formats.items()}, floats
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from heterollm.solver import Plan
 
 __all__ = [
+    "calibrated_experts",
     "calibrated_needs",
     "calibrated_ranges",
     "calibrated_scales",
@@ -159,6 +160,17 @@ def calibrated_scales(path: str | Path | None, buckets: BucketCount) -> dict[int
             for first, key in zip(range(0, len(queries), group), keys, strict=True)
         )
     return found
+
+
+def calibrated_experts(path: str | Path | None) -> dict[int, tuple[int, ...]]:
+    """Return the tokens of each expert by layer; none without a file, or in one of a model without experts.
+
+    Raises:
+        CalibrationError: The file cannot be read, or is not a calibration.
+    """
+    if path is None:
+        return {}
+    return {one.layer: tuple(one.counts.tolist()) for one in _loaded(path).routing}
 
 
 def calibrated_needs(path: str | Path) -> HeadNeeds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypedDict, get_args
@@ -9,6 +10,7 @@ from typing import Final, TypedDict, get_args
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
+from heterollm.kernels.sim import is_simulated
 from heterollm.model import ModelConfig
 from heterollm.planning.passes import check_pass
 from heterollm.solver import (
@@ -47,7 +49,8 @@ class LoadOptions:
         scales: ``free``, or ``stepped`` so that the NPU may compute in integers: each scale of a 4-bit row is
             1 to 16 times one number.
         calibration: A file of ``heterollm calibrate``, whose ranges integer NPU graphs need; at ``w8a8`` only
-            plan ``gpu`` does without. The pass ``npumoe`` needs its loads of experts.
+            plan ``gpu`` does without. The pass ``npumoe`` needs its loads of experts, and with
+            ``experts_gib`` its most popular experts are in memory first.
         context: Positions of a session; the model's own limit, at most 4096, by default.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out, on ``snapdragon`` too.
@@ -62,6 +65,8 @@ class LoadOptions:
             faster policy for each group, by the device's profile). The solver needs none.
         allow_fallback: Go on with the GPU alone when the NPU fails, with a note.
         trace: Record every pass.
+        experts_gib: Memory in GiB for the weights of a mixture's experts on the GPU; other experts are read
+            from storage when they are chosen. None for all of them.
 
     Raises:
         OptionError: An option is not legal; the message names it.
@@ -84,6 +89,7 @@ class LoadOptions:
     length_policy: LengthPolicy = "padding"
     allow_fallback: bool = False
     trace: bool = False
+    experts_gib: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.plan, str | Path | Plan):
@@ -100,11 +106,12 @@ class LoadOptions:
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
         passes = () if self.request is None else self.request.passes
-        for_experts = expert_pass(passes) is not None and SHADOW_ATTENTION not in passes
+        for_experts = expert_pass(passes) is not None or self.experts_gib is not None
+        for_experts = for_experts and SHADOW_ATTENTION not in passes
         if self.calibration != self.weights_calibration and not for_experts:
             raise OptionError(
                 "A calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8, "
-                "or for the pass npumoe.",
+                "or for the pass npumoe or a memory budget of experts.",
                 fix="Choose scales stepped or precision w8a8, or leave the calibration out.",
             )
         if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":
@@ -113,6 +120,7 @@ class LoadOptions:
                 fix="Run `heterollm calibrate MODEL --precision w8a8 -o FILE` and give --calibration FILE, "
                 "or choose plan gpu, which computes with float activations.",
             )
+        check_experts_gib(self.experts_gib, self.device)
         for what, given, legal in (
             ("power", self.power, POWERS),
             ("sync", self.sync, SYNC_OPTIONS),
@@ -150,6 +158,28 @@ class LoadKeywords(TypedDict, total=False):
     length_policy: LengthPolicy
     allow_fallback: bool
     trace: bool
+    experts_gib: float | None
+
+
+def check_experts_gib(experts_gib: float | None, device: str) -> None:
+    """Refuse a memory budget of experts that is no size, or that the device cannot have.
+
+    Raises:
+        OptionError: It is not legal; the message says why.
+    """
+    if experts_gib is None:
+        return
+    number = isinstance(experts_gib, int | float) and not isinstance(experts_gib, bool)
+    if not number or not 0 < experts_gib < math.inf:
+        raise OptionError(
+            f"The memory of experts is {experts_gib!r:.80} GiB.", fix="Give a number above 0, such as 1.5."
+        )
+    if is_simulated(device):
+        raise OptionError(
+            "A simulated device has no storage to read experts from, so that a budget of their memory would "
+            "cost it no time.",
+            fix="Leave --experts-gib out, or choose another device.",
+        )
 
 
 def check_weights(precision: object, group_size: object, symmetric: object, scales: object = "free") -> None:

@@ -25,6 +25,7 @@ from heterollm.base import HeteroLLMError, Progress, format_bytes, visible, writ
 
 if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
+    from heterollm.engine import ExpertReads
     from heterollm.kernels.device import Device, DeviceStatus
     from heterollm.planning import Precompiled
     from heterollm.solver import Plan
@@ -198,8 +199,10 @@ def note(text: str) -> Text:
     return Text(text, "dim")
 
 
-def statistics_lines(result: GenerationResult, device: Device, plan: Plan) -> Text:
-    """Return tokens, times and rates of an answer, and the device, plan and precision."""
+def statistics_lines(
+    result: GenerationResult, device: Device, plan: Plan, experts: ExpertReads | None = None
+) -> Text:
+    """Return tokens, times and rates of an answer, and the device, plan, precision and reads of experts."""
     parts = [f"{result.prompt_tokens} prompt tokens", f"{result.generated_tokens} new tokens"]
     if result.ttft_s is not None:
         parts.append(f"first after {result.ttft_s * 1e3:.0f} ms")
@@ -209,7 +212,8 @@ def statistics_lines(result: GenerationResult, device: Device, plan: Plan) -> Te
         parts.append(f"decode {result.decode_tokens_per_s:.1f} tokens/s")
     parts.append(f"ended by {result.stop_reason}")
     where = f"device {device.name} ({device.time_kind} time), plan {plan.level}, {plan.precision}"
-    return note(f"{', '.join(parts)}\n{where}")
+    lines = [", ".join(parts), where, *([] if experts is None else [f"experts: {experts}"])]
+    return note("\n".join(lines))
 
 
 # -- tables ------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ KERNELS: Final[Mapping[Operator, ProcessorCategory]] = {
 }
 """Categories of kernels and graphs; the default is ``other``."""
 
-HOST: Final[Mapping[Action, EngineCategory]] = {"wait": "wait", "finish": "wait"}
+HOST: Final[Mapping[Action, EngineCategory]] = {"wait": "wait", "finish": "wait", "read_weights": "wait"}
 """Categories of the host's steps; the default is ``hand-over``."""
 
 BLOCKING: Final = ("finish", "event")

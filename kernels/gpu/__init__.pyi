@@ -33,6 +33,7 @@ from .outliers import HotWeights as HotWeights
 from .outliers import OutlierList as OutlierList
 from .outliers import found_bytes as found_bytes
 from .outliers import outlier_flag_bytes as outlier_flag_bytes
+from .packing import packed_bytes as packed_bytes
 from .parameters import LEGAL as LEGAL
 from .parameters import KernelParameters as KernelParameters
 from .parameters import KernelStyle as KernelStyle

@@ -90,6 +90,26 @@ class GpuExperts(GlueKernels):
         work = functools.partial(pointwise_work, shape.pairs, 4, 8, 8)
         return self._runtime.launch(kernel, arguments, (items,), (items,), "order of experts", work=work)
 
+    def place_in_slots(
+        self, lists: ExpertLists, slots: DeviceMemory, number: int, *, shape: ExpertShape
+    ) -> Launch:
+        """Return the launch that gives the places the slots of their experts in a round.
+
+        Args:
+            lists: The places, of :meth:`sort` or of an earlier round.
+            slots: int32 ``[rounds, experts]``: the slot that holds an expert's weights, or -1.
+            number: The round.
+            shape: Sizes of the pass.
+        """
+        label, first = "slots of experts", number * shape.routing.experts
+        lists.require(shape)
+        slots.require(4 * (first + shape.routing.experts), label)
+        kernel, _, items = self._kernel(FILES, "place_in_slots", lambda _: {"SLOTS": 1})
+        work = functools.partial(pointwise_work, 4 * shape.places, 1, 4, 4)
+        size = round_up(shape.places, items)
+        arguments = (lists.places, slots, np.int32(shape.places), np.int32(first))
+        return self._runtime.launch(kernel, arguments, (size,), (items,), label, work=work)
+
     def gather_taken(
         self,
         x: DeviceMemory,

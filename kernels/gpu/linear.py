@@ -15,14 +15,23 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 from msgspec.structs import replace as replace_struct
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.formats import LinearWeight
 from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray, aligned_empty
-from heterollm.kernels.gpu.packing import BLOCKS, COLUMNS_MULTIPLE, check_members, codes, pack_member
+from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
+from heterollm.kernels.gpu.packing import (
+    BLOCKS,
+    COLUMNS_MULTIPLE,
+    PackedArrays,
+    array_bytes,
+    check_members,
+    codes,
+    pack_members,
+    packed_arrays,
+)
 from heterollm.kernels.gpu.parameters import (
     KernelParameters,
     KernelStyle,
@@ -117,7 +126,7 @@ class GpuLinear:
         member_rows: tuple[int, ...],
         columns: int,
         number_format: WeightFormat,
-        arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None],
+        arrays: PackedArrays | None,
         activation_dtype: DTypeLike,
         integer_inputs: bool,
         experts: int,
@@ -127,11 +136,19 @@ class GpuLinear:
         self.integer_inputs = integer_inputs
         self.columns = columns
         self.format = number_format
-        self.size_bytes = sum(array.nbytes for array in arrays if array is not None)
         self._runtime = runtime
         self._half = np.dtype(activation_dtype) == np.float16
-        self._expert_tiles = len(arrays[0]) // experts if experts else 1
-        self._pieces = _upload_pieces(runtime, arrays, self._expert_tiles)
+        tiles = sum(round_up(rows, 64) // 64 for rows in member_rows)
+        self._expert_tiles = tiles if experts else 1
+        # One expert's weights on the way to its slot; without slots None.
+        self._staged: PackedArrays | None = None
+        if arrays is None:
+            arrays = self._staged = packed_arrays(number_format, columns, tiles)
+            self._pieces = _reserve_pieces(runtime, arrays, experts)
+            self.size_bytes = experts * array_bytes(arrays)
+        else:
+            self._pieces = _upload_pieces(runtime, arrays, self._expert_tiles)
+            self.size_bytes = array_bytes(arrays)
         self._parameters = (np.int32(number_format.block), np.int32(not number_format.symmetric))
         self._tiles: dict[tuple[tuple[RowRange, ...], bool], tuple[_TileMap, ...]] = {}
         self._images: dict[int, Argument] = {}
@@ -168,22 +185,56 @@ class GpuLinear:
         rows = tuple(codes(member).shape[0] for member in members)
         if experts:
             rows = _rows_of_expert(rows, experts)
-        blocks = sum(round_up(member.shape[0], 64) // 64 for member in map(codes, members))
-        depth = columns * number_format.bits // 32 if number_format.quantized else columns
-        word = np.dtype(np.uint32) if number_format.quantized else codes(members[0]).dtype
-        weights = aligned_empty((blocks, depth, 64), word)
-        scales = zeros = None
-        if number_format.quantized:
-            groups = columns // number_format.block
-            scales = aligned_empty((blocks, groups, 64), np.float16)
-            zeros = None if number_format.symmetric else aligned_empty((blocks, groups, 64), np.uint8)
-        first = 0
-        for member in members if runtime.computes else ():
-            count = round_up(codes(member).shape[0], 64) // 64
-            pack_member(member, first, count, weights, scales, zeros)
-            first += count
-        arrays = (weights, scales, zeros)
+        tiles = sum(round_up(member.shape[0], 64) // 64 for member in map(codes, members))
+        arrays = packed_arrays(number_format, columns, tiles)
+        if runtime.computes:
+            pack_members(members, arrays)
         return cls(runtime, rows, columns, number_format, arrays, activation_dtype, integer_inputs, experts)
+
+    @classmethod
+    def reserve(
+        cls,
+        runtime: GpuRuntime,
+        member_rows: tuple[int, ...],
+        columns: int,
+        number_format: WeightFormat,
+        *,
+        activation_dtype: DTypeLike,
+        integer_inputs: bool = False,
+        slots: int,
+    ) -> GpuLinear:
+        """Reserve slots for the weights of experts, which :meth:`fill` writes while passes use them.
+
+        Args:
+            runtime: The device.
+            member_rows: Output rows of each member of an expert.
+            columns: Inputs ``k``.
+            number_format: Format of the weights.
+            activation_dtype: As for :meth:`pack`.
+            integer_inputs: As for :meth:`pack`.
+            slots: Experts that it holds at once; the places of :meth:`grouped_launch` name slots
+                (:meth:`heterollm.kernels.gpu.GpuExperts.place_in_slots`).
+
+        Raises:
+            KernelError: Device memory is short.
+        """
+        layout = number_format.layout
+        return cls(runtime, member_rows, columns, layout, None, activation_dtype, integer_inputs, slots)
+
+    def fill(self, slot: int, members: Sequence[LinearWeight]) -> None:
+        """Write the weights of an expert into a slot, behind all kernels that were enqueued before.
+
+        Args:
+            slot: The slot.
+            members: Weights ``[n, k]`` in the reserved format, one of each member.
+        """
+        assert self._staged is not None  # of reserve
+        pack_members(members, self._staged)
+        piece = next(own for own in reversed(self._pieces) if own.first_tile <= slot * self._expert_tiles)
+        place = slot - piece.first_tile // self._expert_tiles
+        for buffer, array in zip(piece.buffers, self._staged, strict=True):
+            if array is not None:
+                self._runtime.copy(buffer, array, offset_bytes=place * array.nbytes)
 
     def launch(
         self,
@@ -247,7 +298,8 @@ class GpuLinear:
         Args:
             x: ``[pairs, k]`` in the activation type, in the order of the experts.
             y: ``[pairs, rows of an expert]``; rows of positions that are in no place stay unchanged.
-            lists: The places, of :meth:`heterollm.kernels.gpu.GpuExperts.sort`.
+            lists: The places, of :meth:`heterollm.kernels.gpu.GpuExperts.sort`; with slots of experts, of
+                :meth:`heterollm.kernels.gpu.GpuExperts.place_in_slots`.
             shape: Sizes of the pass.
             rounded: Codes of ``x``, for integer inputs only; by default another launch rounds ``x`` first.
             style: Kernel style or variant; by default the tuned one or the first that works.
@@ -256,7 +308,7 @@ class GpuLinear:
         Raises:
             KernelError: The number of experts differs, a slot is too small, or codes are for other weights.
         """
-        if shape.routing.experts != self.experts:
+        if self._staged is None and shape.routing.experts != self.experts:
             raise KernelError(f"{label}: {self.experts} experts have weights, not {shape.routing.experts}.")
         lists.require(shape)
         kept = tuple((0, rows) for rows in self.member_rows)
@@ -542,9 +594,29 @@ def _grid(parameters: KernelParameters, request: _Request, tiles: int) -> Launch
     return replace(grid, global_size=(width, items * shape.places))
 
 
-def _upload_pieces(
-    runtime: GpuRuntime, arrays: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None], unit: int
-) -> tuple[_Piece, ...]:
+def _reserve_pieces(runtime: GpuRuntime, one: PackedArrays, slots: int) -> tuple[_Piece, ...]:
+    """Reserve memory for some experts, in several pieces if they exceed the device's largest buffer.
+
+    Args:
+        runtime: The device.
+        one: Arrays of the size of one expert.
+        slots: Number of experts.
+    """
+    tiles = len(one[0])
+    most = max(1, runtime.traits.max_buffer_bytes // one[0].nbytes)
+    pieces = []
+    for first in range(0, slots, most):
+        count = min(most, slots - first)
+        values, scales, zeros = (
+            None if array is None else runtime.scratch(count * array.nbytes) for array in one
+        )
+        # Some drivers need a buffer even for unused arguments.
+        buffers = values, scales or values, zeros or values
+        pieces.append(_Piece(first * tiles, count * tiles, buffers))
+    return tuple(pieces)
+
+
+def _upload_pieces(runtime: GpuRuntime, arrays: PackedArrays, unit: int) -> tuple[_Piece, ...]:
     """Upload packed weights, in several pieces if they exceed the device's largest buffer.
 
     Args:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import KernelError
+from heterollm.base import KernelError, round_up
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_format
+from heterollm.kernels.gpu.memory import aligned_empty
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "check_members", "codes", "pack_member"]
+__all__ = [
+    "BLOCKS",
+    "COLUMNS_MULTIPLE",
+    "PackedArrays",
+    "array_bytes",
+    "check_members",
+    "codes",
+    "pack_member",
+    "pack_members",
+    "packed_arrays",
+    "packed_bytes",
+]
+
+PackedArrays: TypeAlias = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
+"""Weights, scales and zero points in tiles of 64 rows. Floats have no scales, symmetric codes no zeros."""
 
 COLUMNS_MULTIPLE: Final = 16
 """The inputs of a linear must be a multiple of this."""
@@ -51,6 +66,39 @@ def check_members(members: Sequence[LinearWeight]) -> tuple[WeightFormat, int]:
     if number_format.quantized and number_format.block not in BLOCKS:
         raise KernelError(f"A quantisation block of {number_format.block} is not one of {BLOCKS}.")
     return number_format, columns
+
+
+def packed_arrays(number_format: WeightFormat, columns: int, tiles: int) -> PackedArrays:
+    """Return uninitialised arrays for a number of row tiles."""
+    if not number_format.quantized:
+        kind = np.dtype(np.float32 if number_format.bits == 32 else np.float16)
+        return aligned_empty((tiles, columns, 64), kind), None, None
+    blocks = tiles, columns // number_format.block, 64
+    zeros = None if number_format.symmetric else aligned_empty(blocks, np.uint8)
+    words = aligned_empty((tiles, columns * number_format.bits // 32, 64), np.uint32)
+    return words, aligned_empty(blocks, np.float16), zeros
+
+
+def packed_bytes(number_format: WeightFormat, member_rows: Sequence[int], columns: int) -> int:
+    """Return the size of packed members, as :func:`packed_arrays` makes them."""
+    rows = sum(round_up(own, 64) for own in member_rows)
+    blocks = rows * columns // number_format.block if number_format.quantized else 0
+    zeros = 0 if number_format.symmetric else blocks
+    return rows * columns * number_format.bits // 8 + 2 * blocks + zeros
+
+
+def array_bytes(arrays: PackedArrays) -> int:
+    """Return the size of packed weights."""
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
+def pack_members(members: Sequence[LinearWeight], arrays: PackedArrays) -> None:
+    """Write members into their row tiles, one behind the other."""
+    first = 0
+    for member in members:
+        count = round_up(codes(member).shape[0], 64) // 64
+        pack_member(member, first, count, *arrays)
+        first += count
 
 
 def pack_member(

@@ -166,8 +166,15 @@ class GpuRuntime(Protocol):
         Launches share it by name, since the queue is in order.
         """
 
-    def copy(self, target: GpuBuffer | NDArray[Any], source: GpuBuffer | NDArray[Any]) -> None:
-        """Copy between host and device memory, and wait.
+    def copy(
+        self, target: GpuBuffer | NDArray[Any], source: GpuBuffer | NDArray[Any], *, offset_bytes: int = 0
+    ) -> None:
+        """Copy between host and device memory, behind all kernels in the queue, and wait.
+
+        Args:
+            target: Device memory, or an array for the first bytes of device memory.
+            source: An array, or device memory.
+            offset_bytes: First byte of the target, if it is device memory.
 
         Raises:
             KernelError: The driver refuses.

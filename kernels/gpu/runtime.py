@@ -393,14 +393,17 @@ class OpenClRuntime:
             self._device, profiling=True, shared_memory=self.shared_memory, power=self._power
         )
 
-    def copy(self, target: Any, source: Any) -> None:  # noqa: ANN401 - a buffer and an array, either way
-        """Copy between host and device memory, and wait.
+    def copy(self, target: Any, source: Any, *, offset_bytes: int = 0) -> None:  # noqa: ANN401 - a buffer and an array, either way
+        """Copy between host and device memory, and wait; see :class:`GpuRuntime`.
 
         Raises:
             KernelError: The driver refuses.
         """
         try:
-            cl.enqueue_copy(self.queue, target, source, is_blocking=True)
+            if offset_bytes:
+                cl.enqueue_copy(self.queue, target, source, is_blocking=True, dst_offset=offset_bytes)
+            else:
+                cl.enqueue_copy(self.queue, target, source, is_blocking=True)
         except OpenClError as error:
             host = target if isinstance(target, np.ndarray) else source
             raise KernelError(f"A copy of {host.nbytes} bytes failed: {error}.") from error

@@ -244,10 +244,12 @@ class SimulatedRuntime:
         """Return device memory that launches share by name, or a placeholder."""
         return NOTHING if self.real is None else self.real.shared_scratch(name, size_bytes)
 
-    def copy(self, target: GpuBuffer | NDArray[Any], source: GpuBuffer | NDArray[Any]) -> None:
+    def copy(
+        self, target: GpuBuffer | NDArray[Any], source: GpuBuffer | NDArray[Any], *, offset_bytes: int = 0
+    ) -> None:
         """Copy between host and device memory, and wait."""
         if self.real is not None:
-            self.real.copy(target, source)
+            self.real.copy(target, source, offset_bytes=offset_bytes)
         self.clock.copy()
 
     def copy_rows(

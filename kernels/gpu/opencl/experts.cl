@@ -357,3 +357,18 @@ GROUP_SIZE __kernel void combine_rows(__global const act_t *y, __global const ac
   }
 }
 #endif
+
+#ifdef SLOTS
+// Gives each place the slot that holds its expert's weights in a round, or -1 where none does. The fourth number of a
+// place keeps the expert's number plus 1, so that later rounds find it. slots: of each expert, from `first` on. Grid:
+// work-items over places.
+GROUP_SIZE __kernel void place_in_slots(__global int4 *restrict places, __global const int *restrict slots, int count,
+                                        int first) {
+  const int at = get_global_id(0);
+  if (at >= count)
+    return;
+  int4 place = places[at];
+  const int expert = place.w ? place.w - 1 : place.x;
+  places[at] = (int4)(expert < 0 ? -1 : slots[first + expert], place.y, place.z, expert + 1);
+}
+#endif

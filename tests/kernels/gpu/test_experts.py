@@ -28,6 +28,7 @@ from heterollm.kernels.gpu import (
     code_bytes,
     default_parameters,
     merge_launches,
+    packed_bytes,
     with_numbers,
 )
 from heterollm.kernels.gpu.rounding import rounding_launch
@@ -544,6 +545,45 @@ def test_weights_in_several_buffers_give_the_same_bits(runtime, style, monkeypat
             layer.product(layer.gate_up, layer.gates, shape, style, chosen) for layer in (parts, whole)
         )
         np.testing.assert_array_equal(actual, right)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "weight", [WeightFormat(4, 32), WeightFormat(8, 16, symmetric=False), WeightFormat(32)]
+)
+def test_slots_of_some_experts_give_the_same_bits(runtime, make, style, weight, monkeypatch):
+    """Two rounds through three slots in two buffers, filled in another order, and filled again."""
+    routing, rows, columns, tokens = Routing(5, 2), (96, 96), 64, 40
+    generator, options = np.random.default_rng(8), {"activation_dtype": np.float32}
+    members = [random_weight(generator, count, columns, weight) for _ in range(5) for count in rows]
+    whole = GpuLinear.pack(runtime, members, experts=5, **options)
+    with monkeypatch.context() as patch:
+        most = 2 * packed_bytes(weight, rows, columns)
+        patch.setattr(runtime, "traits", replace(runtime.traits, max_buffer_bytes=most))
+        some = GpuLinear.reserve(runtime, rows, columns, weight, slots=3, **options)
+    assert len(some._pieces) == 2
+    assert some.size_bytes == 3 * packed_bytes(weight, rows, columns)
+    shape, chosen = ExpertShape(routing, tokens), choices(generator, "even", tokens, routing)
+    lists, experts = upload_lists(runtime, shape, chosen), make(style)
+    x = fill_slot(runtime, generator.standard_normal((shape.pairs, columns)).astype(np.float32))
+    outputs = [fill_slot(runtime, np.full((shape.pairs, sum(rows)), np.nan, np.float32)) for _ in range(2)]
+    keywords = {"shape": shape, "style": style, "label": "experts"}
+    run_launches(runtime, [experts.sort(lists, shape=shape)])
+    run_launches(runtime, [whole.grouped_launch(x, outputs[0], lists, **keywords)])
+    rounds = ((4, 0, 2), (3, 1))
+    table = np.full((len(rounds), 5), -1, np.int32)
+    for number, own in enumerate(rounds):
+        table[number, own] = range(len(own))
+    slots = fill_slot(runtime, table)
+    for number, own in enumerate(rounds):
+        for slot, expert in enumerate(own):
+            some.fill(slot, members[2 * expert : 2 * expert + 2])
+        launches = [
+            experts.place_in_slots(lists, slots, number, shape=shape),
+            some.grouped_launch(x, outputs[1], lists, **keywords),
+        ]
+        run_launches(runtime, launches)
+    np.testing.assert_array_equal(*map(slot_values, outputs))
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
             "-DSCORING=2 -DCOMBINES -DDROPS",
             "-DSTEP=8 -DTAKEN -DDROPS -DGATHERS_TAKEN",
             "-DCOMBINES -DADDS -DWHOLE_EIGHTS",
+            "-DSLOTS",
         )
     ],
     (*ATTENTION, "attention_vector.cl"): [
