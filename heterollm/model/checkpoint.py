@@ -18,7 +18,15 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.file_index import FileIndex
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
-from heterollm.model.stored import StoredTensors, canonical, gguf_folder, is_gguf, open_gguf
+from heterollm.model.stored import (
+    PackedLinears,
+    PackedTensor,
+    StoredTensors,
+    canonical,
+    gguf_folder,
+    is_gguf,
+    open_gguf,
+)
 from heterollm.model.tensor_file import TensorFile
 
 __all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder", "is_hub_name"]
@@ -188,6 +196,8 @@ class Checkpoint:
                 f"has neither {SINGLE_FILE} nor {INDEX_FILE}.",
                 "Only safetensors are read: convert other formats with transformers' save_pretrained.",
             )
+        if self._stored is None:
+            self._add_packed()
 
     @property
     def file_bytes(self) -> int:
@@ -254,7 +264,8 @@ class Checkpoint:
         stored = self._in_blocks(name)
         if stored is None or not stored.is_quantized(name):
             return None
-        return canonical(stored.blocks(name, rows), weight)
+        blocks = stored.blocks(name, rows)
+        return None if blocks is None else canonical(blocks, weight)
 
     def validate(self, config: ModelConfig) -> None:
         """Check that the checkpoint has exactly the tensors of the configuration.
@@ -317,6 +328,8 @@ class Checkpoint:
         """Whether a tensor is a copy of the tied head, or RoPE frequencies from an old exporter."""
         if name == head_name(config) and config.tie_word_embeddings and self._in_blocks(name) is None:
             return self._equal(name, embedding_name(config))
+        if name.endswith(".bias") and self._in_blocks(f"{name.removesuffix('bias')}weight"):
+            return not self.read(name).any()  # some packers add zeros
         layer = layer_of(config, name)
         return name.endswith(".rotary_emb.inv_freq") and (layer is None or layer < config.layers)
 
@@ -354,6 +367,24 @@ class Checkpoint:
             shards.setdefault(shard, []).append(name)
         for shard, names in sorted(shards.items()):
             self._add_file(shard, names)
+
+    def _add_packed(self) -> None:
+        """Replace the packed tensors of quantised linears by the weights that they stand for."""
+        config = self.folder / "config.json"
+        stated = read_json_object(config).get("quantization_config") if config.is_file() else None
+        if not isinstance(stated, dict):
+            return
+        tensors = {
+            name: PackedTensor(entry.dtype, entry.shape, entry.stop - entry.start)
+            for name, file in self._files.items()
+            for entry in [file.entries[name]]
+        }
+        files = dict(self._files)
+        packed = PackedLinears(self.folder, tensors, lambda name: files[name].bits(name), stated)
+        if packed.names:
+            self._stored = packed
+            parts = packed.parts
+            self._files = {name: file for name, file in files.items() if name not in parts}
 
     def _add_file(self, file_name: str, names: list[str] | None) -> None:
         """Add the given tensors of a file, or all."""

@@ -53,7 +53,42 @@ def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
     if method == "gguf":
         head = own.section("head")
         return StoredFormats(_format(own.section("layers"), own), _format(head, own) if head else None)
-    raise unsupported(f"A checkpoint quantised by another method (quantization_config: {method!r:.80})")
+    if method == "gptq":
+        in_order = not own.flag("desc_act", False)
+        return StoredFormats(_grouped(own, "bits", own.flag("sym", True), in_order=in_order), None)
+    if method == "awq":
+        if own.get("version") not in (None, "gemm"):
+            raise unsupported(f"AWQ in the layout {own.get('version')!r:.40}")
+        return StoredFormats(_grouped(own, "bits", not own.flag("zero_point", True), in_order=True), None)
+    if method == "compressed-tensors":
+        return StoredFormats(_compressed(own), None)
+    raise unsupported(f"A checkpoint that is already quantised (quantization_config: {method!r:.80})")
+
+
+def _compressed(own: JsonFields) -> WeightFormat:
+    """Return the format of a checkpoint whose linears are all quantised alike, without their inputs."""
+    groups = list(own.section("config_groups").values())
+    group = groups[0] if groups and isinstance(groups[0], dict) else {}
+    weights = JsonFields(group, own.where).section("weights")
+    packed = own.get("format") == "pack-quantized" and weights.get("type", "int") == "int"
+    if len(groups) != 1 or not packed or group.get("input_activations") is not None:
+        raise unsupported(
+            f"compressed-tensors in format {own.get('format')!r:.40} with {len(groups)} groups, or with "
+            "quantised inputs, instead of pack-quantized integers in one group,"
+        )
+    fields = JsonFields(weights, f"{own.where}, weights")
+    return _grouped(fields, "num_bits", fields.flag("symmetric", True), in_order=not fields.get("actorder"))
+
+
+def _grouped(fields: JsonFields, bits: str, symmetric: bool, *, in_order: bool) -> WeightFormat:
+    """Return the format of weights in groups of inputs; 8 bits where a group is no range of inputs."""
+    if fields.get(bits) not in (4, 8):
+        raise unsupported(f"Weights of {fields.get(bits)!r:.40} bits")
+    whole = fields.get("group_size") in (None, -1)
+    block = LARGEST_BLOCK if whole else fields.count("group_size")
+    if not in_order or fields.get(bits) == 8:
+        return _format({"bits": 8, "block": block if in_order else 32}, fields)
+    return _format({"bits": 4, "block": block, "symmetric": symmetric}, fields)
 
 
 def _format(values: Mapping[str, Any], own: JsonFields) -> WeightFormat:

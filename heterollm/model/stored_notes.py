@@ -31,10 +31,9 @@ def stored_notes(
         if not off:
             notes.append(f"{many} of {kind} as {weight}: bit for bit the checkpoint's values.")
             continue
-        worst = max(off, key=lambda name: errors[name])
-        ratio_db = -10 * math.log10(errors[worst])
+        ratio_db = -10 * math.log10(max(errors[name] for name in off))
         notes.append(
-            f"{many} of {kind} as {weight}: requantised, {ratio_db:.0f} dB signal to error against the checkpoint's "
-            f"values in {worst}, where it is least."
+            f"{many} of {kind} as {weight}: requantised, at least {ratio_db:.0f} dB signal to error against "
+            "the checkpoint's values."
         )
     return tuple(notes)

@@ -47,7 +47,8 @@ class BlockType(NamedTuple):
     def blocks(self, rows: Bytes) -> AffineBlocks:
         """Return rows of bytes as integers and scales."""
         assert self.unpack is not None
-        codes, scales, minimums = self.unpack(rows.reshape(-1, self.block_bytes))
+        with np.errstate(invalid="ignore"):  # damaged scales; the caller checks the values
+            codes, scales, minimums = self.unpack(rows.reshape(-1, self.block_bytes))
         count = len(rows)
         return AffineBlocks(
             codes.reshape(count, -1),
@@ -74,10 +75,10 @@ def _nibbles(data: Bytes, width: int) -> Bytes:
 
 def _fifth_bits(data: Bytes) -> Bytes:
     """Return the bits of 4 bytes, lowest first, as 16 or 0: ``[b, 32]``."""
-    return np.unpackbits(np.ascontiguousarray(data), axis=1, bitorder="little") << 4
+    return np.unpackbits(np.ascontiguousarray(data), axis=1, bitorder="little") << np.uint8(4)
 
 
-def _signed(codes: Bytes, zero: int) -> NDArray[np.int8]:
+def _signed(codes: NDArray[Any], zero: int) -> NDArray[np.int8]:
     return codes.view(np.int8) - np.int8(zero)
 
 

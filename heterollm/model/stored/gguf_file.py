@@ -117,7 +117,7 @@ class _Reader:
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self._path = path
         self._data = data
-        self._buffer = memoryview(data)
+        self._buffer = data.data
         self.position = 0
         self._tensors = 0
 
@@ -135,12 +135,12 @@ class _Reader:
             self.fail(f"its version is {version}, not one of {VERSIONS}")
         self._tensors, pairs = self._number("Q"), self._number("Q")
         self._check_count("tensors", self._tensors, SMALLEST_TENSOR)
-        self._check_count("metadata", pairs, SMALLEST_PAIR)
+        self._check_count("pairs", pairs, SMALLEST_PAIR)
         found: dict[str, Any] = {}
         for _ in range(pairs):
             name = self._text(LONGEST_NAME)
             if name in found:
-                self.fail(f"it states {name:.80} twice")
+                self.fail(f"it states {name!r:.80} twice")
             found[name] = self._value(self._number("I"), name)
         return found
 
@@ -154,12 +154,12 @@ class _Reader:
         stop = start
         for name, kind, shape, offset, size in sorted(described, key=lambda one: one[3]):
             if name in found:
-                self.fail(f"it has two tensors {name:.80}")
+                self.fail(f"it has two tensors {name!r:.80}")
             if offset % alignment or start + offset < stop:
-                self.fail(f"tensor {name:.80} lies at offset {offset}, in another one")
+                self.fail(f"tensor {name!r:.80} lies at offset {offset}, in another one")
             stop = start + offset + size
             if stop > len(self._data):
-                self.fail(f"tensor {name:.80} ends at byte {stop}, and the file at {len(self._data)}")
+                self.fail(f"tensor {name!r:.80} ends at byte {stop}, and the file at {len(self._data)}")
             found[name] = GgufEntry(kind, shape, start + offset, stop)
         return found
 
@@ -167,18 +167,18 @@ class _Reader:
         name = self._text(LONGEST_NAME)
         count = self._number("I")
         if not 1 <= count <= MOST_DIMENSIONS:
-            self.fail(f"tensor {name:.80} has {count} dimensions")
+            self.fail(f"tensor {name!r:.80} has {count} dimensions")
         shape = tuple(self._number("Q") for _ in range(count))[::-1]
         number, offset = self._number("I"), self._number("Q")
         if number not in BLOCK_TYPES:
-            kind = OTHER_TYPES.get(number, f"number {number}")
+            other = OTHER_TYPES.get(number, f"number {number}")
             raise UnsupportedModelError(
-                f"{self._path}: tensor {name:.80} has the unsupported type {kind}.",
+                f"{self._path}: tensor {name!r:.80} has the unsupported type {other}.",
                 fix=f"Take a file of {', '.join(one.name for one in BLOCK_TYPES.values())}.",
             )
         kind = BLOCK_TYPES[number]
         if not all(shape) or shape[-1] % kind.block:
-            self.fail(f"tensor {name:.80} of type {kind.name} has shape {list(shape)}")
+            self.fail(f"tensor {name!r:.80} of type {kind.name} has shape {list(shape)}")
         return name, kind.name, shape, offset, math.prod(shape) // kind.block * kind.block_bytes
 
     def _value(self, kind: int, name: str) -> Any:  # noqa: ANN401 - any of the format's types
@@ -187,13 +187,13 @@ class _Reader:
         if kind == STRING:
             return self._text()
         if kind != ARRAY:
-            self.fail(f"{name:.80} has the unknown type {kind}")
+            self.fail(f"{name!r:.80} has the unknown type {kind}")
         item, count = self._number("I"), self._number("Q")
         if item == STRING:
             self._check_count(name, count, 8)
             return [self._text() for _ in range(count)]
         if item not in SCALARS:
-            self.fail(f"{name:.80} is a list of type {item}")
+            self.fail(f"{name!r:.80} is a list of type {item}")
         self._check_count(name, count, SCALARS[item].size)
         found = struct.unpack_from(f"<{count}{SCALARS[item].format[1:]}", self._buffer, self.position)
         self.position += count * SCALARS[item].size
@@ -219,4 +219,4 @@ class _Reader:
 
     def _check_count(self, what: str, count: int, smallest: int) -> None:
         if count > (len(self._buffer) - self.position) // smallest:
-            self.fail(f"it states {count} {what:.80}, more than it has room for")
+            self.fail(f"it states {count} {what!r:.80}, more than it has room for")

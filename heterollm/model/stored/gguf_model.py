@@ -100,7 +100,7 @@ class GgufTensors:
         self._file = file
         self._architecture = _architecture(file)
         stated = str(file.metadata["general.architecture"])
-        modules = MODULES | (GEMMA_MODULES if stated in GEMMA else {})
+        modules = {**MODULES, **(GEMMA_MODULES if stated in GEMMA else {})}
         if stated == "phi3":
             modules = {**modules, "ffn_up": "mlp.gate_up_proj"}
         self._heads = {

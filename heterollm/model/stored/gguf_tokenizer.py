@@ -202,8 +202,9 @@ def _bpe(models: Any, vocabulary: Vocabulary, pairs: list[tuple[str, ...]], **op
     try:
         return models.BPE(identifiers, pairs, **options)
     except Exception as error:  # the library raises bare exceptions
+        reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{vocabulary.path}: its merges do not fit its tokens: {error!s:.120}."
+            f"{vocabulary.path}: its merges do not fit its tokens: {reason:.120}."
         ) from error
 
 

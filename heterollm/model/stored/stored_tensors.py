@@ -35,8 +35,8 @@ class StoredTensors(Protocol):
     def is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored as integers."""
 
-    def blocks(self, name: str, rows: tuple[int, int]) -> AffineBlocks:
-        """Return rows of a quantised tensor."""
+    def blocks(self, name: str, rows: tuple[int, int]) -> AffineBlocks | None:
+        """Return rows of a quantised tensor; None if inputs that share a scale do not follow each other."""
 
     def read(self, name: str, rows: tuple[int, int] | None) -> NDArray[np.float32]:
         """Return a tensor, or rows of it, as float32."""
