@@ -256,7 +256,7 @@ class Checkpoint:
         return None if stored is None or not stored.is_quantized(name) else stored.kind(name)
 
     def canonical(self, name: str, rows: tuple[int, int], weight: WeightFormat) -> QuantizedTensor | None:
-        """Return rows ``[start, stop)`` of stored integers in a canonical format, without rounding anew.
+        """Return rows ``[start, stop)`` of stored integers in a canonical format, with their scales.
 
         Returns:
             None if the tensor is stored as floats, or the format cannot hold it.

@@ -293,7 +293,7 @@ def op_specs(
 
 
 def stored_formats(config: ModelConfig, precision: Precision, scales: Scales) -> StoredFormats | None:
-    """Return the formats that weights keep from the checkpoint; None if they are quantised anew."""
+    """Return the formats that weights keep from the checkpoint; None if they are quantised from floats."""
     return config.stored if precision in ("w4a16", "w4a8") and scales == "free" else None
 
 

@@ -1,5 +1,4 @@
 from .affine_blocks import STORED_VERSION as STORED_VERSION
-from .affine_blocks import AffineBlocks as AffineBlocks
 from .affine_blocks import canonical as canonical
 from .gguf_file import is_gguf as is_gguf
 from .gguf_folder import gguf_folder as gguf_folder

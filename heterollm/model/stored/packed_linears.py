@@ -36,7 +36,7 @@ class PackedTensor(NamedTuple):
     size_bytes: int
 
 
-class Names(NamedTuple):
+class PartNames(NamedTuple):
     """Endings of the tensors of a linear; the group index and zero points may be missing."""
 
     words: str
@@ -45,8 +45,8 @@ class Names(NamedTuple):
     groups: str
 
 
-GPTQ_NAMES: Final = Names("qweight", "scales", "qzeros", "g_idx")
-COMPRESSED_NAMES: Final = Names("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+GPTQ_NAMES: Final = PartNames("qweight", "scales", "qzeros", "g_idx")
+COMPRESSED_NAMES: Final = PartNames("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
 
 
 class PackedLinears:
