@@ -260,15 +260,16 @@ def test_logits_are_those_of_the_checkpoint(checkpoint, host_llm, token_ids, tmp
     assert np.array_equal(own, wanted)
 
 
+@pytest.mark.parametrize("plan", ["gpu", "npu"])
 @pytest.mark.parametrize(("kind", "head", "least_db"), [("Q4_0", "Q8_0", 90), ("Q4_1", "Q6_K", 35)])
 def test_logits_are_those_of_the_stored_values(
-    kind, head, least_db, checkpoint, host_llm, token_ids, tmp_path
+    plan, kind, head, least_db, checkpoint, host_llm, token_ids, tmp_path
 ):
     folder = checkpoint("llama", **WIDE)
     path = write_gguf(folder, tmp_path / "model.gguf", Types[kind], Types[head])
     ids = token_ids(24)
     held, wanted = (
-        host_llm(path, plan="gpu", precision=precision).session().prefill(ids, all_logits=True)
+        host_llm(path, plan=plan, precision=precision).session().prefill(ids, all_logits=True)
         for precision in ("w4a16", "fp16")
     )
     assert noise_db(held, wanted) >= least_db
