@@ -45,6 +45,7 @@ DEVICES: Final = "docs/devices-and-drivers.md"
 INTEGERS: Final = "docs/integer-activations.md"
 LLM_NPU: Final = "docs/llm-npu.md"
 SPARSE: Final = "docs/shadow-attention.md"
+CHECKPOINTS: Final = "docs/checkpoints.md"
 MIXTURES: Final = "docs/mixture-of-experts.md"
 
 Row = Mapping[str, Any]
@@ -313,6 +314,36 @@ def memory_table() -> str:
         lines.append((f"`{row['level']}`", "cached" if row["cached"] else "quantises", *mib))
     head = "level | load | `w4a16`: peak / limit | after / limit | `w4a8`: peak / limit | after / limit"
     return table(head, "llrrrr", lines)
+
+
+def stored_formats_table() -> str:
+    """The block types of GGUF: equality with gguf's values, and the error of the canonical tensor."""
+    rows = {row["type"]: row for row in rows_of("checkpoint_formats") if row["kind"] == "blocks"}
+    lines = [
+        (
+            name,
+            "bit for bit" if row["same_values"] else "differ",
+            row["held"],
+            "none" if row["db"] is None else f"{row['db']:.0f} dB",
+        )
+        for name, row in rows.items()
+    ]
+    return table("type | values | kept as | error", "lllr", lines)
+
+
+def published_file_table() -> str:
+    """Logits and greedy text of published GGUF files against their own values."""
+    rows = {row["file"]: row for row in rows_of("checkpoint_formats") if row["kind"] == "file"}
+    lines = [
+        (
+            f"`{name}`",
+            f"{row['logits_db']:.0f} dB",
+            f"{row['top_1']:.1%}",
+            "equal" if row["same_greedy_text"] else "differs",
+        )
+        for name, row in rows.items()
+    ]
+    return table("file | logits | same top token | greedy text", "lrrl", lines)
 
 
 def startup_table() -> str:
@@ -705,6 +736,8 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (MEASURED, "memory"): memory_table,
     (MEASURED, "startup"): startup_table,
     (MEASURED, "gains"): gains_table,
+    (CHECKPOINTS, "stored formats"): stored_formats_table,
+    (CHECKPOINTS, "published GGUF file"): published_file_table,
     (DEVICES, "Adreno"): adreno_table,
     (LLM_NPU, "llm.npu, steps"): lambda: llm_npu_table("steps"),
     (LLM_NPU, "llm.npu, lengths"): lambda: llm_npu_table("lengths"),

@@ -104,7 +104,7 @@ class LLM:
         """Load a checkpoint and prepare it for answers.
 
         Args:
-            model: A local folder or a hub name.
+            model: A local folder, a GGUF file or a hub name.
             progress: Called with the name of a stage, the steps done and the total number of steps.
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,

@@ -29,6 +29,7 @@ FLOORS = (
     ("heterollm.profiler.work",),
     ("heterollm.profiler.records",),
     ("heterollm.model",),
+    ("heterollm.model.stored",),
     ("heterollm.kernels.open",),
     ("heterollm.kernels.sim",),
     ("heterollm.kernels.device",),

@@ -17,6 +17,7 @@ __all__ = ["CLEARED", "KINDS", "CacheKind", "clear_cache", "list_cache"]
 
 KINDS: Final = {
     "weights": "quantised weights",
+    "gguf": "tokenizers and settings of GGUF files",
     "graphs": "compiled NPU graphs",
     "opencl": "compiled OpenCL programs",
     "profiles": "profiles of devices",

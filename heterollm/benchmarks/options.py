@@ -17,7 +17,7 @@ class BenchOptions:
     """Options of a bench.
 
     Args:
-        model: A local folder or a hub name.
+        model: A local folder, a GGUF file or a hub name.
         configurations: Configurations that run each test.
         cases: The tests.
         repetitions: Samples of each.

@@ -48,7 +48,7 @@ def profile_splits(
     Without a budget, each run measures only the points that the profile lacks.
 
     Args:
-        model: A folder or a hub name.
+        model: A folder, a GGUF file or a hub name.
         configurations: All configurations.
         budget_s: Time of each run.
 

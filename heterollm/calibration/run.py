@@ -74,7 +74,7 @@ def calibrate(
     Runs of the same model, text and options go on from the file of one that was stopped.
 
     Args:
-        model: A local folder or a hub name.
+        model: A local folder, a GGUF file or a hub name.
         texts: Files of plain text, one after the other; by default a built-in text (Python code).
         output: The file.
         windows: Windows, at most those that the text has; one of them only checks the ranges.

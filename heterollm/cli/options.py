@@ -134,7 +134,9 @@ Names: TypeAlias = Sequence[str]
 IntegerList: TypeAlias = Sequence[int]
 
 ModelArgument = typer.Argument(
-    metavar="MODEL", help="Folder of a checkpoint, or its hub name.", autocompletion=cli_complete.models
+    metavar="MODEL",
+    help="Folder of a checkpoint, its hub name, or a GGUF file.",
+    autocompletion=cli_complete.models,
 )
 Model = Annotated[str, ModelArgument]
 MaybeModel = Annotated[str | None, ModelArgument]

@@ -227,9 +227,7 @@ class ExpertEmitter:
         return None if assumed is None else lambda: assumed(layer, phase, tokens, int(step[STEP_POSITION]))
 
 
-def _packed(
-    device: Device, weights: ModelWeights, spec: OpSpec, residency: ExpertResidency | None
-) -> _Layer:
+def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: ExpertResidency | None) -> _Layer:
     gpu, dtype, routing = device.gpu, device.activation_dtype, spec.experts
     assert routing is not None  # by expert_specs
 

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk: checks its memory-mapped tensors and reads them as float32."""
+"""A checkpoint on disk: checks its memory-mapped tensors and reads them as float32, or as stored integers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, OptionError
+from heterollm.kernels.formats import QuantizedTensor
+from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
 from heterollm.model.file_index import FileIndex
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
+from heterollm.model.stored import (
+    PackedLinears,
+    PackedTensor,
+    StoredTensors,
+    canonical,
+    gguf_folder,
+    is_gguf,
+    open_gguf,
+)
 from heterollm.model.tensor_file import TensorFile
 
 __all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder", "is_hub_name"]
@@ -32,7 +43,7 @@ CONFIG_FILES = ["config.json", "generation_config.json"]
 HUB_IGNORED = ["*/*", "consolidated*"]
 
 OTHER_FORMATS = (
-    (".gguf", "a GGUF file, llama.cpp's format", "Name the folder of the checkpoint that it was made from."),
+    (".gguf", "a GGUF file, llama.cpp's format", "Name the file itself."),
     (
         ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
         "part of a LoRA adapter",
@@ -51,15 +62,16 @@ HASH_BYTES = 16 * 1024 * 1024
 
 
 def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
-    """Return the folder of a local checkpoint, or of one fetched from the Hugging Face hub.
+    """Return the folder of a local checkpoint, of a GGUF file, or of one fetched from the Hugging Face hub.
 
     Args:
-        name: A folder or a hub name.
+        name: A folder, a GGUF file or a hub name.
         weights: Whether to fetch all files, or only the model's configuration.
 
     Raises:
         OptionError: The name is empty or no text.
-        CheckpointError: There is no such folder, and the hub did not deliver it.
+        CheckpointError: There is no such folder, and the hub did not deliver it; or the file is damaged.
+        CacheError: The folder of a GGUF file cannot be written.
     """
     if not isinstance(name, str | Path) or not str(name):
         raise OptionError(f"The model is {name!r}.", fix="Give a folder or a hub name.")
@@ -67,6 +79,8 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         folder = Path(name).expanduser()
         if folder.is_dir():
             return folder
+        if is_gguf(folder):
+            return gguf_folder(folder)
         if folder.exists():
             raise _no_checkpoint(folder, "is a file.", "Name the folder that holds config.json.")
     except (OSError, RuntimeError) as error:  # too long, no permission, or the home of an unknown user
@@ -74,7 +88,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
     if not is_hub_name(name):
         raise CheckpointError(
-            f"There is no folder {folder}.", fix="Name a checkpoint's folder or a hub name."
+            f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."
         )
     try:
         found = huggingface_hub.snapshot_download(
@@ -152,14 +166,14 @@ def is_hub_name(name: Path | str) -> bool:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint's safetensors files, read on demand.
+    """The tensors of a checkpoint's safetensors files, or of a GGUF file, read on demand.
 
     Attributes:
         folder: The folder of the files.
     """
 
     def __init__(self, name: Path | str) -> None:
-        """Open a local folder or a hub name, and check the headers of all files.
+        """Open a local folder, a GGUF file or a hub name, and check the headers of all files.
 
         Raises:
             CheckpointError: The checkpoint is missing or incomplete, or a file is damaged.
@@ -169,7 +183,10 @@ class Checkpoint:
         self._files: dict[str, TensorFile] = {}
         if (self.folder / "config.json").is_file():
             self._hashed_paths.append(self.folder / "config.json")
-        if (self.folder / SINGLE_FILE).is_file():
+        self._stored: StoredTensors | None = open_gguf(self.folder)
+        if self._stored is not None:
+            self._hashed_paths.append(self._stored.path)
+        elif (self.folder / SINGLE_FILE).is_file():
             self._add_file(SINGLE_FILE, None)
         elif (self.folder / INDEX_FILE).is_file():
             self._add_shards()
@@ -179,6 +196,8 @@ class Checkpoint:
                 f"has neither {SINGLE_FILE} nor {INDEX_FILE}.",
                 "Only safetensors are read: convert other formats with transformers' save_pretrained.",
             )
+        if self._stored is None:
+            self._add_packed()
 
     @property
     def file_bytes(self) -> int:
@@ -188,7 +207,7 @@ class Checkpoint:
     @property
     def names(self) -> tuple[str, ...]:
         """The name of every tensor."""
-        return tuple(self._files)
+        return (*self._files, *(() if self._stored is None else self._stored.names))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor.
@@ -196,7 +215,8 @@ class Checkpoint:
         Raises:
             CheckpointError: There is no such tensor.
         """
-        return self.file(name).entries[name].shape
+        stored = self._in_blocks(name)
+        return self.file(name).entries[name].shape if stored is None else stored.shape(name)
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """Return rows and columns of a weight; those of a stack of matrices are rows of one."""
@@ -204,6 +224,9 @@ class Checkpoint:
 
     def size_bytes(self, name: str) -> int:
         """Return the size of a tensor in its file."""
+        stored = self._in_blocks(name)
+        if stored is not None:
+            return stored.size_bytes(name)
         entry = self.file(name).entries[name]
         return entry.stop - entry.start
 
@@ -213,6 +236,9 @@ class Checkpoint:
         Raises:
             CheckpointError: There is no such tensor, it has no float type, or a value is NaN or infinite.
         """
+        stored = self._in_blocks(name)
+        if stored is not None:
+            return _finite(stored.read(name, rows), stored.path, name)
         file = self.file(name)
         dtype = file.entries[name].dtype
         if dtype not in FLOAT_TYPES:
@@ -222,12 +248,24 @@ class Checkpoint:
         bits = file.bits(name)
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
-        values: NDArray[np.float32] = bits.astype(np.float32)
-        if not np.isfinite(values).all():
-            raise CheckpointError(
-                f"{file.path}: tensor {name} holds NaN or infinite values.", fix="Download it again."
-            )
-        return values
+        return _finite(bits.astype(np.float32), file.path, name)
+
+    def kind(self, name: str) -> str | None:
+        """Return the name of the format of a tensor that is stored as integers; None for floats."""
+        stored = self._in_blocks(name)
+        return None if stored is None or not stored.is_quantized(name) else stored.kind(name)
+
+    def canonical(self, name: str, rows: tuple[int, int], weight: WeightFormat) -> QuantizedTensor | None:
+        """Return rows ``[start, stop)`` of stored integers in a canonical format, with their scales.
+
+        Returns:
+            None if the tensor is stored as floats, or the format cannot hold it.
+        """
+        stored = self._in_blocks(name)
+        if stored is None or not stored.is_quantized(name):
+            return None
+        blocks = stored.blocks(name, rows)
+        return None if blocks is None else canonical(blocks, weight)
 
     def validate(self, config: ModelConfig) -> None:
         """Check that the checkpoint has exactly the tensors of the configuration.
@@ -236,14 +274,14 @@ class Checkpoint:
             CheckpointError: A tensor is missing, has another shape or no float type, or has no place in the
                 model, for example because the configuration has fewer layers or no bias.
         """
-        if config.layers > len(self._files):
+        if config.layers > len(self.names):
             # Refuse a damaged number before making a list over layers.
             raise CheckpointError(
-                f"{self.folder} has {len(self._files)} tensors, too few for the {config.layers} layers that "
+                f"{self.folder} has {len(self.names)} tensors, too few for the {config.layers} layers that "
                 "its config.json states."
             )
         expected = expected_tensors(config)
-        _refuse(self.folder, "lacks tensors that its config.json calls for", set(expected) - set(self._files))
+        _refuse(self.folder, "lacks tensors that its config.json calls for", set(expected) - set(self.names))
         _refuse(
             self.folder,
             "has tensors of another shape than its config.json says",
@@ -253,7 +291,7 @@ class Checkpoint:
                 if self.shape(name) != shape
             ],
         )
-        types = {name: self._files[name].entries[name].dtype for name in expected}
+        types = {name: self._files[name].entries[name].dtype for name in expected if name in self._files}
         _refuse(
             self.folder,
             f"has tensors that are not of a type in {', '.join(FLOAT_TYPES)}",
@@ -262,7 +300,7 @@ class Checkpoint:
         _refuse(
             self.folder,
             "has tensors that a model as in its config.json has no place for",
-            [name for name in self._files if name not in expected and not self._harmless(config, name)],
+            [name for name in self.names if name not in expected and not self._harmless(config, name)],
         )
 
     def content_hash(self, progress: Callable[[int, int], None] | None = None) -> str:
@@ -288,8 +326,10 @@ class Checkpoint:
 
     def _harmless(self, config: ModelConfig, name: str) -> bool:
         """Whether a tensor is a copy of the tied head, or RoPE frequencies from an old exporter."""
-        if name == head_name(config) and config.tie_word_embeddings:
+        if name == head_name(config) and config.tie_word_embeddings and self._in_blocks(name) is None:
             return self._equal(name, embedding_name(config))
+        if name.endswith(".bias") and self._in_blocks(f"{name.removesuffix('bias')}weight"):
+            return not self.read(name).any()  # some packers add zeros
         layer = layer_of(config, name)
         return name.endswith(".rotary_emb.inv_freq") and (layer is None or layer < config.layers)
 
@@ -305,6 +345,10 @@ class Checkpoint:
             )
             for offset in range(0, size, HASH_BYTES)
         )
+
+    def _in_blocks(self, name: str) -> StoredTensors | None:
+        """Return the reader of a tensor that lies in no safetensors file as it is."""
+        return self._stored if self._stored is not None and name in self._stored.names else None
 
     def file(self, name: str) -> TensorFile:
         """Return the file of a tensor.
@@ -329,6 +373,24 @@ class Checkpoint:
         for shard, names in sorted(shards.items()):
             self._add_file(shard, names)
 
+    def _add_packed(self) -> None:
+        """Replace the packed tensors of quantised linears by the weights that they stand for."""
+        config = self.folder / "config.json"
+        stated = read_json_object(config).get("quantization_config") if config.is_file() else None
+        if not isinstance(stated, dict):
+            return
+        tensors = {
+            name: PackedTensor(entry.dtype, entry.shape, entry.stop - entry.start)
+            for name, file in self._files.items()
+            for entry in [file.entries[name]]
+        }
+        files = dict(self._files)
+        packed = PackedLinears(self.folder, tensors, lambda name: files[name].bits(name), stated)
+        if packed.names:
+            self._stored = packed
+            parts = packed.parts
+            self._files = {name: file for name, file in files.items() if name not in parts}
+
     def _add_file(self, file_name: str, names: list[str] | None) -> None:
         """Add the given tensors of a file, or all."""
         path = self.folder / file_name
@@ -344,6 +406,14 @@ class Checkpoint:
             if name not in file.entries:
                 raise CheckpointError(f"{path} lacks tensor {name}, which {INDEX_FILE} places there.")
             self._files[name] = file
+
+
+def _finite(values: NDArray[np.float32], path: Path, name: str) -> NDArray[np.float32]:
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{path}: tensor {name} holds NaN or infinite values.", fix="Download it again."
+        )
+    return values
 
 
 def _refuse(folder: Path, what: str, names: Iterable[str]) -> None:

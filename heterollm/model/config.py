@@ -20,6 +20,7 @@ from heterollm.model.families import FAMILIES, unsupported
 from heterollm.model.family import Family
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.rope_config import RopeConfig, read_ropes, read_rotary_dim
+from heterollm.model.stored_formats import StoredFormats, read_stored_formats
 
 __all__ = ["LayerConfig", "ModelConfig"]
 
@@ -99,6 +100,7 @@ class ModelConfig:
         logit_scale: Factor on the logits.
         routing: Rule by which the router of each layer chooses experts; None without experts.
         expert_size: Width of an expert; 0 without experts.
+        stored: Formats of weights that the checkpoint stores quantised; None for floats.
     """
 
     model_type: str
@@ -137,6 +139,7 @@ class ModelConfig:
     logit_scale: float
     routing: Routing | None
     expert_size: int
+    stored: StoredFormats | None = None
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> ModelConfig:
@@ -223,6 +226,7 @@ class ModelConfig:
             logit_scale=1.0 / _multiplier(fields, family, "logits_scaling"),
             routing=routing,
             expert_size=expert_size,
+            stored=read_stored_formats(fields),
         )
 
 
@@ -254,12 +258,6 @@ def _check_supported(fields: JsonFields) -> Family:
     named = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
     if code and (named is None or named != family.published_code):
         raise unsupported("A checkpoint that brings its own code (auto_map)")
-    quantization = fields.get("quantization_config")
-    if quantization is not None:
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        )
-        raise unsupported(f"A checkpoint that is already quantised (quantization_config: {method})")
     for name, what in OPTIONAL_FEATURES.items():
         followed = name in family.follows or (name in EXPERT_COUNTS and family.mixture is not None)
         if fields.get(name) not in (None, False) and not followed:

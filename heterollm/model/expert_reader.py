@@ -184,7 +184,8 @@ class _Stream:
 
     def _start(self, place: TensorRows, part: _Part) -> int:
         entry = self._file.entries[place.name + part.suffix]
-        return self._first_byte + entry.start + place.start * part.row_bytes
+        start: int = entry.start + place.start * part.row_bytes
+        return self._first_byte + start
 
     def _present(self) -> tuple[int, int]:
         status = os.fstat(self._raw.fileno())

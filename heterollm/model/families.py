@@ -211,5 +211,5 @@ def unsupported(what: str) -> UnsupportedModelError:
     listed = ", ".join(f"{family.covers} (model_type {name})" for name, family in FAMILIES.items())
     return UnsupportedModelError(
         f"{what} is not supported.",
-        fix=f"Supported are {listed}; unquantised, text only, with RoPE of type {', '.join(ROPE_KINDS)}.",
+        fix=f"Supported are {listed}; text only, with RoPE of type {', '.join(ROPE_KINDS)}.",
     )

@@ -18,6 +18,7 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.families import unsupported
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.shape import ModelShape, model_shape, read_config
+from heterollm.model.stored import gguf_folder, is_gguf
 
 __all__ = ["KNOWN_MODELS", "KnownModel", "ModelSize", "default_shapes", "find_model"]
 
@@ -263,7 +264,7 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
 
     Args:
         name_or_path: A name in :data:`KNOWN_MODELS`, in any case; a folder with a ``config.json``; such a
-            file; or a hub name with its owner, of which only the configuration is fetched.
+            file; a GGUF file; or a hub name with its owner, of which only the configuration is fetched.
         closest: Whether the closest Llama may approximate a model of an unsupported family, for uses in
             which only shapes count.
 
@@ -276,6 +277,8 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
         return FoundModel(str(name_or_path).lower(), known.config, known.note)
     try:
         path = Path(name_or_path).expanduser()
+        if is_gguf(path):
+            path = gguf_folder(path)
         on_hub = not path.exists() and "/" in str(name_or_path) and is_hub_name(name_or_path)
         if on_hub:
             path = checkpoint_folder(name_or_path, weights=False)

@@ -13,6 +13,7 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import TensorRows, expert_tensors
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import Norm, TensorNames
+from heterollm.model.stored_formats import StoredFormats
 
 __all__ = [
     "HEAD_LAYER",
@@ -32,6 +33,7 @@ __all__ = [
     "norm_name",
     "op_specs",
     "shortened_blocks",
+    "stored_formats",
 ]
 
 HEAD_LAYER = -1
@@ -197,7 +199,8 @@ def op_specs(
 
     At ``w4a16`` and ``w4a8`` the layers have 4 bits and the head 8; at ``w4a8`` all groups, including the
     head, read inputs that are rounded to int8. At ``w8a8`` all have 8 bits, the layers with one scale for a
-    tensor. If ``group_size`` does not divide the inputs of a group, the
+    tensor. At ``w4a16`` and ``w4a8`` with free scales, weights that the checkpoint stores quantised have the
+    formats of ``config.stored``. If ``group_size`` does not divide the inputs of a group, the
     block is the largest power of two below it that does.
 
     Args:
@@ -211,6 +214,7 @@ def op_specs(
     Raises:
         OptionError: No legal block divides the inputs of some group.
     """
+    stored = stored_formats(config, precision, scales)
 
     def spec(layer: int, group: Group) -> OpSpec:
         columns = _columns(config, group)
@@ -219,7 +223,9 @@ def op_specs(
             block = effective_block(columns, group_size)
             head = group == "head"
             weight = WeightFormat(4, block, symmetric, scales)
-            if head:
+            if stored is not None:
+                weight = stored.of_head(columns) if head else stored.of_layers(columns)
+            elif head:
                 weight = WeightFormat(EMBEDDING_BITS, block)
             elif precision == "w8a8":
                 weight = WeightFormat(8, block, scales="tensor")
@@ -233,6 +239,11 @@ def op_specs(
     groups = [group for group in GROUPS if group in linear_names(config, 0)]
     layers = (spec(layer, group) for layer in range(config.layers) for group in groups)
     return (*layers, spec(HEAD_LAYER, "head"))
+
+
+def stored_formats(config: ModelConfig, precision: Precision, scales: Scales) -> StoredFormats | None:
+    """Return the formats that weights keep from the checkpoint; None if they are quantised from floats."""
+    return config.stored if precision in ("w4a16", "w4a8") and scales == "free" else None
 
 
 def shortened_blocks(specs: tuple[OpSpec, ...], group_size: int) -> Iterator[str]:

@@ -35,6 +35,8 @@ ITEM_BITS: Mapping[str, int] = {
 DATA_TYPES: Mapping[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
     "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype("<f4"),

@@ -24,7 +24,7 @@ from heterollm.kernels.threads import allowed_cores
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
 
-__all__ = ["ByteProgress", "Recipe", "cached_tensors", "quantized_view"]
+__all__ = ["ByteProgress", "Recipe", "cached_tensors", "quantized_view", "stored_errors"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ ByteProgress = Callable[[int, int], None]
 
 SCHEMA = "1"
 CHECKSUMS = "checksums"
+ERRORS = "stored_errors"
 CODES, SCALES, ZERO_POINTS = ".codes", ".scales", ".zero_points"
 
 SLAB_WEIGHTS = 4 * 1024 * 1024
@@ -43,6 +44,11 @@ T = TypeVar("T")
 Slab = tuple[str, int, int]
 """A tensor's name and a range of its rows."""
 
+Squares = tuple[float, float]
+"""The sum of squares of an error, and that of the values."""
+
+TINY = float(np.finfo(np.float32).tiny)
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -52,11 +58,13 @@ class Recipe:
         key: Hash of everything that determines the values.
         formats: Number format of each tensor to quantise.
         floats: Tensors to store as float32.
+        stored: Tensors of ``formats`` that the checkpoint stores quantised; the file has the error of each.
     """
 
     key: str
     formats: Mapping[str, WeightFormat]
     floats: tuple[str, ...]
+    stored: tuple[str, ...] = ()
 
 
 def cached_tensors(
@@ -103,6 +111,13 @@ def quantized_view(file: TensorFile, name: str, weight: WeightFormat) -> Quantiz
     return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.scales)
 
 
+def stored_errors(file: TensorFile, recipe: Recipe) -> dict[str, float]:
+    """Return the error of each stored tensor against the checkpoint's values: squares over their squares."""
+    if not recipe.stored:
+        return {}
+    return dict(zip(recipe.stored, file.bits(ERRORS).astype(float).tolist(), strict=True))
+
+
 def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, tuple[str, tuple[int, ...]]]:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, weight in recipe.formats.items():
@@ -113,6 +128,8 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, tuple[str, tup
         if not weight.symmetric:
             tensors[name + ZERO_POINTS] = ("U8", (rows, -(-blocks * weight.bits // 8)))
     tensors.update({name: ("F32", checkpoint.shape(name)) for name in recipe.floats})
+    if recipe.stored:
+        tensors[ERRORS] = ("F32", (len(recipe.stored),))
     tensors[CHECKSUMS] = ("U32", (len(tensors),))
     return tensors
 
@@ -167,13 +184,18 @@ def _write(
 
         for name in recipe.floats:
             put(name, 0, checkpoint.read(name))
+        errors = {name: np.zeros(2) for name in recipe.stored}
         with contextlib.closing(_quantized_slabs(checkpoint, recipe, progress, cancelled)) as slabs:
-            for name, first_row, part in slabs:
+            for name, first_row, (part, squares) in slabs:
+                if name in errors:
+                    errors[name] += squares
                 rows = part.rows
                 put(name + CODES, first_row * (part.codes.nbytes // rows), part.codes)
                 put(name + SCALES, first_row * (part.scales.nbytes // rows), part.scales)
                 if part.zero_points is not None:
                     put(name + ZERO_POINTS, first_row * (part.zero_points.nbytes // rows), part.zero_points)
+        if errors:
+            put(ERRORS, 0, np.array([off / max(all_of, TINY) for off, all_of in errors.values()], np.float32))
         file.flush()
         put(CHECKSUMS, 0, _checksums(TensorFile.open(temporary)))
         file.flush()
@@ -185,7 +207,7 @@ def _quantized_slabs(
     recipe: Recipe,
     progress: ByteProgress | None,
     cancelled: threading.Event | None,
-) -> Generator[tuple[str, int, QuantizedTensor], None, None]:
+) -> Generator[tuple[str, int, tuple[QuantizedTensor, Squares]], None, None]:
     """Quantise all tensors on all cores; yield the name, first row and result of each slab of rows.
 
     Tensors with one scale are read twice: first for their largest weight.
@@ -205,10 +227,10 @@ def _quantized_slabs(
         found[name] = max(found.get(name, 0.0), largest)
     tensor_scales = {name: scale_of_largest(largest) for name, largest in found.items()}
 
-    def work(slab: Slab) -> QuantizedTensor:
-        name, start, stop = slab
+    def work(slab: Slab) -> tuple[QuantizedTensor, Squares]:
+        name, *rows = slab
         weight = recipe.formats[name]
-        return _quantize_rows(checkpoint, name, (start, stop), weight, tensor_scales.get(name))
+        return _quantize_rows(checkpoint, name, (rows[0], rows[1]), weight, tensor_scales.get(name))
 
     total_bytes = sum(checkpoint.size_bytes(name) for name in recipe.formats)
     done_bytes = 0
@@ -238,11 +260,12 @@ def _quantize_rows(
     rows: tuple[int, int],
     weight: WeightFormat,
     tensor_scale: float | None,
-) -> QuantizedTensor:
+) -> tuple[QuantizedTensor, Squares]:
+    """Return rows in a canonical format, with the squares of what they lack against stored integers."""
     values = checkpoint.read(name, rows)
     bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
     with _naming(name):
-        return quantize(
+        found = checkpoint.canonical(name, rows, weight) or quantize(
             values,
             bits=bits,
             block=weight.block,
@@ -250,6 +273,10 @@ def _quantize_rows(
             scale_kind=weight.scales,
             tensor_scale=tensor_scale,
         )
+    if checkpoint.kind(name) is None:
+        return found, (0.0, 0.0)
+    lacking = found.dequantize() - values
+    return found, (float(np.vdot(lacking, lacking)), float(np.vdot(values, values)))
 
 
 @contextlib.contextmanager

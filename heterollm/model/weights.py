@@ -43,9 +43,18 @@ from heterollm.model.layout import (
     norm_name,
     op_specs,
     shortened_blocks,
+    stored_formats,
 )
+from heterollm.model.stored import STORED_VERSION
+from heterollm.model.stored_notes import stored_notes
 from heterollm.model.tensor_file import TensorFile
-from heterollm.model.weight_cache import ByteProgress, Recipe, cached_tensors, quantized_view
+from heterollm.model.weight_cache import (
+    ByteProgress,
+    Recipe,
+    cached_tensors,
+    quantized_view,
+    stored_errors,
+)
 from heterollm.model.weight_views import FloatLinears, Members
 
 __all__ = ["WEIGHTS_FOLDER", "ModelWeights", "load_weights", "shape_only_weights"]
@@ -203,16 +212,21 @@ def load_weights(
     dtype = np.dtype(float_dtype)
     float_bits: Literal[16, 32] = 32 if dtype == np.float32 else 16
     specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)
-    notes = tuple(shortened_blocks((*specs, *_expert_linears(config, specs)), group_size))
+    notes: tuple[str, ...] = ()
+    if stored_formats(config, precision, scales) is None:
+        notes = tuple(shortened_blocks((*specs, *_expert_linears(config, specs)), group_size))
     for note in notes:
         logger.warning("%s", note)
     formats = _formats(config, specs)
+    integers = tuple(name for name in formats if precision != "fp16" and checkpoint.kind(name) is not None)
     variant = f"{dtype}"
     if precision != "fp16":
         kind = "" if scales == "free" else f" {scales} {STEPPED_VERSION}"
         if precision == "w8a8":
             kind = f" tensor {TENSOR_VERSION}"
         variant = f"{group_size} {symmetric} {QUANTIZER_VERSION}{kind}"
+    if integers:
+        variant += f" {STORED_VERSION} {specs[0].weight} {specs[-1].weight}"
 
     hashed_bytes = checkpoint.file_bytes
     work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0
@@ -220,7 +234,7 @@ def load_weights(
     stored = "w4a16" if precision == "w4a8" else precision
     content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
     float_names = tuple(name for name in expected_tensors(config) if name not in formats)
-    recipe = Recipe(content_key, formats, float_names)
+    recipe = Recipe(content_key, formats, float_names, integers)
     file = None
     if precision == "fp16":
         linears, floats = _read_tensors(checkpoint, recipe, dtype)
@@ -228,7 +242,8 @@ def load_weights(
         shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
         path = cache_root() / WEIGHTS_FOLDER / f"{recipe.key[:32]}.safetensors"
         file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
-        linears, floats = _quantized_tensors(file, recipe)
+        linears, floats, errors = _quantized_tensors(file, recipe)
+        notes += stored_notes(checkpoint, formats, errors)
     return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint, file)
 
 
@@ -304,10 +319,13 @@ def _read_tensors(checkpoint: Checkpoint, recipe: Recipe, dtype: np.dtype[np.gen
     return FloatLinears(checkpoint, tuple(recipe.formats), dtype), floats
 
 
-def _quantized_tensors(file: TensorFile, recipe: Recipe) -> LoadedTensors:
-    """Return quantised weights, and norms and biases, from the cache."""
+def _quantized_tensors(
+    file: TensorFile, recipe: Recipe
+) -> tuple[Mapping[str, LinearWeight], Mapping[str, NDArray[np.float32]], Mapping[str, float]]:
+    """Return quantised weights, norms and biases, and errors, from the cache."""
     floats = {name: file.bits(name) for name in recipe.floats}
-    return {name: quantized_view(file, name, weight) for name, weight in recipe.formats.items()}, floats
+    linears = {name: quantized_view(file, name, weight) for name, weight in recipe.formats.items()}
+    return linears, floats, stored_errors(file, recipe)
 
 
 def _shifted(progress: ByteProgress | None, start_bytes: int, total_bytes: int) -> ByteProgress | None:

@@ -161,7 +161,7 @@ def precompile(
     """Compile every NPU graph that a model needs on a Snapdragon, and see which the emulator loads.
 
     Args:
-        model: A local folder or a hub name.
+        model: A local folder, a GGUF file or a hub name.
         soc: Qualcomm's number of the chip, a key of :data:`heterollm.kernels.npu.SOCS`.
         plan: A plan made for ``snapdragon``, a plan file, or a level.
         profile: File of a Snapdragon's profile, for the solver's levels and for passes.

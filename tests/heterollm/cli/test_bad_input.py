@@ -166,7 +166,7 @@ def test_a_configuration_that_is_wrong(copy: Path, changes: dict[str, Any], mess
     [
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config: gptq"),
+        ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization_config: 'hqq'"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "mrope"),

@@ -90,7 +90,7 @@ def test_generation_config_is_read_from_the_folder(tmp_path, model_fields):
         ({"model_type": None}, "None"),
         ({"model_type": ["llama"]}, "llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}}, "bitsandbytes"),
         ({"quantization_config": {}}, "quantization_config"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
         ({"hidden_act": "gelu"}, "gelu"),

@@ -1,0 +1,81 @@
+"""The folder that stands for a GGUF file: what a Hugging Face checkpoint has beside its weights.
+
+Every command takes a checkpoint's folder, so the file's metadata becomes one in the cache. The weights stay
+in the file, whose path the folder states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from heterollm.base import CheckpointError, atomic_path, cache_root, parse_json
+from heterollm.model.stored.gguf_file import GgufFile
+from heterollm.model.stored.gguf_model import GgufTensors, gguf_config
+from heterollm.model.stored.gguf_tokenizer import gguf_tokenizer
+
+__all__ = ["GGUF_FOLDERS", "gguf_folder", "open_gguf"]
+
+GGUF_FOLDERS: Final = "gguf"
+"""Subfolder of the cache."""
+
+SOURCE: Final = "gguf.json"
+FOLDER_VERSION: Final = 1
+"""Part of each folder's name; raise it when equal files would give other files."""
+
+
+def gguf_folder(path: Path) -> Path:
+    """Return the folder of a GGUF file, named like the file; write it first if it is missing or stale.
+
+    Raises:
+        CheckpointError: The file is damaged.
+        UnsupportedModelError: Its model, tokenizer or a type of tensors is not supported.
+        CacheError: The folder cannot be written.
+    """
+    file = GgufFile.open(path.resolve())
+    header = hashlib.sha256(file.data[: file.header_bytes].data).hexdigest()
+    key = hashlib.sha256(f"{FOLDER_VERSION} {file.path} {len(file.data)} {header}".encode()).hexdigest()
+    folder = cache_root() / GGUF_FOLDERS / key[:32] / path.stem
+    if not (folder / SOURCE).is_file():
+        _write(file, folder)
+    return folder
+
+
+def open_gguf(folder: Path) -> GgufTensors | None:
+    """Return the tensors of the GGUF file that a folder stands for; None for any other folder.
+
+    Raises:
+        CheckpointError: The folder or the file is damaged.
+    """
+    source = folder / SOURCE
+    if not source.is_file():
+        return None
+    try:
+        return GgufTensors(GgufFile.open(Path(parse_json(source.read_bytes())["file"])))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{source} is damaged: {error}.", fix="Delete its folder.") from error
+
+
+def _write(file: GgufFile, folder: Path) -> None:
+    """Write all files, the source last: a folder that has it is whole."""
+    config = gguf_config(file)
+    GgufTensors(file)
+    found = gguf_tokenizer(file.path, file.metadata)
+    if found is not None:
+        tokenizer, tokenizer_config, ends = found
+        config["eos_token_id"] = list(dict.fromkeys([*config["eos_token_id"], *ends]))
+        _put(folder / "tokenizer.json", tokenizer)
+        _put(folder / "tokenizer_config.json", tokenizer_config)
+    try:
+        _put(folder / "config.json", config)
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: a number in its metadata is not finite.") from error
+    _put(folder / SOURCE, {"file": str(file.path)})
+
+
+def _put(path: Path, content: str | dict[str, Any]) -> None:
+    text = content if isinstance(content, str) else json.dumps(content, indent=1, allow_nan=False)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,480 @@
+"""GGUF files against the gguf package's own writer, names and dequantisation."""
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from heterollm.base import CheckpointError, HeteroLLMError, UnsupportedModelError
+from heterollm.kernels.ops import WeightFormat
+from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, rope_tables
+from heterollm.model.stored.affine_blocks import canonical
+from heterollm.model.stored.gguf_blocks import BLOCK_TYPES
+from heterollm.model.stored.gguf_file import GgufFile
+from heterollm.text import Tokenizer
+
+gguf = pytest.importorskip("gguf")
+Types = gguf.GGMLQuantizationType
+
+BLOCKS = [kind for kind in BLOCK_TYPES.values() if kind.dtype is None]
+ARCHITECTURES = {"gemma3_text": "gemma3"}
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
+OVERRIDES = {
+    # GGUF has no field for these.
+    "gemma2": {"query_pre_attn_scalar": 56},
+    "gemma3_text": {"query_pre_attn_scalar": 48},
+    "smollm3": {
+        "no_rope_layers": [1, 1],
+        "use_sliding_window": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64, **PLAIN}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+
+
+def random_blocks(kind, rows, columns, seed=0):
+    """Random bytes, with scales in the range of trained weights."""
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (rows * columns // kind.block, kind.block_bytes), np.uint8)
+    places = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    for place in places.get(kind.name, (0,)):
+        scales = (rng.uniform(0.5, 2, len(data)) * 1e-2).astype(np.float16)
+        data[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return data.reshape(rows, -1)
+
+
+def noise_db(values, wanted):
+    error = np.square(values - wanted, dtype=np.float64).sum()
+    return math.inf if error == 0 else 10 * math.log10(np.square(wanted, dtype=np.float64).sum() / error)
+
+
+def permuted(values, heads):
+    """The rows of q or k as convert_hf_to_gguf.py orders them."""
+    split = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def write_gguf(folder: Path, path: Path, kind=Types.F16, head=Types.F16) -> Path:
+    """Write a checkpoint as GGUF with the package's own names, as llama.cpp's converter does."""
+    config = json.loads((folder / "config.json").read_text())
+    family = config["model_type"]
+    stated = ARCHITECTURES.get(family, family)
+    writer = gguf.GGUFWriter(path, stated)
+    heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config["rope_parameters"]
+    full = rope.get("full_attention", rope)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(key_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if family in ("mistral", "phi3", "gemma2", "gemma3_text"):
+        writer.add_sliding_window(config["sliding_window"])
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if family.startswith("gemma"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if family == "gemma3_text":
+        writer.add_array(
+            "gemma3.attention.sliding_window_pattern", [k.startswith("s") for k in config["layer_types"]]
+        )
+        writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(full["factor"])
+    if rope.get("rope_type") == "llama3":
+        loaded = ModelConfig.from_folder(folder).rope
+        wavelengths = rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+        _, sin = rope_tables(loaded, head_dim, 2)
+        factors = 1 / (np.arcsin(np.clip(sin[1].astype(np.float64), -1, 1)) * wavelengths)
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
+        original = config["original_max_position_embeddings"]
+        extended = math.log(config["max_position_embeddings"] / original) / math.log(original)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + extended))
+    write_tokenizer(writer, folder)
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[stated], config["num_hidden_layers"])
+    for name, stored in load_file(folder / "model.safetensors").items():
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        values, own = stored.astype(np.float32), names.get_name(name, (".weight", ".bias"))
+        if stated in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+            values = permuted(values, heads if "q_proj" in name else key_heads)
+        if stated.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if values.ndim == 1:
+            writer.add_tensor(own, values)
+        else:
+            chosen = head if own in ("token_embd.weight", "output.weight") else kind
+            if chosen in (Types.Q4_K, Types.Q6_K):
+                data = random_blocks(BLOCK_TYPES[chosen], *values.shape)
+            else:
+                data = gguf.quantize(values, chosen)
+            writer.add_tensor(own, data, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_tokenizer(writer, folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocab = {**content["model"]["vocab"], **special}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(vocab, key=vocab.get))
+    writer.add_token_types([3 if token in special else 1 for token in sorted(vocab, key=vocab.get)])
+    writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+    if "eos_token" in config:
+        writer.add_eos_token_id(vocab[config["eos_token"]])
+    writer.add_chat_template("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+
+
+# ---- values ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_values_are_those_of_gguf(kind):
+    data = random_blocks(kind, 48, 512)
+    wanted = gguf.dequantize(data, Types[kind.name])
+    assert np.array_equal(kind.blocks(data).values(), wanted)
+    damaged = np.random.default_rng(1).integers(0, 256, data.shape, np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = gguf.dequantize(damaged, Types[kind.name])
+    assert np.array_equal(kind.blocks(damaged).values(), wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "least_db"),
+    [
+        ("Q4_0", WeightFormat(4, 32), math.inf),
+        ("Q4_0", WeightFormat(4, 16, symmetric=False), math.inf),
+        ("Q5_0", WeightFormat(8, 32), math.inf),
+        ("Q8_0", WeightFormat(8, 32), math.inf),
+        ("Q6_K", WeightFormat(8, 16), 72),
+        ("Q4_1", WeightFormat(8, 32), 50),
+        ("Q5_1", WeightFormat(8, 32), 46),
+        ("Q4_K", WeightFormat(8, 32), 50),
+        ("Q5_K", WeightFormat(8, 32), 46),
+    ],
+)
+def test_canonical_tensors_hold_the_values(name, weight, least_db):
+    """Of trained weights: about as many values on either side of zero."""
+    rng = np.random.default_rng(5)
+    kind = next(kind for kind in BLOCKS if kind.name == name)
+    if name in ("Q4_K", "Q5_K", "Q6_K"):
+        blocks = kind.blocks(random_blocks(kind, 64, 512))
+        if blocks.minimums is not None:
+            middle = (1 << kind.bits) / 2
+            shifts = rng.uniform(0.8, 1.2, blocks.scales.shape).astype(np.float32)
+            blocks = dataclasses.replace(blocks, minimums=-middle * shifts * blocks.scales)
+    else:
+        blocks = kind.blocks(gguf.quantize(rng.standard_normal((64, 512), np.float32), Types[name]))
+    held = canonical(blocks, weight)
+    assert held.format == weight
+    assert noise_db(held.dequantize(), blocks.values()) >= least_db
+
+
+def test_constant_and_extreme_blocks_keep_their_values():
+    kind = BLOCK_TYPES[Types.Q4_1]
+    values = np.zeros((3, 64), np.float32)
+    values[1], values[2, :32] = 0.25, np.linspace(1000, 1001, 32)
+    blocks = kind.blocks(gguf.quantize(values, Types.Q4_1))
+    held = canonical(blocks, WeightFormat(8, 32)).dequantize()
+    assert np.abs(held - blocks.values()).max(axis=1) == pytest.approx([0, 0, 4], abs=4)
+    assert (held[0] == 0).all()
+
+
+def test_formats_that_cannot_hold_the_integers_are_refused():
+    blocks = BLOCK_TYPES[Types.Q8_0].blocks(random_blocks(BLOCK_TYPES[Types.Q8_0], 4, 64))
+    assert canonical(blocks, WeightFormat(4, 32)) is None
+    assert canonical(blocks, WeightFormat(8, 64)) is None
+
+
+# ---- models ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "smollm3"])
+def test_a_file_has_the_tensors_and_settings_of_its_checkpoint(family, checkpoint, tmp_path):
+    folder = checkpoint(family, **OVERRIDES.get(family, {}))
+    path = write_gguf(folder, tmp_path / f"{family}.gguf")
+    source, found = Checkpoint(folder), Checkpoint(path)
+    config, own = ModelConfig.from_folder(folder), ModelConfig.from_folder(found.folder)
+    source.validate(config)
+    found.validate(own)
+    norm_offset = np.float32(config.norm_offset)
+    for name in found.names:
+        values = source.read(name)
+        if values.ndim == 2:
+            values = values.astype(np.float16).astype(np.float32)
+        assert np.array_equal(found.read(name) + norm_offset, values + norm_offset), name
+    assert found.read("model.embed_tokens.weight", (3, 7)).shape == (4, own.hidden_size)
+    apart = ("rope", "per_layer", "bos_ids", "eos_ids", "pad_id")
+    for field in dataclasses.fields(config):
+        if field.name not in apart:
+            value = getattr(config, field.name)
+            assert getattr(own, field.name) == (
+                pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+            ), field.name
+    for layer, stated in zip(own.per_layer, config.per_layer, strict=True):
+        assert layer.window == stated.window
+        for length in (20, 200):
+            tables = (rope_tables(one.rope, config.rotary_dim, length) for one in (layer, stated))
+            assert np.allclose(*tables, atol=3e-5)
+
+
+def test_logits_are_those_of_the_checkpoint(checkpoint, host_llm, token_ids, tmp_path):
+    folder = checkpoint("llama", **PLAIN)
+    path = write_gguf(folder, tmp_path / "float.gguf", Types.F32, Types.F32)
+    ids = token_ids(24)
+    own, wanted = (
+        host_llm(model, plan="gpu", precision="fp16").session().prefill(ids, all_logits=True)
+        for model in (path, folder)
+    )
+    assert np.array_equal(own, wanted)
+
+
+@pytest.mark.parametrize("plan", ["gpu", "npu"])
+@pytest.mark.parametrize(("kind", "head", "least_db"), [("Q4_0", "Q8_0", 90), ("Q4_1", "Q6_K", 35)])
+def test_logits_are_those_of_the_stored_values(
+    plan, kind, head, least_db, checkpoint, host_llm, token_ids, tmp_path
+):
+    folder = checkpoint("llama", **WIDE)
+    path = write_gguf(folder, tmp_path / "model.gguf", Types[kind], Types[head])
+    ids = token_ids(24)
+    held, wanted = (
+        host_llm(path, plan=plan, precision=precision).session().prefill(ids, all_logits=True)
+        for precision in ("w4a16", "fp16")
+    )
+    assert noise_db(held, wanted) >= least_db
+
+
+def test_notes_say_what_is_requantised(checkpoint, tmp_path):
+    path = write_gguf(checkpoint("llama", **WIDE), tmp_path / "mixed.gguf", Types.Q4_1, Types.Q6_K)
+
+    def notes():
+        source = Checkpoint(path)
+        return load_weights(source, ModelConfig.from_folder(source.folder)).notes
+
+    first = notes()
+    assert any(note.startswith("2 tensors of Q6_K as int8 block 16: requantised") for note in first)
+    assert any(note.startswith("14 tensors of Q4_1 as int8 block 32: requantised") for note in first)
+    assert notes() == first  # from the cache
+
+
+def test_4_bit_files_stay_4_bit_and_exact(checkpoint, tmp_path):
+    path = write_gguf(checkpoint("qwen2", **WIDE), tmp_path / "four.gguf", Types.Q4_0, Types.Q4_0)
+    source = Checkpoint(path)
+    weights = load_weights(source, ModelConfig.from_folder(source.folder), group_size=128)
+    assert {str(spec.weight) for spec in weights.specs} == {"int4 block 32", "int8 block 32"}
+    assert all("bit for bit" in note for note in weights.notes)
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"):
+        assert np.array_equal(weights.linears[name].dequantize(), source.read(name))
+
+
+def test_a_file_is_a_model_of_its_own_name(checkpoint, tmp_path):
+    path = write_gguf(checkpoint("qwen2", **PLAIN), tmp_path / "My Model.gguf")
+    assert find_model(path).name == "My Model"
+    folder = Checkpoint(path).folder
+    first = Checkpoint(path).content_hash()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert Checkpoint(path).content_hash() != first
+    path.rename(path.with_name("other"))
+    assert find_model(path.with_name("other")).name == "other"
+    with pytest.raises(CheckpointError, match=r"My Model\.gguf"):
+        Checkpoint(folder)
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------
+
+TEXTS = ("def f(x):\n    return x ** 2\n", "naïve 模型 🙂", "  two  spaces ", "", "1234567 it's")
+
+
+def test_a_byte_level_tokenizer_gives_the_same_ids(checkpoint, tmp_path):
+    folder = checkpoint("qwen2", **PLAIN)
+    own = Tokenizer.from_folder(Checkpoint(write_gguf(folder, tmp_path / "a.gguf")).folder)
+    wanted = Tokenizer.from_folder(folder)
+    for text in TEXTS:
+        ids = own.encode(text, add_bos=False)
+        assert ids == wanted.encode(text, add_bos=False)
+        assert own.decode(ids) == text
+    assert own.has_chat_template
+    assert own.apply_chat_template([{"role": "user", "content": "f"}]) == own.encode("[f]", add_bos=False)
+
+
+def greedy_sentencepiece(text, scores):
+    """llama.cpp's algorithm: join the neighbours that make the best token, the first of equals."""
+    parts = list(text)
+    while True:
+        joined = (left + right for left, right in itertools.pairwise(parts))
+        pairs = [(scores.get(part, -math.inf), -at) for at, part in enumerate(joined)]
+        best, at = max(pairs, default=(-math.inf, 0))
+        if best == -math.inf:
+            return parts
+        parts[-at : -at + 2] = [parts[-at] + parts[-at + 1]]
+
+
+def test_a_sentencepiece_tokenizer_joins_the_best_tokens(checkpoint, tmp_path):
+    rng = random.Random(4)
+    letters = "\u2581abc"
+    pieces = {"".join(rng.choices(letters, k=length)) for length in (2, 2, 3, 3, 4, 5) for _ in range(12)}
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{value:02X}>" for value in range(256)),
+        *letters,
+        *sorted(pieces),
+    ]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    scores = [float(-rank) for rank in range(len(tokens))]
+    rng.shuffle(scores)
+    path = tmp_path / "spm.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    from heterollm.model.stored.gguf_tokenizer import gguf_tokenizer
+
+    tokenizer, config, _ = gguf_tokenizer(path, GgufFile.open(path).metadata)
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    own = Tokenizer.from_folder(tmp_path)
+    known = {token: scores[tokens.index(token)] for token in pieces}
+    for _ in range(50):
+        text = "".join(rng.choices("abc ", k=rng.randrange(1, 12)))
+        wanted = greedy_sentencepiece("\u2581" + text.replace(" ", "\u2581"), known)
+        ids = own.encode(text)
+        assert [tokens[index] for index in ids] == ["<s>", *wanted]
+        assert own.decode(ids) == text
+    assert own.decode(own.encode("aé")) == "aé"
+
+
+# ---- damage ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_file(checkpoint, tmp_path_factory):
+    folder = checkpoint("llama", **PLAIN)
+    return write_gguf(folder, tmp_path_factory.mktemp("small") / "small.gguf", Types.Q8_0).read_bytes()
+
+
+def opened(path):
+    found = Checkpoint(path)
+    found.validate(ModelConfig.from_folder(found.folder))
+
+
+def test_a_file_that_is_cut_short_is_refused(small_file, tmp_path):
+    path = tmp_path / "cut.gguf"
+    for size in (0, 3, 4, 8, 23, 24, 60, 1000, 40_000, len(small_file) // 2, len(small_file) - 1):
+        path.write_bytes(small_file[:size])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+            opened(path)
+
+
+def test_changed_headers_give_an_error_or_a_model(small_file, tmp_path):
+    """Counts, lengths, types and offsets of any size; nothing but heterollm's own errors."""
+    rng = random.Random(11)
+    path = tmp_path / "changed.gguf"
+    header = GgufFile.open(written(path, small_file)).header_bytes
+    places = [*range(4, 400), *range(header - 1500, header)]
+    for _ in range(120):
+        data = bytearray(small_file)
+        at = rng.choice(places)
+        value = rng.choice([0, 1, 7, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1, rng.getrandbits(64)])
+        size = rng.choice([1, 4, 8])
+        data[at : at + size] = struct.pack("<Q", value)[:size]
+        said = ""
+        try:
+            opened(written(path, data))
+        except HeteroLLMError as error:
+            said = error.message
+        assert said.isprintable()
+
+
+def written(path, data):
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba'"),
+        ({"llama.expert_count": 8}, "llama.expert_count = 8"),
+        ({"split.count": 3}, "one of 3 parts"),
+        ({"llama.rope.scaling.type": "su"}, "RoPE scaling 'su'"),
+        ({"llama.embedding_length": 0}, "embedding_length is 0"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer of kind 'bert'"),
+        ({"tokenizer.ggml.pre": "martian"}, "the rule 'martian'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes, said, tmp_path):
+    path = tmp_path / "odd.gguf"
+    counts = (
+        "block_count",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "context_length",
+    )
+    fields = {
+        "general.architecture": "llama",
+        **{f"llama.{name}": 32 for name in counts},
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": [],
+        **changes,
+    }
+    writer = gguf.GGUFWriter(path, str(fields.pop("general.architecture")))
+    for name, value in fields.items():
+        if isinstance(value, list):
+            if value:
+                writer.add_array(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
+    writer.add_tensor("token_embd.weight", np.zeros((1, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=said):
+        Checkpoint(path)
