@@ -406,14 +406,15 @@ def _chunk_stages(
             glue_us = fraction * (one.before_us + position * one.before_us_per_position)
             gpu_us, needs = fraction * one.gpu_us, kernel + graph
             whole_gpu = not one.npu_us
-            # Norms and activations are short, and wait for memory.
-            slowdown = one.gpu_slowdown if whole_gpu or one.group == "o" else None
-            if one.group == "o":
+            attends = one.group == "o"
+            # Norms and activations wait for memory, and attention for arithmetic: it reads little.
+            slowdown, slows = one.gpu_slowdown if whole_gpu or attends else 1.0, whole_gpu or not attends
+            if attends:
                 # Keys and values of a layer are stored right before its attention.
-                yield Stage("gpu", 0.0, needs, None, one.refill_us)
+                yield Stage("gpu", 0.0, needs, refill_us=one.refill_us)
                 stored.append((number, next(count)))
                 needs = tuple(stored)
-            yield Stage("gpu", glue_us + gpu_us * whole_gpu, needs, slowdown, one.refill_us)
+            yield Stage("gpu", glue_us + gpu_us * whole_gpu, needs, slowdown, slows, one.refill_us)
             kernel, graph = ((number, next(count)),), ()
             if whole_gpu:
                 continue

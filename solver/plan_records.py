@@ -44,7 +44,7 @@ class GroupTimes(Struct, frozen=True, forbid_unknown_fields=True):
         gpu_us: Time of the GPU's shard while the NPU is idle.
         npu_us: Time of the NPU's shard while the GPU is idle.
         gpu_slowdown: Factor on the GPU's shard, and on attention before it, while the NPU computes.
-        npu_slowdown: Factor on the NPU's shard while the GPU computes shards or attention.
+        npu_slowdown: Factor on the NPU's shard while the GPU computes anything but attention.
         refill_us: Time that the glue operators take longer where the GPU is idle before.
     """
 

@@ -46,15 +46,16 @@ class Stage:
         time_us: Predicted time while the other processor is idle.
         needs: Chunk and index of the stages that must end first: earlier ones of this chunk or of
             chunks before.
-        slowdown: Factor on the time while the other processor runs a stage that has a factor, too; None where
-            neither stage slows the other.
+        slowdown: Factor on the time while the other processor runs a stage that slows it.
+        slows: Whether it slows a stage of the other processor.
         refill_us: Time that it takes longer where its processor was idle before.
     """
 
     processor: Processor
     time_us: float
     needs: tuple[tuple[int, int], ...] = ()
-    slowdown: float | None = None
+    slowdown: float = 1.0
+    slows: bool = True
     refill_us: float = 0.0
 
 
@@ -196,8 +197,7 @@ class _Graph:
 
     def _factor(self, number: int, beside: int) -> float:
         """Return the factor on the time of a stage beside another."""
-        own, other = self.stages[number].slowdown, self.stages[beside].slowdown
-        return 1.0 if own is None or other is None else own
+        return self.stages[number].slowdown if self.stages[beside].slows else 1.0
 
     def search(self, best: Schedule) -> Schedule:
         """Return a shortest schedule, by branch and bound from the given one.

@@ -72,8 +72,10 @@ def interleaved(chunks: Sequence[Chunk], schedule: ChunkSchedule, chunk_length: 
             if piece.attention_of is not None:
                 needs += [earlier[piece.attention_of] for earlier in stores]
             time_us = _time_us(piece, times, chunk.tokens / chunk_length, chunk.position)
+            # Attention reads little, so that a graph beside it loses nothing.
+            slows = piece.attention_of is None or bool(piece.computes)
             more_us = refill_us if piece.processor == "gpu" else 0.0
-            own.append(Stage(piece.processor, time_us, tuple(needs), _slowdown(piece, times), more_us))
+            own.append(Stage(piece.processor, time_us, tuple(needs), _slowdown(piece, times), slows, more_us))
         stages.append(own)
         # The keys and values of a layer are stored right before its attention.
         stores.append(
@@ -155,11 +157,11 @@ def _time_us(piece: _Piece, times: Mapping[Group, GroupTimes], fraction: float, 
     return fraction * (sum(glue_us) + sum(times[group].gpu_us for group in piece.computes))
 
 
-def _slowdown(piece: _Piece, times: Mapping[Group, GroupTimes]) -> float | None:
-    """Return the factor on the time of a piece beside the other processor's; None for norms and the like."""
+def _slowdown(piece: _Piece, times: Mapping[Group, GroupTimes]) -> float:
+    """Return the factor on the time of a piece beside the other processor's; 1 for norms and the like."""
     if piece.processor == "npu":
-        return max((times[group].npu_slowdown for group in piece.computes), default=None)
+        return max((times[group].npu_slowdown for group in piece.computes), default=1.0)
     groups: list[Group] = list(piece.computes)
     if piece.attention_of is not None:
         groups.append("o")
-    return max((times[group].gpu_slowdown for group in groups), default=None)
+    return max((times[group].gpu_slowdown for group in groups), default=1.0)

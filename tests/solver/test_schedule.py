@@ -119,15 +119,20 @@ def test_stages_slow_each_other_only_while_both_run(
 ) -> None:
     slowdown = Slowdown(1.5, 1.25)
 
-    def found(gpu: float | None, npu: float | None) -> Schedule:
-        return schedule_chunks([[Stage("gpu", gpu_us, (), gpu)], [Stage("npu", npu_us, (), npu)]], policy)
+    def found(gpu_slows: bool = True, npu_slows: bool = True) -> Schedule:
+        gpu = Stage("gpu", gpu_us, (), slowdown.gpu, gpu_slows)
+        npu = Stage("npu", npu_us, (), slowdown.npu, npu_slows)
+        return schedule_chunks([[gpu], [npu]], policy)
 
     joint = dict(zip(("gpu", "npu"), joint_time_us(gpu_us, npu_us, slowdown), strict=True))
-    slowed = found(slowdown.gpu, slowdown.npu)
+    slowed = found()
     assert slowed.busy_us == pytest.approx(joint)
     assert slowed.elapsed_us == pytest.approx(max(joint.values()))
-    for alone in (found(None, slowdown.npu), found(slowdown.gpu, None)):
-        assert alone.busy_us == {"gpu": gpu_us, "npu": npu_us}
+    both_us = min(gpu_us * slowdown.gpu, npu_us)
+    assert found(gpu_slows=False).busy_us == pytest.approx(
+        {"gpu": gpu_us + both_us - both_us / slowdown.gpu, "npu": npu_us}
+    )
+    assert found(gpu_slows=False, npu_slows=False).busy_us == {"gpu": gpu_us, "npu": npu_us}
 
 
 def test_a_stage_behind_an_idle_time_refills_the_queue() -> None:
