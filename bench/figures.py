@@ -24,6 +24,7 @@ import accuracy_table
 import adreno_programs
 import aims
 import llm_npu_tables
+import mixture_tables
 import shadow_attention_tables
 import sparse_tables
 import what_if
@@ -44,6 +45,7 @@ DEVICES: Final = "docs/devices-and-drivers.md"
 INTEGERS: Final = "docs/integer-activations.md"
 LLM_NPU: Final = "docs/llm-npu.md"
 SPARSE: Final = "docs/shadow-attention.md"
+MIXTURES: Final = "docs/mixture-of-experts.md"
 
 Row = Mapping[str, Any]
 
@@ -605,6 +607,23 @@ def w8a8_table() -> str:
     return table(head, "lr" + "r" * (len(kinds) + 1), lines)
 
 
+# -- mixtures of experts ----------------------------------------------------------------------------------
+
+
+def mixture_table(lines: Callable[..., tuple[list[str], list[tuple[str, ...]]]], right: str) -> str:
+    """Return a table of the trained mixture."""
+    columns, found = lines(rows_of("experts"))
+    return table(" | ".join(columns), right, found)
+
+
+def parity_table() -> str:
+    """Logits of mixtures against transformers."""
+    rows = [row for row in rows_of("parity") if row["level"] == "gpu"]
+    names = dict.fromkeys(row["family"] for row in rows)
+    cells = tuple(f"{one(rows, family=name)['sqnr_db']:.0f}" for name in names)
+    return table(" | ".join(f"`{name}`" for name in names), "r" * len(names), [cells])
+
+
 # -- 8-bit activations ------------------------------------------------------------------------------------
 
 PUBLISHED: Final = "SmolLM2-135M-Instruct"
@@ -708,6 +727,12 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SPARSE, "retrieval"): sparse_table("retrieval"),
     (LLM_NPU, "losses"): loss_table,
     (SPARSE, "share of a prompt"): prefill_table,
+    (MIXTURES, "popularity of experts"): lambda: mixture_table(mixture_tables.popularity_lines, "llllr"),
+    (MIXTURES, "overlap of experts"): lambda: mixture_table(mixture_tables.overlap_lines, "lrrrr"),
+    (MIXTURES, "padding and overflow"): lambda: mixture_table(mixture_tables.capacity_lines, "lrrrr"),
+    (MIXTURES, "perplexity under overflow"): lambda: mixture_table(mixture_tables.overflow_lines, "lrrrrrr"),
+    (MIXTURES, "bytes of a decoded token"): lambda: mixture_table(mixture_tables.bytes_lines, "lrrrrrrl"),
+    (MIXTURES, "parity of mixtures"): parity_table,
 }
 """Tables by page and name."""
 

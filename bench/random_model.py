@@ -1,9 +1,12 @@
-"""Writes the checkpoint that the whole-model benches run: TinyLlama-1.1B's shape with random weights.
+"""Writes the checkpoints that the whole-model benches run: known shapes with random weights.
+
+TinyLlama-1.1B, or a mixture with OLMoE-1B-7B's sizes of attention and experts in Qwen3-MoE's architecture.
 
 Real weights would need a download and would not change a time: every kernel does the same work on any value.
 Norm weights are not one and every head differs, so that two engines agree only if they compute the same.
 
     python bench/random_model.py /tmp/tinyllama
+    python bench/random_model.py /tmp/mixture --model mixture --layers 2
 """
 
 from __future__ import annotations
@@ -40,18 +43,36 @@ TINYLLAMA: Final[dict[str, Any]] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+MIXTURE: Final[dict[str, Any]] = {
+    **TINYLLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "vocab_size": 50304,
+}
+MODELS: Final = {"tinyllama": TINYLLAMA, "mixture": MIXTURE}
 SEED: Final = "heterollm_bench_seed"
 """In the configuration of what was written here, and may be written again."""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 
 
-def write_checkpoint(folder: Path, seed: int = 0, layers: int = TINYLLAMA["num_hidden_layers"]) -> Path:
+def write_checkpoint(
+    folder: Path, seed: int = 0, layers: int | None = None, model: str = "tinyllama"
+) -> Path:
     """Write ``config.json``, a tokenizer and ``model.safetensors`` in bfloat16, unless they are there.
 
     Args:
         folder: Made if missing; a finished checkpoint of the same seed and layers in it is kept.
         seed: Of the weights.
-        layers: How many; fewer than the model has keep each layer's shape, and less time.
+        layers: How many, by default the model's; fewer keep each layer's shape, and take less time.
+        model: ``tinyllama`` or ``mixture``.
 
     Returns:
         The folder.
@@ -59,7 +80,8 @@ def write_checkpoint(folder: Path, seed: int = 0, layers: int = TINYLLAMA["num_h
     Raises:
         InputError: Another checkpoint is there: it is not written over.
     """
-    config = {**TINYLLAMA, "num_hidden_layers": layers, SEED: seed}
+    shape = MODELS[model]
+    config = {**shape, "num_hidden_layers": layers or shape["num_hidden_layers"], SEED: seed}
     done = folder / "config.json"
     if done.is_file():
         found = json.loads(done.read_text("utf-8"))
@@ -100,8 +122,10 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--model", choices=MODELS, default="tinyllama")
     options = parser.parse_args()
-    print(write_checkpoint(options.folder, options.seed))
+    print(write_checkpoint(options.folder, options.seed, options.layers, options.model))
 
 
 if __name__ == "__main__":

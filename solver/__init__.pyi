@@ -20,7 +20,6 @@ from .expert_policies import ExpertPolicy as ExpertPolicy
 from .expert_policies import experts_by_policy as experts_by_policy
 from .expert_policies import imbalance as imbalance
 from .expert_prices import ExpertPrices as ExpertPrices
-from .expert_prices import ExpertsEstimate as ExpertsEstimate
 from .expert_prices import estimate_experts as estimate_experts
 from .experts import place_experts as place_experts
 from .flights import AUTOMATIC as AUTOMATIC
@@ -58,7 +57,6 @@ from .request import NPU_EXPERTS as NPU_EXPERTS
 from .request import PASSES as PASSES
 from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
-from .request import ExpertPass as ExpertPass
 from .request import InFlight as InFlight
 from .request import PassName as PassName
 from .request import PlanRequest as PlanRequest

@@ -52,6 +52,11 @@ class ExpertsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     form: str | None = None
     predicted_us: Amount | None = None
 
+    @property
+    def rows(self) -> int:
+        """Rows of all graphs, filled or not."""
+        return sum(len(group.experts) * group.capacity for group in self.groups)
+
     def capacities(self, experts: int) -> tuple[int, ...]:
         """Return the capacity of each of a layer's experts; 0 on the GPU.
 

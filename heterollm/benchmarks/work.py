@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from heterollm.benchmarks.cases import Case
+from heterollm.model import expert_specs
 from heterollm.profiler.records import BandwidthKey, LinearKey, Processor
 
 if TYPE_CHECKING:
@@ -82,24 +83,26 @@ def work_of(
 
     Args:
         config: The model.
-        specs: Its groups.
+        specs: Its groups; the experts of a mixture follow from them.
         case: The test.
         chunk: Longest pass of the engine.
         cache_itemsize: Bytes of a number in the KV cache.
         weight_itemsize: Bytes of a weight if the engine has another format than the specs.
     """
-    layers = [spec for spec in specs if spec.group != "head"]
+    layers = [*(spec for spec in specs if spec.group != "head"), *expert_specs(config, specs)]
     head = next(spec for spec in specs if spec.group == "head")
 
-    def size(spec: OpSpec) -> float:
+    def size(spec: OpSpec, tokens: int) -> float:
         if weight_itemsize is None:
-            return spec.weight_bytes()
-        return spec.rows * spec.columns * weight_itemsize
+            return spec.read_bytes(tokens)
+        share = 1.0 if spec.experts is None else spec.experts.touched(tokens) / spec.experts.chosen
+        return spec.flops(1) / 2 * share * weight_itemsize
 
-    layer_bytes, head_bytes = sum(map(size, layers)), size(head)
+    head_bytes = size(head, 1)
     position_bytes = 2 * config.layers * config.kv_heads * config.head_dim * cache_itemsize
     read_bytes = flops = 0.0
     for tokens, position, logits in passes_of(case, chunk):
+        layer_bytes = sum(size(spec, tokens) for spec in layers)
         read_bytes += layer_bytes + (head_bytes if logits else 0.0) + (position + tokens) * position_bytes
         flops += sum(spec.flops(tokens) for spec in layers) + (head.flops(1) if logits else 0.0)
         seen = tokens * position + tokens * (tokens + 1) / 2

@@ -7,6 +7,7 @@ from .memory import memory_need as memory_need
 from .npu_shards import PlannedGraph as PlannedGraph
 from .npu_shards import context_graphs as context_graphs
 from .npu_shards import planned_contexts as planned_contexts
+from .npu_shards import planned_expert_graphs as planned_expert_graphs
 from .npu_shards import planned_graphs as planned_graphs
 from .npu_shards import planned_shard as planned_shard
 from .observer import EngineActivity as EngineActivity

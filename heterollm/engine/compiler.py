@@ -35,16 +35,12 @@ from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Pool
 from heterollm.model import ModelWeights
-from heterollm.solver import ExpertsPlacement, Placement, Plan, SparseAttention
+from heterollm.solver import EXPERTS_ON_GPU, Placement, Plan, SparseAttention
 
 __all__ = ["Compiler"]
 
 FIRST_OF_FFN: Final[tuple[Group, ...]] = ("ffn", "gate_up")
 """The operator that begins a feed-forward network, as a whole or as two."""
-
-
-ON_GPU: Final = ExpertsPlacement()
-"""The experts of a pass that the GPU computes alone."""
 
 
 class Compiler:
@@ -354,7 +350,8 @@ class Compiler:
         op = None if group is None else self._placed(builder, layer, group)
         codes = None if op is None else op.rounded or op.codes
         glue.norm(builder, layer, "feed_forward", delta, routed or codes)
-        placement = ON_GPU if builder.phase == "decode" else self._plan.experts_of(builder.tokens, layer)
+        prefill = builder.phase == "prefill"
+        placement = self._plan.experts_of(builder.tokens, layer) if prefill else EXPERTS_ON_GPU
         experts = self._experts.mixture(builder, layer, placement)
         if op is None:
             assert experts is not None  # a layer has experts, a network, or both

@@ -1,4 +1,4 @@
-"""The NPU's share of a mixture of experts: groups of experts in graphs, on rows that the GPU gathers for them.
+"""The NPU's share of a mixture of experts: groups of experts in graphs, on rows that the GPU gathers.
 
 The rows of a layer's groups follow one another, in each group those of one expert after the other, as many as
 the capacity. Rows do not mix, so that those past an expert's tokens keep what they hold.

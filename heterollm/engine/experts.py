@@ -1,7 +1,7 @@
 """Emits a layer's mixture of experts: router, order of the rows, products of each expert, and weighted sum.
 
-The GPU computes all of it, except for the experts that a plan gives to the NPU. The lists of steps do not depend
-on the routing: kernels read it on the device.
+The GPU computes all of it but the experts that a plan gives to the NPU. The lists of steps do not depend on
+the routing: kernels read it on the device.
 """
 
 from __future__ import annotations

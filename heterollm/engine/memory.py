@@ -108,13 +108,14 @@ def memory_need(
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
     one_head = round_up(context * config.head_dim * cache_dtype.itemsize, PAGE_BYTES)
-    graphs = plan.npu_bytes(specs, graph_memory(npu))
+    experts = expert_specs(config, specs)
+    graphs = plan.npu_bytes((*specs, *experts), graph_memory(npu))
     if npu is not None and npu.io_by_graph:
         graphs += score_graph_bytes(config, plan, context)
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)
     if experts_bytes is None:
-        experts_bytes = sum(spec.weight_bytes() for spec in expert_specs(config, specs))
+        experts_bytes = sum(spec.weight_bytes() for spec in experts)
     return MemoryNeed(
         gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding + experts_bytes,
         npu_graphs=graphs,

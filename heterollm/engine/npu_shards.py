@@ -146,13 +146,13 @@ def planned_expert_graphs(plan: Plan, experts: Sequence[OpSpec]) -> Iterator[Pla
     """
     for spec in experts:
         for entry in plan.experts:
-            if entry.layers[0] <= spec.layer <= entry.layers[1] and entry.lengths[0] <= plan.chunk_length:
+            if entry.holds(spec.layer) and entry.lengths[0] <= plan.chunk_length:
                 for group in entry.placement.groups:
                     yield PlannedGraph.of_experts(spec, entry.placement, group)
 
 
 def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[PlannedGraph, ...]]:
-    """Return graphs by context: all lengths of a slice or a group of experts, in some layers that have it alike.
+    """Return graphs by context: all lengths of a slice or a group of experts, in some layers with the same.
 
     Args:
         graphs: The graphs of a model.

@@ -137,7 +137,10 @@ class Engine:
 
     @property
     def expert_pairs(self) -> tuple[ExpertPairs, ...]:
-        """The processors of chosen experts, by layer, in prompts so far; only the engine thread may read them."""
+        """The processors of chosen experts in prompts so far, by layer.
+
+        Only the engine thread may read them.
+        """
         return () if self._lost else self._compiler.expert_counts.read()
 
     @property

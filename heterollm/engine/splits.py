@@ -337,4 +337,3 @@ def _tokens_of(builder: PassBuilder, slot: SharedArray, row_bytes: int, first: i
 def _npu_rows(spec: OpSpec, placement: Placement) -> int:
     """Return the rows of the NPU's output."""
     return sum(placement.npu_rows) if spec.then is None else spec.then.rows
-

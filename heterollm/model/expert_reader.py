@@ -184,7 +184,7 @@ class _Stream:
 
     def _start(self, place: TensorRows, part: _Part) -> int:
         entry = self._file.entries[place.name + part.suffix]
-        return self._first_byte + entry.start + place.start * part.row_bytes
+        return int(self._first_byte + entry.start + place.start * part.row_bytes)
 
     def _present(self) -> tuple[int, int]:
         status = os.fstat(self._raw.fileno())

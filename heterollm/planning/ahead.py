@@ -32,6 +32,7 @@ from heterollm.engine import (
     PlannedGraph,
     context_graphs,
     planned_contexts,
+    planned_expert_graphs,
     planned_graphs,
     planned_shard,
     score_graphs,
@@ -42,9 +43,9 @@ from heterollm.kernels.npu import (
     BuiltGraph,
     GraphForm,
     GraphShard,
-    NpuShard,
     QnnNpu,
     ScoresShard,
+    WeightShard,
     chosen_context_layers,
 )
 from heterollm.kernels.ops import Group, Precision, Scales
@@ -75,7 +76,7 @@ class GroupBuild:
 
     Args:
         group: The group; ``scores`` are those of sparse attention, which all layers share.
-        lengths: Tokens of each graph.
+        lengths: Tokens of each graph, or of each of its experts.
         graphs: Number of graphs.
         contexts: Number of context binaries that hold them.
         compiled: Number compiled now; the others were in the cache.
@@ -225,6 +226,8 @@ def precompile(
     ranges = calibrated_ranges(options.weights_calibration, weights)
     every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))
     graphs = [graph for graph in every if graph.length in wanted]
+    # Their capacities are no lengths of prompts.
+    graphs += dict.fromkeys(planned_expert_graphs(chosen, weights.experts))
     members = config.heads // config.kv_heads
     scores = [graph for graph in score_graphs(config, chosen, positions) if graph[1] // members in wanted]
     if not (graphs or scores):
@@ -299,7 +302,7 @@ def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ..
 def _check_disk(
     npu: QnnNpu,
     contexts: Sequence[tuple[PlannedGraph, ...]],
-    shard_of: Callable[[PlannedGraph], NpuShard],
+    shard_of: Callable[[PlannedGraph], WeightShard],
     scores: int,
 ) -> None:
     """Refuse builds that the disk cannot hold, with so many graphs of scores.
@@ -311,7 +314,9 @@ def _check_disk(
     for context in contexts:
         first = context[0]
         stored_bytes = npu.stored_bytes(shard_of(first), first.length, first.form)
-        weight_bytes = sum({(graph.spec, graph.form): graph.weight_bytes for graph in context}.values())
+        weight_bytes = sum(
+            {(graph.spec, graph.experts, graph.form): graph.weight_bytes for graph in context}.values()
+        )
         estimate_bytes = int(weight_bytes * (1 + GROWTH_FRACTION)) + GRAPH_BYTES * len(context)
         needed_bytes += max(0, estimate_bytes - stored_bytes)
         count += len(context)
@@ -332,7 +337,7 @@ def _check_disk(
 def _build(
     npu: QnnNpu,
     contexts: Sequence[tuple[PlannedGraph, ...]],
-    shard_of: Callable[[PlannedGraph], NpuShard],
+    shard_of: Callable[[PlannedGraph], WeightShard],
     report: Progress,
 ) -> Iterator[GroupBuild]:
     """Build graphs by group and lengths, and yield the builds of each pair."""

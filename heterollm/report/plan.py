@@ -108,7 +108,7 @@ def slices_table(model: ProfiledModel, plan: Plan) -> Table:
     made = table("group", ">rows of each member", "lengths", ">graphs", ">memory", title="The NPU's graphs")
     for held in plan.slices:
         layers = held.layers[1] - held.layers[0] + 1
-        own = structs.replace(plan, slices=(held,), entries=(), schedule=None)
+        own = structs.replace(plan, slices=(held,), entries=(), schedule=None, experts=())
         made.add_row(
             held.group,
             " + ".join(map(str, held.npu_rows)),

@@ -21,8 +21,8 @@ STEPS: Final = (*FEW_TOKEN_STEPS, *SIMT_TILES)
 """Rows of one expert that a work-group takes."""
 
 COUNTED_PAIRS: Final = 4
-"""Counts of a layer: all pairs, those that another processor takes, those beyond its rows that the GPU computes,
-and dropped ones."""
+"""Counts of a layer: all pairs, those that another processor takes, those beyond its rows that the GPU
+computes, and dropped ones."""
 
 
 @dataclass(frozen=True, slots=True)

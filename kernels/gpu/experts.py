@@ -4,8 +4,8 @@ In the order of a pass: :meth:`GpuExperts.route` chooses experts from the router
 :meth:`GpuExperts.sort` gives the chosen pairs the order of the experts; :meth:`GpuExperts.gather` copies rows
 into this order, in which :meth:`heterollm.kernels.gpu.GpuLinear.grouped_launch` multiplies them; and
 :meth:`GpuExperts.combine` adds up the rows of each token. Where another processor takes some rows
-(:class:`TakenRows`), :meth:`GpuExperts.gather_taken` copies them for it. The device alone reads what was chosen, so the
-launches serve every pass of their length.
+(:class:`TakenRows`), :meth:`GpuExperts.gather_taken` copies them for it. The device alone reads what was
+chosen, so the launches serve every pass of their length.
 """
 
 from __future__ import annotations

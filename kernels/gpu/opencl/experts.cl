@@ -185,7 +185,7 @@ GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __globa
   for (int e = lane; e < EXPERTS; e += WG)
     next[e] = 0;
 #if WG > 1
-  __local int2 counts[WG];
+  __local int2 runs[WG];
   __local int experts[WG];
   barrier(CLK_LOCAL_MEM_FENCE);
 #endif
@@ -204,11 +204,11 @@ GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __globa
   }
   int2 before = 0, all = mine;
 #if WG > 1
-  counts[lane] = mine;
+  runs[lane] = mine;
   barrier(CLK_LOCAL_MEM_FENCE);
   all = 0;
   for (int other = 0; other < WG; other++) {
-    const int2 theirs = counts[other];
+    const int2 theirs = runs[other];
     all += theirs;
     before += other < lane ? theirs : (int2)(0);
   }

@@ -187,3 +187,40 @@ def test_what_bounds_a_time_is_the_nearer_ceiling(time_us, bound, fraction):
     assert found["achieved_gbps"] == pytest.approx(1800 / time_us)
     assert achieved(Work(1e3, 9e6), 100.0, Ceilings(20.0, 100.0))["bound"] == "compute"
     assert achieved(Work(1.0, 1.0), 1.0, None).keys() == {"achieved_gbps", "achieved_gflops"}
+
+
+def test_a_token_of_a_mixture_reads_its_experts_alone():
+    config = ModelConfig.from_dict(
+        {
+            "model_type": "qwen3_moe",
+            "hidden_act": "silu",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "vocab_size": 512,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+        }
+    )
+    specs = op_specs(config, "w4a16", 32, True, float_bits=32)
+    weights = sum(spec.weight_bytes() for spec in specs)
+    expert = 3 * 256 * 64
+    cache_bytes = 100 * config.layers * 2 * config.kv_heads * config.head_dim * 4
+    token = work_of(config, specs, Case(0, 1, 99), chunk=512, cache_itemsize=4)
+    # A scale of two bytes for each block of 32.
+    assert token.read_bytes == weights + 2 * 4 * expert * (0.5 + 2 / 32) + cache_bytes
+    floats = work_of(config, specs, Case(0, 1, 99), chunk=512, cache_itemsize=4, weight_itemsize=4)
+    assert (
+        floats.read_bytes
+        == 4 * sum(one.rows * one.columns for one in specs) + 32 * 4 * expert / 4 + cache_bytes
+    )
+    # Many tokens read nearly all experts, and each once.
+    prompt = work_of(config, specs, Case(256, 0), chunk=512, cache_itemsize=4)
+    cache_bytes = 256 * config.layers * 2 * config.kv_heads * config.head_dim * 4
+    assert prompt.read_bytes == pytest.approx(weights + 2 * 16 * expert * (0.5 + 2 / 32) + cache_bytes)

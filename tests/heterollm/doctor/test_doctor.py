@@ -13,7 +13,7 @@ from heterollm.doctor import run as doctor
 from heterollm.doctor.case import DoctorCase, run_case
 from heterollm.doctor.checks import FLAG, device_cases
 from heterollm.doctor.contexts import CONTEXTS
-from heterollm.doctor.experts import EXPERTS, expert_cases
+from heterollm.doctor.experts import EXPERTS, MIXTURE, expert_cases, gpu_expert_cases
 from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.power import CLOCKS, CORES
 from heterollm.doctor.run import Problem, unlisted_vendors
@@ -85,6 +85,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         SCORES,
         SELECTION,
         ATTENTION,
+        MIXTURE,
         FLAG,
         CLOCKS,
         CORES,
@@ -398,6 +399,13 @@ def test_a_wrong_kernel_of_sparse_attention_is_named(device, monkeypatch, operat
     failed = [check for check in checks if check.status == "fail"]
     assert failed
     assert all("shadowattn" in check.fix for check in failed)
+
+
+def test_a_token_that_gets_another_expert_is_seen(device, monkeypatch):
+    right = np.argsort
+    monkeypatch.setattr(np, "argsort", lambda *given, **options: right(*given, **options)[::-1])
+    checks = [run_case(case, "fp32") for case in gpu_expert_cases(device)]
+    assert [check.status for check in checks] == ["fail", "fail"]
 
 
 def test_an_npu_without_such_a_graph_says_so(device, monkeypatch):

@@ -77,7 +77,7 @@ def test_the_engine_packages_what_it_prepares(bundled_model: Path, monkeypatch: 
 
         def prepare(self, shard: Any, length: int, form: Any = None, **options: Any) -> Any:
             rows = tuple(stop for _, stop in shard.row_ranges)
-            prepared.append((shard.layer, shard.group, rows, length, form))
+            prepared.append(((shard.layer, shard.group, rows, ()), length, form))
             return self.npu.prepare(shard, length, form, **options)
 
     def opened(*arguments: Any, **options: Any) -> Any:

@@ -431,6 +431,9 @@ def test_runners_up_are_ordered_by_all_that_they_cost() -> None:
         def between_us(self, spec, tokens):
             return 0.0
 
+        def mixture_us(self, tokens):
+            return ()
+
     specs = tuple(
         OpSpec(group, layer, (Member(group, 128),), 64, WeightFormat(16), "a", "b")
         for group, layer in (("o", 0), ("head", -1))

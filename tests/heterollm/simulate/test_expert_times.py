@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from heterollm.base import silent
+from heterollm.calibration.routing import RoutingCalibration
 from heterollm.engine import Engine
 from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs, shape_only_weights
@@ -102,3 +104,27 @@ def test_predicted_passes_take_as_long_on_the_simulated_clock(
     shorter = predicted_us(plan, blind)
     assert all(shorter[tokens] < 0.9 * predicted[tokens] for tokens in taken)
     assert blind.missing == {"experts"}
+
+
+def test_predicted_passes_have_the_planned_time_of_experts_on_the_npu(model: ProfiledModel) -> None:
+    """With equal loads, so that the plan's prediction and that of a pass are of the same work."""
+    each = 64 * CONFIG.routing.chosen // CONFIG.routing.experts
+    routing = tuple(
+        RoutingCalibration(layer, (((each,) * CONFIG.routing.experts,) * 16,))
+        for layer in range(CONFIG.layers)
+    )
+    plan = solve_plan(model, PlanRequest(level="tensor", passes=("npumoe",)), routing=routing).plan
+    assert plan.has_npu_experts
+    longest = plan.chunk_length
+    planned_us = [plan.experts_of(longest, layer).predicted_us for layer in range(CONFIG.layers)]
+    gpu_us = sum(model.costs.experts.kernels_us(longest))
+    planned_us = [gpu_us if time_us is None else time_us for time_us in planned_us]
+    found, without = (
+        model.predict(one, "prefill", longest) for one in (plan, structs.replace(plan, experts=()))
+    )
+    gained_us = CONFIG.layers * gpu_us - sum(planned_us)
+    assert gained_us > 0
+    assert without.time_us - found.time_us == pytest.approx(gained_us, rel=0.01)
+    assert found.npu_us(CONFIG.layers) > without.npu_us(CONFIG.layers)
+    # Decode has no experts on the NPU.
+    assert model.predict(plan, "decode", 1).experts_npu_us == 0

@@ -307,7 +307,7 @@ def test_a_work_group_takes_the_rows_that_an_expert_has_on_average():
 
 def taken_of(position, x, others):
     """The rows that another processor takes, and which of its rows they are."""
-    right, filled = np.zeros(others.shape, x.dtype), np.zeros(others.shape[0], bool)
+    right, filled = np.zeros_like(others), np.zeros(len(others), bool)
     for pair, at in enumerate(position):
         if DROPPED < at < 0:
             right[-1 - at] = x[pair * len(x) // len(position)]
@@ -352,7 +352,8 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         ]
         run_launches(runtime, launches)
         source, position, own = order_of(chosen, routing.experts, table, drops)
-        rows_of = (gathered.read(), x[source], source >= 0), (others.read(), *taken_of(position, x, others))
+        theirs = others.read()
+        rows_of = (gathered.read(), x[source], source >= 0), (theirs, *taken_of(position, x, theirs))
         for actual, right, computed in rows_of:
             np.testing.assert_array_equal(actual[computed], right[computed])
             assert np.all(actual[~computed].view(np.uint8) == GUARD)

@@ -7,7 +7,7 @@ from heterollm.kernels.npu import ExpertsShape, FfnShape
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GraphMemory
 from heterollm.model import ModelConfig, model_shape
-from heterollm.profiler.measure import expert_tasks
+from heterollm.profiler.measure import expert_cases, expert_tasks
 from heterollm.profiler.measure.expert_cases import ROWS
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
 from heterollm.solver import ProfileCosts
@@ -61,8 +61,10 @@ def simulated():
     device.close()
 
 
-@pytest.mark.parametrize("precision", ["w4a16", "w4a8", "fp16"])
-def test_the_host_measures_every_operator(device, precision, tmp_path):
+@pytest.mark.parametrize("precision", ["w4a16", "w4a8"])
+def test_the_host_measures_every_operator(device, precision, tmp_path, monkeypatch):
+    # Each further step of rows is another kernel to build.
+    monkeypatch.setattr(expert_cases, "QUICK_ROWS", (1, 5))
     shape = mixture(precision=precision, float_bits=32)
     measured = profile_of(device, shape, quick=True, graphs=True)
     assert operators(measured) == {"moves", "products", "graph"}
@@ -71,7 +73,7 @@ def test_the_host_measures_every_operator(device, precision, tmp_path):
     assert again.records.keys() == measured.records.keys()
     costs = ProfileCosts(again, shape)
     assert not costs.missing
-    assert costs.expert_prices(64, GraphMemory()).form in {"ffn", "ffn_int8", "ffn_weight_first"}
+    assert costs.expert_prices(64, GraphMemory()).form == ("ffn" if precision == "w4a16" else "ffn_int8")
 
 
 def test_a_model_without_experts_has_nothing_to_measure(simulated):

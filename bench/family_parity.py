@@ -1,0 +1,66 @@
+"""How far are the logits of each family from those of transformers?
+
+Runs the tests that compare random two-layer checkpoints with float64 transformers on the dequantised weights
+(`tests/heterollm/model/test_families.py`), and prints the ratio of signal to noise in dB that they record.
+They fail below 90 dB.
+
+    python bench/family_parity.py --out bench/results/parity.jsonl
+    python bench/family_parity.py --levels gpu,layer --families mixtral,olmoe
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+from xml.etree import ElementTree as ET
+
+from perplexity import commit
+
+TESTS: Final = "tests/heterollm/model/test_families.py::test_logits_beyond_the_window"
+MIXTURES: Final = "mixtral,qwen3_moe,olmoe,phimoe,granitemoe,granitemoeshared"
+
+
+def rows(families: list[str], levels: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the dB of each family at each level."""
+    root = Path(__file__).resolve().parents[1]
+    names = [f"{TESTS}[{family}-{level}]" for family in families for level in levels]
+    with tempfile.TemporaryDirectory() as temporary:
+        report = Path(temporary) / "report.xml"
+        command = [sys.executable, "-Im", "pytest", "-q", "-n0", "-m", "", f"--junitxml={report}", *names]
+        done = subprocess.run(command, cwd=root, check=False)  # noqa: S603
+        if done.returncode:
+            raise SystemExit(done.returncode)
+        cases = ET.parse(report).iter("testcase")  # noqa: S314 - pytest has just written it
+        for case in cases:
+            found = re.search(r"\[(.+)-(\w+)\]$", case.get("name", ""))
+            value = case.find("./properties/property[@name='sqnr_db']")
+            if found is not None and value is not None:
+                yield {"family": found[1], "level": found[2], "sqnr_db": float(value.get("value", "nan"))}
+
+
+def main() -> None:
+    """Run the tests, print a line for each family and level, and append JSON lines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", default=MIXTURES, help="Names of the tests, with commas between them.")
+    parser.add_argument("--levels", default="gpu", help="gpu, npu, layer, with commas between them.")
+    parser.add_argument("--out", type=Path, help="JSON lines are appended here.")
+    options = parser.parse_args()
+    found = list(rows(options.families.split(","), options.levels.split(",")))
+    for row in found:
+        print(f"{row['family']:20} {row['level']:6} {row['sqnr_db']:6.1f} dB")
+        if options.out is not None:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps({**row, 'device': 'host', 'commit': commit()})}\n")
+
+
+if __name__ == "__main__":
+    main()
