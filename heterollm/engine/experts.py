@@ -46,7 +46,7 @@ __all__ = ["ExpertEmitter"]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The weights of a layer's mixture: its router, and gate, up and down of all experts or of those in slots."""
+    """The weights of a layer's mixture: its router, and gate, up and down of all experts or of slots."""
 
     spec: OpSpec
     router: GpuLinear
@@ -213,9 +213,7 @@ class ExpertEmitter:
         return steps
 
 
-def _packed(
-    device: Device, weights: ModelWeights, spec: OpSpec, residency: ExpertResidency | None
-) -> _Layer:
+def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: ExpertResidency | None) -> _Layer:
     gpu, dtype, routing = device.gpu, device.activation_dtype, spec.experts
     assert routing is not None  # by expert_specs
 
