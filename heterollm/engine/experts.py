@@ -51,7 +51,7 @@ ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer's router, and gate, up and down of all its experts or of those in slots."""
+    """The weights of a layer's mixture: its router, and gate, up and down of all experts or of slots."""
 
     spec: OpSpec
     router: GpuLinear

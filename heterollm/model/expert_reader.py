@@ -184,8 +184,7 @@ class _Stream:
 
     def _start(self, place: TensorRows, part: _Part) -> int:
         entry = self._file.entries[place.name + part.suffix]
-        start: int = entry.start + place.start * part.row_bytes
-        return self._first_byte + start
+        return int(self._first_byte + entry.start + place.start * part.row_bytes)
 
     def _present(self) -> tuple[int, int]:
         status = os.fstat(self._raw.fileno())
