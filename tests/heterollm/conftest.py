@@ -338,7 +338,8 @@ def half_rows(llm: LLM, chunk: int = 128) -> Plan:
         ):
             layers = (spec.layer, spec.layer)
             entries.append(PlanEntry(phase, (low, high), layers, spec.group, RowsPlacement(rows, (high,))))
-    return Plan("rows", "host", llm.plan.precision, model_shape(specs), chunk, tuple(entries))
+    shape = model_shape((*specs, *llm._weights.experts))
+    return Plan("rows", "host", llm.plan.precision, shape, chunk, tuple(entries))
 
 
 @pytest.fixture(scope="session")
