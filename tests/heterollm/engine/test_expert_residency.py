@@ -215,7 +215,7 @@ def test_a_load_reads_the_first_residents_and_those_of_its_warm_up(
     assert loaded[-5:] == [(0, 2), (1, 1), (0, 1), (1, 0), (0, 0)]
     loaded.clear()
     budget = expert_budget(llm._weights.experts, 5.5 * SLOT_GIB, {})
-    llm.on_engine_thread(lambda: ExpertEmitter(llm.device, llm._weights, lambda *_: None, budget, 4))
+    llm.on_engine_thread(lambda: ExpertEmitter(llm.device, llm._weights, lambda *_: None, None, budget, 4))
     assert not loaded
 
 
