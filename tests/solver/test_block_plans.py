@@ -179,7 +179,7 @@ def test_json_that_places_experts_is_refused(made):
     plan, _ = plan_with(made, FfnPlacement(128, (64,), "ffn"))
     data = json.loads(plan.to_json())
     data["entries"] += [{**data["entries"][-1], "group": "experts"}]
-    with pytest.raises(PlanError, match="it places experts, all of which the GPU computes"):
+    with pytest.raises(PlanError, match="it places experts like a linear layer"):
         Plan.from_json(json.dumps(data))
 
 
