@@ -347,7 +347,7 @@ def test_clearing_asks_first(run, tmp_path, monkeypatch):
 def test_clearing_an_unknown_kind_is_refused(run):
     code, out, err = run("cache", "clear", "everything")
     assert (code, out) == (2, "")
-    assert "'everything' is not one of 'weights', 'graphs'" in panel_of(err)
+    assert "'everything' is not one of 'weights', 'gguf'" in panel_of(err)
 
 
 # -- real processes ----------------------------------------------------------------------------------
