@@ -4,6 +4,7 @@ from .generation import Generation as Generation
 from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
+from .generation import TokenSource as TokenSource
 from .likelihood import surprises as surprises
 from .likelihood import top_1_agreement as top_1_agreement
 from .sampling import SamplingOptions as SamplingOptions
