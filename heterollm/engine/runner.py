@@ -219,7 +219,11 @@ class Engine:
         between the layers of a chunk that runs alone and without an observer.
 
         Args:
-            cache, position, ids, phase, target: As for :meth:`prefill`.
+            cache: The session's cache.
+            position: Position of the first token.
+            ids: int32 ``[m]``.
+            phase: Phase whose placements to use.
+            target: Where the logits go, as for :meth:`prefill`.
             wanted: Called at each place where a pause is possible; returns whether to pause.
         """
         for flight in self.plan.flights(len(ids)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,15 +34,19 @@ class AnswerKeywords(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     log_probabilities: bool
+    top_log_probabilities: int
+    json_schema: str | Mapping[str, Any] | None
+    json_object: bool
+    grammar: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """A checked prompt with the options of its answer; made by :meth:`heterollm.LLM.prepare`.
+    """A checked prompt with the options of one answer; made by :meth:`heterollm.LLM.prepare`.
 
     Args:
         prompt_ids: The prompt.
-        start: Returns a new answer, given a source, the number of the prompt's tokens that it holds, and the
+        start: Returns the answer, once, given a source, the number of the prompt's tokens that it holds, and the
             event that cancels the answer.
     """
 

@@ -5,6 +5,8 @@ from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
 from .generation import TokenSource as TokenSource
+from .grammar import Constraint as Constraint
+from .grammar import GrammarTokens as GrammarTokens
 from .likelihood import surprises as surprises
 from .likelihood import top_1_agreement as top_1_agreement
 from .sampling import SamplingOptions as SamplingOptions

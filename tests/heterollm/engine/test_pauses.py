@@ -11,7 +11,7 @@ from heterollm.solver import Plan
 
 CHUNK = 64
 PROMPT, OTHER = 100, 64
-"""One whole chunk and a shorter one; the other prompt has the length, and so the compiled pass, of the first."""
+"""A whole chunk and a shorter one; the other prompt shares the compiled pass of the first chunk."""
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "olmoe"])
