@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heterollm.base import InputError, OptionError
+from heterollm.cli.load import load_model
 from heterollm.cli.options import (
     JsonOption,
     Model,
@@ -19,7 +19,6 @@ from heterollm.cli.options import (
     RunOptions,
     TokenOptions,
     command_group,
-    pass_request,
 )
 from heterollm.cli.records import takes_records
 
@@ -58,7 +57,7 @@ def generate(
         raise InputError("The prompt is empty.", fix="Give at least one word.")
     _check_answer(choice, max_new_tokens, stop or ())
     trace = _trace_file(trace, options.device)
-    with _load(model, options, run, trace=trace is not None) as llm:
+    with load_model(model, options, run, trace=trace is not None) as llm:
         stream = llm.stream(
             text,
             max_new_tokens=max_new_tokens,
@@ -172,49 +171,5 @@ def chat(
 
     check_stdin()
     _check_answer(choice, max_new_tokens)
-    with _load(model, options, run) as llm:
+    with load_model(model, options, run) as llm:
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
-
-
-def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
-    from heterollm.report import console as report
-
-    if os.path.isfile(os.path.join(model, "config.json")):  # noqa: PTH113, PTH118 - of any text, legal or not
-        from heterollm.model import ModelConfig
-        from heterollm.text import check_tokenizer
-
-        # Before weights are read: loading a model that cannot take text would be wasted.
-        ModelConfig.from_folder(Path(model))
-        check_tokenizer(Path(model))
-    with report.progress_bars() as progress:
-        # The imports alone take a moment, and the bar shows it.
-        progress("Loading", 0, 1)
-        from heterollm.llm import LLM
-
-        progress("Loading", 1, 1)
-        llm = LLM.load(
-            model,
-            device=options.device,
-            plan=options.plan,
-            request=pass_request(options.passes, options.attention, options.overflow),
-            precision=options.weights.precision,
-            group_size=options.weights.group_size,
-            symmetric=not options.weights.asymmetric,
-            scales=options.weights.scales,
-            calibration=options.weights.calibration,
-            context=options.context,
-            gpu_threads=run.threads.gpu_threads,
-            npu_threads=run.threads.npu_threads,
-            power=run.power,
-            allow_slow=run.allow_slow,
-            sync=run.sync,
-            allow_fallback=run.allow_fallback,
-            experts_gib=run.experts_gib,
-            trace=trace,
-            progress=progress,
-        )
-    if llm.device.reason:
-        report.show(report.note(f"device auto chose {llm.device.name}: {llm.device.reason}"))
-    for text in llm.plan_notes:
-        report.show(report.note(text))
-    return llm

@@ -7,7 +7,8 @@ written back. So a pass that pauses computes the same values as one that does no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 from heterollm.engine.step import Buffer, Step
 from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, SharedArray
@@ -18,7 +19,8 @@ NOT_SET_ASIDE: Final = ("tokens", "step", "kv_cache", "code_counts", "expert_cou
 """Buffers that the engine writes again, that belong to a session, or that count over all passes."""
 
 
-class Pause(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pause:
     """A place between two layers of a pass.
 
     Args:

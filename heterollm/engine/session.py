@@ -72,6 +72,11 @@ class Session:
         return self._engine.context
 
     @property
+    def memory_bytes(self) -> int:
+        """Size of the KV cache."""
+        return self._cache.size_bytes
+
+    @property
     def vocab_size(self) -> int:
         """Length of a row of logits."""
         return self._vocab_size

@@ -46,8 +46,8 @@ class PreparedAnswer:
 
     Args:
         prompt_ids: The prompt.
-        start: Returns the answer, once, given a source, the number of the prompt's tokens that it holds, and the
-            event that cancels the answer.
+        start: Returns the answer, once, given a source, the number of the prompt's tokens that it holds,
+            and the event that cancels the answer.
     """
 
     prompt_ids: Sequence[int]
