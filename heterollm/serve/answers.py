@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from heterollm.engine import PreparedAnswer, Session
 from heterollm.serve.sessions import SessionCache
-from heterollm.serve.turns import Job, Sink, Tier
+from heterollm.serve.turns import PromptJob, ServiceTier, Sink
 from heterollm.text import Generation, GenerationResult, GenerationStep
 
 __all__ = ["Ended", "PromptWork", "Spent", "StepOf"]
@@ -129,9 +129,9 @@ class PromptWork:
     clock: Callable[[], float]
     spent: Spent = field(default_factory=Spent)
 
-    def job(self, tier: Tier) -> Job:
+    def job(self, tier: ServiceTier) -> PromptJob:
         """Return the job that does the work."""
-        self._job = Job(tier, len(self.answers), self.run, self.sink)
+        self._job = PromptJob(tier, len(self.answers), self.run, self.sink)
         return self._job
 
     def run(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ from heterollm.serve.options import ServeOptions
 from heterollm.serve.replies import Reply
 from heterollm.serve.sessions import SessionCache
 from heterollm.serve.status import plan_status
-from heterollm.serve.turns import BusyError, Job, Turns
+from heterollm.serve.turns import BusyError, PromptJob, Turns
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -155,7 +155,7 @@ class Server:
         reply = Reply(self._llm, name, asked)
         return await (answer.streamed(reply) if asked.stream else answer.whole(reply))
 
-    def start(self, asked: AnswerRequest, channel: Channel) -> Sequence[Job]:
+    def start(self, asked: AnswerRequest, channel: Channel) -> Sequence[PromptJob]:
         """Queue the work of a request.
 
         Raises:
@@ -181,7 +181,7 @@ class Server:
         """Look again for requests that can go on."""
         self._turns.wake()
 
-    def end(self, jobs: Sequence[Job], spent: Spent | None, error: BaseException | None) -> None:
+    def end(self, jobs: Sequence[PromptJob], spent: Spent | None, error: BaseException | None) -> None:
         """End a request.
 
         Args:

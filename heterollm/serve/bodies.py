@@ -14,7 +14,7 @@ from heterollm.base import Count, Positive, decode, decode_json
 from heterollm.engine import AnswerKeywords, PreparedAnswer
 from heterollm.serve.errors import RequestError
 from heterollm.serve.options import MOST_CHOICES
-from heterollm.serve.turns import Tier
+from heterollm.serve.turns import ServiceTier
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -47,7 +47,7 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 IGNORED: Final = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
 """Parameters of OpenAI that change no answer."""
 
-TIER_OF: Final[dict[str | None, Tier]] = {
+TIER_OF: Final[dict[str | None, ServiceTier]] = {
     None: "default",
     "auto": "default",
     "default": "default",
@@ -160,7 +160,7 @@ class AnswerRequest:
     stream: bool
     include_usage: bool
     logprobs: bool
-    tier: Tier
+    tier: ServiceTier
     reproducible: bool
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Return the bound socket of a server, before a model is loaded for nothing.
+    """Return the socket of a server, on which clients wait, before a model is loaded for nothing.
 
     Raises:
         OptionError: The address is in use or not this machine's.
@@ -51,8 +52,10 @@ def listen(options: ServeOptions) -> socket.socket:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
         bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # elsewhere it lets two programs take one port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen()
     except (OSError, UnicodeError) as error:
         raise OptionError(
             f"Cannot listen on {options.host} port {options.port}: {error}.",

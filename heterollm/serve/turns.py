@@ -11,10 +11,10 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 from heterollm.base import EngineError, HeteroLLMError
 
-__all__ = ["TIERS", "BusyError", "Job", "Sink", "Tier", "Turns"]
+__all__ = ["TIERS", "BusyError", "PromptJob", "ServiceTier", "Sink", "Turns"]
 
-Tier: TypeAlias = Literal["priority", "default", "flex"]
-TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
+ServiceTier: TypeAlias = Literal["priority", "default", "flex"]
+TIERS: Final[tuple[ServiceTier, ...]] = get_args(ServiceTier)
 """From the most to the least urgent, named as OpenAI's service tiers."""
 
 TURN_S: Final = 0.05
@@ -51,7 +51,7 @@ class Sink(Protocol):
         """Take one event."""
 
 
-class Job:
+class PromptJob:
     """The work of one prompt.
 
     Args:
@@ -61,7 +61,9 @@ class Job:
         sink: Takes an error that ends the work, and tells whether the reader is slow.
     """
 
-    def __init__(self, tier: Tier, places: int, work: Callable[[], Iterator[None]], sink: Sink) -> None:
+    def __init__(
+        self, tier: ServiceTier, places: int, work: Callable[[], Iterator[None]], sink: Sink
+    ) -> None:
         self.tier = tier
         self.places = places
         self.cancelled = threading.Event()
@@ -124,9 +126,9 @@ class Turns:
         self._places = places
         self._queue = queue
         self._changed = threading.Condition()
-        self._waiting: dict[Tier, deque[Job]] = {tier: deque() for tier in TIERS}
-        self._active: dict[Tier, deque[Job]] = {tier: deque() for tier in TIERS}
-        self._current: Job | None = None
+        self._waiting: dict[ServiceTier, deque[PromptJob]] = {tier: deque() for tier in TIERS}
+        self._active: dict[ServiceTier, deque[PromptJob]] = {tier: deque() for tier in TIERS}
+        self._current: PromptJob | None = None
         self._turn_ends_s = 0.0
         self._mean_s = 1.0
         self._closed = False
@@ -135,11 +137,11 @@ class Turns:
 
     # -- any thread ----------------------------------------------------------------------------------
 
-    def room(self, tier: Tier) -> int:
+    def room(self, tier: ServiceTier) -> int:
         """Return the most sessions that a job of a tier may need."""
         return self._places if tier == "priority" or self._places == 1 else self._places - 1
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[PromptJob]) -> None:
         """Queue jobs, all of them or none.
 
         Raises:
@@ -149,18 +151,19 @@ class Turns:
         with self._changed:
             if self._closed:
                 raise STOPS
-            tier = jobs[0].tier
-            waiting = self._waiting[tier]
+            self._start_jobs()
+            waiting = self._waiting[jobs[0].tier]
             if waiting and len(waiting) + len(jobs) > self._queue:
                 self._refuse(len(waiting))
             waiting += jobs
+            self._start_jobs()
             self._changed.notify()
 
     def _refuse(self, waiting: int) -> None:
         retry_s = min(60, max(1, math.ceil(self._mean_s * waiting / self._places)))
         raise BusyError(f"{waiting} requests wait, and no more may.", retry_s=retry_s)
 
-    def cancel(self, jobs: Iterable[Job]) -> None:
+    def cancel(self, jobs: Iterable[PromptJob]) -> None:
         """End jobs early; those that have ended stay as they are."""
         with self._changed:
             for job in jobs:
@@ -221,7 +224,7 @@ class Turns:
             if job.turn():
                 self._end(job)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> PromptJob | None:
         """Return the job whose turn it is, and put it behind the others of its tier."""
         with self._changed:
             self._start_jobs()
@@ -243,7 +246,7 @@ class Turns:
                 taken += job.places
                 self._active[tier].append(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: PromptJob) -> None:
         with self._changed:
             self._active[job.tier].remove(job)
             if job.started_s is not None:
