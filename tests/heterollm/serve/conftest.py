@@ -14,6 +14,7 @@ import uvicorn
 from heterollm.llm import LLM
 from heterollm.serve import ServeOptions, listen
 from heterollm.serve.app import Server
+from heterollm.solver import Plan
 
 
 @contextlib.contextmanager
@@ -37,8 +38,11 @@ def serving() -> Callable[..., contextlib.AbstractContextManager[str]]:
 
 
 @pytest.fixture(scope="module")
-def llm(bundled_model: Path) -> Iterator[LLM]:
-    with LLM.load(bundled_model, device="host", plan="gpu") as loaded:
+def llm(bundled_model: Path, half_rows_plan: Callable[..., Plan]) -> Iterator[LLM]:
+    """The bundled model, split between both processors, with short chunks of a prompt."""
+    with LLM.load(bundled_model, device="host", plan="gpu") as gpu:
+        plan = half_rows_plan(gpu, 64)
+    with LLM.load(bundled_model, device="host", plan=plan) as loaded:
         yield loaded
 
 

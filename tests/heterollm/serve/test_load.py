@@ -20,7 +20,7 @@ from heterollm.serve.answers import Ended, PromptWork, StepOf
 from heterollm.serve.sessions import SessionCache
 from heterollm.serve.turns import BusyError, PromptJob, Turns
 
-LONG = "def f(x):\n    return x + 1\n\n" * 60
+LONG = "def f(x):\n    return x + 1\n\n" * 8
 """More than one chunk of the prompt, and less than two."""
 
 HANG_S = 600.0
@@ -50,7 +50,7 @@ def complete(client: openai.OpenAI, prompt: str, **options: Any) -> tuple[str, i
 
 def test_answers_under_load_are_those_without_load(llm: LLM, client: openai.OpenAI) -> None:
     """Whatever runs beside them, and whatever sessions hold already."""
-    prompts = [LONG[:40], LONG, LONG[:1500]] * 4
+    prompts = [LONG[:40], LONG, LONG[:180]] * 4
     options = [{"seed": number} if number % 4 else {"temperature": 0.0} for number in range(12)]
     tiers: Any = ["default", "flex", "priority"]
     expected = [
