@@ -737,6 +737,25 @@ def sparse_kernels_table() -> str:
     return table(f"{head} | all four / dense | without the estimate / dense", "lrrrrrrrr", lines)
 
 
+def schedules_table() -> str:
+    """How much longer than the shortest the orders of chunks in flight are."""
+    lines = [
+        [
+            f"{row['chunks']}",
+            f"{row['stages']}",
+            *(
+                f"{row[f'{order}_mean_percent']:.1f} ({row[f'{order}_worst_percent']:.1f})"
+                for order in ("in_order", "out_of_order")
+            ),
+            f"{row['optimal']:.0%}",
+        ]
+        for row in rows_of("schedule")
+        if row["kind"] == "quality"
+    ]
+    head = "chunks | stages of each | chunk after chunk, % longer (most) | as taken, % longer (most)"
+    return table(f"{head} | shortest found", "rrrrr", lines)
+
+
 HOST_PASSES: Final = {
     "gpu w8a8, 1+1": "`gpu`, one core",
     "layer padding w8a8, 1+1": "`layer`, one core each",
@@ -767,6 +786,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SIMULATION, "what-ifs"): what_if_table,
     (SIMULATION, "shared contexts"): contexts_table,
     (FLIGHTS, "chunks in flight"): flights_table,
+    (FLIGHTS, "schedules"): schedules_table,
     (MEASURED, "perplexity"): perplexity_table,
     (README, "published model"): lambda: published_table((0, 2048, 7680)),
     (MEASURED, "published model"): lambda: published_table((0, 256, 512, 2048, 7680)),
@@ -1012,6 +1032,8 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
     )
     yield PAPER_MAP, f"2.2 times of the other models come out as {driver_gains()} |"
     yield "docs/soc-model.md", f"fast synchronisation, and simulated as {driver_gains()} times."
+    decision = one(rows_of("schedule"), kind="decision")
+    yield FLIGHTS, f"A decision takes {decision['decision_us']:.0f} µs of processor time in Python"
     own = [row for row in rows_of("accuracy") if row["kind"] == "runtime"]
     kept, gone = (one(own, method="shadow", pruned=share) for share in (0, 100))
     yield (
