@@ -193,7 +193,16 @@ class LLM:
             raise
 
     def chat(self, messages: Sequence[Message], **options: Unpack[AnswerKeywords]) -> GenerationResult:
-        """Return the answer to a dialogue, rendered with the model's chat template.
+        """Return the whole answer to a dialogue; options and errors are those of :meth:`stream_chat`."""
+        stream = self.stream_chat(messages, **options)
+        try:
+            return stream.result
+        except BaseException:
+            stream.close()
+            raise
+
+    def stream_chat(self, messages: Sequence[Message], **options: Unpack[AnswerKeywords]) -> Stream:
+        """Start the answer to a dialogue, rendered with the model's chat template.
 
         Args:
             messages: Role and content of each message, oldest first: ``{"role": "user", "content": "Hi"}``.
@@ -212,7 +221,7 @@ class LLM:
                 )
         check_keywords(options, AnswerKeywords.__annotations__)
         options["stop"] = (*_stop_strings(options.get("stop", ())), *self.tokenizer.chat_stop_strings)
-        return self.generate(self.tokenizer.apply_chat_template(messages), **options)
+        return self.stream(self.tokenizer.apply_chat_template(messages), **options)
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> Stream:
         """Start an answer and return an iterator of its steps.

@@ -7,6 +7,7 @@ from .generation import GenerationStep as GenerationStep
 from .generation import TokenSource as TokenSource
 from .grammar import Constraint as Constraint
 from .grammar import GrammarTokens as GrammarTokens
+from .grammar import check_structure as check_structure
 from .likelihood import surprises as surprises
 from .likelihood import top_1_agreement as top_1_agreement
 from .sampling import SamplingOptions as SamplingOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -18,12 +18,25 @@ from heterollm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-__all__ = ["Constraint", "GrammarTokens"]
+__all__ = ["Constraint", "GrammarTokens", "check_structure"]
 
 WORD_BITS: Final = 32
 BIT_VALUES: Final = 1 << np.arange(8, dtype=np.uint8)
 WHITESPACE: Final = r"( |\r?\n[ \t]{0,32})?"
 """Between JSON's symbols: a space, or a new line and its indentation. A weak model would never end more."""
+
+
+def check_structure(options: GenerationOptions) -> None:
+    """Check an answer's schema or grammar, if it has one, without a tokenizer.
+
+    Raises:
+        OptionError: llguidance is not installed.
+        InputError: The schema or grammar is illegal, or uses a part that llguidance does not know.
+    """
+    if options.is_structured:
+        wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(_grammar(options))
+        if wrong:
+            raise _refusal(messages[0])
 
 
 class GrammarTokens:
@@ -39,19 +52,13 @@ class GrammarTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        try:
-            import llguidance
-        except ImportError as error:
-            raise OptionError(
-                "A JSON Schema or grammar needs llguidance, which is not installed.",
-                fix="Run `pip install 'heterollm[grammar]'`.",
-            ) from error
+        self._library = _library()
         self._vocab_size = vocab_size
         eos_ids = sorted(tokenizer.eos_ids)
         rows = max(vocab_size, tokenizer.vocab_size)
         try:
             with LIBRARY:
-                self._tokens = llguidance.LLTokenizer(tokenizer.to_json(), rows, eos_ids or None)
+                self._tokens = self._library.LLTokenizer(tokenizer.to_json(), rows, eos_ids or None)
         except ValueError as error:
             raise CheckpointError(
                 f"llguidance cannot use the checkpoint's tokenizer: {error}.",
@@ -64,17 +71,10 @@ class GrammarTokens:
         Raises:
             InputError: The schema or grammar is illegal, or uses a part that llguidance does not know.
         """
-        from llguidance import LLMatcher
-
         if not options.is_structured:
             return None
-        if options.grammar is not None:
-            text = LLMatcher.grammar_from_lark(options.grammar)
-        else:
-            schema = {"type": "object"} if options.json_schema is None else options.json_schema
-            text = _schema_grammar(schema)
-        matcher = LLMatcher(self._tokens, text, log_level=0)
-        _check(matcher, "grammar" if options.grammar is not None else "JSON Schema")
+        matcher = self._library.LLMatcher(self._tokens, _grammar(options), log_level=0)
+        _check(matcher)
         return Constraint(matcher, self._tokens.vocab_size, self._vocab_size)
 
 
@@ -104,7 +104,7 @@ class Constraint:
             InputError: The grammar is too complex for llguidance at this place.
         """
         self._matcher.unsafe_compute_mask_ptr(self._bits_address, self._bits_bytes)
-        _check(self._matcher, "grammar")
+        _check(self._matcher)
         np.bitwise_and(self._bytes, BIT_VALUES, out=self._bits)
         np.not_equal(self._bits, 0, out=self._allowed)
         self._scores.fill(-np.inf)
@@ -118,31 +118,48 @@ class Constraint:
             InputError: The grammar is too complex for llguidance at this place.
         """
         self._matcher.consume_token(token_id)
-        _check(self._matcher, "grammar")
+        _check(self._matcher)
         return self._matcher.is_stopped()
 
 
-def _check(matcher: llguidance.LLMatcher, name: str) -> None:
+def _library() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise OptionError(
+            "A JSON Schema or grammar needs llguidance, which is not installed.",
+            fix="Run `pip install 'heterollm[grammar]'`.",
+        ) from error
+    return llguidance
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise InputError(
-            f"The {name} cannot be used: {matcher.get_error().strip()}",
-            fix="See docs/structured-answers.md for the parts that work.",
-        )
+        raise _refusal(matcher.get_error())
 
 
-def _schema_grammar(schema: str | Mapping[str, Any]) -> str:
-    """Return the grammar of a JSON Schema.
+def _refusal(message: str) -> InputError:
+    return InputError(
+        f"The schema or grammar cannot be used: {message.strip()}",
+        fix="docs/structured-answers.md lists the parts that work.",
+    )
+
+
+def _grammar(options: GenerationOptions) -> str:
+    """Return llguidance's form of a schema or grammar.
 
     Raises:
         InputError: The schema is not a JSON object.
     """
-    from llguidance import LLMatcher
-
+    matcher = _library().LLMatcher
+    if options.grammar is not None:
+        return str(matcher.grammar_from_lark(options.grammar))
+    schema = {"type": "object"} if options.json_schema is None else options.json_schema
     try:
         # The text of a mapping is read again: it may have values or keys that JSON does not have.
         text = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
         if not isinstance(parse_json(text), dict):
             raise InputError(f"The JSON Schema is {text:.80}, not an object.", fix='Begin with {"type": …}.')
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+        return str(matcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"The JSON Schema is not JSON, or nested too deeply: {error}.") from error
