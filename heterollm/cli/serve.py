@@ -40,6 +40,9 @@ def serve(
         typer.Option(help="Memory of all sessions in GiB. Default: a quarter of the available memory."),
     ] = None,
     queue: Annotated[int, typer.Option(help="Requests of each tier that may wait.")] = 64,
+    live: Annotated[
+        bool, typer.Option("--live", help="Trace all passes; the page shows how busy GPU and NPU are.")
+    ] = False,
 ) -> None:
     """Serve a model to OpenAI's clients and to a browser, on this machine unless told otherwise."""
     from heterollm.base import OptionError
@@ -60,6 +63,7 @@ def serve(
         cors=tuple(cors or ()),
         sessions_gib=sessions_gib,
         queue=queue,
+        live=live,
     )
-    with listen(options_of_server) as bound, load_model(model, options, run) as llm:
+    with listen(options_of_server) as bound, load_model(model, options, run, trace=live) as llm:
         serve(llm, options_of_server, bound, lambda text: report.show(report.note(text)))

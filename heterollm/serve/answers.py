@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from heterollm.engine import PreparedAnswer, Session
 from heterollm.serve.sessions import SessionCache
+from heterollm.serve.status import Activity
 from heterollm.serve.turns import PromptJob, ServiceTier, Sink
 from heterollm.text import Generation, GenerationResult, GenerationStep
 
@@ -118,6 +119,7 @@ class PromptWork:
         sink: Takes :class:`StepOf` and :class:`Ended`.
         wanted: Whether others want the engine.
         clock: Seconds of the device.
+        activity: Counts the work of all prompts.
     """
 
     answers: Sequence[PreparedAnswer]
@@ -127,6 +129,7 @@ class PromptWork:
     sink: Sink
     wanted: Callable[[], bool]
     clock: Callable[[], float]
+    activity: Activity
     spent: Spent = field(default_factory=Spent)
 
     def job(self, tier: ServiceTier) -> PromptJob:
@@ -146,6 +149,7 @@ class PromptWork:
             while self._timed(turns):
                 yield
             self.cache.prefilled(held[0])
+            self.activity.prefill_tokens += len(ids) - reused
             # The next pass overwrites the logits.
             logits = session.last_logits if len(self.answers) == 1 else session.last_logits.copy()
             held += [self.cache.copy(held[0]) for _ in self.answers[1:]]
@@ -170,12 +174,17 @@ class PromptWork:
         try:
             return next(turns, self) is None
         finally:
-            self.spent.prefill_s += self.clock() - begin_s
+            took_s = self.clock() - begin_s
+            self.spent.prefill_s += took_s
+            self.activity.prefill_s += took_s
 
     def _token(self, choice: int, generation: Generation) -> bool:
         """Compute a token; return whether others follow."""
+        begin_s = self.clock()
         step = next(generation, None)
+        self.activity.decode_s += self.clock() - begin_s
         if step is not None:
+            self.activity.decode_tokens += 1
             self.sink.put(StepOf(choice, step))
         if not generation.finished:
             return True

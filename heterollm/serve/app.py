@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -28,9 +27,10 @@ from heterollm.serve.errors import RequestError, error_answer
 from heterollm.serve.guard import Guard
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
+from heterollm.serve.page import page
 from heterollm.serve.replies import Reply
 from heterollm.serve.sessions import SessionCache
-from heterollm.serve.status import plan_status
+from heterollm.serve.status import Activity, Status
 from heterollm.serve.turns import BusyError, PromptJob, Turns
 
 if TYPE_CHECKING:
@@ -47,13 +47,6 @@ STALL_S: Final = 60.0
 
 GONE: Final = 499
 """Status in the metrics of a request whose client left."""
-
-PAGE_HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 
 
 class _GoneError(Exception):
@@ -74,7 +67,6 @@ class Server:
         self._options = options
         self._started = int(time.time())
         self._failure = ""
-        self._page = resources.files("heterollm.serve").joinpath("page.html").read_bytes()
         # A few requests at once are read beside the engine thread.
         self._readers = anyio.CapacityLimiter(2)
         self._sessions = SessionCache(
@@ -83,6 +75,8 @@ class Server:
             chunk=llm.plan.chunk_length * llm.plan.lanes,
             failures=lambda: llm.failures,
         )
+        self._activity = Activity()
+        self._figures = Status(llm, self._activity, live=options.live)
         self._turns = Turns(llm.on_engine_thread, places=places, queue=options.queue)
         self._metrics = Metrics(
             lambda: (*self._turns.counts(), len(self._sessions), len(llm.failures)),
@@ -171,6 +165,7 @@ class Server:
                 sink=channel,
                 wanted=self._turns.wanted,
                 clock=self._llm.device.now_s,
+                activity=self._activity,
             )
             jobs.append(work.job(asked.tier))
             first += len(answers)
@@ -239,18 +234,12 @@ class Server:
 
     async def _status(self, _request: Request) -> Response:
         running, waiting = self._turns.counts()
-        return _json(
-            {
-                "model": self._options.name,
-                "running": running,
-                "waiting": waiting,
-                "sessions": len(self._sessions),
-                **plan_status(self._llm),
-            }
-        )
+        figures = await anyio.to_thread.run_sync(self._figures.read, limiter=self._readers)
+        counts = {"running": running, "waiting": waiting, "sessions": len(self._sessions)}
+        return _json({"model": self._options.name, **counts, **figures})
 
     async def _show_page(self, _request: Request) -> Response:
-        return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
+        return page()
 
 
 class _Answer:

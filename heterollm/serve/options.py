@@ -25,6 +25,7 @@ class ServeOptions:
         cors: Origins of pages that browsers let use the server.
         sessions_gib: Memory of all sessions; None for a quarter of the available memory.
         queue: Requests that wait at most, of each service tier.
+        live: Whether the model records a trace, so that the page shows how busy both processors are.
 
     Raises:
         OptionError: A value is illegal.
@@ -37,6 +38,7 @@ class ServeOptions:
     cors: tuple[str, ...] = ()
     sessions_gib: float | None = None
     queue: int = 64
+    live: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

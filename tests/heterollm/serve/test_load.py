@@ -18,6 +18,7 @@ from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
 from heterollm.serve.answers import Ended, PromptWork, StepOf
 from heterollm.serve.sessions import SessionCache
+from heterollm.serve.status import Activity
 from heterollm.serve.turns import BusyError, PromptJob, Turns
 
 LONG = "def f(x):\n    return x + 1\n\n" * 8
@@ -115,7 +116,8 @@ def test_an_urgent_request_does_not_wait_for_a_long_prompt(llm: LLM, turns: Turn
     def work(name: str, prompt: str, wanted: Callable[[], bool]) -> tuple[PromptWork, Events]:
         answer = llm.prepare(prompt, max_new_tokens=5)
         sink = Events(name, order)
-        return PromptWork((answer,), 0, True, cache, sink, wanted, time.monotonic), sink
+        made = PromptWork((answer,), 0, True, cache, sink, wanted, time.monotonic, Activity())
+        return made, sink
 
     short, short_events = work("short", "import ", turns.wanted)
     asked = 0
