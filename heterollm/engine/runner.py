@@ -228,7 +228,11 @@ class Engine:
         """
         for flight in self.plan.flights(len(ids)):
             if flight[0][0] and wanted():
+                could_fall_back = self._may_fall_back
                 yield
+                if self._may_fall_back != could_fall_back and self.plan.estimates_on_npu:
+                    yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
+                    return
             if len(flight) > 1 and self._flies and target is None and phase == "prefill":
                 try:
                     self._flight(cache, position, ids, flight)
