@@ -3,8 +3,9 @@
 A child serves a model. Clients send completions at random: whole and streamed, of each service tier, some
 with long prompts. Some read slowly, some leave before or during the answer, some send bodies that are no
 requests. Each completion has a seed or temperature 0, and must have the text that the server gave before
-the load, alone. With ``--kill-npu`` the NPU part fails in the middle of the run, and from then on the texts must be
-those of the GPU alone. The row has requests by kind, wrong answers, and memory and sessions before and after.
+the load, alone. With ``--kill-npu`` the NPU part fails in the middle of the run; from then on they must be
+the texts of the GPU alone. The row has requests by kind, wrong answers, and memory and sessions before and
+after.
 Exit code 1 if an answer is wrong, or a request is neither answered nor refused.
 
     python bench/soak.py tiny-python-lm --requests 3000
