@@ -186,10 +186,7 @@ def test_a_library_has_one_home(library: str, home: str) -> None:
     users = [
         str(path.relative_to(ROOT))
         for path in MODULES
-        if any(
-            name == library or name.startswith(f"{library}.")
-            for name in imported_modules(parsed(path))
-        )
+        if any(name == library or name.startswith(f"{library}.") for name in imported_modules(parsed(path)))
     ]
     assert users
     assert all(user.startswith(home) for user in users), users

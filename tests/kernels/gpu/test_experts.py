@@ -251,7 +251,8 @@ def test_pairs_lie_in_the_order_of_experts_and_tokens(runtime, make, style, kind
     experts = make(style)
     generator = np.random.default_rng(3)
     # The kernel is built for each number of rows that a work-group takes.
-    lengths = ((1, 3, 33, 257), (2, 7, 31, 100)) if kind == "even" and style == "vector" else ((1, 33), (7, 100))
+    many = ((1, 3, 33, 257), (2, 7, 31, 100))
+    lengths = many if kind == "even" and style == "vector" else ((1, 33), (7, 100))
     for routing, tokens in (
         (routing, tokens)
         for routing, own in zip((Routing(128, 8), Routing(7, 3)), lengths, strict=True)
