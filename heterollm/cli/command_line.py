@@ -22,6 +22,7 @@ from heterollm.cli import cache as cli_cache
 from heterollm.cli import calibrate as cli_calibrate
 from heterollm.cli import compile as cli_compile
 from heterollm.cli import complete as cli_complete
+from heterollm.cli import config as cli_config
 from heterollm.cli import demo as cli_demo
 from heterollm.cli import devices as cli_device
 from heterollm.cli import generate as cli_generate
@@ -33,6 +34,9 @@ from heterollm.cli.examples import add_examples
 
 __all__ = ["app", "main"]
 
+
+EVERYWHERE: Final = ("--debug", "--no-config")
+"""Options of the program that may also follow the command."""
 
 UsageError: Final[Any] = typer.BadParameter.__bases__[0]
 """Typer's error of wrong usage, which Typer does not export."""
@@ -95,6 +99,7 @@ for group in (
     cli_trace.commands,
     cli_simulate.commands,
     cli_cache.commands,
+    cli_config.commands,
 ):
     app.add_typer(group)
 add_examples(app)
@@ -111,24 +116,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_descriptors()
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = list(itertools.takewhile(lambda argument: argument != "--", given))
-    debug = "--debug" in options
-    # The option has the same effect before and after the command, so it is removed here.
-    rest = [argument for argument in options if argument != "--debug"] + given[len(options) :]
+    # These options have the same effect before and after the command, so they are removed here.
+    rest = [argument for argument in options if argument not in EVERYWHERE] + given[len(options) :]
     try:
         with private_stdout():
-            return _run(rest, debug=debug)
+            return _run(rest, debug="--debug" in options, config="--no-config" not in options)
     except BrokenPipeError:  # of stderr, or of stdout at the end
         discard_output(messages=True)
         return BROKEN_PIPE
 
 
-def _run(words: list[str], *, debug: bool) -> int:
+def _run(words: list[str], *, debug: bool, config: bool) -> int:
     from heterollm.base import check_stdout, quiet_libraries
 
     with quiet_libraries(_note, debug=debug), cli_complete.whole_words():
         try:
             check_stdout()
-            app(args=words, prog_name="heterollm")
+            app(args=words, prog_name="heterollm", default_map=_defaults(words) if config else None)
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else DONE
         except BrokenPipeError:
@@ -136,6 +140,18 @@ def _run(words: list[str], *, debug: bool) -> int:
         except Exception as error:  # noqa: BLE001 - the one place where everything ends
             return _show_error(error, debug=debug)
     return DONE
+
+
+def _defaults(words: list[str]) -> dict[str, Any] | None:
+    """Return the options of the file of defaults; None if the words call no command, or one on that file."""
+    command = next((word for word in words if not word.startswith("-")), "config")
+    if command == "config":
+        return None
+    from heterollm.cli.config_file import config_defaults, config_path, read_config
+
+    path = config_path()
+    # Making the program's group for the check takes a moment.
+    return config_defaults(typer.main.get_command(app), path) if read_config(path) else None
 
 
 def _show_error(error: Exception, *, debug: bool = False) -> int:
@@ -159,8 +175,11 @@ def _note(text: str) -> None:
 @app.callback(invoke_without_command=True)
 def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[  # noqa: ARG001 - main() reads it; declared for the help
+    debug: Annotated[  # noqa: ARG001 - main() reads these; declared for the help
         bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")
+    ] = False,
+    no_config: Annotated[  # noqa: ARG001
+        bool, typer.Option("--no-config", help="Ignore the file of defaults, `heterollm config path`.")
     ] = False,
 ) -> None:
     """Handle the options that need no command."""
