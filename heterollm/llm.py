@@ -131,12 +131,16 @@ class LLM:
         tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
         thread = EngineThread()
         try:
+            report("Opening the device", 0, 1)
             opened = thread.run(lambda: _open(asked))
+            report("Opening the device", 1, 1)
             if opened.power != "default" and opened.power_switch is not None:
                 thread.rest_when_idle(opened.power_switch)
             specs = _specs(asked, config, opened)
             check_precision(opened, asked.precision, specs)
+            report("Planning", 0, 1)
             plan, notes = thread.run(lambda: plan_for(asked, PlanTarget.of(opened), config, specs, context))
+            report("Planning", 1, 1)
             # Before weights are read: quantising a model that cannot run would waste time.
             held = {key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()}
             budget = _expert_budget(asked, config, specs)

@@ -84,7 +84,7 @@ class ChatLoop:
                     self._answer(text)
             except HeteroLLMError as error:
                 # A dialogue that became too long, or a wrong file name, must not end the program.
-                report.show(report.error_panel(error))
+                report.show(report.error_line(error))
 
     def _read(self, read: Callable[[], str]) -> str | None:
         """Return the next line, or None at the end of the input; Ctrl-C drops the line begun."""
@@ -149,7 +149,7 @@ class ChatLoop:
         )
         try:
             try:
-                for step in stream:
+                for step in report.patiently(stream, "Reading the dialogue"):
                     write(step.text)
             except KeyboardInterrupt:
                 stream.close()

@@ -160,9 +160,9 @@ def _show_error(error: Exception, *, debug: bool = False) -> int:
     if debug:
         report.show(report.note("".join(traceback.format_exception(error)).rstrip()))
     if isinstance(error, HeteroLLMError):
-        report.show(report.error_panel(error))
+        report.show(report.error_line(error))
     else:
-        report.show(report.bug_panel(error))
+        report.show(report.bug_line(error))
     return FAILED
 
 
