@@ -152,7 +152,8 @@ class PromptWork:
             self.activity.prefill_tokens += len(ids) - reused
             # The next pass overwrites the logits.
             logits = session.last_logits if len(self.answers) == 1 else session.last_logits.copy()
-            held += [self.cache.copy(held[0]) for _ in self.answers[1:]]
+            for _ in self.answers[1:]:
+                held.append(self.cache.copy(held[0]))
             self._left = len(self.answers)
             running = [
                 (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -119,7 +119,6 @@ class Server:
             try:
                 response = await call(request)
             except (_GoneError, ClientDisconnect):
-                self._metrics.aborted()
                 response = Response(status_code=GONE)
             except Exception as error:  # noqa: BLE001 - the client gets it in OpenAI's form
                 response = _error_response(error)
@@ -185,6 +184,8 @@ class Server:
             error: The error that ended it, if one did.
         """
         self._turns.cancel(jobs)
+        if isinstance(error, _GoneError):
+            self._metrics.aborted()
         if spent is not None:
             self._metrics.spent(spent)
             self._failure = ""
@@ -252,6 +253,7 @@ class _Answer:
         self._jobs = server.start(asked, self._channel)
         self._watch = asyncio.create_task(_close_when_gone(request, self._channel))
         self._spent: Spent | None = None
+        self._ended = False
 
     async def whole(self, reply: Reply) -> Response:
         """Return the response after all tokens."""
@@ -271,11 +273,11 @@ class _Answer:
         except BaseException as error:
             self._end(error)
             raise
-        return _EventStream(self._chunks(reply, first, batches))
+        return _EventStream(self._chunks(reply, first, batches), self._end)
 
     async def _chunks(
         self, reply: Reply, first: Sequence[Any], batches: AsyncIterator[Sequence[Any]]
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         opened: set[int] = set()
         try:
             async with self._guarded():
@@ -316,20 +318,29 @@ class _Answer:
             raise
         self._end(None)
 
-    def _end(self, error: BaseException | None) -> None:
-        self._watch.cancel()
-        self._server.end(self._jobs, self._spent, error)
+    def _end(self, error: BaseException | None = None) -> None:
+        """End the request, once."""
+        if not self._ended:
+            self._ended = True
+            self._watch.cancel()
+            self._server.end(self._jobs, self._spent, error)
 
 
 class _EventStream(Response):
-    """Sends events; gives up on a client that does not read."""
+    """Sends events; gives up on a client that does not read.
+
+    Args:
+        chunks: The events.
+        end: Ends the request, also one of which nothing could be sent.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
+        self._end = end
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         try:
@@ -341,7 +352,8 @@ class _EventStream(Response):
         except (TimeoutError, OSError):
             pass  # the client does not read, or has gone
         finally:
-            await self._chunks.aclose()  # type: ignore[attr-defined]
+            await self._chunks.aclose()
+            self._end()
 
 
 def _opened(reply: Reply, events: Sequence[Any], opened: set[int]) -> list[dict[str, Any]]:

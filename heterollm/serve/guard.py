@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from typing import Final
 
 import msgspec
@@ -20,8 +21,11 @@ OPEN_PATHS: Final = ("/", "/health")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach an address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether a name or address is this machine's own, which no other reaches."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 class Guard:
@@ -56,9 +60,10 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        name = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-        if self._loopback and not is_loopback(name.strip("[]")):
-            raise RequestError(f"This server does not answer to the name {name!r:.100}.", status=421)
+        host = headers.get("host", "")
+        name = host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
+        if self._loopback and not is_loopback(name):
+            raise RequestError(f"This server does not answer to the name {host!r:.100}.", status=421)
         given = headers.get("authorization", "").encode("latin-1")
         if self._key is not None and path not in OPEN_PATHS and not hmac.compare_digest(given, self._key):
             raise RequestError("The API key is missing or wrong.", status=401, code="invalid_api_key")

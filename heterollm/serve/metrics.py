@@ -26,7 +26,9 @@ class Metrics:
         self._requests = Counter(
             "heterollm_requests", "Answered requests.", ["path", "status"], registry=registry
         )
-        self._aborted = Counter("heterollm_aborted", "Requests whose client left.", registry=registry)
+        self._aborted = Counter(
+            "heterollm_aborted", "Requests whose client left while they were computed.", registry=registry
+        )
         self._prompt = Counter("heterollm_prompt_tokens", "Tokens of prompts.", registry=registry)
         self._cached = Counter(
             "heterollm_cached_tokens", "Tokens of prompts that a session held.", registry=registry
@@ -52,7 +54,7 @@ class Metrics:
         self._requests.labels(path, status).inc()
 
     def aborted(self) -> None:
-        """Count a request whose client left."""
+        """Count a request whose client left while it was computed."""
         self._aborted.inc()
 
     def spent(self, spent: Spent) -> None:

@@ -58,7 +58,7 @@ class Status:
         self._lock = threading.Lock()
         self._before = (time.monotonic(), llm.device.now_s(), astuple(activity))
         self._recent: dict[str, Any] = {"seconds": 0.0, "engine": None, "processors": None}
-        tokens = min(SHARE_TOKENS, llm.plan.chunk_length)
+        tokens = min(SHARE_TOKENS, llm.plan.chunk_length, llm.context)
         self._fixed = {
             "device": llm.device.name,
             "time_kind": llm.device.time_kind,

@@ -65,10 +65,13 @@ def test_wrong_paths_methods_and_types_have_openais_form(address: str) -> None:
         ("GET", COMPLETIONS, {}, 405),
         ("POST", COMPLETIONS, {"Content-Type": "text/plain"}, 415),
         ("POST", COMPLETIONS, {**JSON, "Host": "evil.example"}, 421),
+        ("POST", COMPLETIONS, {**JSON, "Host": "127.0.0.1.evil.example:80"}, 421),
         ("GET", "/v1/models/other", {}, 404),
     ):
         status, answer, _ = send(address, method, path, good if method == "POST" else b"", headers)
         assert (status, answer["error"]["type"]) == (expected, "invalid_request_error")
+    for host in ("localhost", "[::1]", "[::1]:80", "127.0.0.1:1"):
+        assert send(address, "GET", "/health", headers={"Host": host})[0] == 200
 
 
 def test_a_key_is_needed_except_for_the_page_and_the_health(
