@@ -24,9 +24,6 @@ SLICE_S: Final = 0.25
 """Time after which other calls to the engine thread have a turn."""
 
 
-STOPS: Final = EngineError("The server stops.", fix="Send the request again later.")
-
-
 class BusyError(HeteroLLMError):
     """Too many requests wait.
 
@@ -150,7 +147,7 @@ class Turns:
         """
         with self._changed:
             if self._closed:
-                raise STOPS
+                raise _stops()
             self._start_jobs()
             waiting = self._waiting[jobs[0].tier]
             if waiting and len(waiting) + len(jobs) > self._queue:
@@ -184,7 +181,7 @@ class Turns:
 
     def close(self) -> None:
         """End all jobs early with an error, and then the thread. May be called twice."""
-        self._stop(STOPS)
+        self._stop(_stops())
         self._thread.join()
 
     def _stop(self, error: Exception) -> None:
@@ -218,7 +215,7 @@ class Turns:
     def _slice(self) -> None:
         """Run turns until no job is ready, or other calls should have a turn."""
         ends_s = time.monotonic() + SLICE_S
-        while (job := self._next()) is not None and time.monotonic() < ends_s:
+        while time.monotonic() < ends_s and (job := self._next()) is not None:
             self._current = job
             self._turn_ends_s = time.monotonic() + TURN_S
             if job.turn():
@@ -262,10 +259,14 @@ class Turns:
                     return
             try:
                 self._on_engine_thread(self._slice)
-            except EngineError as error:  # the model is closed
+            except Exception as error:  # noqa: BLE001 - of the closed model; readers must not wait for ever
                 self._stop(error)
                 return
 
     def _any_ready(self) -> bool:
         self._start_jobs()
         return any(job.ready for jobs in self._active.values() for job in jobs)
+
+
+def _stops() -> EngineError:
+    return EngineError("The server stops.", fix="Send the request again later.")
