@@ -96,8 +96,8 @@ def test_every_prompt_length(
 ) -> None:
     """One long pass of transformers is the oracle for all prefixes, past the largest standard length.
 
-    Steps of 7 meet every remainder of lengths up to 128, those of 29 of lengths up to 32, and of small ones each
-    prompt is tried.
+    Steps of 7 meet every remainder of lengths up to 128, those of 29 of lengths up to 32, and of small ones
+    each prompt is tried.
     """
     folder = checkpoint(family, hidden_size=64, intermediate_size=96, num_attention_heads=2, vocab_size=256)
     llm = host_llm(folder, plan=level)
