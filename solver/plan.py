@@ -249,6 +249,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return any(entry.placement.groups for entry in self.experts)
 
     @property
+    def drops_tokens(self) -> bool:
+        """Whether tokens beyond the capacity of an expert on the NPU are dropped."""
+        return any(own.placement.groups and own.placement.overflow == "drop" for own in self.experts)
+
+    @property
     def estimates_on_npu(self) -> bool:
         """Whether the NPU estimates scores of any attention."""
         return any(one.estimator == "npu" for one in self.sparse_attention)

@@ -77,7 +77,7 @@ def generate(
             stream.close()
             if trace is not None:
                 report.show(report.note(_write_trace(llm, trace)))
-        notes = (*llm.failures, *_prompt_notes(llm, stream.result))
+        notes = (*llm.pass_notes, *_prompt_notes(llm, stream.result))
         reads = llm.expert_reads
     for text in notes:
         report.show(report.note(text))

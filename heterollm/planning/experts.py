@@ -208,8 +208,7 @@ def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tupl
 
 def drop_notes(plan: Plan) -> tuple[str, ...]:
     """Return a note if a plan drops tokens of experts."""
-    drops = any(one.placement.groups and one.placement.overflow == "drop" for one in plan.experts)
-    return (DROPS,) if drops else ()
+    return (DROPS,) if plan.drops_tokens else ()
 
 
 # -- helpers -----------------------------------------------------------------------------------------
@@ -271,12 +270,13 @@ def _entries(
             break
         best_us, best = min(((time_us(own, top), own) for own in gaining), key=lambda pair: pair[0])
         best = structs.replace(best, predicted_us=round(best_us, 3))
+        shortest_us = round(time_us(best, low), 3)
         if opened is not None and opened.placement.groups == best.groups:
-            opened = structs.replace(opened, lengths=(low, opened.lengths[1]))
+            opened = structs.replace(opened, lengths=(low, opened.lengths[1]), shortest_us=shortest_us)
             continue
         if opened is not None:
             yield opened
-        opened = ExpertsEntry((low, top), (layer, layer), best)
+        opened = ExpertsEntry((low, top), (layer, layer), best, shortest_us)
     if opened is not None:
         yield opened
 
