@@ -63,8 +63,8 @@ ON_GPU: Final = (
 )
 
 UNMEASURED: Final = (
-    "The profile has no times of experts on the NPU, and the GPU computes all. If the NPU has such graphs, "
-    "`heterollm profile MODEL --pass npumoe --update` measures them."
+    "The profile has no times of experts on the NPU at precision {0}, and the GPU computes all. If the NPU has "
+    "such graphs, `heterollm profile MODEL --precision {0} --pass npumoe --update` measures them."
 )
 
 DROPS: Final = (
@@ -197,7 +197,7 @@ def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tupl
     if expert_pass(request.passes) is None:
         return (ON_GPU,) if model.limits is not None else ()
     if model.expert_prices(plan.chunk_length) is None:
-        return (UNMEASURED,)
+        return (UNMEASURED.format(model.precision),)
     if not plan.has_npu_experts:
         return (
             "Experts stay on the GPU: by the profile and the calibrated loads the NPU gains too little in "
