@@ -63,8 +63,8 @@ ON_GPU: Final = (
 )
 
 UNMEASURED: Final = (
-    "The profile has no times of experts on the NPU at precision {0}, and the GPU computes all. If the NPU has "
-    "such graphs, `heterollm profile MODEL --precision {0} --pass npumoe --update` measures them."
+    "The profile has no times of experts on the NPU at precision {0}, and the GPU computes all. If the NPU "
+    "has such graphs, `heterollm profile MODEL --precision {0} --pass npumoe --update` measures them."
 )
 
 DROPS: Final = (
