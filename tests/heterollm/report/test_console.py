@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from heterollm.base import CacheKind, DeviceError
-from heterollm.benchmarks import DemoResult
+from heterollm.benchmarks import DemoResult, DemoRow
 from heterollm.doctor import Check, Diagnosis
 from heterollm.doctor.run import Problem
 from heterollm.kernels.device import DeviceStatus
 from heterollm.report import console as report
-from heterollm.report import demo_report, diagnosis_report
+from heterollm.report import demo_heading, demo_report, diagnosis_report
 from heterollm.text import GenerationResult
 
 WIDTH = 80
@@ -31,31 +31,46 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_an_error_panel_says_what_failed_and_what_to_do():
-    words = words_of(report.error_panel(DeviceError("No part [bold] was found.", fix="Install [one] now.")))
-    assert "Error" in words
+def test_an_error_says_what_failed_and_what_to_do():
+    words = words_of(report.error_line(DeviceError("No part [bold] was found.", fix="Install [one] now.")))
+    assert words.startswith("Error: ")
     assert "No part [bold] was found. Install [one] now." in words
 
 
-def test_a_panel_without_a_fix_has_one_line():
-    assert text_of(report.error_panel(DeviceError("It broke."))).count("\n") == 3
+def test_an_error_has_one_line():
+    assert text_of(report.error_line(DeviceError("It broke.", fix="Mend it."))).count("\n") == 1
 
 
-def test_a_bug_panel_asks_for_a_report():
-    words = words_of(report.bug_panel(KeyError("x")))
+def test_a_bug_asks_for_a_report():
+    words = words_of(report.bug_line(KeyError("x")))
     assert "KeyError: 'x'" in words
     assert "--debug" in words
-    assert "MemoryError" in words_of(report.bug_panel(MemoryError()))
+    assert "MemoryError" in words_of(report.bug_line(MemoryError()))
 
 
 def test_colours_need_a_terminal_and_no_wish_against_them(monkeypatch):
-    panel = report.error_panel(DeviceError("It broke."))
+    line = report.error_line(DeviceError("It broke."))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[31m" in report.render(panel, like=Terminal())
-    assert "\x1b" not in report.render(panel, like=io.StringIO())
+    assert "\x1b[31m" in report.render(line, like=Terminal())
+    assert "\x1b" not in report.render(line, like=io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[31m" not in report.render(panel, like=Terminal())
+    assert "\x1b[31m" not in report.render(line, like=Terminal())
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "total", "completed", "words"),
+    [
+        (0.5, 4, 2, "0.5 s"),
+        (10.0, 4, 1, "10 s, 30 s left"),
+        (90.0, 4, 0, "1 min 30 s"),
+        (90.0, None, 2, "1 min 30 s"),
+        (30.0, 10, 9, "30 s, 3.3 s left"),
+    ],
+)
+def test_a_bar_tells_the_time_left_as_soon_as_there_is_a_pace(elapsed, total, completed, words):
+    task = SimpleNamespace(elapsed=elapsed, total=total, completed=completed)
+    assert report.TimeColumn().render(task).plain == words
 
 
 def test_devices():
@@ -117,7 +132,7 @@ def test_statistics_leave_out_what_was_not_measured():
     )
 
 
-def test_the_demo_says_whether_the_levels_agree():
+def test_the_demo_says_whether_the_processors_agree():
     device = {
         "device": "host",
         "gpu": "CPU",
@@ -125,12 +140,19 @@ def test_the_demo_says_whether_the_levels_agree():
         "npu": "ORT",
         "gpu_threads": 1,
         "npu_threads": 1,
+        "time": "emulated",
     }
+    assert "stands in for a phone" in words_of(demo_heading(device, 3_672_320, "import os\n"))
+    rows = (DemoRow("GPU", 250.0, 9.5), DemoRow("NPU", None, None), DemoRow("both", 300.0, 11.0))
     for agree, words in ((True, "write the same text"), (False, "do NOT write the same text")):
-        result = DemoResult("p", "t", agree, device, "emulated", (), ("A remark.",))
+        result = DemoResult(
+            *("p", "t", 10, agree, device, "emulated", (), (), "sim:x", "a-model", rows, ("A remark.",))
+        )
         shown = words_of(demo_report(result))
         assert words in shown
-        assert "emulated time" in shown
+        assert "sim:x, SIMULATED, nothing measured" in shown
+        assert "GPU 250 9.5 NPU failed failed both 300 11.0" in shown
+        assert "measured:" not in shown.replace("nothing measured:", "")
         assert "A remark." in shown
 
 
