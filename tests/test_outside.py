@@ -119,6 +119,7 @@ RUNS = {
     "bench": f"bench MODEL --device {SIMULATED} --plan tensor -p 33 -n 1 -r 1 -o bench.jsonl --json",
     "doctor": "doctor --device host --json",
     "cache list": "cache list --json",
+    "config show": "config show --json",
 }
 """Commands by the name of what they print, in the order in which they need each other."""
 
