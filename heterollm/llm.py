@@ -39,6 +39,7 @@ from heterollm.model import (
     op_specs,
 )
 from heterollm.planning import (
+    CoreSplit,
     LoadKeywords,
     LoadOptions,
     PlanTarget,
@@ -131,15 +132,17 @@ class LLM:
         tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
         thread = EngineThread()
         try:
+            cores = CoreSplit(asked, config, context)
             report("Opening the device", 0, 1)
-            opened = thread.run(lambda: _open(asked))
+            opened = thread.run(lambda: _open(asked, cores))
             report("Opening the device", 1, 1)
             if opened.power != "default" and opened.power_switch is not None:
                 thread.rest_when_idle(opened.power_switch)
             specs = _specs(asked, config, opened)
             check_precision(opened, asked.precision, specs)
+            target = PlanTarget.of(opened, cores.reason_for(opened))
             report("Planning", 0, 1)
-            plan, notes = thread.run(lambda: plan_for(asked, PlanTarget.of(opened), config, specs, context))
+            plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
             report("Planning", 1, 1)
             # Before weights are read: quantising a model that cannot run would waste time.
             held = {key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()}
@@ -410,7 +413,7 @@ class LLM:
         self.close()
 
 
-def _open(options: LoadOptions) -> Device:
+def _open(options: LoadOptions, cores: CoreSplit) -> Device:
     # A simulated device gives answers only if it computes them.
     return open_device(
         options.device,
@@ -419,6 +422,7 @@ def _open(options: LoadOptions) -> Device:
         profiling=options.trace,
         simulation=Simulation(numerics=True),
         power=options.power,
+        choose_threads=cores,
     )
 
 

@@ -25,6 +25,7 @@ from heterollm.cli import main
 
 # All that is taken from inside; where it lies is no part of what is held.
 from heterollm.cli.command_line import app
+from heterollm.doctor import checks as doctor_checks
 from heterollm.kernels.open import open_device
 from heterollm.model import KNOWN_MODELS
 from heterollm.planning import LoadOptions, solve_for
@@ -152,7 +153,8 @@ OF_THE_MACHINE = re.compile(r"disturbed_fraction|samples_disturbed\[\]")
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """What each command returned and printed, by its name, and the folder that they worked in."""
-    with empty_folder(tmp_path_factory, "outside") as folder:
+    with empty_folder(tmp_path_factory, "outside") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor_checks, "LITMUS_ROUNDS", 300)
         return {name: call(line) for name, line in RUNS.items()}, folder
 
 
@@ -252,8 +254,6 @@ def test_demo_of_a_real_device(tmp_path_factory):
         code, out, err = call("demo --device host --max-new-tokens 2 --json")
         assert code == 0, err
     result = json.loads(out)
-    for workload in result["workloads"]:
-        assert workload.pop("rows")  # as those of bench, whose nulls follow the machine
     hold("json/demo_host", key_lines(result))
     hold("cache/host", layout(folder / "cache"))
 
@@ -328,7 +328,7 @@ def test_exit_codes(tmp_path_factory, monkeypatch):
 # -- simulated plans ---------------------------------------------------------------------------------
 
 
-QUICK = ("llama-3-8b", "llama-3.2-1b", "gemma-2b", "phi-3-mini", "qwen2-0.5b", "qwen3-0.6b")
+QUICK = ("llama-3-8b", "gemma-2b", "phi-3-mini", "qwen2-0.5b")
 # Level block refuses mixtures of experts without shared ones; tests of simulations hold their plans.
 DENSE = [name for name, model in KNOWN_MODELS.items() if not model.size.experts]
 MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DENSE]

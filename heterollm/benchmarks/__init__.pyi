@@ -5,7 +5,7 @@ from .cases import parse_threads as parse_threads
 from .cases import with_baseline as with_baseline
 from .demo import PROMPT as PROMPT
 from .demo import DemoResult as DemoResult
-from .demo import DemoWorkload as DemoWorkload
+from .demo import DemoRow as DemoRow
 from .demo import run_demo as run_demo
 from .formats import FORMATS as FORMATS
 from .formats import append_jsonl as append_jsonl
@@ -16,6 +16,7 @@ from .formats import to_json as to_json
 from .formats import to_jsonl as to_jsonl
 from .options import BenchOptions as BenchOptions
 from .profile_first import profile_splits as profile_splits
+from .profile_first import run_profile as run_profile
 from .row_file import RowFile as RowFile
 from .rows import BenchRow as BenchRow
 from .run import BenchResult as BenchResult

@@ -7,6 +7,7 @@ order of the help. Commands import heavy modules when they run, so that the help
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import traceback
@@ -126,13 +127,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
 
 
+@functools.cache
+def _program() -> Any:  # noqa: ANN401 - of typer's own click
+    """Return the tree of commands, which Typer would make again for every call."""
+    return typer.main.get_command(app)
+
+
 def _run(words: list[str], *, debug: bool, config: bool) -> int:
     from heterollm.base import check_stdout, quiet_libraries
 
     with quiet_libraries(_note, debug=debug), cli_complete.whole_words():
         try:
             check_stdout()
-            app(args=words, prog_name="heterollm", default_map=_defaults(words) if config else None)
+            _program()(args=words, prog_name="heterollm", default_map=_defaults(words) if config else None)
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else DONE
         except BrokenPipeError:
@@ -150,8 +157,7 @@ def _defaults(words: list[str]) -> dict[str, Any] | None:
     from heterollm.cli.config_file import config_defaults, config_path, read_config
 
     path = config_path()
-    # Making the program's group for the check takes a moment.
-    return config_defaults(typer.main.get_command(app), path) if read_config(path) else None
+    return config_defaults(_program(), path) if read_config(path) else None
 
 
 def _show_error(error: Exception, *, debug: bool = False) -> int:

@@ -190,6 +190,26 @@ def chat(
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
 
 
+def _profile_quickly(model: str, options: ModelOptions, run: RunOptions) -> None:
+    """Measure what the device's profile lacks, each split of the cores in a process of its own."""
+    from heterollm.benchmarks import Configuration, profile_splits
+    from heterollm.kernels.threads import split_threads
+    from heterollm.report import console as report
+
+    threads, weights = run.threads, options.weights
+    named = threads.gpu_threads is not None or threads.npu_threads is not None
+    split = split_threads(threads.gpu_threads, threads.npu_threads)
+    wanted = Configuration(
+        device=options.device,
+        precision=weights.precision,
+        group_size=weights.group_size,
+        scales=weights.scales,
+        threads=(len(split.gpu_cores), len(split.npu_cores)) if named else None,
+    )
+    for text in profile_splits(model, [wanted]):
+        report.show(report.note(text))
+
+
 def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
     from heterollm.report import console as report
 
@@ -200,6 +220,8 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
         # Before weights are read: loading a model that cannot take text would be wasted.
         ModelConfig.from_folder(Path(model))
         check_tokenizer(Path(model))
+    if run.profile is not None:
+        _profile_quickly(model, options, run)
     with report.progress_bars() as progress:
         # The imports alone take a moment, and the bar shows it.
         progress("Loading", 0, 1)

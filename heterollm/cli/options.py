@@ -135,7 +135,7 @@ IntegerList: TypeAlias = Sequence[int]
 
 ModelArgument = typer.Argument(
     metavar="MODEL",
-    help="Folder of a checkpoint, its hub name, or a GGUF file.",
+    help="Folder of a checkpoint, its hub name, a GGUF file, or tiny-python-lm (bundled).",
     autocompletion=cli_complete.models,
 )
 Model = Annotated[str, ModelArgument]
@@ -321,6 +321,10 @@ class RunOptions:
         bool, typer.Option("--allow-fallback", help="Continue on the GPU when the NPU fails.")
     ] = False
     experts_gib: ExpertsGibOption = None
+    profile: Annotated[
+        Literal["quick"] | None,
+        typer.Option(help="Measure what plans lack of the device first, in about a minute."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
