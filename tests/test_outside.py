@@ -311,6 +311,7 @@ class Interrupting(io.StringIO):
 
 
 def test_exit_codes(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     with empty_folder(tmp_path_factory, "codes"):
         lines = [f"{call(line)[0]} heterollm {line}".rstrip() for line in CALLS]
         monkeypatch.setattr(sys, "stdin", Interrupting())
