@@ -32,6 +32,8 @@ CONFIG_VARIABLE: Final = "HETEROLLM_CONFIG"
 EVERY: Final = "defaults"
 """The table whose options go to every command that has them."""
 
+HELP: Final = ("-h", "--help")
+
 KINDS: Final[dict[Any, tuple[tuple[type, ...], str]]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
@@ -180,7 +182,9 @@ def _value(command: Any, key: str, value: object, title: str, path: Path) -> Any
     if type(value) not in types:
         raise _wrong(path, f"{place}, but must be {name}")
     try:
-        param.process_value(command.make_context(None, [], resilient_parsing=True), value)
+        # A command makes its help option once, with the names of its first context.
+        context = command.make_context(None, [], resilient_parsing=True, help_option_names=HELP)
+        param.process_value(context, value)
     except Exception as error:
         # The base class of the errors of typer's own click is not exported.
         reason = str(getattr(error, "message", error)).replace("Value error, ", "").removesuffix(".")
