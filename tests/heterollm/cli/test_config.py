@@ -49,6 +49,7 @@ def test_the_command_line_wins_over_its_table_and_that_over_all(run, config, bun
         ("[profile.shw]", ["[profile] shw", "Close to it: show"]),
         ("[generate]\ntemprature = 1", ["[generate] temprature", "Close to it: temperature"]),
         ("[defaults]\nnonsense = 1", ["[defaults] nonsense"]),
+        ("[defaults]\nseed = 1.5", ["[defaults] seed is 1.5"]),
         ('[generate]\nmodel = "x"', ["[generate] model"]),
         ('[generate]\ntemperature = "hot"', ["[generate] temperature is 'hot'", "a number"]),
         ("[chat]\nmax-new-tokens = true", ["is True", "a whole number"]),
