@@ -30,7 +30,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         'heterollm generate MODEL "def add(a, b):" --plan layer --json',
         'heterollm generate MODEL "Anna is 31." --json-schema schema.json --top-logprobs 3',
         'heterollm generate MODEL "Summarise:" --file notes.txt --system "Answer in one sentence."',
-        "heterollm generate MODEL --prompts prompts.jsonl > answers.jsonl",
+        "heterollm generate MODEL --prompts prompts.jsonl",
         'heterollm generate MODEL "import os" --trace run.json',
     ),
     "chat": (

@@ -6,7 +6,6 @@ from .generation import Generation as Generation
 from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
-from .grammar import Constraint as Constraint
 from .grammar import GrammarTokens as GrammarTokens
 from .grammar import check_structure as check_structure
 from .likelihood import surprises as surprises
