@@ -50,6 +50,7 @@ PARSED_ONLY = {
     "compile": "compiles for minutes; tests/heterollm/planning/test_ahead.py runs it",
     "demo": "takes a minute; .ci/run runs it",
     "doctor": "takes 20 seconds a device; tests/heterollm/doctor/test_doctor.py runs it",
+    "serve": "runs until a signal; tests/heterollm/serve has servers",
     "trace": "reads a file that generate wrote; tests/heterollm/trace/test_tracing.py runs it",
 }
 """Commands that are not run here, and why. Of the others, those on a real device or the emulator are not

@@ -29,6 +29,7 @@ from heterollm.cli import devices as cli_device
 from heterollm.cli import generate as cli_generate
 from heterollm.cli import plan as cli_plan
 from heterollm.cli import profile as cli_profile
+from heterollm.cli import serve as cli_serve
 from heterollm.cli import simulate as cli_simulate
 from heterollm.cli import trace as cli_trace
 from heterollm.cli.examples import add_examples
@@ -90,6 +91,7 @@ app = typer.Typer(
 # In the order of the help.
 for group in (
     cli_generate.commands,
+    cli_serve.commands,
     cli_demo.commands,
     cli_compile.commands,
     cli_device.commands,

@@ -37,6 +37,11 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         "heterollm chat MODEL",
         'heterollm chat MODEL --system "Answer in one sentence." --temperature 0.7',
     ),
+    "serve": (
+        "heterollm serve MODEL",
+        "heterollm serve MODEL --port 9000 --api-key secret --cors https://example.org",
+        "heterollm serve MODEL --plan tensor --sessions-gib 2 --queue 16",
+    ),
     "demo": ("heterollm demo", "heterollm demo --device sim:snapdragon-8gen3", "heterollm demo --json"),
     "compile": (
         "heterollm compile MODEL --soc 57",
@@ -89,6 +94,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
 SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
+    "serve": "Serve a model to OpenAI's clients and to a browser.",
     "demo": "See GPU, NPU and both at work in a minute; no download.",
     "calibrate": "Measure a model's activations and attention heads on text.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",

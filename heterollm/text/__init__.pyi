@@ -6,6 +6,7 @@ from .generation import Generation as Generation
 from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
+from .generation import TokenSource as TokenSource
 from .grammar import GrammarTokens as GrammarTokens
 from .grammar import check_structure as check_structure
 from .likelihood import surprises as surprises
