@@ -335,7 +335,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
 def _lacking(data: dict[str, Any]) -> str | None:
     """Name a field that a plan's file must state, though Python gives it a default."""
-    optional = {"schedule": None, "calibration": None, "attention": (), "experts": ()}
+    optional = {"schedule": None, "calibration": None, "attention": (), "experts": (), "threads": None}
     if name := missing_field({**optional, **data}, Plan):
         return f"{name} is missing"
     if name := missing_field(data["sync"], PhaseSync):
