@@ -35,6 +35,12 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         'heterollm chat MODEL --system "Answer in one sentence." --temperature 0.7',
     ),
     "demo": ("heterollm demo", "heterollm demo --device sim:snapdragon-8gen3", "heterollm demo --json"),
+    "pull": (
+        "heterollm pull HuggingFaceTB/SmolLM2-135M-Instruct",
+        "heterollm pull bartowski/SmolLM2-135M-Instruct-GGUF --gguf '*Q4_K_M*'",
+    ),
+    "list": ("heterollm list", "heterollm list --json"),
+    "rm": ("heterollm rm HuggingFaceTB/SmolLM2-135M-Instruct",),
     "compile": (
         "heterollm compile MODEL --soc 57",
         "heterollm compile MODEL --soc 57 --plan npu --prompt 32,256",
@@ -84,6 +90,9 @@ SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
     "demo": "Try every plan level with the bundled model; no download.",
+    "pull": "Fetch a model from the Hugging Face hub.",
+    "list": "Show the models on this machine.",
+    "rm": "Delete models from the caches.",
     "calibrate": "Measure a model's activations and attention heads on text.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",
     "devices": "List the devices, and why one is not usable.",

@@ -5,11 +5,15 @@ from .config import ModelConfig as ModelConfig
 from .expert_layout import expert_specs as expert_specs
 from .expert_reader import ExpertReader as ExpertReader
 from .family import Norm as Norm
+from .hub import pull_model as pull_model
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import default_shapes as default_shapes
 from .known import find_model as find_model
 from .layout import block_norms as block_norms
 from .layout import op_specs as op_specs
+from .library import StoredModel as StoredModel
+from .library import remove_models as remove_models
+from .library import stored_models as stored_models
 from .rope import rope_tables as rope_tables
 from .rope_config import RopeConfig as RopeConfig
 from .shape import ModelShape as ModelShape

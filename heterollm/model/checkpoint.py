@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +14,7 @@ from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
 from heterollm.model.file_index import FileIndex
+from heterollm.model.hub import hub_folder, is_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
 from heterollm.model.stored import (
@@ -29,18 +28,13 @@ from heterollm.model.stored import (
 )
 from heterollm.model.tensor_file import TensorFile
 
-__all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder", "is_hub_name"]
+__all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-CONFIG_FILES = ["config.json", "generation_config.json"]
-HUB_IGNORED = ["*/*", "consolidated*"]
 
 OTHER_FORMATS = (
     (".gguf", "a GGUF file, llama.cpp's format", "Name the file itself."),
@@ -90,56 +84,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."
         )
-    try:
-        found = huggingface_hub.snapshot_download(
-            str(name), allow_patterns=HUB_FILES if weights else CONFIG_FILES, ignore_patterns=HUB_IGNORED
-        )
-    except Exception as error:
-        # The hub's client raises the errors of several libraries, without a common base.
-        problem, fix = _hub_problem(str(name), error)
-        raise CheckpointError(f"There is no folder {name}, and {problem}.", fix=fix) from error
-    return Path(found)
-
-
-def _hub_problem(name: str, error: Exception) -> tuple[str, str]:
-    """Return why the hub did not give a model, and what to do."""
-    from huggingface_hub import errors
-
-    cause = error.__cause__
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            "the Hugging Face hub gives the model only to accounts that its owner has accepted",
-            f"Ask for access on https://huggingface.co/{name}, then run `hf auth login`.",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "the Hugging Face hub has no public model of this name",
-            "Check the spelling, OWNER/NAME; for a private model run `hf auth login`.",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return (
-            "the model has no revision `main` on the Hugging Face hub",
-            "Download a revision, and name its folder.",
-        )
-    if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(cause, errors.OfflineModeIsEnabled):
-        return (
-            "HF_HUB_OFFLINE keeps heterollm from the Hugging Face hub, whose cache here lacks the model",
-            "Unset HF_HUB_OFFLINE, or name the folder of a checkpoint.",
-        )
-    for failed in (error, cause):
-        if isinstance(failed, errors.HfHubHTTPError):
-            status = failed.response.status_code
-            return f"the Hugging Face hub answered with status {status}", "Run the command again later."
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            "the Hugging Face hub cannot be reached, and its cache here lacks the model",
-            "Check the connection (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), or name a folder.",
-        )
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return (
-        f"the Hugging Face hub did not give it: {reason}",
-        "Check the path; or the name, the connection and, for a gated model, `hf auth login`.",
-    )
+    return hub_folder(str(name), weights=weights)
 
 
 def other_format(path: Path) -> CheckpointError | None:
@@ -158,11 +103,6 @@ def other_format(path: Path) -> CheckpointError | None:
 def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
     """Return the error of a file, or of a folder without weights; it names another format found there."""
     return other_format(path) or CheckpointError(f"{path} {lack}", fix=fix)
-
-
-def is_hub_name(name: Path | str) -> bool:
-    """Return whether a text is a legal repository name on the Hugging Face hub."""
-    return HUB_NAME.fullmatch(str(name)) is not None
 
 
 class Checkpoint:

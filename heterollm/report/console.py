@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
     from heterollm.engine import ExpertReads
     from heterollm.kernels.device import Device, DeviceStatus
+    from heterollm.model import StoredModel
     from heterollm.planning import Precompiled
     from heterollm.solver import Plan
     from heterollm.text import GenerationResult
@@ -39,6 +40,7 @@ __all__ = [
     "cache_table",
     "devices_table",
     "error_panel",
+    "models_table",
     "note",
     "pairs_table",
     "precompile_report",
@@ -325,6 +327,15 @@ def cache_table(kinds: Sequence[CacheKind]) -> Table:
     total = sum(kind.size_bytes for kind in kinds)
     made.add_section()
     made.add_row("all", "", str(sum(kind.files for kind in kinds)), format_bytes(total), "")
+    return made
+
+
+def models_table(models: Sequence[StoredModel]) -> Table:
+    """Return the models on this machine."""
+    made = table("model", "kind", ">size", "files")
+    for model in models:
+        paths = "\n".join(str(path) for path in model.paths)
+        made.add_row(model.name, model.kind, format_bytes(model.size_bytes), paths)
     return made
 
 

@@ -6,19 +6,21 @@ llama.cpp's names and changes of tensors: https://github.com/ggml-org/llama.cpp/
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.kernels.ops import WeightFormat
 from heterollm.model.stored.affine_blocks import AffineBlocks
 from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_file import GgufFile
 
-__all__ = ["GgufTensors", "gguf_config"]
+__all__ = ["GgufTensors", "gguf_config", "smallest_format"]
 
 
 class Architecture(NamedTuple):
@@ -345,13 +347,18 @@ def _formats(file: GgufFile) -> dict[str, Any] | None:
             heads.append(block_type(entry.kind))
     if all(kind.dtype is not None for kinds in groups.values() for kind in kinds):
         return None
-    formats = {group: _format(kinds) for group, kinds in groups.items()}
-    return {"quant_method": "gguf", "layers": formats, "head": {**_format(heads), "bits": 8}}
+    formats = {group: smallest_format(kinds) for group, kinds in groups.items()}
+    formats["head"] = structs.replace(smallest_format(heads), bits=8)
+    stated = {
+        group: {"bits": weight.bits, "block": weight.block, "minimum": weight.minimum}
+        for group, weight in formats.items()
+    }
+    return {"quant_method": "gguf", "head": stated.pop("head"), "layers": stated}
 
 
-def _format(kinds: list[BlockType]) -> dict[str, Any]:
-    """Return the smallest format that holds all blocks, and floats in 8 bits."""
+def smallest_format(kinds: Sequence[BlockType]) -> WeightFormat:
+    """Return the smallest canonical format that holds all blocks of some types, and floats in 8 bits."""
     four = all(kind.bits == 4 for kind in kinds)
     block = min((kind.scale_block for kind in kinds if kind.dtype is None), default=32)
     minimum = any(kind.minimum for kind in kinds)
-    return {"bits": 4 if four else 8, "block": block, "minimum": minimum}
+    return WeightFormat(4 if four else 8, block, symmetric=not minimum, minimum=minimum)

@@ -284,9 +284,7 @@ def test_logits_are_those_of_the_stored_values(
     kind, head, others, least_db, checkpoint, host_llm, half_rows_plan, token_ids, tmp_path
 ):
     """On both processors, alone and together."""
-    path = write_gguf(
-        checkpoint("llama", **WIDE), tmp_path / "model.gguf", Types[kind], Types[head], others
-    )
+    path = write_gguf(checkpoint("llama", **WIDE), tmp_path / "model.gguf", Types[kind], Types[head], others)
     ids = token_ids(40)
 
     def logits(**options):
