@@ -89,7 +89,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
 SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
-    "demo": "Try every plan level with the bundled model; no download.",
+    "demo": "See GPU, NPU and both at work in a minute; no download.",
     "pull": "Fetch a model from the Hugging Face hub.",
     "list": "Show the models on this machine.",
     "rm": "Delete models from the caches.",
