@@ -18,6 +18,7 @@ from heterollm.model.file_index import FileIndex
 from heterollm.model.hub import hub_folder, is_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
+from heterollm.model.lora import LoraAdapter
 from heterollm.model.stored import (
     PackedLinears,
     PackedTensor,
@@ -42,7 +43,7 @@ OTHER_FORMATS = (
     (
         ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
         "part of a LoRA adapter",
-        "Merge it into its model with PEFT's merge_and_unload, then save_pretrained.",
+        "Name the model, and the adapter with --lora.",
     ),
     (
         (".bin", ".pt", ".pth", ".ckpt"),
@@ -116,11 +117,17 @@ class Checkpoint:
         folder: The folder of the files.
     """
 
-    def __init__(self, name: Path | str) -> None:
+    def __init__(self, name: Path | str, lora: Path | str | None = None) -> None:
         """Open a local folder, a GGUF file or a hub name, and check the headers of all files.
 
+        Args:
+            name: The checkpoint.
+            lora: Folder of an adapter, which is merged into the weights as they are read.
+
         Raises:
-            CheckpointError: The checkpoint is missing or incomplete, or a file is damaged.
+            CheckpointError: The checkpoint is missing or incomplete, or a file is damaged; or the adapter
+                does not fit the checkpoint.
+            UnsupportedModelError: The adapter is no LoRA of linears alone.
         """
         self.folder = checkpoint_folder(name)
         self._hashed_paths: list[Path] = []
@@ -142,6 +149,10 @@ class Checkpoint:
             )
         if self._stored is None:
             self._add_packed()
+        self.adapter = None if lora is None else LoraAdapter(lora)
+        if self.adapter is not None:
+            self.adapter.check({name: self.shape(name) for name in self.names})
+            self._hashed_paths += self.adapter.paths
 
     @property
     def file_bytes(self) -> int:
@@ -182,7 +193,7 @@ class Checkpoint:
         """
         stored = self._in_blocks(name)
         if stored is not None:
-            return _finite(stored.read(name, rows), stored.path, name)
+            return self._merged(name, rows, _finite(stored.read(name, rows), stored.path, name))
         file = self.file(name)
         dtype = file.entries[name].dtype
         if dtype not in FLOAT_TYPES:
@@ -192,12 +203,20 @@ class Checkpoint:
         bits = file.bits(name)
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
-        return _finite(bits.astype(np.float32), file.path, name)
+        return self._merged(name, rows, _finite(bits.astype(np.float32), file.path, name))
+
+    def _merged(
+        self, name: str, rows: tuple[int, int] | None, values: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        if self.adapter is not None:
+            self.adapter.add(name, rows, values)
+        return values
 
     def kind(self, name: str) -> str | None:
-        """Return the name of the format of a tensor that is stored as integers; None for floats."""
+        """Return the name of a stored format of integers; None for floats and for what an adapter changes."""
         stored = self._in_blocks(name)
-        return None if stored is None or not stored.is_quantized(name) else stored.kind(name)
+        changed = self.adapter is not None and name in self.adapter.factors
+        return None if stored is None or changed or not stored.is_quantized(name) else stored.kind(name)
 
     def canonical(self, name: str, rows: tuple[int, int], weight: WeightFormat) -> QuantizedTensor | None:
         """Return rows ``[start, stop)`` of stored integers in a canonical format, with their scales.
@@ -206,7 +225,7 @@ class Checkpoint:
             None if the tensor is stored as floats, or the format cannot hold it.
         """
         stored = self._in_blocks(name)
-        if stored is None or not stored.is_quantized(name):
+        if stored is None or self.kind(name) is None:
             return None
         blocks = stored.blocks(name, rows)
         return None if blocks is None else canonical(blocks, weight)
@@ -241,6 +260,12 @@ class Checkpoint:
             f"has tensors that are not of a type in {', '.join(FLOAT_TYPES)}",
             [f"{name} ({dtype})" for name, dtype in types.items() if dtype not in FLOAT_TYPES],
         )
+        if self.adapter is not None:
+            _refuse(
+                self.adapter.folder,
+                "changes tensors that the model does not compute with",
+                set(self.adapter.factors) - set(expected),
+            )
         _refuse(
             self.folder,
             "has tensors that a model as in its config.json has no place for",
