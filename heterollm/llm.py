@@ -39,6 +39,7 @@ from heterollm.model import (
     op_specs,
 )
 from heterollm.planning import (
+    CoreSplit,
     LoadKeywords,
     LoadOptions,
     PlanTarget,
@@ -131,12 +132,14 @@ class LLM:
         tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
         thread = EngineThread()
         try:
-            opened = thread.run(lambda: _open(asked))
+            cores = CoreSplit(asked, config, context)
+            opened = thread.run(lambda: _open(asked, cores))
             if opened.power != "default" and opened.power_switch is not None:
                 thread.rest_when_idle(opened.power_switch)
             specs = _specs(asked, config, opened)
             check_precision(opened, asked.precision, specs)
-            plan, notes = thread.run(lambda: plan_for(asked, PlanTarget.of(opened), config, specs, context))
+            target = PlanTarget.of(opened, cores.reason_for(opened))
+            plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
             # Before weights are read: quantising a model that cannot run would waste time.
             held = {key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()}
             budget = _expert_budget(asked, config, specs)
@@ -406,7 +409,7 @@ class LLM:
         self.close()
 
 
-def _open(options: LoadOptions) -> Device:
+def _open(options: LoadOptions, cores: CoreSplit) -> Device:
     # A simulated device gives answers only if it computes them.
     return open_device(
         options.device,
@@ -415,6 +418,7 @@ def _open(options: LoadOptions) -> Device:
         profiling=options.trace,
         simulation=Simulation(numerics=True),
         power=options.power,
+        choose_threads=cores,
     )
 
 

@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import re
@@ -71,6 +72,12 @@ def pytest_configure(config):
         ]()
     elif processor:
         os.environ["HETEROLLM_POCL_TARGET"] = processor
+
+
+def pytest_collection_finish():
+    """Take all that the imports made out of the garbage collector, which would look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

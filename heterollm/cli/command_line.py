@@ -7,6 +7,7 @@ order of the help. Commands import heavy modules when they run, so that the help
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import traceback
@@ -124,13 +125,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
 
 
+@functools.cache
+def _program() -> Any:  # noqa: ANN401 - of typer's own click
+    """Return the tree of commands, which Typer would make again for every call."""
+    return typer.main.get_command(app)
+
+
 def _run(words: list[str], *, debug: bool) -> int:
     from heterollm.base import check_stdout, quiet_libraries
 
     with quiet_libraries(_note, debug=debug), cli_complete.whole_words():
         try:
             check_stdout()
-            app(args=words, prog_name="heterollm")
+            _program()(args=words, prog_name="heterollm")
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else DONE
         except BrokenPipeError:

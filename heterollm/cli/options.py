@@ -329,6 +329,10 @@ class RunOptions:
         bool, typer.Option("--allow-fallback", help="Continue on the GPU when the NPU fails.")
     ] = False
     experts_gib: ExpertsGibOption = None
+    profile: Annotated[
+        Literal["quick"] | None,
+        typer.Option(help="Measure what plans lack of the device first, in about a minute."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
