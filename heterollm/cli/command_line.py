@@ -25,6 +25,7 @@ from heterollm.cli import compile as cli_compile
 from heterollm.cli import complete as cli_complete
 from heterollm.cli import demo as cli_demo
 from heterollm.cli import devices as cli_device
+from heterollm.cli import evaluate as cli_evaluate
 from heterollm.cli import generate as cli_generate
 from heterollm.cli import models as cli_models
 from heterollm.cli import plan as cli_plan
@@ -89,6 +90,7 @@ for group in (
     cli_generate.commands,
     cli_demo.commands,
     cli_models.commands,
+    cli_evaluate.commands,
     cli_compile.commands,
     cli_device.commands,
     cli_profile.commands,

@@ -26,6 +26,7 @@ from heterollm.base import HeteroLLMError, Progress, format_bytes, visible, writ
 
 if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
+    from heterollm.benchmarks import Evaluation
     from heterollm.engine import ExpertReads
     from heterollm.kernels.device import Device, DeviceStatus
     from heterollm.model import StoredModel
@@ -41,6 +42,7 @@ __all__ = [
     "cache_table",
     "devices_table",
     "error_panel",
+    "evaluation_table",
     "models_table",
     "note",
     "pairs_table",
@@ -347,6 +349,21 @@ def cache_table(kinds: Sequence[CacheKind]) -> Table:
     made.add_section()
     made.add_row("all", "", str(sum(kind.files for kind in kinds)), format_bytes(total), "")
     return made
+
+
+def evaluation_table(found: Evaluation) -> Table:
+    """Return a model's likelihood of a text, and its nearness to float weights."""
+    where = f"{found.device}, plan {found.plan}, {found.precision}"
+    pairs = [("model", where), ("text", f"{found.windows} windows of {found.window_tokens} tokens")]
+    pairs.append(("perplexity", f"{found.perplexity:.4f}"))
+    if found.float_perplexity is not None:
+        change = found.perplexity / found.float_perplexity - 1
+        pairs += [
+            ("with float weights", f"{found.float_perplexity:.4f} ({change:+.2%})"),
+            ("same likeliest token", f"{found.top_1_agreement:.2%}"),
+            ("KL divergence", f"{found.divergence:.3g} nats a token"),
+        ]
+    return pairs_table([*pairs, *(("note", text) for text in found.notes)])
 
 
 def models_table(models: Sequence[StoredModel]) -> Table:
