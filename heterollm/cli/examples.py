@@ -39,6 +39,10 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         "heterollm pull HuggingFaceTB/SmolLM2-135M-Instruct",
         "heterollm pull bartowski/SmolLM2-135M-Instruct-GGUF --gguf '*Q4_K_M*'",
     ),
+    "convert": (
+        "heterollm convert MODEL -o small",
+        "heterollm convert MODEL -o small --group-size 128 --lora adapter",
+    ),
     "eval": (
         "heterollm eval MODEL --text prose.txt",
         "heterollm eval MODEL --text prose.txt --precision w4a8",
@@ -95,6 +99,7 @@ SUMMARIES: Final[dict[str, str]] = {
     "chat": "Talk to a model.",
     "demo": "See GPU, NPU and both at work in a minute; no download.",
     "pull": "Fetch a model from the Hugging Face hub.",
+    "convert": "Quantise a model once.",
     "eval": "Measure perplexity and the nearness to float weights.",
     "list": "Show the models on this machine.",
     "rm": "Delete models from the caches.",

@@ -1,15 +1,17 @@
-"""The commands ``pull``, ``list`` and ``rm``: the models on this machine."""
+"""The commands ``pull``, ``convert``, ``list`` and ``rm``: the models on this machine."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from heterollm.base import InputError
 from heterollm.cli import complete as cli_complete
-from heterollm.cli.options import JsonOption, command_group
+from heterollm.cli.options import GroupSize, JsonOption, LoraOption, Model, command_group
 
 if TYPE_CHECKING:
     from heterollm.model import StoredModel
@@ -36,6 +38,28 @@ def pull(
     write(f"{path}\n")
     model = path if path.is_file() else name
     report.show(report.note(f'`heterollm generate {model} "Once upon a time"` runs it.'))
+
+
+@commands.command()
+def convert(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The new checkpoint.")],
+    group_size: GroupSize = 32,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Give the weights zero points.")] = False,
+    lora: LoraOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantise a model once, as compressed-tensors W4A16, which other programs read, too."""
+    from heterollm.model import convert_model
+    from heterollm.report import console as report
+
+    with report.progress_bars() as progress:
+        found = convert_model(
+            model, output, group_size=group_size, symmetric=not asymmetric, lora=lora, progress=progress
+        )
+    shown = asdict(found) | {"folder": os.fspath(found.folder)}
+    report.answer(report.conversion_table(found), shown, as_json=as_json)
+    report.show(report.note(f"`heterollm eval {output} --text FILE` measures its perplexity."))
 
 
 @commands.command("list")

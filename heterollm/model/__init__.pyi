@@ -2,6 +2,8 @@ from .channel_file import ChannelFile as ChannelFile
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig
+from .convert import Conversion as Conversion
+from .convert import convert_model as convert_model
 from .expert_layout import expert_specs as expert_specs
 from .expert_reader import ExpertReader as ExpertReader
 from .family import Norm as Norm

@@ -173,6 +173,11 @@ class Checkpoint:
         stored = self._in_blocks(name)
         return self.file(name).entries[name].shape if stored is None else stored.shape(name)
 
+    def dtype(self, name: str) -> str | None:
+        """Return the type of a tensor in a safetensors file; None in other files."""
+        file = self._files.get(name)
+        return None if file is None else file.entries[name].dtype
+
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """Return rows and columns of a weight; those of a stack of matrices are rows of one."""
         return matrix_shape(self.shape(name))

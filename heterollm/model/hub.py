@@ -14,7 +14,7 @@ import huggingface_hub
 
 from heterollm.base import CheckpointError, OptionError, Progress, locked
 
-__all__ = ["hub_folder", "is_hub_name", "pull_model"]
+__all__ = ["CONFIG_FILES", "HUB_FILES", "hub_folder", "is_hub_name", "pull_model"]
 
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")

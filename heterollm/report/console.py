@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from heterollm.benchmarks import Evaluation
     from heterollm.engine import ExpertReads
     from heterollm.kernels.device import Device, DeviceStatus
-    from heterollm.model import StoredModel
+    from heterollm.model import Conversion, StoredModel
     from heterollm.planning import Precompiled
     from heterollm.solver import Plan
     from heterollm.text import GenerationResult, GenerationStep
@@ -40,6 +40,7 @@ __all__ = [
     "bars_with",
     "bug_panel",
     "cache_table",
+    "conversion_table",
     "devices_table",
     "error_panel",
     "evaluation_table",
@@ -349,6 +350,18 @@ def cache_table(kinds: Sequence[CacheKind]) -> Table:
     made.add_section()
     made.add_row("all", "", str(sum(kind.files for kind in kinds)), format_bytes(total), "")
     return made
+
+
+def conversion_table(found: Conversion) -> Table:
+    """Return the size and the accuracy of a quantised checkpoint."""
+    zeros = "" if found.symmetric else " with zero points"
+    pairs = (
+        ("folder", str(found.folder)),
+        ("size", f"{format_bytes(found.size_bytes)} of {format_bytes(found.source_bytes)}"),
+        ("linears", f"{found.linears} in 4 bits, blocks of {found.block}{zeros}"),
+        ("signal to error", f"{found.signal_db:.1f} dB; {found.worst_db:.1f} dB in {found.worst}"),
+    )
+    return pairs_table(pairs)
 
 
 def evaluation_table(found: Evaluation) -> Table:
