@@ -133,13 +133,17 @@ class LLM:
         thread = EngineThread()
         try:
             cores = CoreSplit(asked, config, context)
+            report("Opening the device", 0, 1)
             opened = thread.run(lambda: _open(asked, cores))
+            report("Opening the device", 1, 1)
             if opened.power != "default" and opened.power_switch is not None:
                 thread.rest_when_idle(opened.power_switch)
             specs = _specs(asked, config, opened)
             check_precision(opened, asked.precision, specs)
             target = PlanTarget.of(opened, cores.reason_for(opened))
+            report("Planning", 0, 1)
             plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
+            report("Planning", 1, 1)
             # Before weights are read: quantising a model that cannot run would waste time.
             held = {key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()}
             budget = _expert_budget(asked, config, specs)

@@ -96,6 +96,16 @@ def session_cache(tmp_path_factory):
     assert not {name for name in names if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}(?<!\.)", name)}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_defaults(tmp_path_factory):
+    """No test reads the developer's file of defaults."""
+    file = tmp_path_factory.mktemp("config") / "heterollm.toml"
+    file.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CONFIG", str(file))
+        yield
+
+
 CONTEXTS = {}
 PROGRAMS = {}
 

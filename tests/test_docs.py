@@ -56,7 +56,7 @@ PARSED_ONLY = {
 either, nor those that a real profile must come before: the simulated device and `host` stand for them."""
 
 SLOW = {"simulation", "generate", "auto"}
-"""Pages, commands and options whose commands run with the slow tests; tests/solver/test_flights.py has ``auto``."""
+"""Pages, commands and options whose commands run as slow tests; tests/solver/test_flights.py has ``auto``."""
 
 
 def name_of(path):

@@ -180,7 +180,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="Instructions before the first message.")] = None,
     run: RunOptions,
 ) -> None:
-    """Talk to a model: /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    """Talk to a model: /help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
     from heterollm.base import check_stdin
     from heterollm.cli.chat_loop import ChatLoop
 
