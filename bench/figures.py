@@ -335,17 +335,18 @@ def stored_formats_table() -> str:
 
 def published_file_table() -> str:
     """Logits and greedy text of published GGUF files against their own values."""
-    rows = {row["file"]: row for row in rows_of("checkpoint_formats") if row["kind"] == "file"}
+    files = [row for row in rows_of("checkpoint_formats") if row["kind"] == "file"]
     lines = [
         (
             f"`{name}`",
-            f"{row['logits_db']:.0f} dB",
+            f"`{plan}`",
+            *("equal" if db is None else f"{db:.0f} dB" for db in (row["prompt_db"], row["decode_db"])),
             f"{row['top_1']:.1%}",
             "equal" if row["same_greedy_text"] else "differs",
         )
-        for name, row in rows.items()
+        for (name, plan), row in {(row["file"], row["plan"]): row for row in files}.items()
     ]
-    return table("file | logits | same top token | greedy text", "lrrl", lines)
+    return table("file | plan | prompt | decode | same top token | greedy text", "llrrrl", lines)
 
 
 def startup_table() -> str:

@@ -114,7 +114,7 @@ class LLM:
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
                 ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
-                ``allow_fallback``, ``trace`` and ``experts_gib``.
+                ``allow_fallback``, ``trace``, ``experts_gib`` and ``lora``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
@@ -128,7 +128,7 @@ class LLM:
 
         check_keywords(options, LoadKeywords.__annotations__)
         asked = LoadOptions(**options)
-        checkpoint = Checkpoint(model)
+        checkpoint = Checkpoint(model, asked.lora)
         config = ModelConfig.from_folder(checkpoint.folder)
         context = choose_context(config, asked.context)
         tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
