@@ -114,7 +114,7 @@ class LLM:
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
                 ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
-                ``allow_fallback``, ``trace`` and ``experts_gib``.
+                ``allow_fallback``, ``trace``, ``experts_gib`` and ``lora``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
@@ -128,7 +128,7 @@ class LLM:
 
         check_keywords(options, LoadKeywords.__annotations__)
         asked = LoadOptions(**options)
-        checkpoint = Checkpoint(model)
+        checkpoint = Checkpoint(model, asked.lora)
         config = ModelConfig.from_folder(checkpoint.folder)
         context = choose_context(config, asked.context)
         tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
@@ -347,21 +347,25 @@ class LLM:
         """Deviations from the request, the reason for the choice of device ``auto``, and :attr:`failures`."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
-        engine, thread = self._engine, self._thread
-        passes = () if thread.closed else thread.run(lambda: engine.pass_notes)
         return (
             *chosen,
             *self._plan_notes,
             *self._weights.notes,
             *self.device.gpu.variants.notes,
-            *passes,
-            *self.failures,
+            *self.pass_notes,
         )
 
     @property
     def plan_notes(self) -> tuple[str, ...]:
         """Differences of the plan from the request, with the reason."""
         return self._plan_notes
+
+    @property
+    def pass_notes(self) -> tuple[str, ...]:
+        """Notes on the passes so far: saturated values, experts on the NPU, and :attr:`failures`."""
+        engine, thread = self._engine, self._thread
+        passes = () if thread.closed else thread.run(lambda: engine.pass_notes)
+        return (*passes, *self.failures)
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -47,6 +47,9 @@ SIMULATED = "sim:snapdragon-8gen3"
 PARSED_ONLY = {
     "bench": "takes minutes",
     "chat": "needs a person",
+    "convert": "takes 15 seconds; tests/heterollm/model/test_convert.py runs it",
+    "eval": "takes 20 seconds; tests/heterollm/benchmarks/test_evaluate.py runs it",
+    "pull": "needs the hub; tests/heterollm/model/test_hub.py runs it with one of its own",
     "compile": "compiles for minutes; tests/heterollm/planning/test_ahead.py runs it",
     "demo": "takes a minute; .ci/run runs it",
     "doctor": "takes 20 seconds a device; tests/heterollm/doctor/test_doctor.py runs it",

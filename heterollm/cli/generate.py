@@ -50,7 +50,7 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerOptions:
+class AnswerForm:
     """The form of an answer, and reports on its tokens."""
 
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None
@@ -93,7 +93,7 @@ def generate(
     options: ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer.")] = 256,
     choice: TokenOptions,
-    answer: AnswerOptions,
+    answer: AnswerForm,
     run: RunOptions,
     trace: Annotated[
         Path | None,

@@ -47,6 +47,7 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
             symmetric=not options.weights.asymmetric,
             scales=options.weights.scales,
             calibration=options.weights.calibration,
+            lora=options.lora,
             context=options.context,
             gpu_threads=run.threads.gpu_threads,
             npu_threads=run.threads.npu_threads,
