@@ -23,6 +23,7 @@ import ablation_table
 import accuracy_table
 import adreno_programs
 import aims
+import expert_tables
 import llm_npu_tables
 import mixture_tables
 import shadow_attention_tables
@@ -647,6 +648,12 @@ def mixture_table(lines: Callable[..., tuple[list[str], list[tuple[str, ...]]]],
     return table(" | ".join(columns), right, found)
 
 
+def expert_table(name: str) -> str:
+    """The simulated tables of the pass npumoe."""
+    head, right = expert_tables.HEADS[name]
+    return table(head, right, getattr(expert_tables, name)(one, rows_of("simulated_experts")))
+
+
 def parity_table() -> str:
     """Logits of mixtures against transformers."""
     rows = [row for row in rows_of("parity") if row["level"] == "gpu"]
@@ -828,6 +835,9 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (MIXTURES, "perplexity under overflow"): lambda: mixture_table(mixture_tables.overflow_lines, "lrrrrrr"),
     (MIXTURES, "bytes of a decoded token"): lambda: mixture_table(mixture_tables.bytes_lines, "lrrrrrrl"),
     (MIXTURES, "parity of mixtures"): parity_table,
+    (MIXTURES, "simulated steps"): lambda: expert_table("phone"),
+    (MIXTURES, "simulated steps, unlimited"): lambda: expert_table("unlimited"),
+    (MIXTURES, "simulated imbalance"): lambda: expert_table("imbalances"),
 }
 """Tables by page and name."""
 

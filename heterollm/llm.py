@@ -334,21 +334,25 @@ class LLM:
         """Deviations from the request, the reason for the choice of device ``auto``, and :attr:`failures`."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
-        engine, thread = self._engine, self._thread
-        passes = () if thread.closed else thread.run(lambda: engine.pass_notes)
         return (
             *chosen,
             *self._plan_notes,
             *self._weights.notes,
             *self.device.gpu.variants.notes,
-            *passes,
-            *self.failures,
+            *self.pass_notes,
         )
 
     @property
     def plan_notes(self) -> tuple[str, ...]:
         """Differences of the plan from the request, with the reason."""
         return self._plan_notes
+
+    @property
+    def pass_notes(self) -> tuple[str, ...]:
+        """Notes on the passes so far: saturated values, experts on the NPU, and :attr:`failures`."""
+        engine, thread = self._engine, self._thread
+        passes = () if thread.closed else thread.run(lambda: engine.pass_notes)
+        return (*passes, *self.failures)
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -181,9 +181,9 @@ class Engine:
     ) -> None:
         """Run tokens through the model, in the plan's chunks.
 
-        Where the GPU continues alone and attention becomes dense, all chunks of this call are computed again:
-        the logits are those of dense attention behind what the cache held before. Keys of earlier calls stay,
-        also those that sparse attention has changed.
+        Where the GPU continues alone, and attention becomes dense or no token of an expert is dropped any
+        more, all chunks of this call are computed again: the logits are those of the GPU behind what the
+        cache held before. Keys of earlier calls stay, also those that the NPU's part has changed.
 
         Args:
             cache: The session's cache; written from ``position`` on.
@@ -210,7 +210,8 @@ class Engine:
                 try:
                     self._chunk(cache, position + first, tokens, phase, rows, last)
                 except NPU_FAILURES as error:
-                    if first and phase == "prefill" and self.plan.estimates_on_npu:
+                    changed = self.plan.estimates_on_npu or self.plan.drops_tokens
+                    if first and phase == "prefill" and changed:
                         self._fall_back(error, position)
                         self.prefill(cache, position, ids, phase, target)
                         return

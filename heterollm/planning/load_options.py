@@ -112,7 +112,8 @@ class LoadOptions:
             raise OptionError(
                 "A calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8, "
                 "or for the pass npumoe or a memory budget of experts.",
-                fix="Choose scales stepped or precision w8a8, or leave the calibration out.",
+                fix="Choose scales stepped or precision w8a8, or leave the calibration out: a plan's file "
+                "has all that it needs of it.",
             )
         if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":
             raise OptionError(
