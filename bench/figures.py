@@ -38,6 +38,7 @@ __all__ = ["BLOCKS", "differences", "phrases", "written"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = "README.md"
+LIMITS: Final = "docs/limits.md"
 MEASURED: Final = "docs/measured.md"
 SIMULATION: Final = "docs/simulation.md"
 FLIGHTS: Final = "docs/chunks-in-flight.md"
@@ -94,7 +95,7 @@ def large() -> list[BenchRow]:
 
 
 def measured_table() -> str:
-    """The README's table."""
+    """The table of rates on ``host``."""
     lines = ablation_table.table([row for row in split_rows() if not aims.is_of_waits(row)])
     return "\n".join(line.replace("|  |", "| |") for line in lines[: lines.index("")])
 
@@ -183,7 +184,7 @@ def predicted() -> Mapping[str, Any]:
 
 
 def whole_wins() -> str:
-    """Return in how many rows of the README's table `gpu` on both cores is no slower than the splits."""
+    """Return in how many rows of that table `gpu` on both cores is no slower than the splits."""
     cells = [line.strip("|").split("|") for line in measured_table().splitlines()]
     titles = [title.strip() for title in cells[0]]
     at = {name: titles.index(name) for name in ("`tensor`", "`block`", "`gpu`, both cores")}
@@ -242,7 +243,7 @@ def published_table(depths: Sequence[int]) -> str:
 
 
 def ranks() -> tuple[int, int, int]:
-    """Return how many of the README's rows show `w4a8` faster than llama.cpp, neither, and slower."""
+    """Return how many rows at three depths show `w4a8` faster than llama.cpp, neither, and slower."""
     changes = [
         compare_rows(published()[test, depth, "llama.cpp"], published()[test, depth, "w4a8"])
         for test in ("pp256", "tg64")
@@ -334,17 +335,18 @@ def stored_formats_table() -> str:
 
 def published_file_table() -> str:
     """Logits and greedy text of published GGUF files against their own values."""
-    rows = {row["file"]: row for row in rows_of("checkpoint_formats") if row["kind"] == "file"}
+    files = [row for row in rows_of("checkpoint_formats") if row["kind"] == "file"]
     lines = [
         (
             f"`{name}`",
-            f"{row['logits_db']:.0f} dB",
+            f"`{plan}`",
+            *("equal" if db is None else f"{db:.0f} dB" for db in (row["prompt_db"], row["decode_db"])),
             f"{row['top_1']:.1%}",
             "equal" if row["same_greedy_text"] else "differs",
         )
-        for name, row in rows.items()
+        for (name, plan), row in {(row["file"], row["plan"]): row for row in files}.items()
     ]
-    return table("file | logits | same top token | greedy text", "lrrl", lines)
+    return table("file | plan | prompt | decode | same top token | greedy text", "llrrrl", lines)
 
 
 def startup_table() -> str:
@@ -445,7 +447,7 @@ def refused(row: Row) -> bool:
 
 
 def simulated_table() -> str:
-    """The README's table of simulated rates: the paper's conditions beside this program's path."""
+    """The table of simulated rates: the paper's conditions beside this program's path."""
     lines = []
     for name, level, asked in (
         ("`gpu`", "gpu", {}),
@@ -464,6 +466,16 @@ def simulated_table() -> str:
     phases = "64 | 256 | 1024 | decode"
     made = table(f"simulated | paper: {phases} | own path: {phases}", "lrrrrrrrr", lines)
     return made.replace("|  |", "| |").replace("|  |", "| |")
+
+
+def three_rows_table() -> str:
+    """GPU, NPU and both on this program's own path."""
+    names = {"gpu": "GPU alone", "layer": "prompts on the NPU", "tensor": "both at once"}
+    lines = []
+    for level, name in names.items():
+        rate, decode = (_rates([own_path(level, 256)] * 3)[at] for at in (0, 3))
+        lines.append((f"{name} (`{level}`)", rate, decode))
+    return table("simulated, Llama-3-8B | prompt of 256 | decode", "lrr", lines)
 
 
 def _rates(rows: Sequence[Row | str]) -> list[str]:
@@ -788,14 +800,14 @@ def llm_npu_host_table() -> str:
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
-    (README, "rates"): measured_table,
-    (README, "simulated rates"): simulated_table,
+    (MEASURED, "rates"): measured_table,
+    (README, "three rows"): three_rows_table,
+    (SIMULATION, "simulated rates"): simulated_table,
     (SIMULATION, "what-ifs"): what_if_table,
     (SIMULATION, "shared contexts"): contexts_table,
     (FLIGHTS, "chunks in flight"): flights_table,
     (FLIGHTS, "schedules"): schedules_table,
     (MEASURED, "perplexity"): perplexity_table,
-    (README, "published model"): lambda: published_table((0, 2048, 7680)),
     (MEASURED, "published model"): lambda: published_table((0, 256, 512, 2048, 7680)),
     (MEASURED, "llama.cpp, AVX2"): lambda: llama_cpp_table("llama_cpp_avx2", "phase, AVX2 only"),
     (MEASURED, "attention"): attention_table,
@@ -870,17 +882,19 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
         fastest("pp256", "w4a8", chosen).times.median_ts for chosen in (aims.gpu_alone, aims.npu_lengths)
     ]
     odd = {way: odd_gains(way, aims.npu_lengths, aims.ODD_LENGTHS) for way in ("w4a16", "w4a8")}
-    yield README, f"prefill of 256 tokens at `w4a16` {prefill['w4a16']}. The other three are **not shown**"
+    yield MEASURED, f"prefill of 256 tokens at `w4a16` {prefill['w4a16']}. The other three are **not shown**"
     yield (
-        README,
+        MEASURED,
         (
             f"decode at `w4a16` {not_shown[0]}, prefill at `w4a8` {not_shown[1]}, decode at `w4a8` "
             f"{not_shown[2]};"
         ),
     )
-    yield README, f"the NPU's stand-in, is {rates[0] / rates[1]:.1f} times slower than the GPU's kernels"
-    yield README, f"Lengths without a graph gain {odd['w4a16'][0]:.1f} to {odd['w4a8'][1]:.1f} times over"
-    yield README, f"as fast as the split or faster in {whole_wins()}**"
+    yield MEASURED, f"the NPU's stand-in, is {rates[0] / rates[1]:.1f} times slower than the GPU's kernels"
+    yield MEASURED, f"Lengths without a graph gain {odd['w4a16'][0]:.1f} to {odd['w4a8'][1]:.1f} times over"
+    yield MEASURED, f"as fast as the split or faster in {whole_wins()}**"
+    yield README, f"gains {prefill['w4a16']} over the better processor"
+    yield README, f"as fast or faster in {whole_wins()}"
     yield (
         MEASURED,
         (
@@ -992,12 +1006,12 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
 
 def _other_phrases() -> Iterator[tuple[str, str]]:
     yield (
-        README,
+        LIMITS,
         "prefill at `w4a16` without context is "
         f"{ratio(over_llama_cpp('pp256', 0, 'w4a16'))} times as fast as llama.cpp",
     )
     wins, ties, losses = ranks()
-    yield README, f"`w4a8` is faster in {wins} of {wins + ties + losses} rows and slower in {losses}"
+    yield MEASURED, f"`w4a8` is faster in {wins} of {wins + ties + losses} rows and slower in {losses}"
     yield (
         MEASURED,
         f"transformers in float32: "
@@ -1034,7 +1048,7 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
         f'"After" includes the KV cache of {rows_of("memory")[0]["kv_cache_bytes"] / 2**20:.0f} MiB.',
     )
     yield (
-        README,
+        SIMULATION,
         (
             f"With a limit of 14336 the 256 tokens gain {chunk_gain(14336)} times over `tensor` "
             f"instead of {chunk_gain(4096)}."

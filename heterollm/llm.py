@@ -17,6 +17,7 @@ from heterollm.base import EngineError, InputError, OptionError, Progress, check
 from heterollm.engine import (
     AnswerKeywords,
     EngineThread,
+    PreparedAnswer,
     Session,
     SessionSource,
     Stream,
@@ -60,6 +61,7 @@ from heterollm.text import (
     NoTokenizer,
     SamplingOptions,
     Tokenizer,
+    TokenSource,
     load_tokenizer,
     reusable_prefix,
 )
@@ -112,7 +114,7 @@ class LLM:
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
                 ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
-                ``allow_fallback``, ``trace`` and ``experts_gib``.
+                ``allow_fallback``, ``trace``, ``experts_gib`` and ``lora``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
@@ -126,7 +128,7 @@ class LLM:
 
         check_keywords(options, LoadKeywords.__annotations__)
         asked = LoadOptions(**options)
-        checkpoint = Checkpoint(model)
+        checkpoint = Checkpoint(model, asked.lora)
         config = ModelConfig.from_folder(checkpoint.folder)
         context = choose_context(config, asked.context)
         tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
@@ -260,6 +262,25 @@ class LLM:
                 schema or grammar is illegal.
             CheckpointError: The call has text, and the checkpoint has no tokenizer.
         """
+        answer = self.prepare(prompt, **options)
+        target = options.get("session")
+        if target is None:
+            target = self._own_session = self._own_session or self.session()
+        if not target.belongs_to(self._engine):
+            raise OptionError("The session was made by another model.", fix="Use this model's session().")
+
+        def start(cancel: threading.Event) -> Generation:
+            reused = reusable_prefix(target.ids.tolist(), answer.prompt_ids)
+            target.truncate(reused)
+            return answer.start(SessionSource(target), reused, cancel)
+
+        return Stream(self._thread, start)
+
+    def prepare(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> PreparedAnswer:
+        """Check a prompt and the options of its answer, for a caller that runs answers in turns.
+
+        Arguments and errors are those of :meth:`stream`; ``session`` is not read.
+        """
         asked = _generation_options(options)
         # Stop strings need text.
         tokenizer = self.tokenizer if asked.stop else self._tokenizer
@@ -271,16 +292,8 @@ class LLM:
                 fix="Shorten the prompt or load the model with a larger context.",
             )
         constraint = self._grammar_tokens().constraint(asked) if asked.is_structured else None
-        target = options.get("session")
-        if target is None:
-            target = self._own_session = self._own_session or self.session()
-        if not target.belongs_to(self._engine):
-            raise OptionError("The session was made by another model.", fix="Use this model's session().")
 
-        def start(cancel: threading.Event) -> Generation:
-            reused = reusable_prefix(target.ids.tolist(), ids)
-            target.truncate(reused)
-            source = SessionSource(target)
+        def start(source: TokenSource, reused: int, cancel: threading.Event) -> Generation:
             clock = self.device.now_s
             return Generation(
                 *(source, tokenizer, ids, asked),
@@ -290,7 +303,7 @@ class LLM:
                 clock=clock,
             )
 
-        return Stream(self._thread, start)
+        return PreparedAnswer(ids, start)
 
     def _grammar_tokens(self) -> GrammarTokens:
         if self._kept_grammar_tokens is None:

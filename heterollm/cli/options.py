@@ -36,6 +36,7 @@ __all__ = [
     "InFlightOption",
     "IntegerList",
     "JsonOption",
+    "LoraOption",
     "MaybeModel",
     "Model",
     "ModelOptions",
@@ -288,6 +289,12 @@ class WeightOptions:
     calibration: CalibrationOption = None
 
 
+LoraOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="A LoRA adapter (PEFT), merged into the weights at load."),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Options of loading a model: device, plan, weights and context."""
@@ -301,6 +308,7 @@ class ModelOptions:
         ),
     ] = "auto"
     weights: WeightOptions = WeightOptions()
+    lora: LoraOption = None
     context: Context = None
     passes: PassOption = ()
     attention: AttentionOptions = AttentionOptions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 
 from heterollm.engine.session import Session, check_ids
 from heterollm.engine.thread import EngineThread
-from heterollm.text import Generation, GenerationResult, GenerationStep
+from heterollm.text import Generation, GenerationResult, GenerationStep, TokenSource
 
-__all__ = ["AnswerKeywords", "SessionSource", "Stream"]
+__all__ = ["AnswerKeywords", "PreparedAnswer", "SessionSource", "Stream"]
 
 Item: TypeAlias = GenerationStep | GenerationResult | BaseException
 
@@ -37,6 +38,20 @@ class AnswerKeywords(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     json_object: bool
     grammar: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAnswer:
+    """A checked prompt with the options of one answer; made by :meth:`heterollm.LLM.prepare`.
+
+    Args:
+        prompt_ids: The prompt.
+        start: Returns the answer, once, given a source, the number of the prompt's tokens that it holds,
+            and the event that cancels the answer.
+    """
+
+    prompt_ids: Sequence[int]
+    start: Callable[[TokenSource, int, threading.Event], Generation]
 
 
 class SessionSource:

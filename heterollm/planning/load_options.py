@@ -65,6 +65,8 @@ class LoadOptions:
             faster policy for each group, by the device's profile). The solver needs none.
         allow_fallback: Go on with the GPU alone when the NPU fails, with a note.
         trace: Record every pass.
+        lora: Folder of a LoRA adapter in PEFT's format, which is merged into the weights before they are
+            quantised.
         experts_gib: Memory in GiB for the weights of a mixture's experts on the GPU; other experts are read
             from storage when they are chosen. None for all of them.
 
@@ -90,6 +92,7 @@ class LoadOptions:
     allow_fallback: bool = False
     trace: bool = False
     experts_gib: float | None = None
+    lora: str | Path | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.plan, str | Path | Plan):
@@ -98,6 +101,8 @@ class LoadOptions:
             )
         if self.request is not None and not isinstance(self.request, PlanRequest):
             raise OptionError(f"The request is {self.request!r:.80}.", fix="Give a PlanRequest.")
+        if self.lora is not None and not isinstance(self.lora, str | Path):
+            raise OptionError(f"lora is {self.lora!r:.80}.", fix="Give the folder of an adapter.")
         check_weights(self.precision, self.group_size, self.symmetric, self.scales)
         if self.request is not None:
             level = self.plan if isinstance(self.plan, str) else "of a file"
@@ -160,6 +165,7 @@ class LoadKeywords(TypedDict, total=False):
     allow_fallback: bool
     trace: bool
     experts_gib: float | None
+    lora: str | Path | None
 
 
 def check_experts_gib(experts_gib: float | None, device: str) -> None:
