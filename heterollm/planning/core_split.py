@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from heterollm.base import ProfileError
+from heterollm.base import CacheError, ProfileError
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.open import opens_host
@@ -163,7 +163,11 @@ def profiles_here() -> dict[Threads, Profile]:
     cores, model = len(allowed_cores()), processor_model()
     runtime = metadata.version("onnxruntime")
     found: list[tuple[tuple[bool, float], Threads, Mapping[str, Any], Profile]] = []
-    for path in stored_profiles():
+    try:
+        paths = stored_profiles()
+    except CacheError:  # the load goes on without a cache, or reports it
+        return {}
+    for path in paths:
         if not path.name.startswith(f"{HOST}-"):
             continue
         try:
