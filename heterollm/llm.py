@@ -17,12 +17,15 @@ from heterollm.base import EngineError, InputError, OptionError, Progress, check
 from heterollm.engine import (
     AnswerKeywords,
     EngineThread,
+    LookupSpeculator,
     Session,
     SessionSource,
+    Speculator,
     Stream,
     check_ids,
     check_memory,
     check_precision,
+    measured_pass_s,
     memory_need,
     start_engine,
 )
@@ -83,6 +86,7 @@ class LLM:
         engine: Engine,
         thread: EngineThread,
         plan_notes: Sequence[str] = (),
+        speculator: Speculator | None = None,
     ) -> None:
         self.config = config
         self._tokenizer = tokenizer
@@ -90,6 +94,7 @@ class LLM:
         self._engine = engine
         self._thread = thread
         self._plan_notes = tuple(plan_notes)
+        self._speculator = speculator
         self._own_session: Session | None = None
 
     def __repr__(self) -> str:
@@ -109,7 +114,7 @@ class LLM:
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
                 ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
-                ``allow_fallback``, ``trace`` and ``experts_gib``.
+                ``allow_fallback``, ``trace``, ``experts_gib``, ``speculative`` and ``guesses``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
@@ -170,12 +175,16 @@ class LLM:
                     experts=budget,
                 )
             )
+            speculator: Speculator | None = None
+            if asked.speculative is not None:
+                pass_s = thread.run(lambda: measured_pass_s(engine))
+                speculator = LookupSpeculator.of(pass_s, asked.guesses)
         except BaseException:
             # Ctrl-C interrupts this thread; the engine thread ends at its next report of progress.
             stopped.set()
             thread.close()
             raise
-        return cls(config, tokenizer, weights, engine, thread, notes)
+        return cls(config, tokenizer, weights, engine, thread, notes, speculator)
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -228,6 +237,7 @@ class LLM:
             stop: Texts that end the answer.
             ignore_eos: Continue after end tokens.
             log_probabilities: Report every token's log-probability.
+            speculate: Whether to guess tokens, if the model was loaded with ``speculative``.
 
         Raises:
             OptionError: An option is illegal.
@@ -249,13 +259,21 @@ class LLM:
             target = self._own_session = self._own_session or self.session()
         if not target.belongs_to(self._engine):
             raise OptionError("The session was made by another model.", fix="Use this model's session().")
+        speculator = self._speculator if options.get("speculate", True) else None
 
         def start(cancel: threading.Event) -> Generation:
             reused = reusable_prefix(target.ids.tolist(), ids)
             target.truncate(reused)
             source = SessionSource(target)
             clock = self.device.now_s
-            return Generation(source, tokenizer, ids, asked, reused=reused, cancel=cancel, clock=clock)
+            speculation = None if speculator is None else speculator.begin(target, asked.sampling, clock)
+            return Generation(
+                *(source, tokenizer, ids, asked),
+                reused=reused,
+                speculation=speculation,
+                cancel=cancel,
+                clock=clock,
+            )
 
         return Stream(self._thread, start)
 

@@ -20,6 +20,11 @@ from .session import check_ids as check_ids
 from .shadows import ColdProduct as ColdProduct
 from .slots import HEAD_ROWS as HEAD_ROWS
 from .slots import pool_sizes as pool_sizes
+from .speculators import DraftSpeculator as DraftSpeculator
+from .speculators import LookupSpeculator as LookupSpeculator
+from .speculators import Speculator as Speculator
+from .speculators import longest_guessed_pass as longest_guessed_pass
+from .speculators import measured_pass_s as measured_pass_s
 from .start import start_engine as start_engine
 from .step import Action as Action
 from .step import Buffer as Buffer

@@ -206,7 +206,7 @@ class Engine:
             for first, length in flight:
                 tokens = ids[first : first + length]
                 rows = None if target is None else target[first : first + length]
-                last = first + length == len(ids)
+                last = int(first + length == len(ids))
                 try:
                     self._chunk(cache, position + first, tokens, phase, rows, last)
                 except NPU_FAILURES as error:
@@ -224,6 +224,19 @@ class Engine:
         except NPU_FAILURES as error:
             self._fall_back(error, position)
             self._one_token(cache, position, token)
+
+    def decode_several(self, cache: KvCache, position: int, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Run up to :data:`HEAD_ROWS` tokens in one pass; errors as for :meth:`prefill`.
+
+        Returns:
+            Their logits ``[n, vocab]``, which the next pass overwrites.
+        """
+        try:
+            self._chunk(cache, position, ids, "decode", None, len(ids))
+        except NPU_FAILURES as error:
+            self._fall_back(error, position)
+            self._chunk(cache, position, ids, "decode", None, len(ids))
+        return self._logits[: len(ids)]
 
     def compile_ahead(self, cache: KvCache, chunks: Iterable[tuple[int, int]], progress: Progress) -> None:
         """Compile decode and passes of prefill, building or loading their NPU graphs.
@@ -286,16 +299,18 @@ class Engine:
         tokens: NDArray[np.int32],
         phase: Phase,
         target: NDArray[np.float32] | None,
-        last: bool,
+        last: int,
     ) -> None:
+        """Run a pass; without a target the logits of so many last tokens, or none, stay in their slot."""
         with self._observed_pass(phase, len(tokens), position):
             compiled = self._pass(phase, len(tokens), position, cache)
-            self._write_inputs(self._lanes[0], tokens, position, len(tokens) - 1 if target is None else 0)
+            head_row = len(tokens) - (last or 1) if target is None else 0
+            self._write_inputs(self._lanes[0], tokens, position, head_row)
             self._call(compiled.calls)
             if target is not None:
                 self._all_logits(compiled, phase, target)
             elif last:
-                self._head(compiled, phase, 1)
+                self._head(compiled, phase, last)
             else:
                 self.device.gpu.finish()
 

@@ -33,6 +33,7 @@ class AnswerKeywords(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     log_probabilities: bool
+    speculate: bool
 
 
 class SessionSource:
@@ -60,6 +61,14 @@ class SessionSource:
     def decode(self, token_id: int, /) -> NDArray[np.float32]:
         """Append one token and return the logits after it."""
         return self._session.decode_in_place(token_id)
+
+    def decode_several(self, token_ids: NDArray[np.int64], /) -> NDArray[np.float32]:
+        """Append tokens in one pass and return the logits after each."""
+        return self._session.decode_several_in_place(token_ids.astype(np.int32))
+
+    def truncate(self, position: int, /) -> None:
+        """Forget the tokens from a position on."""
+        self._session.truncate(position)
 
 
 class Stream:

@@ -6,7 +6,14 @@ from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
 from .likelihood import surprises as surprises
 from .likelihood import top_1_agreement as top_1_agreement
+from .lookup import LOOKUP_PRIORS as LOOKUP_PRIORS
+from .lookup import LookupProposer as LookupProposer
+from .sampling import Sampler as Sampler
 from .sampling import SamplingOptions as SamplingOptions
+from .speculation import MOST_GUESSES as MOST_GUESSES
+from .speculation import Pace as Pace
+from .speculation import Speculation as Speculation
+from .speculation import SpeculationResult as SpeculationResult
 from .tokenizer import Message as Message
 from .tokenizer import NoTokenizer as NoTokenizer
 from .tokenizer import Tokenizer as Tokenizer

@@ -12,6 +12,7 @@ import numpy as np
 
 from heterollm.base import EngineError, InputError, OptionError
 from heterollm.text.sampling import Logits, Sampler, SamplingOptions, TokenIds
+from heterollm.text.speculation import Speculation, SpeculationResult
 
 __all__ = [
     "Generation",
@@ -127,6 +128,7 @@ class GenerationResult:
         prefill_tokens_per_s: Rate of the tokens that were prefilled, without reused ones.
         decode_tokens_per_s: Rate of the tokens after the first, without the caller's time between them.
         log_probabilities: One value for each token, if requested.
+        speculation: The guesses, if there were any to make.
     """
 
     text: str
@@ -138,6 +140,7 @@ class GenerationResult:
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     log_probabilities: tuple[float, ...] | None = None
+    speculation: SpeculationResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -189,6 +192,7 @@ class Generation:
         prompt_ids: The whole prompt.
         options: Limits, sampling and stop conditions.
         reused: Number of leading prompt tokens in the source, fewer than the prompt has.
+        speculation: Decodes with guesses, in the same source; None to decode one token at a time.
         cancel: Ends the answer before the next token when any thread sets it. Text that is held back is lost.
         clock: Returns seconds from any fixed moment; the host's clock by default.
 
@@ -205,6 +209,7 @@ class Generation:
         options: GenerationOptions,
         *,
         reused: int = 0,
+        speculation: Speculation | None = None,
         cancel: threading.Event | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -214,6 +219,7 @@ class Generation:
         self._options = options
         self._prompt_ids = prompt_ids
         self._reused = reused
+        self._speculation = speculation
         self._cancel = cancel or threading.Event()
         self._eos_ids = frozenset() if options.ignore_eos else tokenizer.eos_ids
         self._decoder = tokenizer.stream_decoder()
@@ -250,6 +256,7 @@ class Generation:
             return self._step()
         except BaseException:
             self._closed = True
+            self._forget_guesses()
             raise
 
     @property
@@ -289,13 +296,22 @@ class Generation:
             self._prefill_s = self._clock() - begin
             self._sampler = Sampler(self._options.sampling, len(self._logits))
         else:
-            self._logits = self._source.decode(int(self._history[len(self._prompt_ids) + self._count - 1]))
+            end = len(self._prompt_ids) + self._count
+            if self._speculation is None:
+                self._logits = self._source.decode(int(self._history[end - 1]))
+            else:
+                most = self._limit - self._count - 1
+                self._logits = self._speculation.decode(self._history, end, most)
         return self._accept(self._sampler, self._logits, begin)
 
     def _accept(self, sampler: Sampler, logits: Logits, begin: float) -> GenerationStep:
         """Return the step, begun at ``begin``, of a token sampled from the logits."""
         end = len(self._prompt_ids) + self._count
-        token = sampler.sample(logits, self._history[:end] if sampler.uses_history else self._history)
+        history = self._history[:end] if sampler.uses_history else self._history
+        if self._speculation is None:
+            token = sampler.sample(logits, history)
+        else:
+            token = self._speculation.sample(sampler, logits, history)
         log_probability = None
         if self._options.log_probabilities:
             log_probability = sampler.log_probability(logits, token)
@@ -323,8 +339,14 @@ class Generation:
             self._finish(reason)
         return GenerationStep(text, token, log_probability)
 
+    def _forget_guesses(self) -> None:
+        """Leave in the source what plain decoding leaves: all tokens but the last one."""
+        if self._speculation is not None and self._count:
+            self._speculation.forget(len(self._prompt_ids) + self._count - 1)
+
     def _finish(self, reason: StopReason) -> None:
         self._closed = True
+        self._forget_guesses()
         prompt = len(self._prompt_ids)
         prefilled = prompt - self._reused
         wanted = self._options.log_probabilities
@@ -338,6 +360,7 @@ class Generation:
             prefill_tokens_per_s=prefilled / self._prefill_s if self._prefill_s > 0 else None,
             decode_tokens_per_s=(self._count - 1) / self._decode_s if self._decode_s > 0 else None,
             log_probabilities=tuple(self._log_probabilities[: self._count].tolist()) if wanted else None,
+            speculation=None if self._speculation is None else self._speculation.result,
         )
 
 

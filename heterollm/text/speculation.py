@@ -1,0 +1,277 @@
+"""Speculative decoding: guesses of the next tokens, checked together in one pass.
+
+The token loop samples each token as ever. As long as it samples the guess, the logits after it are there
+already; otherwise the source forgets the wrong guesses and runs the next pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from heterollm.text.sampling import Logits, Sampler, TokenIds
+
+__all__ = ["MOST_GUESSES", "Pace", "Proposer", "Speculation", "SpeculationResult"]
+
+MOST_GUESSES: Final = 15
+"""Most guesses of a pass: plans have entries of their own for decode passes of up to 16 tokens."""
+
+PRIOR_TRIES: Final = 2.0
+"""Weight of the acceptance that is assumed before guesses were tried."""
+
+FORGET_TRIED: Final = 0.95
+FORGET_SKIPPED: Final = 0.98
+"""Factors on earlier counts of a kind of guesses, when it was tried and when it did not pay: after a while it
+is tried again."""
+
+NEWEST: Final = 0.2
+"""Weight of the latest pass in the mean time of passes of its length."""
+
+OUTLIER: Final = 3.0
+"""Largest factor on an expected time that counts: a slower pass was compiled, or another program ran."""
+
+
+PLAIN_EVERY: Final = 64
+"""Passes after which one has no guesses, so that the time to compare with is never old."""
+
+
+class SeveralSource(Protocol):
+    """A token source that takes several tokens in one pass and can forget them, as a session does."""
+
+    @property
+    def position(self) -> int:
+        """Tokens that the source holds."""
+
+    def decode(self, token_id: int, /) -> Logits:
+        """Append one token and return the logits after it."""
+
+    def decode_several(self, token_ids: TokenIds, /) -> Logits:
+        """Append tokens and return the logits ``[n, vocab]`` after each, valid until the next call."""
+
+    def truncate(self, position: int, /) -> None:
+        """Forget the tokens from a position on."""
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of one answer."""
+
+    def propose(self, history: TokenIds, end: int, most: int, /) -> int:
+        """Write guesses of the tokens after ``history[:end]`` behind them.
+
+        Args:
+            history: Prompt and answer, with room for ``most`` tokens from ``end`` on.
+            end: Number of tokens that are known.
+            most: Largest number of guesses, at most :data:`MOST_GUESSES`.
+
+        Returns:
+            The number of guesses.
+        """
+
+    def drawn_from(self, index: int, /) -> npt.NDArray[np.float64] | None:
+        """Return the probabilities ``[vocab]`` that the guess was drawn from; None if it was not drawn."""
+
+    def learn(self, tried: int, right: int, /) -> None:
+        """Take the number of guesses of the latest proposal that were compared, and that were right.
+
+        The call is left out where an answer ends before a guess is wrong.
+        """
+
+
+class Pace:
+    """Chooses numbers of guesses, by the times of passes and the acceptance so far.
+
+    Args:
+        pass_s: Expected seconds of decode passes of 1, 2, … tokens; passes that run correct them.
+        priors: Expected acceptance of each kind of guesses.
+        guess_s: Expected seconds to make one guess.
+        fixed: Number of guesses wherever there are as many; None to choose.
+    """
+
+    def __init__(
+        self,
+        pass_s: Sequence[float],
+        priors: Sequence[float],
+        *,
+        guess_s: float = 0.0,
+        fixed: int | None = None,
+    ) -> None:
+        self._expected_s = list(pass_s)
+        self._ratios = [0.0] * len(self._expected_s)
+        self._ratio = 1.0
+        self._tried = [PRIOR_TRIES] * len(priors)
+        self._right = [PRIOR_TRIES * prior for prior in priors]
+        self._priors = tuple(priors)
+        self._guess_s = guess_s
+        self._fixed = fixed
+        self._since_plain = 0
+
+    def pass_s(self, tokens: int) -> float:
+        """Return the expected seconds of a pass: by passes of its length, or else by the other ones."""
+        return self._expected_s[tokens - 1] * (self._ratios[tokens - 1] or self._ratio)
+
+    def acceptance(self, kind: int) -> float:
+        """Return the fraction of right guesses among those behind right ones."""
+        return self._right[kind] / self._tried[kind]
+
+    def guesses(self, kind: int, most: int) -> int:
+        """Return the number of guesses, up to ``most``, with the most expected tokens a second."""
+        if self._fixed is not None:
+            return min(self._fixed, most)
+        if self._since_plain >= PLAIN_EVERY:
+            return 0
+        acceptance = self.acceptance(kind)
+        best, reach, tokens = 0, 1.0, 1.0
+        best_rate = 1.0 / self.pass_s(1)
+        for count in range(1, min(most, len(self._expected_s) - 1) + 1):
+            reach *= acceptance
+            tokens += reach
+            rate = tokens / (self.pass_s(count + 1) + count * self._guess_s)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if not best and most:
+            self._forget(kind, FORGET_SKIPPED)
+        return best
+
+    def learn(self, kind: int, tried: int, right: int) -> None:
+        """Count guesses that were compared, and that were right."""
+        self._forget(kind, FORGET_TRIED)
+        self._tried[kind] += tried
+        self._right[kind] += right
+
+    def learn_pass(self, tokens: int, seconds: float) -> None:
+        """Take the time of a pass."""
+        if tokens > len(self._expected_s) or seconds <= 0.0:
+            return
+        self._since_plain = 0 if tokens == 1 else self._since_plain + 1
+        old = self._ratios[tokens - 1] or self._ratio
+        ratio = min(seconds / self._expected_s[tokens - 1], OUTLIER * old)
+        self._ratios[tokens - 1] = old + NEWEST * (ratio - old)
+        self._ratio += NEWEST * (ratio - self._ratio)
+
+    def learn_guesses(self, count: int, seconds: float) -> None:
+        """Take the time that a proposer computed for some guesses."""
+        each_s = seconds / count
+        each_s = min(each_s, OUTLIER * self._guess_s) if self._guess_s else each_s
+        self._guess_s += NEWEST * (each_s - self._guess_s)
+
+    def _forget(self, kind: int, factor: float) -> None:
+        """Move the acceptance of a kind towards the one that was assumed first."""
+        kept, prior = factor, self._priors[kind]
+        self._tried[kind] = kept * self._tried[kind] + (1.0 - kept) * PRIOR_TRIES
+        self._right[kind] = kept * self._right[kind] + (1.0 - kept) * PRIOR_TRIES * prior
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationResult:
+    """The guesses of one answer.
+
+    Args:
+        passes: Decode passes; each gave one token, and one more for each right guess.
+        guesses: Guesses that the passes checked.
+        accepted: Right guesses.
+        estimated_gain: Time of as many passes of one token, as long as such a pass took lately or is expected
+            to take, over the time of the passes and guesses; None without a pass.
+    """
+
+    passes: int
+    guesses: int
+    accepted: int
+    estimated_gain: float | None
+
+
+class Speculation:
+    """The decode passes of one answer, with guesses.
+
+    Args:
+        source: Holds the tokens.
+        proposer: Guesses tokens.
+        pace: Learns the times of passes.
+        clock: Returns seconds from any fixed moment.
+    """
+
+    def __init__(
+        self, source: SeveralSource, proposer: Proposer, pace: Pace, clock: Callable[[], float]
+    ) -> None:
+        self._source = source
+        self._proposer = proposer
+        self._pace = pace
+        self._clock = clock
+        self._rows: Logits = np.empty((0, 0), np.float32)
+        self._guesses: list[int] = []
+        self._row = 0
+        self._is_right = False
+        self._passes = self._guessed = self._accepted = 0
+        self._seconds = self._plain_s = 0.0
+
+    @property
+    def result(self) -> SpeculationResult:
+        """The guesses so far."""
+        gain = self._plain_s / self._seconds if self._seconds > 0 else None
+        return SpeculationResult(self._passes, self._guessed, self._accepted, gain)
+
+    def decode(self, history: TokenIds, end: int, most: int) -> Logits:
+        """Return the logits ``[vocab]`` after ``history[:end]``, whose last token was just sampled.
+
+        Args:
+            history: Prompt and answer, with room for ``most`` tokens from ``end`` on.
+            end: Number of tokens that are known.
+            most: Largest number of guesses behind them.
+        """
+        if self._is_right:
+            self._is_right = False
+            self._row += 1
+            return self._rows[self._row]
+        self.forget(end - 1)
+        begin = self._clock()
+        count = self._proposer.propose(history, end, min(most, MOST_GUESSES)) if most > 0 else 0
+        proposed = self._clock()
+        if count:
+            self._guesses = history[end : end + count].tolist()
+            self._rows = self._source.decode_several(history[end - 1 : end + count])
+            logits = self._rows[0]
+        else:
+            logits = self._source.decode(int(history[end - 1]))
+        now = self._clock()
+        self._pace.learn_pass(count + 1, now - proposed)
+        if count:
+            self._pace.learn_guesses(count, proposed - begin)
+        self._passes += 1
+        self._guessed += count
+        self._seconds += now - begin
+        self._plain_s += self._pace.pass_s(1)
+        return logits
+
+    def sample(self, sampler: Sampler, logits: Logits, history: TokenIds) -> int:
+        """Return the next token, sampled so that guesses do not change its distribution.
+
+        Args:
+            sampler: Samples tokens.
+            logits: Those that :meth:`decode` returned; a constraint may exclude tokens.
+            history: The tokens so far.
+        """
+        if self._row == len(self._guesses):
+            return sampler.sample(logits, history)
+        guess, drawn_from = self._guesses[self._row], self._proposer.drawn_from(self._row)
+        if drawn_from is None:
+            token = sampler.sample(logits, history)
+        else:
+            token = sampler.accept(logits, history, guess, drawn_from)
+        self._is_right = token == guess
+        if self._is_right:
+            self._accepted += 1
+            self._plain_s += self._pace.pass_s(1)
+        if not self._is_right or self._row + 1 == len(self._guesses):
+            self._proposer.learn(self._row + 1, self._row + self._is_right)
+        return token
+
+    def forget(self, position: int) -> None:
+        """Remove the tokens from ``position`` on, those of wrong guesses, from the source."""
+        self._guesses.clear()
+        self._row = 0
+        self._is_right = False
+        if self._source.position > position:
+            self._source.truncate(position)

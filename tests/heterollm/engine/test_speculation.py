@@ -1,0 +1,265 @@
+"""Speculative decoding on the host device: answers, their distribution, and what a session holds after them."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from heterollm.engine import Session, SessionSource
+from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.llm import LLM
+from heterollm.text import (
+    Generation,
+    GenerationOptions,
+    GenerationResult,
+    Pace,
+    Sampler,
+    SamplingOptions,
+    Speculation,
+)
+
+CODE = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def "
+
+
+@pytest.fixture(scope="module", params=["gpu", "npu"])
+def llm(request: pytest.FixtureRequest, bundled_model: Path) -> Iterator[LLM]:
+    with LLM.load(bundled_model, device="host", plan=request.param, speculative="lookup") as model:
+        yield model
+
+
+class Guesser:
+    """Guesses what a test says, drawn from one distribution or not at all."""
+
+    def __init__(self, guess: Callable[[int], int], count: int, drawn: np.ndarray | None = None) -> None:
+        self._guess, self._count, self._drawn = guess, count, drawn
+
+    def propose(self, history: np.ndarray, end: int, most: int, /) -> int:
+        count = min(self._count, most)
+        history[end : end + count] = [self._guess(end + index) for index in range(count)]
+        return count
+
+    def drawn_from(self, _: int, /) -> np.ndarray | None:
+        return self._drawn
+
+    def learn(self, tried: int, right: int, /) -> None:
+        pass
+
+
+def answer(
+    llm: LLM, session: Session, prompt: list[int], guesser: Guesser | None, options: GenerationOptions
+) -> GenerationResult:
+    def run() -> GenerationResult:
+        source = SessionSource(session)
+        speculation = None
+        if guesser is not None:
+            speculation = Speculation(source, guesser, Pace([1.0] * 16, (0.5,)), llm.device.now_s)
+        return Generation(source, llm._tokenizer, prompt, options, speculation=speculation).run()
+
+    return llm.on_engine_thread(run)
+
+
+def cache_bytes(llm: LLM, session: Session, positions: int) -> bytes:
+    """Return the keys and values of the first positions of all heads."""
+    cache = session._cache
+    gpu = llm.device.gpu
+
+    def read() -> bytes:
+        found = []
+        for memory in cache.memory.memories:
+            data = gpu.download(memory, np.uint8, (memory.size_bytes,))
+            heads = data.reshape(-1, cache._stride_bytes)
+            found.append(heads[:, : positions * cache._position_bytes].tobytes())
+        return b"".join(found)
+
+    return llm.on_engine_thread(read)
+
+
+@pytest.mark.parametrize("length", [1, 7, 32, 33, 61])
+@pytest.mark.parametrize("count", [1, 4, 15])
+def test_wrong_guesses_leave_no_trace(
+    llm: LLM, token_ids: Callable[[int], list[int]], length: int, count: int
+):
+    """After a rollback the session has the bits of one that never guessed."""
+    ids = token_ids(length)
+    plain, guessed = llm.session(), llm.session()
+    assert np.array_equal(plain.prefill(ids), guessed.prefill(ids))
+    for _ in range(2):
+        guessed.decode(np.arange(7, 8 + count))
+        guessed.truncate(length)
+    assert guessed.position == plain.position == length
+    assert guessed.ids.tolist() == ids
+    assert cache_bytes(llm, guessed, length) == cache_bytes(llm, plain, length)
+    for token in (3, 4, 5):
+        assert np.array_equal(guessed.decode(token), plain.decode(token))
+    # The tokens before a wrong guess, too: they do not depend on the guesses behind them.
+    one, other = llm.session(), llm.session()
+    for session, wrong in ((one, 9), (other, 1000)):
+        session.prefill(ids)
+        rows = session.decode([5, 6, *[wrong] * count])
+        session.truncate(length + 2)
+        session.last = rows[:2]  # type: ignore[attr-defined]
+    assert np.array_equal(one.last, other.last)  # type: ignore[attr-defined]
+    assert cache_bytes(llm, one, length + 2) == cache_bytes(llm, other, length + 2)
+    assert np.array_equal(one.decode(8), other.decode(8))
+
+
+def test_rows_in_place_are_those_of_a_copy(llm: LLM, token_ids: Callable[[int], list[int]]) -> None:
+    one, other = llm.session(), llm.session()
+    for session in (one, other):
+        session.prefill(token_ids(20))
+    ids = np.arange(30, 41, dtype=np.int32)
+    rows = llm.on_engine_thread(lambda: one.decode_several_in_place(ids).copy())
+    assert np.array_equal(rows, other.decode(ids))
+    assert one.ids.tolist() == other.ids.tolist()
+    last = llm.on_engine_thread(lambda: one.append_in_place(ids).copy())
+    assert sqnr_db(last, other.decode(ids)[-1]) >= LOGITS_SQNR_DB["fp32"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.8, "seed": 7, "top_p": 0.95},
+        {"temperature": 1.0, "seed": 8, "repetition_penalty": 1.1},
+        {"stop": ["\n\n"]},
+        {"log_probabilities": True},
+    ],
+    ids=str,
+)
+def test_lookup_gives_the_answers_of_plain_decoding(llm: LLM, options: dict[str, Any]) -> None:
+    wanted = {"max_new_tokens": 90, "ignore_eos": True, **options}
+    plain = llm.generate(CODE, speculate=False, **wanted)
+    stream = llm.stream(CODE, **wanted)
+    steps = list(stream)
+    result = stream.result
+    assert result.token_ids == plain.token_ids == tuple(step.token_id for step in steps)
+    assert (result.text, result.stop_reason) == (plain.text, plain.stop_reason)
+    if result.log_probabilities is not None:
+        assert result.log_probabilities == pytest.approx(plain.log_probabilities, abs=1e-3)
+    assert plain.speculation is None
+    counts = result.speculation
+    assert counts is not None
+    assert counts.passes + counts.accepted >= result.generated_tokens - 1
+
+
+def test_a_fixed_number_of_guesses_and_most_of_a_repetition_are_right(bundled_model: Path) -> None:
+    with LLM.load(bundled_model, device="host", plan="gpu", speculative="lookup", guesses=3) as llm:
+        text = "x = [1, 2, 3, 4]\ny = [1, 2, 3, 4]\n" * 6
+        found = llm.generate(text, max_new_tokens=40, ignore_eos=True)
+        assert (
+            found.token_ids
+            == llm.generate(text, max_new_tokens=40, ignore_eos=True, speculate=False).token_ids
+        )
+        assert found.speculation is not None
+        assert found.speculation.passes < 20
+        assert found.speculation.guesses <= 3 * found.speculation.passes
+
+
+def test_a_full_context_and_a_second_turn(bundled_model: Path) -> None:
+    """A context that ends inside a run of guesses, and a session that goes on after one."""
+    with LLM.load(bundled_model, device="host", plan="gpu", context=77, speculative="lookup") as llm:
+        prompt = llm.tokenizer.encode(CODE)
+        results = [llm.generate(prompt, ignore_eos=True, speculate=on) for on in (True, False)]
+        assert results[0].token_ids == results[1].token_ids
+        assert {result.stop_reason for result in results} == {"context"}
+        assert results[0].generated_tokens == 77 - len(prompt)
+        turns: list[list[int]] = []
+        for on in (True, False):
+            session, said = llm.session(), prompt[:20]
+            for _ in range(3):
+                result = llm.generate(said, session=session, max_new_tokens=9, ignore_eos=True, speculate=on)
+                assert session.ids.tolist() == [*said, *result.token_ids[:-1]]
+                said = [*said, *result.token_ids, 5]
+            turns.append(said)
+        assert turns[0] == turns[1]
+
+
+def test_every_proposer_gives_the_greedy_answer(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode(CODE)
+    options = GenerationOptions(max_new_tokens=40, ignore_eos=True)
+    plain = answer(llm, llm.session(), prompt, None, options)
+    whole = [*prompt, *plain.token_ids, *[1] * 20]
+    for count in (1, 2, 6, 15):
+        for guess in (
+            lambda place: whole[place],
+            lambda place: (whole[place] + 1) % 2048,
+            lambda place: whole[place] if place % 3 else 77,
+        ):
+            session = llm.session()
+            found = answer(llm, session, prompt, Guesser(guess, count), options)
+            assert found.token_ids == plain.token_ids
+            assert session.ids.tolist() == whole[: len(prompt) + 39]
+
+
+def test_sampled_answers_have_the_distribution_of_the_model(llm: LLM) -> None:
+    """Three tokens with guesses drawn from another distribution, against their exact probabilities."""
+    prompt, count = llm.tokenizer.encode("import "), 700
+    sampling = SamplingOptions(temperature=0.9, top_k=3, top_p=0.98, min_p=0.02, repetition_penalty=1.1)
+    sampler = Sampler(sampling, 2048)
+    session = llm.session()
+    session.prefill(prompt)
+
+    def spread(known: list[int], share: float) -> Iterator[tuple[tuple[int, ...], float]]:
+        if len(known) == len(prompt) + 3:
+            yield tuple(known[len(prompt) :]), share
+            return
+        session.truncate(len(prompt) - 1)
+        logits = (
+            session.decode(known[len(prompt) - 1 :])[-1]
+            if len(known) > len(prompt)
+            else session.decode(known[-1])
+        )
+        found = sampler.distribution(logits, np.array(known))
+        for token in np.flatnonzero(found):
+            yield from spread([*known, int(token)], share * found[token])
+
+    exact = dict(spread(prompt, 1.0))
+    assert sum(exact.values()) == pytest.approx(1)
+    likely = {token for answer_ids in exact for token in answer_ids}
+    drawn = np.zeros(2048)
+    drawn[list(likely)] = np.random.default_rng(5).random(len(likely)) + 0.1
+    drawn[7] = 0.2  # never an answer
+    drawn /= drawn.sum()
+    draws = np.random.default_rng(6)
+    seen = dict.fromkeys(exact, 0)
+    accepted = 0
+
+    def guess(_: int) -> int:
+        return int(draws.choice(2048, p=drawn))
+
+    for seed in range(count):
+        options = GenerationOptions(
+            max_new_tokens=3,
+            ignore_eos=True,
+            sampling=SamplingOptions(0.9, 3, 0.98, 0.02, 1.1, seed),
+        )
+        session.reset()
+        result = answer(llm, session, prompt, Guesser(guess, 2, drawn), options)
+        seen[result.token_ids] += 1
+        assert result.speculation is not None
+        accepted += result.speculation.accepted
+    assert accepted > 20
+    rows = sorted(exact, key=lambda ids: exact[ids])
+    small = [ids for ids in rows if exact[ids] * count < 8]
+    groups = [small, *([ids] for ids in rows[len(small) :])]
+    expected = [count * sum(exact[ids] for ids in group) for group in groups if group]
+    found = [sum(seen[ids] for ids in group) for group in groups if group]
+    assert stats.chisquare(found, expected).pvalue > 1e-3
+
+
+def test_an_answer_that_is_cancelled_keeps_its_session(llm: LLM) -> None:
+    prompt, cancel = llm.tokenizer.encode(CODE), threading.Event()
+    session = llm.session()
+    stream = llm.stream(prompt, session=session, max_new_tokens=200, ignore_eos=True)
+    seen = [next(stream).token_id for _ in range(5)]
+    stream.close()
+    result = stream.result
+    assert result.token_ids[:5] == tuple(seen)
+    held = session.ids.tolist()
+    assert held == [*prompt, *result.token_ids][: len(held)]
+    assert len(held) == len(prompt) + result.generated_tokens - 1
+    assert not cancel.is_set()
