@@ -70,7 +70,8 @@ def cache_bytes(llm: LLM, session: Session, positions: int) -> bytes:
     def read() -> bytes:
         found = []
         for memory in cache.memory.memories:
-            data = gpu.download(memory, np.uint8, (memory.size_bytes,))
+            data = np.empty(memory.size_bytes, np.uint8)
+            gpu.copy(data, memory.buffer)
             heads = data.reshape(-1, cache._stride_bytes)
             found.append(heads[:, : positions * cache._position_bytes].tobytes())
         return b"".join(found)
@@ -78,8 +79,7 @@ def cache_bytes(llm: LLM, session: Session, positions: int) -> bytes:
     return llm.on_engine_thread(read)
 
 
-@pytest.mark.parametrize("length", [1, 7, 32, 33, 61])
-@pytest.mark.parametrize("count", [1, 4, 15])
+@pytest.mark.parametrize(("length", "count"), [(1, 15), (7, 1), (33, 4), (61, 9)])
 def test_wrong_guesses_leave_no_trace(
     llm: LLM, token_ids: Callable[[int], list[int]], length: int, count: int
 ):
