@@ -719,6 +719,65 @@ def prefill_table() -> str:
     return table(head, "rlrrrr", lines)
 
 
+def sparse_kernels_table() -> str:
+    """The kernels of one layer's attention on ``host``, dense and sparse."""
+    found = [row for row in rows_of("sparse_attention") if row["keep"] == 0.2]
+    parts = ("dense", "codes", "estimate", "selection", "attention")
+    lines = [
+        [
+            row["heads"],
+            f"{row['context']}",
+            *(f"{row[f'{part}_us'] / 1e3:.1f}" for part in parts),
+            f"{row['sparse_over_dense']:.2f}",
+            f"{row['without_estimate_over_dense']:.2f}",
+        ]
+        for row in found
+    ]
+    head = "heads of | keys | dense | codes | estimate | selection | attention"
+    return table(f"{head} | all four / dense | without the estimate / dense", "lrrrrrrrr", lines)
+
+
+def schedules_table() -> str:
+    """How much longer than the shortest the orders of chunks in flight are."""
+    lines = [
+        [
+            f"{row['chunks']}",
+            f"{row['stages']}",
+            *(
+                f"{row[f'{order}_mean_percent']:.1f} ({row[f'{order}_worst_percent']:.1f})"
+                for order in ("in_order", "out_of_order")
+            ),
+            f"{row['optimal']:.0%}",
+        ]
+        for row in rows_of("schedule")
+        if row["kind"] == "quality"
+    ]
+    head = "chunks | stages of each | chunk after chunk, % longer (most) | as taken, % longer (most)"
+    return table(f"{head} | shortest found", "rrrrr", lines)
+
+
+HOST_PASSES: Final = {
+    "gpu w8a8, 1+1": "`gpu`, one core",
+    "layer padding w8a8, 1+1": "`layer`, one core each",
+    "auto llm.npu:shadow w8a8, 1+1": "`llm.npu:shadow`, one core each",
+    "auto llm.npu w8a8, 1+1": "`llm.npu`, one core each",
+    "gpu w8a8, 2+0": "`gpu`, both cores",
+}
+
+
+def llm_npu_host_table() -> str:
+    """The pass on ``host`` beside the GPU: rates, and ratios of rounds."""
+    rows = {row["label"]: row for row in rows_of("llm_npu_host")}
+    base = rows["gpu w8a8, 1+1"]["times"]["samples_ns"]
+    lines = []
+    for label, words in HOST_PASSES.items():
+        times = rows[label]["times"]
+        ratios = [one / own for one, own in zip(base, times["samples_ns"], strict=True)]
+        gain = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        lines.append([words, f"{times['median_ts']:.0f}", gain])
+    return table("configuration | tokens/s | over `gpu` on one core", "lrr", lines)
+
+
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
@@ -727,6 +786,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SIMULATION, "what-ifs"): what_if_table,
     (SIMULATION, "shared contexts"): contexts_table,
     (FLIGHTS, "chunks in flight"): flights_table,
+    (FLIGHTS, "schedules"): schedules_table,
     (MEASURED, "perplexity"): perplexity_table,
     (README, "published model"): lambda: published_table((0, 2048, 7680)),
     (MEASURED, "published model"): lambda: published_table((0, 256, 512, 2048, 7680)),
@@ -760,6 +820,8 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SPARSE, "retrieval"): sparse_table("retrieval"),
     (LLM_NPU, "losses"): loss_table,
     (SPARSE, "share of a prompt"): prefill_table,
+    (SPARSE, "kernels of a layer"): sparse_kernels_table,
+    (LLM_NPU, "the pass on host"): llm_npu_host_table,
     (MIXTURES, "popularity of experts"): lambda: mixture_table(mixture_tables.popularity_lines, "llllr"),
     (MIXTURES, "overlap of experts"): lambda: mixture_table(mixture_tables.overlap_lines, "lrrrr"),
     (MIXTURES, "padding and overflow"): lambda: mixture_table(mixture_tables.capacity_lines, "lrrrr"),
@@ -970,6 +1032,8 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
     )
     yield PAPER_MAP, f"2.2 times of the other models come out as {driver_gains()} |"
     yield "docs/soc-model.md", f"fast synchronisation, and simulated as {driver_gains()} times."
+    decision = one(rows_of("schedule"), kind="decision")
+    yield FLIGHTS, f"A decision takes {decision['decision_us']:.0f} µs of processor time in Python"
     own = [row for row in rows_of("accuracy") if row["kind"] == "runtime"]
     kept, gone = (one(own, method="shadow", pruned=share) for share in (0, 100))
     yield (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,7 @@ from heterollm.text import (
     Generation,
     GenerationOptions,
     GenerationResult,
+    GrammarTokens,
     Message,
     NoTokenizer,
     SamplingOptions,
@@ -96,6 +97,7 @@ class LLM:
         self._plan_notes = tuple(plan_notes)
         self._speculator = speculator
         self._own_session: Session | None = None
+        self._kept_grammar_tokens: GrammarTokens | None = None
 
     def __repr__(self) -> str:
         return (
@@ -198,7 +200,16 @@ class LLM:
             raise
 
     def chat(self, messages: Sequence[Message], **options: Unpack[AnswerKeywords]) -> GenerationResult:
-        """Return the answer to a dialogue, rendered with the model's chat template.
+        """Return the whole answer to a dialogue; options and errors are those of :meth:`stream_chat`."""
+        stream = self.stream_chat(messages, **options)
+        try:
+            return stream.result
+        except BaseException:
+            stream.close()
+            raise
+
+    def stream_chat(self, messages: Sequence[Message], **options: Unpack[AnswerKeywords]) -> Stream:
+        """Start the answer to a dialogue, rendered with the model's chat template.
 
         Args:
             messages: Role and content of each message, oldest first: ``{"role": "user", "content": "Hi"}``.
@@ -217,7 +228,7 @@ class LLM:
                 )
         check_keywords(options, AnswerKeywords.__annotations__)
         options["stop"] = (*_stop_strings(options.get("stop", ())), *self.tokenizer.chat_stop_strings)
-        return self.generate(self.tokenizer.apply_chat_template(messages), **options)
+        return self.stream(self.tokenizer.apply_chat_template(messages), **options)
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> Stream:
         """Start an answer and return an iterator of its steps.
@@ -237,11 +248,19 @@ class LLM:
             stop: Texts that end the answer.
             ignore_eos: Continue after end tokens.
             log_probabilities: Report every token's log-probability.
+            top_log_probabilities: Report this many of the likeliest tokens at the place of each token, with
+                their log-probabilities; includes ``log_probabilities``.
+            json_schema: JSON Schema that the answer follows, as text or as an object.
+            json_object: The answer is a JSON object.
+            grammar: Lark grammar that the answer follows, in llguidance's dialect. These three exclude one
+                another and need the extra ``grammar``; the answer has all of its text if its
+                ``stop_reason`` is ``complete``.
             speculate: Whether to guess tokens, if the model was loaded with ``speculative``.
 
         Raises:
             OptionError: An option is illegal.
-            InputError: The prompt is empty, longer than the context, or not token ids of this model.
+            InputError: The prompt is empty, longer than the context, or not token ids of this model; or the
+                schema or grammar is illegal.
             CheckpointError: The call has text, and the checkpoint has no tokenizer.
         """
         asked = _generation_options(options)
@@ -254,6 +273,7 @@ class LLM:
                 f"The prompt has {len(ids)} tokens, but the context holds {self.context}.",
                 fix="Shorten the prompt or load the model with a larger context.",
             )
+        constraint = self._grammar_tokens().constraint(asked) if asked.is_structured else None
         target = options.get("session")
         if target is None:
             target = self._own_session = self._own_session or self.session()
@@ -270,12 +290,18 @@ class LLM:
             return Generation(
                 *(source, tokenizer, ids, asked),
                 reused=reused,
+                constraint=constraint,
                 speculation=speculation,
                 cancel=cancel,
                 clock=clock,
             )
 
         return Stream(self._thread, start)
+
+    def _grammar_tokens(self) -> GrammarTokens:
+        if self._kept_grammar_tokens is None:
+            self._kept_grammar_tokens = GrammarTokens(self.tokenizer, self.config.vocab_size)
+        return self._kept_grammar_tokens
 
     def session(self) -> Session:
         """Return a new, empty session."""
@@ -430,14 +456,10 @@ def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSp
 
 def _generation_options(options: AnswerKeywords) -> GenerationOptions:
     check_keywords(options, AnswerKeywords.__annotations__)
-    sampling = {name: value for name, value in options.items() if name in SamplingOptions.__annotations__}
-    return GenerationOptions(
-        max_new_tokens=options.get("max_new_tokens"),
-        sampling=SamplingOptions(**sampling),  # type: ignore[arg-type]
-        stop=_stop_strings(options.get("stop", ())),
-        ignore_eos=options.get("ignore_eos", False),
-        log_probabilities=options.get("log_probabilities", False),
-    )
+    given: dict[str, Any] = {name: value for name, value in options.items() if name != "session"}
+    sampling = {name: given.pop(name) for name in SamplingOptions.__annotations__ if name in given}
+    stop = _stop_strings(given.pop("stop", ()))
+    return GenerationOptions(sampling=SamplingOptions(**sampling), stop=stop, **given)
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

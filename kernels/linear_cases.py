@@ -39,11 +39,17 @@ FORMATS: Final = (
     *(WeightFormat(4, block, symmetric) for symmetric in (True, False) for block in (32, 64, 128)),
     WeightFormat(8, 32),
     WeightFormat(8, 32, symmetric=False),
+    WeightFormat(4, 32, symmetric=False, minimum=True),
+    WeightFormat(8, 16, symmetric=False, minimum=True),
     WeightFormat(8, 32, scales="tensor"),
     WeightFormat(16),
     WeightFormat(32),
 )
-ROUNDED_FORMATS: Final = (WeightFormat(4, 32), WeightFormat(8, 32))
+ROUNDED_FORMATS: Final = (
+    WeightFormat(4, 32),
+    WeightFormat(8, 32),
+    WeightFormat(4, 32, symmetric=False, minimum=True),
+)
 """Formats of the layers and of the head at ``w4a8``."""
 
 
@@ -162,7 +168,11 @@ def _linears() -> tuple[LinearCase, ...]:
 LINEARS: Final = _linears()
 """The linear layers of `heterollm doctor`, which the kernel tests run in every style and type."""
 
-EMBEDDINGS: Final = (WeightFormat(8, 32), WeightFormat(16))
+EMBEDDINGS: Final = (
+    WeightFormat(8, 32),
+    WeightFormat(8, 32, symmetric=False, minimum=True),
+    WeightFormat(16),
+)
 """Formats of the embeddings of `heterollm doctor`."""
 
 

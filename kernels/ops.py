@@ -74,12 +74,15 @@ class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
         block: Inputs that share one scale (a power of two of at least 16); 0 for floats.
         symmetric: Whether zero is the middle code instead of a stored zero point; true for floats.
         scales: Kind of the scales; integer NPU graphs need other ones than ``free``.
+        minimum: Whether each block has a float that its products of code and scale are added to, in place of
+            a zero point; ``symmetric`` is false then.
     """
 
     bits: Literal[4, 8, 16, 32]
     block: int = 0
     symmetric: bool = True
     scales: ScaleKind = "free"
+    minimum: bool = False
 
     @property
     def layout(self) -> WeightFormat:
@@ -92,17 +95,17 @@ class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
         return self.bits <= 8
 
     def weight_bytes(self, rows: int, columns: int) -> int:
-        """Return the size in bytes of a ``[rows, columns]`` weight with FP16 scales."""
+        """Return the size in bytes of a ``[rows, columns]`` weight with FP16 scales and minimums."""
         size = rows * columns * self.bits // 8
         if self.quantized:
-            blocks = rows * (columns // self.block)
-            size += 2 * blocks + (0 if self.symmetric else blocks * self.bits // 8)
+            zero_bits = 16 if self.minimum else 0 if self.symmetric else self.bits
+            size += rows * (columns // self.block) * (16 + zero_bits) // 8
         return size
 
     def __str__(self) -> str:
         if not self.quantized:
             return f"f{self.bits}"
-        kind = "" if self.symmetric else " asymmetric"
+        kind = " with minimums" if self.minimum else "" if self.symmetric else " asymmetric"
         scales = {"free": "", "stepped": " stepped", "tensor": ", one scale"}[self.scales]
         return f"int{self.bits} block {self.block}{kind}{scales}"
 

@@ -215,10 +215,10 @@ def _of_shape(
     profile: Profile, spec: OpSpec, streamed: bool
 ) -> dict[ExpertsOperator, dict[ExpertsKey, Record]]:
     """Return the records of a model's experts by operator, of the code that was measured last."""
-    own = spec.columns, spec.member_rows[0], spec.weight.bits, spec.weight.block, spec.weight.symmetric
+    own = spec.columns, spec.member_rows[0], spec.weight.layout
     found: dict[ExpertsOperator, dict[ExpertsKey, Record]] = defaultdict(dict)
     for key, record in profile.of_kind(ExpertsKey):
-        sizes = key.columns, key.width, key.bits, key.block, key.symmetric
+        sizes = key.columns, key.width, key.weight
         routing = spec.experts
         assert routing is not None  # of an ``experts`` group
         if key.operator == "moves" and (key.experts, key.chosen) != (routing.experts, routing.chosen):

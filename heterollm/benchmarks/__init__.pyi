@@ -5,7 +5,7 @@ from .cases import parse_threads as parse_threads
 from .cases import with_baseline as with_baseline
 from .demo import PROMPT as PROMPT
 from .demo import DemoResult as DemoResult
-from .demo import DemoWorkload as DemoWorkload
+from .demo import DemoRow as DemoRow
 from .demo import run_demo as run_demo
 from .formats import FORMATS as FORMATS
 from .formats import append_jsonl as append_jsonl

@@ -1,13 +1,14 @@
-"""The demonstration: text from the bundled model, a profile, plans, and the rate of each plan level."""
+"""The demonstration: text, then GPU, NPU and both on this machine, then the same on a modelled phone."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -15,17 +16,20 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from safetensors.numpy import save_file
 
-from heterollm.base import CacheError, Progress, silent
+from heterollm.base import CacheError, HeteroLLMError, Progress, silent
+from heterollm.benchmarks.significance import Verdict
 from heterollm.data import bundled_model
 from heterollm.kernels.npu import TimeKind
+from heterollm.kernels.open import shares_cores
+from heterollm.kernels.sim import SIMULATED, is_simulated
 from heterollm.llm import LLM
-from heterollm.solver import LEVELS
+from heterollm.model import Checkpoint
 
 if TYPE_CHECKING:
-    from heterollm.benchmarks.run import BenchResult
+    from heterollm.benchmarks.rows import BenchRow
     from heterollm.engine import Sync
 
-__all__ = ["DemoResult", "DemoWorkload", "run_demo", "write_layer_checkpoint"]
+__all__ = ["PROMPT", "DemoResult", "DemoRow", "run_demo", "write_layer_checkpoint"]
 
 PROMPT: Final = "import os\n\ndef read_lines(path):\n"
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 3
@@ -33,13 +37,23 @@ TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 3
 PREFILL_TOKENS: Final = 256
 DECODE_TOKENS: Final = 32
 CONTEXT: Final = 512
-REPETITIONS: Final = 5
-PROFILE_BUDGET_S: Final = 45.0
+REPETITIONS: Final = 3
+PROFILE_BUDGET_S: Final = 8.0
+"""Enough for the points without which nothing can be planned, which are measured past any budget."""
 
-SOLVED: Final = ("tensor", "block")
-"""Levels that the solver plans from the profile."""
+ROWS: Final = {"gpu": "GPU", "npu": "NPU", "tensor": "both"}
+"""Names of the three rows by the plan level that runs them."""
 
-BUNDLED: Final = "bundled model"
+PAYS: Final[Mapping[Verdict, str]] = {
+    "faster": "splitting pays",
+    "slower": "splitting does not pay",
+    "noise": "splitting makes no clear difference",
+    "too few samples": "too few samples to tell whether splitting pays",
+}
+
+PHONE: Final = "snapdragon-8gen3"
+PHONE_MODEL: Final = "llama-3.2-3b"
+
 LAYER: Final = "TinyLlama layer"
 LAYER_CONFIG: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,37 +74,20 @@ LAYER_CONFIG: Final[dict[str, Any]] = {
 }
 """One layer of TinyLlama-1.1B (https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0)."""
 
-LEGEND: Final = (
-    "gpu: everything on the GPU. npu: every linear on the NPU. layer: the linears of prefill on the NPU. "
-    "tensor: every linear on one processor, or split between both, which then work at once, as the profile "
-    "predicts the least time. block: as tensor, and whole feed-forward networks may be split, too. GPU and "
-    "NPU have different cores; the last row is the GPU with the cores of both."
-)
-
-NO_BLOCK: Final = (
-    "Level block is left out: the time to profile ended before a feed-forward network was measured. "
-    "`heterollm profile` measures some."
-)
-
 
 @dataclass(frozen=True, slots=True)
-class DemoWorkload:
-    """The plan levels on one model.
+class DemoRow:
+    """Rates of one row in tokens a second; None where nothing could be measured.
 
     Args:
-        name: Name of the model.
-        bench: Rows of all levels.
-        verdicts: Verdicts in words.
+        processors: ``GPU``, ``NPU`` or ``both``.
+        prefill: Rate of a prompt of :data:`PREFILL_TOKENS` tokens.
+        decode: Rate of the tokens after it.
     """
 
-    name: str
-    bench: BenchResult
-    verdicts: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
-        rows = [row.to_dict() for row in self.bench.rows]
-        return {"workload": self.name, "rows": rows, "verdicts": list(self.verdicts)}
+    processors: str
+    prefill: float | None
+    decode: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,32 +97,34 @@ class DemoResult:
     Args:
         prompt: Prompt of the bundled model.
         text: Its answer.
-        levels_agree: Whether all levels wrote the same text from the likeliest tokens.
+        parameters: Weights of the bundled model.
+        same_text: Whether GPU and NPU write the same text from the likeliest tokens.
         device: Description of the device.
         time: Kind of its times.
-        workloads: Rates of the plan levels; empty if the times are not real.
+        measured: Rates on this machine; empty if its times are not real.
+        sentences: When splitting pays, by these rates.
+        phone: Name of the simulated device.
+        phone_model: Model of the simulated rates.
+        simulated: Simulated rates.
         notes: Remarks on the numbers.
     """
 
     prompt: str
     text: str
-    levels_agree: bool
+    parameters: int
+    same_text: bool
     device: Mapping[str, Any]
     time: TimeKind
-    workloads: tuple[DemoWorkload, ...]
+    measured: tuple[DemoRow, ...]
+    sentences: tuple[str, ...]
+    phone: str
+    phone_model: str
+    simulated: tuple[DemoRow, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""
-        return {
-            "prompt": self.prompt,
-            "text": self.text,
-            "levels_agree": self.levels_agree,
-            "device": dict(self.device),
-            "time": self.time,
-            "workloads": [workload.to_dict() for workload in self.workloads],
-            "notes": list(self.notes),
-        }
+        return asdict(self)
 
 
 def run_demo(
@@ -133,52 +132,151 @@ def run_demo(
     device: str = "auto",
     max_new_tokens: int = 64,
     sync: str = "auto",
+    on_start: Callable[[Mapping[str, Any], int], None] | None = None,
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> DemoResult:
-    """Generate with the bundled model, profile the device, and measure every plan level.
+    """Generate with the bundled model, measure GPU, NPU and both, and simulate them on a phone.
 
     Args:
-        device: Name of the device, or ``auto``.
+        device: Name of the device, or ``auto``; a simulated one is the phone, and nothing is measured.
         max_new_tokens: Length of the text.
         sync: How the processors wait for each other; see :meth:`heterollm.LLM.load`.
-        on_text: Receives the text of level ``gpu`` piece by piece.
+        on_start: Receives the description of the device and the bundled model's number of weights.
+        on_text: Receives the text piece by piece.
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
         HeteroLLMError: The device cannot be opened, or an option is not legal.
     """
     report = progress or silent
-    load = partial(LLM.load, bundled_model(), device=device, sync=cast("Sync", sync), progress=report)
-    with load(plan="gpu", context=CONTEXT) as model:
+    checkpoint = Checkpoint(bundled_model())
+    parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
+    load = partial(
+        *(LLM.load, bundled_model()),
+        device=device,
+        sync=cast("Sync", sync),
+        context=CONTEXT,
+        progress=report,
+    )
+    with load(plan="gpu") as model:
+        opened = model.device
+        description, time_kind, name = opened.description(), opened.time_kind, opened.name
+        if on_start is not None:
+            on_start(description, parameters)
         answer = model.stream(
             PROMPT, max_new_tokens=max_new_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED
         )
         for step in answer:
             if on_text is not None:
                 on_text(step.text)
-        opened = model.device
-        description, time_kind, name = opened.description(), opened.time_kind, opened.name
-        notes = (f"Device auto chose {name}: {opened.reason}",) if opened.reason else ()
-    levels: tuple[str, ...] = LEVELS
-    workloads: tuple[DemoWorkload, ...] = ()
+        on_gpu = model.generate(PROMPT, max_new_tokens=max_new_tokens).text
+    with load(plan="npu") as model:
+        same = on_gpu == model.generate(PROMPT, max_new_tokens=max_new_tokens).text
+    measured: tuple[DemoRow, ...] = ()
+    sentences: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    if time_kind == "real":
+        measured, sentences, notes = _measured(name, sync, report)
+    elif time_kind == "emulated":
+        notes = (f"No speeds of this machine: times on {name} are emulated.",)
+    phone = device if is_simulated(device) else f"{SIMULATED}{PHONE}"
+    simulated, more = _simulated(phone.removeprefix(SIMULATED), report)
+    return DemoResult(
+        prompt=PROMPT,
+        text=answer.result.text,
+        parameters=parameters,
+        same_text=same,
+        device=description,
+        time=time_kind,
+        measured=measured,
+        sentences=sentences,
+        phone=phone,
+        phone_model=PHONE_MODEL,
+        simulated=simulated,
+        notes=(*notes, *more),
+    )
+
+
+def _measured(
+    device: str, sync: str, progress: Progress
+) -> tuple[tuple[DemoRow, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the rows of this machine, when splitting pays, and notes on failures."""
+    from heterollm.benchmarks.cases import cases_of, expand, with_baseline
+    from heterollm.benchmarks.options import BenchOptions
+    from heterollm.benchmarks.run import run_bench
+
+    configurations = with_baseline(expand(levels=tuple(ROWS), syncs=(sync,), device=device))
+    cases = cases_of((PREFILL_TOKENS,), (DECODE_TOKENS,))
     with ExitStack() as stack:
-        if time_kind == "real":
-            layer = _layer_folder(stack, report)
-            levels = (*levels, *SOLVED)
-            if not _profile(name, (bundled_model(), layer), report):
-                levels = tuple(level for level in levels if level != "block")
-                notes = (*notes, NO_BLOCK)
-            models = {BUNDLED: bundled_model(), LAYER: layer}
-            workloads = tuple(_measured(models, name, levels, sync, report))
-            notes = (*notes, LEGEND)
-        else:
-            notes = (*notes, f"No speeds: times on {name} are {time_kind}.")
-        texts = set()
-        for level in levels:
-            with load(plan=level, context=CONTEXT) as model:
-                texts.add(model.generate(PROMPT, max_new_tokens=max_new_tokens).text)
-    return DemoResult(PROMPT, answer.result.text, len(texts) == 1, description, time_kind, workloads, notes)
+        layer = _layer_folder(stack, progress)
+        _profile(device, layer, progress)
+        options = BenchOptions(layer, configurations, cases, REPETITIONS, trace=False)
+        rows = run_bench(options, progress=progress).rows
+    own = [row for row in rows if not row.asked.baseline]
+
+    def rate(level: str, phase: str) -> float | None:
+        found = next(row for row in own if (row.asked.asked_level, row.phase) == (level, phase))
+        return found.times.median_ts if found.usable else None
+
+    shown = tuple(
+        DemoRow(name, rate(level, "prefill"), rate(level, "decode")) for level, name in ROWS.items()
+    )
+    failures = dict.fromkeys(f"{row.label}: {row.error}" for row in rows if row.error is not None)
+    return shown, tuple(_sentences(rows, device)), tuple(failures)
+
+
+def _sentences(rows: Sequence[BenchRow], device: str) -> Iterator[str]:
+    """Yield whether splitting pays in each phase, and where it does."""
+    from heterollm.benchmarks.verdict import best_of, compare_rows, whole_device
+
+    for phase in ("prefill", "decode"):
+        usable = [row for row in rows if row.phase == phase and row.usable]
+        own = [row for row in usable if not row.asked.baseline]
+        single = best_of([row for row in own if row.plan_level != "tensor"])
+        both = next((row for row in own if row.plan_level == "tensor"), None)
+        if single is None or both is None:
+            continue
+        change, whole = compare_rows(single, both), whole_device(usable, both)
+        text = f"{phase.capitalize()}: both are {change} as fast as the {ROWS[single.plan_level]} alone"
+        if whole is not None:
+            change = compare_rows(whole, both)
+            rate = whole.times.median_ts or 0.0
+            text += f", and {change} as fast as the GPU's kernels on the cores of both ({rate:.0f} tokens/s)"
+        yield f"{text}: {PAYS[change.verdict]}."
+    if shares_cores(device):
+        yield (
+            "GPU and NPU are cores of one CPU here, and one runtime can use all of them by itself. Splitting "
+            "is for hardware with two different processors, such as the phone below."
+        )
+
+
+def _simulated(soc: str, progress: Progress) -> tuple[tuple[DemoRow, ...], tuple[str, ...]]:
+    """Return the rows of a modelled phone, and notes on them."""
+    from heterollm.simulate import SimulationRequest, expand, simulate
+
+    rows: list[DemoRow] = []
+    notes: list[str] = []
+    base = SimulationRequest(PHONE_MODEL, soc, prompt=PREFILL_TOKENS, decode=DECODE_TOKENS)
+    for done, request in enumerate(expand(base, levels=tuple(ROWS))):
+        progress("Simulating a phone", done, len(ROWS))
+        name = ROWS[request.level]
+        try:
+            found = simulate(request)
+        except HeteroLLMError as error:
+            rows.append(DemoRow(name, None, None))
+            notes.append(f"{name}, simulated: {error.message}")
+            continue
+        decode = None if found.decode is None else found.decode.tokens_per_second
+        rows.append(DemoRow(name, found.prefill.tokens_per_second, decode))
+        held, limit = found.graphs.held_gib, found.graphs.limit_gib
+        if limit is not None and held > limit:
+            notes.append(
+                f"{name}, simulated: the graphs of all lengths take {held:.1f} GiB, and this phone's NPU "
+                f"addresses {limit:g} GiB: a phone would refuse to open them all."
+            )
+    progress("Simulating a phone", len(ROWS), len(ROWS))
+    return tuple(rows), tuple(notes)
 
 
 def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
@@ -197,45 +295,14 @@ def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
     return folder
 
 
-def _profile(device: str, models: tuple[Path, ...], progress: Progress) -> bool:
-    """Measure the points that plans for the models need, unless an earlier run has.
-
-    Returns:
-        Whether the profile has times of feed-forward networks, without which ``block`` cannot be planned.
-    """
+def _profile(device: str, layer: Path, progress: Progress) -> None:
+    """Measure the points that a plan for the layer needs, unless an earlier run has."""
     from heterollm.planning import ProfilingSession
     from heterollm.profiler import SessionOptions
-    from heterollm.profiler.records import LinearKey
 
-    options = SessionOptions.of(quick=True, budget_s=PROFILE_BUDGET_S)
-    with ProfilingSession(device, models=models) as profiling:
-        found = profiling.run(
-            options, lambda _stage, done, total: progress("Profiling the device", done, total)
-        )
-    return any(
-        isinstance(key, LinearKey) and key.point.is_ffn and not record.failed
-        for key, record in found.profile.records.items()
-    )
-
-
-def _measured(
-    models: Mapping[str, Path], device: str, levels: tuple[str, ...], sync: str, progress: Progress
-) -> Iterator[DemoWorkload]:
-    from heterollm.benchmarks.cases import cases_of, expand, with_baseline
-    from heterollm.benchmarks.options import BenchOptions
-    from heterollm.benchmarks.run import run_bench
-    from heterollm.benchmarks.verdict import verdicts
-
-    configurations = with_baseline(expand(levels=levels, syncs=(sync,), device=device))
-    cases = cases_of((PREFILL_TOKENS,), (DECODE_TOKENS,))
-    for name, folder in models.items():
-
-        def report(stage: str, done: int, total: int, name: str = name) -> None:
-            progress(f"{stage}, {name}", done, total)
-
-        options = BenchOptions(folder, configurations, cases, REPETITIONS)
-        bench = run_bench(options, progress=report)
-        yield DemoWorkload(name, bench, tuple(verdicts(bench.rows)))
+    options = SessionOptions.of(quick=True, update=True, budget_s=PROFILE_BUDGET_S)
+    with ProfilingSession(device, models=(layer,)) as profiling:
+        profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
 
 
 def write_layer_checkpoint(folder: Path) -> None:

@@ -128,7 +128,7 @@ class SelfEngine:
             reason = f"The device {llm.device.name!r} has no profile{split}."
             reasons |= dict.fromkeys(("predicted_ms", "ceilings"), reason)
             return found
-        predicted = predicted_us(model, plan, case, chunk=chunk)
+        predicted = predicted_us(model, plan, case)
         if predicted is None:
             reasons["predicted_ms"] = f"The profile has no times for {self._asked.precision} of this model."
         else:

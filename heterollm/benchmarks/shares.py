@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from heterollm.benchmarks.cases import Case
@@ -65,31 +65,28 @@ def shares_of(plan: Plan, specs: Sequence[OpSpec], case: Case, *, chunk: int) ->
     return Shares(share, padded, processors, tuple(split))
 
 
-def predicted_us(model: ProfiledModel, plan: Plan, case: Case, *, chunk: int) -> float | None:
+def predicted_us(model: ProfiledModel, plan: Plan, case: Case) -> float | None:
     """Return the time that the profile predicts for a sample; None if it lacks an operator.
 
-    Attention depends on the position: each pass of the prompt counts at its first, decoded tokens at their
-    mean position.
+    Attention depends on the position: decoded tokens count at their mean position.
 
     Args:
         model: The model on its profile.
         plan: The plan.
         case: The test.
-        chunk: Longest pass.
     """
     total = 0.0
-    gens = [position for tokens, position, _ in passes_of(case, chunk)[-case.n_gen :]] if case.n_gen else []
-    prompt = passes_of(replace(case, n_gen=0), chunk) if case.n_prompt else []
-    for tokens, position, logits in prompt:
-        found = model.predict(plan, "prefill", tokens, position=position, logits=logits)
-        if found is None:
+    if case.n_prompt:
+        prompt = model.prompt(plan, case.n_prompt, position=case.n_depth)
+        if prompt is None:
             return None
-        total += found.time_us
-    if gens:
-        found = model.predict(plan, "decode", 1, position=sum(gens) // len(gens))
-        if found is None:
+        total += prompt.time_us
+    if case.n_gen:
+        first = case.n_depth + case.n_prompt
+        token = model.predict(plan, "decode", 1, position=first + (case.n_gen - 1) // 2)
+        if token is None:
             return None
-        total += len(gens) * found.time_us
+        total += case.n_gen * token.time_us
     return total
 
 

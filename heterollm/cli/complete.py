@@ -47,10 +47,10 @@ def socs(incomplete: str) -> list[str]:
 
 
 def known_models(incomplete: str) -> list[str]:
-    """Return the known models, and folders."""
+    """Return the bundled model, the known models, and folders."""
     from heterollm.model import KNOWN_MODELS
 
-    return [*beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
+    return [*_bundled(incomplete), *beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
 
 
 def profiled(incomplete: str) -> list[str]:
@@ -60,8 +60,8 @@ def profiled(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Return folders, checkpoints, and the models in the hub's cache."""
-    return [*_folders(incomplete), *_hub(incomplete)]
+    """Return the bundled model, folders, checkpoints, and the models in the hub's cache."""
+    return [*_bundled(incomplete), *_folders(incomplete), *_hub(incomplete)]
 
 
 def profiles(incomplete: str) -> list[str]:
@@ -123,6 +123,12 @@ def _join_words() -> str:
 def beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     """Return the names that begin with the typed text."""
     return [name for name in names if name.startswith(incomplete)]
+
+
+def _bundled(incomplete: str) -> list[str]:
+    from heterollm.data import BUNDLED_NAME
+
+    return beginning(incomplete, (BUNDLED_NAME,))
 
 
 def _folders(incomplete: str) -> Iterator[str]:

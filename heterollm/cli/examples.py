@@ -83,7 +83,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
 SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
-    "demo": "Try every plan level with the bundled model; no download.",
+    "demo": "See GPU, NPU and both at work in a minute; no download.",
     "calibrate": "Measure a model's activations and attention heads on text.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",
     "devices": "List the devices, and why one is not usable.",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterollm.base import InputError, OptionError
+from heterollm.base import OptionError
 from heterollm.cli.options import (
     JsonOption,
     Model,
@@ -25,23 +23,78 @@ from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
-    from heterollm.text import GenerationResult
 
 __all__ = ["commands"]
 
 commands = command_group()
 
 
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Prompts of ``generate`` besides its argument."""
+
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", metavar="FILE", help="Text after PROMPT; repeatable; - reads stdin."),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Many prompts, one a line, or JSON lines in FILE.jsonl; answers as JSON lines.",
+        ),
+    ] = None
+    system: Annotated[
+        str | None,
+        typer.Option(help="Instructions before the prompt, in the chat template; '': the template alone."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """The form of an answer, and reports on its tokens."""
+
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|TEXT", help="JSON Schema that the answer follows; TEXT begins with {."),
+    ] = None
+    grammar: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lark grammar that the answer follows.")
+    ] = None
+    top_logprobs: Annotated[
+        int, typer.Option(help="Show this many of the likeliest tokens at each place of the answer.")
+    ] = 0
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the options as those of :meth:`heterollm.LLM.stream`; reads their files."""
+        from heterollm.cli.prompts import read_file
+
+        schema = self.json_schema
+        if schema is not None and not schema.lstrip().startswith("{"):
+            schema = read_file(Path(schema))
+        return {
+            "stop": tuple(self.stop or ()),
+            "json_schema": schema,
+            "grammar": None if self.grammar is None else read_file(self.grammar),
+            "top_log_probabilities": self.top_logprobs,
+        }
+
+
 @commands.command()
 @takes_records
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The text to continue; - or a pipe instead: stdin."),
+    ] = None,
+    *,
+    given: PromptOptions,
     options: ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer.")] = 256,
-    *,
     choice: TokenOptions,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
+    answer: AnswerOptions,
     run: RunOptions,
     trace: Annotated[
         Path | None,
@@ -50,73 +103,42 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt: text to stdout as it is made, statistics to stderr."""
-    from heterollm.base import write, write_json
+    from heterollm.cli.answers import answer_lines, write_answer
+    from heterollm.cli.prompts import prompt_lines, single_prompt
     from heterollm.report import console as report
 
-    text = _read_stdin() if prompt == "-" else prompt
-    if not text:
-        raise InputError("The prompt is empty.", fix="Give at least one word.")
-    _check_answer(choice, max_new_tokens, stop or ())
+    if given.prompts is not None and (prompt is not None or given.file or as_json):
+        raise typer.BadParameter("--prompts excludes PROMPT, --file and --json: it writes JSON lines.")
+    lines = None if given.prompts is None else list(prompt_lines(given.prompts, given.system))
+    asked = single_prompt(prompt, given.file or (), given.system) if lines is None else None
+    keywords = answer.keywords() | asdict(choice) | {"max_new_tokens": max_new_tokens}
+    _check_answer(keywords)
     trace = _trace_file(trace, options.device)
     with _load(model, options, run, trace=trace is not None) as llm:
-        stream = llm.stream(
-            text,
-            max_new_tokens=max_new_tokens,
-            stop=stop or (),
-            **asdict(choice),
-        )
         try:
-            if as_json:
-                write_json(_answer_json(model, llm, stream.result))
-                return
-            for step in stream:
-                write(step.text)
-            write("\n")
+            if asked is not None:
+                write_answer(llm, model, asked, keywords, as_json=as_json)
+            elif lines is not None:
+                answer_lines(llm, lines, keywords)
         finally:
-            # Else closing the model would wait for the rest of the answer.
-            stream.close()
             if trace is not None:
                 report.show(report.note(_write_trace(llm, trace)))
-        notes = (*llm.failures, *_prompt_notes(llm, stream.result))
-        reads = llm.expert_reads
-    for text in notes:
-        report.show(report.note(text))
-    report.show(report.statistics_lines(stream.result, llm.device, llm.plan, reads))
 
 
-def _check_answer(choice: TokenOptions, max_new_tokens: int, stop: Sequence[str] = ()) -> None:
+def _check_answer(keywords: dict[str, Any]) -> None:
     """Refuse the options of an answer before a model is loaded.
 
     Raises:
         OptionError: An option is not legal.
+        InputError: The schema or grammar is not legal.
     """
-    from heterollm.text import GenerationOptions, SamplingOptions
+    from heterollm.text import GenerationOptions, SamplingOptions, check_structure
 
-    if "" in stop:
+    rest = dict(keywords)
+    if "" in rest.get("stop", ()):
         raise OptionError("--stop is empty.", fix="Leave it out, or give the text that ends the answer.")
-    sampling = SamplingOptions(**asdict(choice))
-    GenerationOptions(max_new_tokens=max_new_tokens, sampling=sampling, stop=tuple(stop))
-
-
-def _answer_json(model: str, llm: LLM, result: GenerationResult) -> dict[str, object]:
-    """Return an answer, and where it was computed, in a form that JSON can hold."""
-    return {
-        "model": model,
-        "device": llm.device.name,
-        "time_kind": llm.device.time_kind,
-        "plan": llm.plan.level,
-        "precision": llm.plan.precision,
-        **({} if llm.expert_reads is None else {"experts": asdict(llm.expert_reads)}),
-        **result.to_dict(),
-        "notes": [*llm.notes, *_prompt_notes(llm, result)],
-    }
-
-
-def _prompt_notes(llm: LLM, result: GenerationResult) -> tuple[str, ...]:
-    """Return notes on the attention of an answer's prompt."""
-    from heterollm.planning import dense_prompt_notes
-
-    return dense_prompt_notes(llm.plan, result.prompt_tokens)
+    sampling = SamplingOptions(**{name: rest.pop(name) for name in SamplingOptions.__annotations__})
+    check_structure(GenerationOptions(sampling=sampling, **rest))
 
 
 def _trace_file(path: Path | None, device: str) -> Path | None:
@@ -147,14 +169,6 @@ def _write_trace(llm: LLM, path: Path) -> str:
     )
 
 
-def _read_stdin() -> str:
-    """Return all of stdin without the newline that `echo` and editors put at its end."""
-    from heterollm.base import check_stdin
-
-    check_stdin()
-    return sys.stdin.read().removesuffix("\n")
-
-
 @commands.command()
 @takes_records
 def chat(
@@ -171,7 +185,7 @@ def chat(
     from heterollm.cli.chat_loop import ChatLoop
 
     check_stdin()
-    _check_answer(choice, max_new_tokens)
+    _check_answer(asdict(choice) | {"max_new_tokens": max_new_tokens})
     with _load(model, options, run) as llm:
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
 

@@ -135,7 +135,7 @@ IntegerList: TypeAlias = Sequence[int]
 
 ModelArgument = typer.Argument(
     metavar="MODEL",
-    help="Folder of a checkpoint, its hub name, or a GGUF file.",
+    help="Folder of a checkpoint, its hub name, a GGUF file, or tiny-python-lm (bundled).",
     autocompletion=cli_complete.models,
 )
 Model = Annotated[str, ModelArgument]

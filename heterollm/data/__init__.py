@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Final
 
-__all__ = ["bundled_model"]
+__all__ = ["BUNDLED_NAME", "bundled_model"]
+
+BUNDLED_NAME: Final = "tiny-python-lm"
+"""The name that commands take for the bundled model."""
 
 
 def bundled_model() -> Path:

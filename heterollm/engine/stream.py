@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,10 @@ class AnswerKeywords(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     log_probabilities: bool
+    top_log_probabilities: int
+    json_schema: str | Mapping[str, Any] | None
+    json_object: bool
+    grammar: str | None
     speculate: bool
 
 

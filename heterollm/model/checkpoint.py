@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, OptionError
+from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
@@ -62,10 +63,11 @@ HASH_BYTES = 16 * 1024 * 1024
 
 
 def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
-    """Return the folder of a local checkpoint, of a GGUF file, or of one fetched from the Hugging Face hub.
+    """Return the folder of a local checkpoint, of a GGUF file, of the bundled model, or of one from the hub.
 
     Args:
-        name: A folder, a GGUF file or a hub name.
+        name: A folder, a GGUF file, a hub name, or the name of the bundled model; a folder of that name comes
+            first.
         weights: Whether to fetch all files, or only the model's configuration.
 
     Raises:
@@ -86,6 +88,8 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
     except (OSError, RuntimeError) as error:  # too long, no permission, or the home of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
+    if str(name) == BUNDLED_NAME:
+        return bundled_model()
     if not is_hub_name(name):
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from heterollm.kernels.formats import LinearWeight, QuantizedTensor
 from heterollm.kernels.ops import OpSpec, WeightFormat
 from heterollm.model.expert_layout import TensorRows, expert_rows
 from heterollm.model.tensor_file import DATA_TYPES, TensorFile
-from heterollm.model.weight_cache import CODES, SCALES, ZERO_POINTS
+from heterollm.model.weight_cache import quantized_tensor, suffixes
 from heterollm.model.weight_views import beyond_float16
 from heterollm.model.weights import ModelWeights
 
@@ -94,13 +94,11 @@ class ExpertReader:
         self, member: str, weight: WeightFormat, place: TensorRows
     ) -> tuple[LinearWeight, tuple[_Part, ...]]:
         """Return the weight that all experts of a member share, and the parts that it is read from."""
-        file, suffixes = self._file(place), [""]
-        if weight.quantized:
-            suffixes = [CODES, SCALES, *([] if weight.symmetric else [ZERO_POINTS])]
+        file, endings = self._file(place), suffixes(weight) if weight.quantized else ("",)
         # Tensors of a checkpoint may differ in their type.
-        key = member, file.entries[place.name + suffixes[0]].dtype
+        key = member, file.entries[place.name + endings[0]].dtype
         if key not in self._kept:
-            parts = tuple(_Part(file, place, suffix) for suffix in suffixes)
+            parts = tuple(_Part(file, place, suffix) for suffix in endings)
             self._kept[key] = _weight(weight, parts), parts
         return self._kept[key]
 
@@ -208,6 +206,4 @@ def _weight(weight: WeightFormat, parts: Sequence[_Part]) -> LinearWeight:
     """Return a weight over the memory of its parts, or memory for their values in the weight's format."""
     if not weight.quantized:
         return np.empty(parts[0].values.shape, np.float32 if weight.bits == 32 else np.float16)
-    codes, scales, *zeros = (part.values for part in parts)
-    bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
-    return QuantizedTensor(codes, scales, zeros[0] if zeros else None, bits, weight.block, weight.scales)
+    return quantized_tensor(weight, {part.suffix: part.values for part in parts})

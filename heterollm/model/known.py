@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.data import BUNDLED_NAME
 from heterollm.kernels.ops import Precision, Scales
 from heterollm.model.checkpoint import checkpoint_folder, is_hub_name, other_format
 from heterollm.model.config import ModelConfig
@@ -260,11 +261,12 @@ class FoundModel(NamedTuple):
 
 
 def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
-    """Return the configuration of a known model, of a folder, of a hub name, or of a ``config.json``.
+    """Return the configuration of a known model, a folder, a ``config.json``, the bundled or a hub's model.
 
     Args:
         name_or_path: A name in :data:`KNOWN_MODELS`, in any case; a folder with a ``config.json``; such a
-            file; a GGUF file; or a hub name with its owner, of which only the configuration is fetched.
+            file; a GGUF file; the name of the bundled model; or a hub name with its owner, of which only the
+            configuration is fetched.
         closest: Whether the closest Llama may approximate a model of an unsupported family, for uses in
             which only shapes count.
 
@@ -279,13 +281,14 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
         path = Path(name_or_path).expanduser()
         if is_gguf(path):
             path = gguf_folder(path)
-        on_hub = not path.exists() and "/" in str(name_or_path) and is_hub_name(name_or_path)
-        if on_hub:
+        text = str(name_or_path)
+        by_name = not path.exists() and (text == BUNDLED_NAME or ("/" in text and is_hub_name(text)))
+        if by_name:
             path = checkpoint_folder(name_or_path, weights=False)
         if path.exists() and not (path / "config.json").is_file() and (other := other_format(path)):
             raise other
         if path.is_dir():
-            name = str(name_or_path) if on_hub else path.resolve().name
+            name = text if by_name else path.resolve().name
             file = path / "config.json"
         elif path.is_file():
             name, file = path.resolve().parent.name or path.stem, path

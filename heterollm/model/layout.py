@@ -224,7 +224,7 @@ def op_specs(
             head = group == "head"
             weight = WeightFormat(4, block, symmetric, scales)
             if stored is not None:
-                weight = stored.of_head(columns) if head else stored.of_layers(columns)
+                weight = stored.of_group(group, columns)
             elif head:
                 weight = WeightFormat(EMBEDDING_BITS, block)
             elif precision == "w8a8":

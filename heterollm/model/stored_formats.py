@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+from msgspec import structs
 
 from heterollm.base import OptionError
 from heterollm.kernels.formats import effective_block
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Group, WeightFormat
 from heterollm.model.families import unsupported
 from heterollm.model.json_fields import JsonFields
 
 __all__ = ["StoredFormats", "read_stored_formats"]
+
+LAYER_GROUPS: Final = ("qkv", "o", "gate_up", "down")
 
 LARGEST_BLOCK = 128
 """Longer stored blocks are cut into such with equal scales."""
@@ -23,20 +27,21 @@ class StoredFormats:
     """The canonical formats that hold the weights of a checkpoint best.
 
     Args:
-        layers: Format of the layers' linears; blocks that do not divide the inputs of one are halved.
+        layers: Format of each group of the layers; blocks that do not divide the inputs of one are halved.
         head: Format of embedding and head; None if the checkpoint stores both as floats.
     """
 
-    layers: WeightFormat
+    layers: Mapping[str, WeightFormat]
     head: WeightFormat | None
 
-    def of_layers(self, columns: int) -> WeightFormat:
-        """Return the format of a linear with some inputs."""
-        return _fitted(self.layers, columns)
-
-    def of_head(self, columns: int) -> WeightFormat:
-        """Return the format of embedding and head."""
-        return _fitted(self.head or WeightFormat(8, self.layers.block), columns)
+    def of_group(self, group: Group, columns: int) -> WeightFormat:
+        """Return the format of a group with some inputs; the head's is also the embedding's."""
+        weight = self.layers.get(group)
+        if group == "head":
+            block = max(own.block for own in self.layers.values())
+            weight = self.head or WeightFormat(8, block)
+        assert weight is not None  # by the check of the groups' names
+        return structs.replace(weight, block=effective_block(columns, weight.block))
 
 
 def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
@@ -51,18 +56,25 @@ def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
     own = JsonFields(fields.section("quantization_config"), f"{fields.where}, quantization_config")
     method = own.get("quant_method")
     if method == "gguf":
-        head = own.section("head")
-        return StoredFormats(_format(own.section("layers"), own), _format(head, own) if head else None)
+        head, layers = own.section("head"), own.section("layers")
+        if set(layers) != set(LAYER_GROUPS):
+            raise own.fail("layers", f"a format for each of {', '.join(LAYER_GROUPS)}")
+        formats = {group: _format(JsonFields(layers, own.where).section(group), own) for group in layers}
+        return StoredFormats(formats, _format(head, own) if head else None)
     if method == "gptq":
         in_order = not own.flag("desc_act", False)
-        return StoredFormats(_grouped(own, "bits", own.flag("sym", True), in_order=in_order), None)
+        return _alike(_grouped(own, "bits", own.flag("sym", True), in_order=in_order))
     if method == "awq":
         if own.get("version") not in (None, "gemm"):
             raise unsupported(f"AWQ in the layout {own.get('version')!r:.40}")
-        return StoredFormats(_grouped(own, "bits", not own.flag("zero_point", True), in_order=True), None)
+        return _alike(_grouped(own, "bits", not own.flag("zero_point", True), in_order=True))
     if method == "compressed-tensors":
-        return StoredFormats(_compressed(own), None)
+        return _alike(_compressed(own))
     raise unsupported(f"A checkpoint that is already quantised (quantization_config: {method!r:.80})")
+
+
+def _alike(weight: WeightFormat) -> StoredFormats:
+    return StoredFormats(dict.fromkeys(LAYER_GROUPS, weight), None)
 
 
 def _compressed(own: JsonFields) -> WeightFormat:
@@ -99,8 +111,5 @@ def _format(values: Mapping[str, Any], own: JsonFields) -> WeightFormat:
         effective_block(block, block)
     except OptionError:
         raise fields.fail("block", "a power of two of at least 16") from None
-    return WeightFormat(bits, block, fields.flag("symmetric", True))
-
-
-def _fitted(weight: WeightFormat, columns: int) -> WeightFormat:
-    return WeightFormat(weight.bits, effective_block(columns, weight.block), weight.symmetric)
+    minimum = fields.flag("minimum", False)
+    return WeightFormat(bits, block, fields.flag("symmetric", not minimum), minimum=minimum)

@@ -33,7 +33,7 @@ def stored_notes(
             continue
         ratio_db = -10 * math.log10(max(errors[name] for name in off))
         notes.append(
-            f"{many} of {kind} as {weight}: requantised, at least {ratio_db:.0f} dB signal to error against "
-            "the checkpoint's values."
+            f"{many} of {kind} as {weight}: at least {ratio_db:.0f} dB signal to error against the "
+            "checkpoint's values."
         )
     return tuple(notes)

@@ -34,7 +34,7 @@ ByteProgress = Callable[[int, int], None]
 SCHEMA = "1"
 CHECKSUMS = "checksums"
 ERRORS = "stored_errors"
-CODES, SCALES, ZERO_POINTS = ".codes", ".scales", ".zero_points"
+CODES, SCALES, ZERO_POINTS, MINIMUMS = ".codes", ".scales", ".zero_points", ".minimums"
 
 SLAB_WEIGHTS = 4 * 1024 * 1024
 """Weights that a thread reads and quantises at once: 16 MB of float32."""
@@ -105,10 +105,22 @@ def cached_tensors(
 
 def quantized_view(file: TensorFile, name: str, weight: WeightFormat) -> QuantizedTensor:
     """Return a quantised tensor over the mapped file."""
-    zeros = None if weight.symmetric else file.bits(name + ZERO_POINTS)
+    parts = {suffix: file.bits(name + suffix) for suffix in suffixes(weight)}
+    return quantized_tensor(weight, parts)
+
+
+def suffixes(weight: WeightFormat) -> tuple[str, ...]:
+    """Return the endings of the names of a quantised weight's tensors."""
+    if weight.symmetric:
+        return CODES, SCALES
+    return CODES, SCALES, MINIMUMS if weight.minimum else ZERO_POINTS
+
+
+def quantized_tensor(weight: WeightFormat, parts: Mapping[str, NDArray[Any]]) -> QuantizedTensor:
+    """Return a quantised weight over its tensors by the endings of their names."""
     bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
-    codes, scales = file.bits(name + CODES), file.bits(name + SCALES)
-    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.scales)
+    kind = parts.get(ZERO_POINTS), bits, weight.block, weight.scales, parts.get(MINIMUMS)
+    return QuantizedTensor(parts[CODES], parts[SCALES], *kind)
 
 
 def stored_errors(file: TensorFile, recipe: Recipe) -> dict[str, float]:
@@ -123,10 +135,13 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, tuple[str, tup
     for name, weight in recipe.formats.items():
         rows, columns = checkpoint.matrix_shape(name)
         blocks = columns // weight.block
-        tensors[name + CODES] = ("U8", (rows, blocks, weight.block * weight.bits // 8))
-        tensors[name + SCALES] = ("F16", (rows, blocks))
-        if not weight.symmetric:
-            tensors[name + ZERO_POINTS] = ("U8", (rows, -(-blocks * weight.bits // 8)))
+        kinds = {
+            CODES: ("U8", (rows, blocks, weight.block * weight.bits // 8)),
+            SCALES: ("F16", (rows, blocks)),
+            ZERO_POINTS: ("U8", (rows, -(-blocks * weight.bits // 8))),
+            MINIMUMS: ("F16", (rows, blocks)),
+        }
+        tensors.update({name + suffix: kinds[suffix] for suffix in suffixes(weight)})
     tensors.update({name: ("F32", checkpoint.shape(name)) for name in recipe.floats})
     if recipe.stored:
         tensors[ERRORS] = ("F32", (len(recipe.stored),))
@@ -189,11 +204,10 @@ def _write(
             for name, first_row, (part, squares) in slabs:
                 if name in errors:
                     errors[name] += squares
-                rows = part.rows
-                put(name + CODES, first_row * (part.codes.nbytes // rows), part.codes)
-                put(name + SCALES, first_row * (part.scales.nbytes // rows), part.scales)
-                if part.zero_points is not None:
-                    put(name + ZERO_POINTS, first_row * (part.zero_points.nbytes // rows), part.zero_points)
+                arrays = (part.codes, part.scales, part.zero_points, part.minimums)
+                for suffix, values in zip((CODES, SCALES, ZERO_POINTS, MINIMUMS), arrays, strict=True):
+                    if values is not None:
+                        put(name + suffix, first_row * values[0].nbytes, values)
         if errors:
             put(ERRORS, 0, np.array([off / max(all_of, TINY) for off, all_of in errors.values()], np.float32))
         file.flush()
@@ -265,14 +279,17 @@ def _quantize_rows(
     values = checkpoint.read(name, rows)
     bits: Literal[4, 8] = 4 if weight.bits == 4 else 8
     with _naming(name):
-        found = checkpoint.canonical(name, rows, weight) or quantize(
-            values,
-            bits=bits,
-            block=weight.block,
-            symmetric=weight.symmetric,
-            scale_kind=weight.scales,
-            tensor_scale=tensor_scale,
-        )
+        found = checkpoint.canonical(name, rows, weight)
+        if found is None:
+            found = quantize(
+                values,
+                bits=bits,
+                block=weight.block,
+                symmetric=weight.symmetric or weight.minimum,
+                scale_kind=weight.scales,
+                tensor_scale=tensor_scale,
+            )
+            found = found.with_minimums() if weight.minimum else found
     if checkpoint.kind(name) is None:
         return found, (0.0, 0.0)
     lacking = found.dequantize() - values

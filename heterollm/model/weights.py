@@ -226,7 +226,8 @@ def load_weights(
             kind = f" tensor {TENSOR_VERSION}"
         variant = f"{group_size} {symmetric} {QUANTIZER_VERSION}{kind}"
     if integers:
-        variant += f" {STORED_VERSION} {specs[0].weight} {specs[-1].weight}"
+        held = dict.fromkeys(f"{spec.group} {spec.weight}" for spec in specs)
+        variant += f" {STORED_VERSION} {' '.join(held)}"
 
     hashed_bytes = checkpoint.file_bytes
     work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0

@@ -137,9 +137,15 @@ class ProfiledModel:
             return found
         return with_attention_time(found, plan, self.attention_costs, (position or 0) + tokens)
 
-    def prompt(self, plan: Plan, prompt: int) -> PredictedPrompt | None:
-        """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above."""
-        chunks = list(plan.chunks(prompt))
+    def prompt(self, plan: Plan, prompt: int, *, position: int = 0) -> PredictedPrompt | None:
+        """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above.
+
+        Args:
+            plan: The plan.
+            prompt: Tokens of the prompt.
+            position: Tokens before it.
+        """
+        chunks = [(position + first, tokens) for first, tokens in plan.chunks(prompt)]
         if plan.schedule is None or len(chunks) == 1:
             passes = [
                 self.predict(plan, "prefill", tokens, position=first, logits=(first, tokens) == chunks[-1])
@@ -158,7 +164,7 @@ class ProfiledModel:
         if last is None or body is None:
             return None
         lengths = [length for _, length in chunks]
-        flown = predict_prompt(plan.schedule, lengths, self.config.layers)
+        flown = predict_prompt(plan.schedule, lengths, self.config.layers, position=position)
         head_us, head_npu_us = last.time_us - body.time_us, last.npu_us(0)
         return PredictedPrompt(flown.time_us + head_us, flown.npu_idle_us + head_us - head_npu_us)
 

@@ -4,6 +4,7 @@ from . import trace as trace
 from .bench import bench_reports as bench_reports
 from .calibration import calibration_json as calibration_json
 from .calibration import calibration_report as calibration_report
+from .demo import demo_heading as demo_heading
 from .demo import demo_report as demo_report
 from .doctor import diagnosis_report as diagnosis_report
 from .figures import require_matplotlib as require_matplotlib

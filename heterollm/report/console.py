@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich import box
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from heterollm.kernels.device import Device, DeviceStatus
     from heterollm.planning import Precompiled
     from heterollm.solver import Plan
-    from heterollm.text import GenerationResult
+    from heterollm.text import GenerationResult, GenerationStep
 
 __all__ = [
     "SafeConsole",
@@ -49,6 +50,7 @@ __all__ = [
     "show",
     "statistics_lines",
     "table",
+    "token_table",
 ]
 
 PIPE_WIDTH: Final = 110
@@ -214,6 +216,23 @@ def statistics_lines(
     where = f"device {device.name} ({device.time_kind} time), plan {plan.level}, {plan.precision}"
     lines = [", ".join(parts), where, *([] if experts is None else [f"experts: {experts}"])]
     return note("\n".join(lines))
+
+
+def token_table(steps: Sequence[GenerationStep], text_of: Callable[[int], str]) -> Table:
+    """Return the tokens of an answer beside the likeliest ones at their places, with probabilities.
+
+    Args:
+        steps: The tokens, with their log-probabilities.
+        text_of: Returns the text of a token.
+    """
+    made = table("token", ">probability", "likeliest")
+    for step in steps:
+        likeliest = ", ".join(
+            f"{text_of(token)!r} {math.exp(value):.3f}" for token, value in step.top_log_probabilities or ()
+        )
+        own = math.exp(step.log_probability or 0.0)
+        made.add_row(repr(text_of(step.token_id)), f"{own:.3f}", likeliest)
+    return made
 
 
 # -- tables ------------------------------------------------------------------------------------------

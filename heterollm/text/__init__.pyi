@@ -4,6 +4,9 @@ from .generation import Generation as Generation
 from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
+from .grammar import Constraint as Constraint
+from .grammar import GrammarTokens as GrammarTokens
+from .grammar import check_structure as check_structure
 from .likelihood import surprises as surprises
 from .likelihood import top_1_agreement as top_1_agreement
 from .lookup import LOOKUP_PRIORS as LOOKUP_PRIORS

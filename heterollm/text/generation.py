@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Final, Literal, Protocol, Self
 
 import numpy as np
 
 from heterollm.base import EngineError, InputError, OptionError
-from heterollm.text.sampling import Logits, Sampler, SamplingOptions, TokenIds
+from heterollm.text.sampling import Logits, LogProbabilities, Sampler, SamplingOptions, TokenIds, TopTokens
 from heterollm.text.speculation import Speculation, SpeculationResult
 
 __all__ = [
@@ -25,9 +25,11 @@ __all__ = [
     "TokenSource",
 ]
 
-StopReason = Literal["eos", "stop", "length", "context", "cancelled"]
-"""The reason for an answer's end: an end token, a stop string, the requested length, a full context, the
-caller."""
+StopReason = Literal["eos", "complete", "stop", "length", "context", "cancelled"]
+"""The reason for an answer's end: an end token, the end of its schema or grammar, a stop string, the
+requested length, a full context, the caller.
+
+Only an answer that ends as ``complete`` has all of its JSON or grammar; every other end cuts it."""
 
 
 class TokenSource(Protocol):
@@ -46,6 +48,16 @@ class TokenSource(Protocol):
 
     def decode(self, token_id: int, /) -> Logits:
         """Append one token and return the logits after it."""
+
+
+class TokenConstraint(Protocol):
+    """The tokens that an answer may consist of."""
+
+    def allowed(self, logits: Logits, /) -> Logits:
+        """Return the logits with −∞ for each token that may not come next, valid until the next call."""
+
+    def accept(self, token_id: int, /) -> bool:
+        """Take the next token; return whether the answer is complete with it."""
 
 
 class TextDecoder(Protocol):
@@ -79,6 +91,11 @@ class GenerationOptions:
         stop: Texts that end the answer and are not part of it.
         ignore_eos: Continue after end tokens.
         log_probabilities: Report the model's log-probability of every token.
+        top_log_probabilities: Report, for every token, this many of the likeliest ones with their
+            log-probabilities; includes ``log_probabilities``.
+        json_schema: JSON Schema that the answer follows, as text or as an object.
+        json_object: The answer is a JSON object.
+        grammar: Lark grammar that the answer follows, in llguidance's dialect.
 
     Raises:
         OptionError: A value is illegal.
@@ -89,6 +106,10 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     log_probabilities: bool = False
+    top_log_probabilities: int = 0
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         limit = self.max_new_tokens
@@ -96,6 +117,36 @@ class GenerationOptions:
             raise OptionError(f"max_new_tokens is {limit!r}, but must be a whole number of at least 0.")
         if not isinstance(self.stop, tuple) or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise OptionError(f"stop is {self.stop!r}, but must be a tuple of texts, none empty.")
+        top = self.top_log_probabilities
+        if type(top) is not int or top < 0:
+            raise OptionError(f"top_log_probabilities is {top!r}, but must be a whole number of at least 0.")
+        for name, kinds, wanted in _STRUCTURES:
+            if not isinstance(getattr(self, name), kinds):
+                raise OptionError(f"{name} is {getattr(self, name)!r:.80}, but must be {wanted}.")
+        given = [name for name, *_ in _STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(given) > 1:
+            raise OptionError(f"{' and '.join(given)} are both given.", fix="Give one of them.")
+        if given and self.ignore_eos:
+            raise OptionError(
+                f"ignore_eos and {given[0]} are both given, but a complete answer ends.", fix="Leave out one."
+            )
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the answer follows a schema or grammar."""
+        return self.json_object or self.json_schema is not None or self.grammar is not None
+
+    @property
+    def wants_log_probabilities(self) -> bool:
+        """Whether the steps have log-probabilities."""
+        return self.log_probabilities or self.top_log_probabilities > 0
+
+
+_STRUCTURES: Final = (
+    ("json_schema", str | Mapping | None, "JSON text or an object"),
+    ("json_object", bool, "True or False"),
+    ("grammar", str | None, "the text of a Lark grammar"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +157,15 @@ class GenerationStep:
         text: Text that is complete with this token, possibly none: it may wait for the rest of a character
             or of a possible stop string. Empty if the checkpoint has no tokenizer.
         token_id: The token, end tokens included.
-        log_probability: Natural logarithm of the model's probability of the token, if requested.
+        log_probability: Natural logarithm of the model's probability of the token, if requested; before a
+            constraint and the filters of sampling.
+        top_log_probabilities: The likeliest tokens at this place with their log-probabilities, if requested.
     """
 
     text: str
     token_id: int
     log_probability: float | None = None
+    top_log_probabilities: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +182,7 @@ class GenerationResult:
         prefill_tokens_per_s: Rate of the tokens that were prefilled, without reused ones.
         decode_tokens_per_s: Rate of the tokens after the first, without the caller's time between them.
         log_probabilities: One value for each token, if requested.
+        top_log_probabilities: The likeliest tokens at the place of each token, if requested.
         speculation: The guesses, if there were any to make.
     """
 
@@ -140,6 +195,7 @@ class GenerationResult:
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     log_probabilities: tuple[float, ...] | None = None
+    top_log_probabilities: tuple[TopTokens, ...] | None = None
     speculation: SpeculationResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,6 +248,7 @@ class Generation:
         prompt_ids: The whole prompt.
         options: Limits, sampling and stop conditions.
         reused: Number of leading prompt tokens in the source, fewer than the prompt has.
+        constraint: Allows the tokens of the options' schema or grammar, and no others.
         speculation: Decodes with guesses, in the same source; None to decode one token at a time.
         cancel: Ends the answer before the next token when any thread sets it. Text that is held back is lost.
         clock: Returns seconds from any fixed moment; the host's clock by default.
@@ -209,6 +266,7 @@ class Generation:
         options: GenerationOptions,
         *,
         reused: int = 0,
+        constraint: TokenConstraint | None = None,
         speculation: Speculation | None = None,
         cancel: threading.Event | None = None,
         clock: Callable[[], float] | None = None,
@@ -219,12 +277,14 @@ class Generation:
         self._options = options
         self._prompt_ids = prompt_ids
         self._reused = reused
+        self._constraint = constraint
         self._speculation = speculation
         self._cancel = cancel or threading.Event()
         self._eos_ids = frozenset() if options.ignore_eos else tokenizer.eos_ids
         self._decoder = tokenizer.stream_decoder()
         self._stops = StopStrings(options.stop)
         self._sampler: Sampler | None = None
+        self._probabilities: LogProbabilities | None = None
         self._logits: Logits | None = None
         room = source.context - len(prompt_ids)
         wanted = options.max_new_tokens
@@ -233,7 +293,8 @@ class Generation:
         # Prompt and answer, allocated once.
         self._history: TokenIds = np.empty(len(prompt_ids) + self._limit, np.int64)
         self._history[: len(prompt_ids)] = prompt_ids
-        self._log_probabilities = np.empty(self._limit if options.log_probabilities else 0)
+        self._log_probabilities = np.empty(self._limit if options.wants_log_probabilities else 0)
+        self._top_log_probabilities: list[TopTokens] = []
         self._count = 0
         self._texts: list[str] = []
         self._prefill_s = self._ttft_s = self._decode_s = 0.0
@@ -295,6 +356,9 @@ class Generation:
             self._logits = self._source.prefill(self._prompt_ids[self._reused :])
             self._prefill_s = self._clock() - begin
             self._sampler = Sampler(self._options.sampling, len(self._logits))
+            if self._options.wants_log_probabilities:
+                most = self._options.top_log_probabilities
+                self._probabilities = LogProbabilities(len(self._logits), most)
         else:
             end = len(self._prompt_ids) + self._count
             if self._speculation is None:
@@ -308,20 +372,27 @@ class Generation:
         """Return the step, begun at ``begin``, of a token sampled from the logits."""
         end = len(self._prompt_ids) + self._count
         history = self._history[:end] if sampler.uses_history else self._history
-        if self._speculation is None:
-            token = sampler.sample(logits, history)
+        constraint, speculation = self._constraint, self._speculation
+        allowed = logits if constraint is None else constraint.allowed(logits)
+        if speculation is None:
+            token = sampler.sample(allowed, history)
         else:
-            token = self._speculation.sample(sampler, logits, history)
-        log_probability = None
-        if self._options.log_probabilities:
-            log_probability = sampler.log_probability(logits, token)
-            self._log_probabilities[self._count] = log_probability
+            token = speculation.sample(sampler, allowed, history)
+        log_probability = top = None
+        if self._probabilities is not None:
+            self._probabilities.read(logits)
+            log_probability = self._log_probabilities[self._count] = self._probabilities.of(token)
+            if self._options.top_log_probabilities:
+                top = self._probabilities.likeliest()
+                self._top_log_probabilities.append(top)
         self._history[end] = token
         self._count += 1
         reason: StopReason | None = None
         text, stopped = self._stops.push(self._decoder.push(token))
         if stopped:
             reason = "stop"
+        elif constraint is not None and constraint.accept(token):
+            reason = "complete"
         elif token in self._eos_ids:
             reason = "eos"
         elif self._count == self._limit:
@@ -337,7 +408,7 @@ class Generation:
             self._decode_s += self._clock() - begin
         if reason is not None:
             self._finish(reason)
-        return GenerationStep(text, token, log_probability)
+        return GenerationStep(text, token, log_probability, top)
 
     def _forget_guesses(self) -> None:
         """Leave in the source what plain decoding leaves: all tokens but the last one."""
@@ -349,7 +420,9 @@ class Generation:
         self._forget_guesses()
         prompt = len(self._prompt_ids)
         prefilled = prompt - self._reused
-        wanted = self._options.log_probabilities
+        wanted = self._options
+        values = self._log_probabilities[: self._count]
+        tops = tuple(self._top_log_probabilities)
         self._result = GenerationResult(
             text="".join(self._texts),
             token_ids=tuple(self._history[prompt : prompt + self._count].tolist()),
@@ -359,7 +432,8 @@ class Generation:
             ttft_s=self._ttft_s if self._count else None,
             prefill_tokens_per_s=prefilled / self._prefill_s if self._prefill_s > 0 else None,
             decode_tokens_per_s=(self._count - 1) / self._decode_s if self._decode_s > 0 else None,
-            log_probabilities=tuple(self._log_probabilities[: self._count].tolist()) if wanted else None,
+            log_probabilities=tuple(values.tolist()) if wanted.wants_log_probabilities else None,
+            top_log_probabilities=tops if wanted.top_log_probabilities else None,
             speculation=None if self._speculation is None else self._speculation.result,
         )
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from heterollm.base import EngineError, OptionError
 
-__all__ = ["Logits", "Sampler", "SamplingOptions", "TokenIds"]
+__all__ = ["LogProbabilities", "Logits", "Sampler", "SamplingOptions", "TokenIds", "TopTokens"]
 
 Logits = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
+TopTokens: TypeAlias = tuple[tuple[int, float], ...]
+"""The likeliest tokens with their log-probabilities, the likeliest first."""
 
 _NUCLEUS_GUESSES = (1024, 16384)
 """Numbers of tokens to sort first for top-p: mostly enough, and much faster than the whole vocabulary."""
@@ -90,7 +93,6 @@ class Sampler:
         self._scores = np.empty(0 if self._greedy and not self._penalized else vocab_size, np.float32)
         self._work = np.empty(0 if self._greedy else vocab_size, np.float32)
         self._weights = np.empty(0 if self._greedy else vocab_size, np.float64)
-        self._exponents = np.empty(vocab_size, np.float64)
         self._wanted: npt.NDArray[np.float64] | None = None
 
     @property
@@ -172,18 +174,6 @@ class Sampler:
         cumulative = np.cumsum(weights)
         return int(cumulative.searchsorted(self._random.random() * cumulative[-1], side="right"))
 
-    def log_probability(self, logits: Logits, token: int) -> float:
-        """Return the natural logarithm of the model's probability of a token, before any filter.
-
-        Raises:
-            EngineError: A logit is NaN or +∞, or all are −∞.
-        """
-        top = float(logits.max())
-        _check_top(top)
-        np.subtract(logits, top, out=self._exponents, dtype=np.float64)
-        np.exp(self._exponents, out=self._exponents)
-        return float(logits[token]) - top - math.log(float(self._exponents.sum()))
-
     def _penalize(self, logits: Logits, history: TokenIds) -> Logits:
         scores = self._scores
         np.copyto(scores, logits)
@@ -251,6 +241,53 @@ class Sampler:
         cumulative = np.cumsum(np.exp(scores[order].astype(np.float64))) / total
         count = int(cumulative.searchsorted(top_p)) + 1
         return ids[order[:count]], count <= len(ids)
+
+
+class LogProbabilities:
+    """Natural logarithms of the model's probabilities after one token, before any filter; not thread-safe.
+
+    Args:
+        vocab_size: Length of the logits.
+        most: Largest number of tokens that :meth:`likeliest` returns.
+    """
+
+    def __init__(self, vocab_size: int, most: int = 0) -> None:
+        self._most = min(most, vocab_size)
+        self._exponents = np.empty(vocab_size, np.float64)
+        self._work = np.empty(vocab_size if most else 0, np.float32)
+        self._reach = np.empty(vocab_size if most else 0, np.bool_)
+        self._logits: Logits = self._work
+        self._top = self._log_sum = 0.0
+
+    def read(self, logits: Logits) -> None:
+        """Take the logits ``[vocab]``, which must stay unchanged until the next call.
+
+        Raises:
+            EngineError: A logit is NaN or +∞, or all are −∞.
+        """
+        self._logits = logits
+        self._top = float(logits.max())
+        _check_top(self._top)
+        np.subtract(logits, self._top, out=self._exponents, dtype=np.float64)
+        np.exp(self._exponents, out=self._exponents)
+        self._log_sum = math.log(float(self._exponents.sum()))
+
+    def of(self, token: int) -> float:
+        """Return the log-probability of a token."""
+        return float(self._logits[token]) - self._top - self._log_sum
+
+    def likeliest(self) -> TopTokens:
+        """Return the likeliest tokens, the smaller id first among equals, without those of probability 0."""
+        if not self._most:
+            return ()
+        place = len(self._work) - self._most
+        np.copyto(self._work, self._logits)
+        self._work.partition(place)
+        np.greater_equal(self._logits, self._work[place], out=self._reach)
+        ids = np.flatnonzero(self._reach)
+        order = np.argsort(-self._logits[ids], kind="stable")[: self._most]
+        found = ((token, self.of(token)) for token in ids[order].tolist())
+        return tuple((token, value) for token, value in found if value > -math.inf)
 
 
 def _check_top(top: float) -> None:

@@ -116,6 +116,10 @@ class Tokenizer:
         """Further stop strings of a chat: in the plain form, the opening of the next message."""
         return () if self.has_chat_template else ("\n\nUser:", "\n\nSystem:")
 
+    def to_json(self) -> str:
+        """Return the tokenizer in the form of `tokenizer.json`, added tokens included."""
+        return self._backend.to_str()
+
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Return the ids of a text.
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import CheckpointError
 from heterollm.kernels.ops import ScaleKind, WeightFormat
 
 __all__ = [
@@ -32,15 +33,18 @@ class QuantizedTensor:
     """A weight ``[n, k]`` as integers with one FP16 scale per block of inputs.
 
     Element ``(i, j)`` in block ``g = j // block`` is ``(code - zero) * scales[i, g]``, where ``zero`` is
-    ``2 ** (bits - 1)`` when symmetric and ``zero_points`` otherwise.
+    ``2 ** (bits - 1)`` when symmetric and ``zero_points`` otherwise. With ``minimums`` it is
+    ``code * scales[i, g] + minimums[i, g]``.
 
     Args:
         codes: uint8 ``[n, k/block, block*bits/8]``; with 4 bits the even input is the low nibble.
         scales: float16 ``[n, k/block]``.
-        zero_points: uint8 ``[n, ceil(k/block*bits/8)]``, packed like ``codes``; None when symmetric.
+        zero_points: uint8 ``[n, ceil(k/block*bits/8)]``, packed like ``codes``; None when symmetric, or with
+            minimums.
         bits: 4 or 8.
         block: Inputs that share one scale.
         scale_kind: Kind of the scales; with ``tensor`` all scales of a stored tensor are equal.
+        minimums: float16 ``[n, k/block]``; None without.
     """
 
     codes: NDArray[np.uint8]
@@ -49,6 +53,7 @@ class QuantizedTensor:
     bits: Literal[4, 8]
     block: int
     scale_kind: ScaleKind = "free"
+    minimums: NDArray[np.float16] | None = None
 
     @property
     def rows(self) -> int:
@@ -63,13 +68,15 @@ class QuantizedTensor:
     @property
     def format(self) -> WeightFormat:
         """The number format."""
-        return WeightFormat(self.bits, self.block, self.zero_points is None, self.scale_kind)
+        minimum = self.minimums is not None
+        symmetric = self.zero_points is None and not minimum
+        return WeightFormat(self.bits, self.block, symmetric, self.scale_kind, minimum)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
-        zeros = 0 if self.zero_points is None else self.zero_points.nbytes
-        return self.codes.nbytes + self.scales.nbytes + zeros
+        """Bytes of codes, scales, and zero points or minimums."""
+        arrays = (self.codes, self.scales, self.zero_points, self.minimums)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def unpacked_codes(self) -> NDArray[np.uint8]:
         """Return the codes, one per byte, ``[n, k]``."""
@@ -84,12 +91,27 @@ class QuantizedTensor:
             return self.zero_points
         return _unpack_nibbles(self.zero_points)[:, : self.scales.shape[1]]
 
-    def dequantize(self) -> NDArray[np.float32]:
-        """Return the dequantised weight, float32 ``[n, k]``."""
-        values = self.unpacked_codes().astype(np.float32).reshape(*self.scales.shape, self.block)
-        values -= self.unpacked_zero_points().astype(np.float32)[:, :, None]
-        values *= self.scales.astype(np.float32)[:, :, None]
+    def dequantize(self, dtype: type[np.float32 | np.float64] = np.float32) -> NDArray[Any]:
+        """Return the dequantised weight ``[n, k]``, exact in float64."""
+        values: NDArray[Any] = self.unpacked_codes().astype(dtype).reshape(*self.scales.shape, self.block)
+        if self.minimums is None:
+            np.subtract(values, self.unpacked_zero_points()[:, :, None], out=values)
+        np.multiply(values, self.scales[:, :, None], out=values)
+        if self.minimums is not None:
+            np.add(values, self.minimums[:, :, None], out=values)
         return values.reshape(self.rows, self.columns)
+
+    def with_minimums(self) -> QuantizedTensor:
+        """Return symmetric codes with a minimum for each block, the value of code 0.
+
+        Raises:
+            CheckpointError: A minimum is beyond the range of FP16.
+        """
+        with np.errstate(over="ignore"):
+            minimums = self.scales * np.float16(-(1 << (self.bits - 1)))
+        if not np.isfinite(minimums).all():
+            raise CheckpointError(f"A weight is too large for {self.bits} bits with minimums in FP16.")
+        return QuantizedTensor(self.codes, self.scales, None, self.bits, self.block, minimums=minimums)
 
 
 LinearWeight: TypeAlias = QuantizedTensor | NDArray[np.float16] | NDArray[np.float32]
@@ -110,15 +132,12 @@ def take_rows(weight: LinearWeight, ranges: Iterable[tuple[int, int]]) -> Linear
     """
     parts = list(ranges)
     if isinstance(weight, QuantizedTensor):
-        zeros = weight.zero_points
-        return QuantizedTensor(
-            _take(weight.codes, parts),
-            _take(weight.scales, parts),
-            None if zeros is None else _take(zeros, parts),
-            weight.bits,
-            weight.block,
-            weight.scale_kind,
-        )
+        arrays = (weight.codes, weight.scales, weight.zero_points, weight.minimums)
+        codes, scales, zeros, minimums = (None if own is None else _take(own, parts) for own in arrays)
+        assert codes is not None
+        assert scales is not None
+        kind = weight.bits, weight.block, weight.scale_kind
+        return QuantizedTensor(codes, scales, zeros, *kind, minimums)
     return _take(weight, parts)
 
 
@@ -151,6 +170,7 @@ def take_columns(weight: LinearWeight, start: int, stop: int) -> LinearWeight:
         bits,
         weight.block,
         weight.scale_kind,
+        None if weight.minimums is None else weight.minimums[:, first:last],
     )
 
 
@@ -164,6 +184,7 @@ def concatenate_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
     if not quantized:
         return _stacked([weight for weight in weights if not isinstance(weight, QuantizedTensor)])
     zeros = [weight.zero_points for weight in quantized if weight.zero_points is not None]
+    minimums = [weight.minimums for weight in quantized if weight.minimums is not None]
     return QuantizedTensor(
         _stacked([weight.codes for weight in quantized]),
         _stacked([weight.scales for weight in quantized]),
@@ -171,6 +192,7 @@ def concatenate_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
         quantized[0].bits,
         quantized[0].block,
         quantized[0].scale_kind,
+        _stacked(minimums) if minimums else None,
     )
 
 

@@ -38,7 +38,12 @@ def random_weight(
     if weight.scales == "tensor":
         codes = np.maximum(codes, 1)
         scales = np.full_like(scales, abs(scales[0, 0]))
-    zeros = None
-    if not weight.symmetric:
+    zeros = minimums = None
+    if weight.minimum:
+        middle = (1 << (bits - 1)) * generator.uniform(0.8, 1.2, (rows, blocks))
+        minimums = (-middle * scales).astype(np.float16)
+    elif not weight.symmetric:
         zeros = generator.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
-    return QuantizedTensor(codes, scales.astype(np.float16), zeros, bits, weight.block, weight.scales)
+    return QuantizedTensor(
+        codes, scales.astype(np.float16), zeros, bits, weight.block, weight.scales, minimums
+    )

@@ -17,10 +17,7 @@ def weight_values(weight: LinearWeight) -> NDArray[np.float64]:
     """Return the exact ``[n, k]`` values of a weight."""
     if not isinstance(weight, QuantizedTensor):
         return weight.astype(np.float64)
-    codes = weight.unpacked_codes().astype(np.float64).reshape(*weight.scales.shape, weight.block)
-    zeros = weight.unpacked_zero_points().astype(np.float64)
-    values = (codes - zeros[:, :, None]) * weight.scales.astype(np.float64)[:, :, None]
-    return values.reshape(weight.rows, weight.columns)
+    return weight.dequantize(np.float64)
 
 
 def linear(

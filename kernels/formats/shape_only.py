@@ -30,9 +30,10 @@ def shape_only_weight(rows: int, columns: int, weight: WeightFormat) -> LinearWe
     if not weight.quantized:
         return shape_only_array((rows, columns), np.float16 if weight.bits == 16 else np.float32)
     bits, blocks = cast("Literal[4, 8]", weight.bits), columns // weight.block
-    zeros = None
-    if not weight.symmetric:
-        zeros = shape_only_array((rows, -(-blocks * bits // 8)), np.uint8)
     codes = shape_only_array((rows, blocks, weight.block * bits // 8), np.uint8)
     scales = shape_only_array((rows, blocks), np.float16)
-    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.scales)
+    zeros = None
+    if not weight.symmetric and not weight.minimum:
+        zeros = shape_only_array((rows, -(-blocks * bits // 8)), np.uint8)
+    minimums = scales if weight.minimum else None
+    return QuantizedTensor(codes, scales, zeros, bits, weight.block, weight.scales, minimums)

@@ -404,6 +404,8 @@ class GpuLinear:
             defines["BLOCK"] = self.format.block
             if not self.format.symmetric:
                 defines["ASYMMETRIC"] = 1
+        if self.format.minimum:
+            defines["MINIMUMS"] = 1
         files.append("linear_wide.h" if chosen == "vector" else "linear_tiles.h")
         if chosen == "half":
             defines["HALF_SUMS"] = 1
@@ -508,6 +510,8 @@ class GpuLinear:
             defines = variant.defines | {"BITS": self.format.bits}
             if variant.style == "simt" and self.format.quantized:
                 defines["BLOCK"] = self.format.block
+            if self.format.minimum:
+                defines["MINIMUMS"] = 1
             files = ("common.h", "linear.h", "embedding.cl")
             kernels = [self._runtime.kernel(files, "embedding", defines) for _ in self._pieces]
             return kernels, variant.style

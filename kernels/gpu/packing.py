@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 PackedArrays: TypeAlias = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
-"""Weights, scales and zero points in tiles of 64 rows. Floats have no scales, symmetric codes no zeros."""
+"""Weights, scales, and zero points or minimums in tiles of 64 rows. Floats have no scales, symmetric codes no
+zeros."""
 
 COLUMNS_MULTIPLE: Final = 16
 """The inputs of a linear must be a multiple of this."""
@@ -71,10 +72,11 @@ def check_members(members: Sequence[LinearWeight]) -> tuple[WeightFormat, int]:
 def packed_arrays(number_format: WeightFormat, columns: int, tiles: int) -> PackedArrays:
     """Return uninitialised arrays for a number of row tiles."""
     if not number_format.quantized:
-        kind = np.dtype(np.float32 if number_format.bits == 32 else np.float16)
-        return aligned_empty((tiles, columns, 64), kind), None, None
+        floats = np.dtype(np.float32 if number_format.bits == 32 else np.float16)
+        return aligned_empty((tiles, columns, 64), floats), None, None
     blocks = tiles, columns // number_format.block, 64
-    zeros = None if number_format.symmetric else aligned_empty(blocks, np.uint8)
+    kind = np.dtype(np.float16 if number_format.minimum else np.uint8)
+    zeros = None if number_format.symmetric else aligned_empty(blocks, kind)
     words = aligned_empty((tiles, columns * number_format.bits // 32, 64), np.uint32)
     return words, aligned_empty(blocks, np.float16), zeros
 
@@ -83,7 +85,7 @@ def packed_bytes(number_format: WeightFormat, member_rows: Sequence[int], column
     """Return the size of packed members, as :func:`packed_arrays` makes them."""
     rows = sum(round_up(own, 64) for own in member_rows)
     blocks = rows * columns // number_format.block if number_format.quantized else 0
-    zeros = 0 if number_format.symmetric else blocks
+    zeros = 0 if number_format.symmetric else blocks * (2 if number_format.minimum else 1)
     return rows * columns * number_format.bits // 8 + 2 * blocks + zeros
 
 
@@ -117,7 +119,7 @@ def pack_member(
         count: Its row tiles.
         weights: ``[tiles, words of k, 64]`` of all members.
         scales: float16 ``[tiles, k / block, 64]``, or None for floats.
-        zeros: uint8 of the same shape, or None without zero points.
+        zeros: uint8 zero points or float16 minimums of the same shape, or None without.
     """
     if isinstance(member, QuantizedTensor):
         packed = np.ascontiguousarray(member.codes).reshape(member.rows, -1)
@@ -125,7 +127,8 @@ def pack_member(
         if scales is not None:
             _interleave(member.scales, scales[first : first + count])
         if zeros is not None:
-            _interleave(member.unpacked_zero_points(), zeros[first : first + count])
+            own = member.unpacked_zero_points() if member.minimums is None else member.minimums
+            _interleave(own, zeros[first : first + count])
     else:
         _interleave(member, weights[first : first + count])
 

@@ -145,6 +145,7 @@ class ShapeClass(Struct, frozen=True, forbid_unknown_fields=True):
         bits, block = self.weight.bits, self.weight.block
         _check(block in ((16, 32, 64, 128) if bits <= 8 else (0,)), "weight block", block)
         _check(self.weight.symmetric or bits <= 8, "zero points of float weights", self.weight.symmetric)
+        _check(not (self.weight.minimum and self.weight.symmetric), "minimums of symmetric weights", bits)
         _check(bits <= 8 or not self.integer_inputs, "int8 inputs of float weights", bits)
 
 

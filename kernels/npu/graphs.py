@@ -126,6 +126,8 @@ def _sampled_arrays(shard: WeightShard) -> list[NDArray[Any]]:
     arrays: list[NDArray[Any]] = []
     for weight in weights:
         arrays += [weight.codes, weight.scales] if isinstance(weight, QuantizedTensor) else [weight]
+        if isinstance(weight, QuantizedTensor) and weight.minimums is not None:
+            arrays.append(weight.minimums)
     return arrays + biases
 
 

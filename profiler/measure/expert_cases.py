@@ -87,6 +87,7 @@ def expert_cases(
             form=form,
             streamed=streamed,
             code=code_of("npu" if operator == "graph" else "gpu"),
+            minimum=weight.minimum,
         )
         return ExpertCase(spec, key, essential=few)
 

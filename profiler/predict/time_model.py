@@ -78,6 +78,7 @@ class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True, rename={
     symmetric: bool
     streamed: bool
     is_ffn: bool
+    minimum: bool = False
 
     @classmethod
     def of(cls, point: LinearPoint) -> Kind:
@@ -90,6 +91,7 @@ class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True, rename={
             point.symmetric,
             point.streamed,
             point.is_ffn,
+            point.minimum,
         )
 
     def unlikeness(self, other: Kind) -> tuple[int, ...]:
@@ -100,6 +102,7 @@ class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True, rename={
             abs(self.bits - other.bits),
             abs(self.block - other.block),
             self.symmetric != other.symmetric,
+            self.minimum != other.minimum,
             self.streamed != other.streamed,
         )
 

@@ -78,6 +78,7 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
         integer_inputs: Whether inputs are rounded to int8 (``w4a8``).
         form: Graph form; empty on the GPU.
         streamed: Whether weights come from memory, as in a model larger than the caches, or from a cache.
+        minimum: Whether blocks have float minimums.
     """
 
     group: Group
@@ -90,6 +91,7 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
     integer_inputs: bool = False
     form: str = ""
     streamed: bool = True
+    minimum: bool = False
 
     @classmethod
     def of(
@@ -114,6 +116,7 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
             spec.integer_inputs,
             form,
             streamed,
+            weight.minimum,
         )
 
     @property
@@ -141,7 +144,7 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
     @property
     def weight(self) -> WeightFormat:
         """The number format of the weights."""
-        return WeightFormat(self.bits, self.block, self.symmetric)
+        return WeightFormat(self.bits, self.block, self.symmetric, minimum=self.minimum)
 
     @property
     def flops(self) -> int:
@@ -243,6 +246,7 @@ class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknow
         form: Graph form; empty on the GPU.
         streamed: Whether weights come from memory, as in a model larger than the caches, or from a cache.
         code: Hash of the kernel sources, or version of the graph builder.
+        minimum: Whether blocks have float minimums.
     """
 
     operator: ExpertsOperator
@@ -258,11 +262,12 @@ class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknow
     form: str
     streamed: bool
     code: str
+    minimum: bool = False
 
     @property
     def weight(self) -> WeightFormat:
         """The number format of the weights."""
-        return WeightFormat(self.bits, self.block, self.symmetric)
+        return WeightFormat(self.bits, self.block, self.symmetric, minimum=self.minimum)
 
     @property
     def flops(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -134,6 +135,20 @@ def test_every_end_token_of_the_generation_config(
         assert result.stop_reason == "eos"
         assert result.token_ids == greedy[:count]
         assert llm.generate(CODE, max_new_tokens=30, ignore_eos=True).token_ids == greedy
+
+
+def test_an_answer_follows_a_schema_and_the_next_is_free(llm: LLM) -> None:
+    members = {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 99}}
+    schema = {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
+    before = llm.generate(CODE, max_new_tokens=8)
+    for sampling in ({}, {"temperature": 0.8, "repetition_penalty": 1.1, "top_k": 20, "seed": 4}):
+        options: dict[str, Any] = {"json_schema": schema, "max_new_tokens": 200, **sampling}
+        result = llm.chat([{"role": "user", "content": "Describe Anna."}], **options)
+        assert result.stop_reason == "complete"
+        jsonschema.validate(json.loads(result.text), schema)
+    with pytest.raises(InputError, match="objekt"):
+        llm.generate(CODE, json_schema={"type": "objekt"})
+    assert llm.generate(CODE, max_new_tokens=8).token_ids == before.token_ids
 
 
 def test_log_probabilities_are_those_of_the_logits(llm: LLM) -> None:

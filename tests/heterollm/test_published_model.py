@@ -3,14 +3,18 @@
 ``HETEROLLM_PUBLISHED_MODEL`` names its folder; without it ``bench/published_model.py`` fetches the model.
 """
 
+import json
 import os
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from heterollm.base import InputError, OptionError
 from heterollm.cli import main
@@ -27,6 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SIMULATED = "sim:snapdragon-8gen3"
 PROMPT = "The capital of France is"
 QUESTION = "What is the capital of France?"
+SCALARS: list[dict[str, Any]] = [
+    {"type": "boolean"},
+    {"type": "integer", "minimum": -3, "maximum": 400},
+    {"type": "string", "maxLength": 12},
+    {"enum": ["été", "winter", 3]},
+    {"type": "array", "items": {"type": "null"}, "maxItems": 2},
+]
 EMULATED, REASON, _ = qnn_available(emulator=True)
 
 
@@ -172,6 +183,27 @@ def test_chat_template_and_stop_token(folder: Path, host_llm: Callable[..., LLM]
     assert len(result.token_ids) < 128
     assert "<|im_end|>" not in result.text
     assert theirs.convert_tokens_to_ids("<|im_end|>") in llm.tokenizer.eos_ids
+
+
+@pytest.fixture(scope="module")
+def chatty(folder: Path) -> Iterator[LLM]:
+    with LLM.load(folder, device="host", plan="gpu", context=512) as llm:
+        yield llm
+
+
+@given(
+    st.dictionaries(st.text("abé日 ", min_size=1, max_size=4), st.sampled_from(SCALARS), max_size=4),
+    st.sampled_from([0.0, 0.8]),
+)
+@settings(max_examples=12, deadline=None)
+def test_an_answer_follows_a_schema(chatty: LLM, members: dict[str, Any], temperature: float) -> None:
+    schema = {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
+    options: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_new_tokens": 300}
+    result = chatty.chat(
+        [{"role": "user", "content": "Describe a cat as JSON."}], json_schema=schema, **options
+    )
+    assert result.stop_reason == "complete"
+    jsonschema.validate(json.loads(result.text), schema)
 
 
 @pytest.mark.emulator

@@ -66,6 +66,17 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "ffn_down": "mlp.down_proj",
     }
 )
+GROUPS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "qkv"),
+        "attn_output": "o",
+        "ffn_gate": "gate_up",
+        "ffn_up": "gate_up",
+        "ffn_down": "down",
+    }
+)
+"""The group of linears of each matrix of a layer."""
+
 GEMMA_MODULES: Final = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -323,30 +334,24 @@ def _token_ids(file: GgufFile) -> dict[str, Any]:
 
 
 def _formats(file: GgufFile) -> dict[str, Any] | None:
-    """Return the number formats of layers and head; None if no layer is quantised.
-
-    4 bits hold Q4_0 alone. 8 bits hold all integers bit for bit; scales of which each is the product of two
-    numbers round to FP16, and minimums to the nearest step.
-    """
-    kinds = [
-        block_type(entry.kind)
-        for name, entry in file.entries.items()
-        if name.startswith("blk.") and len(entry.shape) == 2
-    ]
-    if all(kind.dtype is not None for kind in kinds):
+    """Return the number formats of the layers' groups and of the head; None if no layer is quantised."""
+    groups: dict[str, list[BlockType]] = {group: [] for group in dict.fromkeys(GROUPS.values())}
+    heads = []
+    for name, entry in file.entries.items():
+        match = LAYER_TENSOR.fullmatch(name)
+        if match and match[2] in GROUPS and match[3] == "weight":
+            groups[GROUPS[match[2]]].append(block_type(entry.kind))
+        elif name in ("token_embd.weight", "output.weight"):
+            heads.append(block_type(entry.kind))
+    if all(kind.dtype is not None for kinds in groups.values() for kind in kinds):
         return None
-    heads = [
-        block_type(entry.kind)
-        for name, entry in file.entries.items()
-        if name.startswith(("token_", "output."))
-    ]
-    four = all(kind.name == "Q4_0" for kind in kinds)
-    return {
-        "quant_method": "gguf",
-        "layers": {"bits": 4 if four else 8, "block": _block(kinds), "symmetric": True},
-        "head": {"bits": 8, "block": _block(heads), "symmetric": True},
-    }
+    formats = {group: _format(kinds) for group, kinds in groups.items()}
+    return {"quant_method": "gguf", "layers": formats, "head": {**_format(heads), "bits": 8}}
 
 
-def _block(kinds: list[BlockType]) -> int:
-    return min((kind.scale_block for kind in kinds if kind.dtype is None), default=32)
+def _format(kinds: list[BlockType]) -> dict[str, Any]:
+    """Return the smallest format that holds all blocks, and floats in 8 bits."""
+    four = all(kind.bits == 4 for kind in kinds)
+    block = min((kind.scale_block for kind in kinds if kind.dtype is None), default=32)
+    minimum = any(kind.minimum for kind in kinds)
+    return {"bits": 4 if four else 8, "block": block, "minimum": minimum}

@@ -10,7 +10,7 @@
 
 __kernel void embedding(
     __global const weight_t *restrict weights, __global const half *restrict scales,
-    __global const uchar *restrict zeros, __global const int *restrict tokens, __global float *restrict y,
+    __global const zero_t *restrict zeros, __global const int *restrict tokens, __global float *restrict y,
     int columns, int table_rows, int first_row, int end_row, int block, int asymmetric, int span, float factor) {
   const int first = get_global_id(0) * span, token = get_global_id(1);
   if (first >= columns) return;
@@ -23,11 +23,15 @@ __kernel void embedding(
 #if BITS <= 8
   for (int k = first; k < min(first + span, columns); k += WORD_INPUTS) {
     const size_t group = (row_tile * ((uint)columns / SCALE_BLOCK) + (uint)k / SCALE_BLOCK) * LANES + lane;
-    const float zero = asymmetric ? (float)zeros[group] : (float)MIDDLE;
     const float scale = load_half(scales, group);
+#ifdef MINIMUMS
+    const float offset = load_half(zeros, group);
+#else
+    const float offset = -scale * (asymmetric ? (float)zeros[group] : (float)MIDDLE);
+#endif
     const uint q = weights[(uint)k / WORD_INPUTS * LANES];
     UNROLL for (int i = 0; i < WORD_INPUTS; i++)
-      y[k + i] = ((float)((q >> (BITS * i)) & CODE_MASK) - zero) * scale * factor;
+      y[k + i] = FMA((float)((q >> (BITS * i)) & CODE_MASK), scale, offset) * factor;
   }
 #else
   for (int k = first; k < min(first + span, columns); k++)

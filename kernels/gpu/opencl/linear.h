@@ -4,7 +4,8 @@
 //
 // Weights: row tiles of 64 rows. BITS 4 or 8: uint [row tile][k / WORD_INPUTS][64], the first input in the
 // lowest bits. BITS 16 or 32: half or float [row tile][k][64]. Scales half and zero points uchar
-// [row tile][k / block][64].
+// [row tile][k / block][64]. With -DMINIMUMS half minimums take the place of zero points: a weight is its code times the
+// scale, plus the minimum.
 //
 // tiles: one entry per row tile in use: (row tile, its first output column, columns in use, 0).
 //
@@ -44,6 +45,12 @@ typedef float weight_t;
 #define load_weight(p, i) ((p)[i])
 #endif
 #define CODE_MASK ((1u << (BITS & 15)) - 1u)
+
+#ifdef MINIMUMS
+typedef half zero_t;
+#else
+typedef uchar zero_t;
+#endif
 
 // The argument of the weights, a place among them, and the word that lies `offset` behind a place.
 #ifdef WEIGHT_IMAGE
@@ -101,7 +108,7 @@ static inline size_t first_group(uint row_tile, uint weight_columns, uint first_
 // x is [tokens][columns] and y [tokens][rows], both from first_token on. Float weights use no block, scales or zeros;
 // zeros are read if asymmetric is not 0. Second grid dimension: steps of token_step tokens.
 #define LINEAR_ARGUMENTS                                                                                     \
-  WEIGHTS, __global const half *restrict scales, __global const uchar *restrict zeros,                       \
+  WEIGHTS, __global const half *restrict scales, __global const zero_t *restrict zeros,                      \
       __global const act_t *restrict x, __global out_t *restrict y, __global const int4 *restrict tiles,     \
       int columns, int rows, int block, int asymmetric, int weight_columns, int first_column,                \
       int first_token, int tokens, int token_step

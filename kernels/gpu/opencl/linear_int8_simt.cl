@@ -11,9 +11,6 @@ static inline int DOT4(uint codes, uint input) {
 }
 #endif
 
-// The product of a block is the sum of codes times codes, less the zero point's share, times both scales. Exact up to
-// the scales, as no sum reaches 2^24.
-
 // Sixteen inputs are four words of codes. Rows of codes are multiples of them, which one access reads.
 #define CODE_VECTORS(p) ((__global const uint4 *)(p))
 
@@ -46,7 +43,7 @@ static inline int DOT4(uint codes, uint input) {
 #define ADD_BLOCK(t)                                                                                         \
   {                                                                                                          \
     const float2 input = x_blocks[t * blocks + b];                                                           \
-    total##t = FMA(FMA(-zero, input.y, (float)sum##t), scale * input.x, total##t);                           \
+    total##t += BLOCK_PRODUCT((float)sum##t, zero, scale, input.x, input.y);                                 \
   }
 #else
 // The tokens of a word of inputs are staged as a vector, and so are the sums: an address for each token would take
@@ -158,9 +155,9 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
         ADD_QUAD(quads.z, input[2])
         ADD_QUAD(quads.w, input[3])
       }
-      const tokens_t factors = ((__local const tokens_t *)input_scales)[b] * scale;
-      const tokens_t shares = ((__local const tokens_t *)input_sums)[b];
-      totals = FMA(FMA(shares, (tokens_t)(-zero), CONVERT_SUMS(sums)), factors, totals);
+      totals += BLOCK_PRODUCT(CONVERT_SUMS(sums), (tokens_t)zero, (tokens_t)scale,
+                              ((__local const tokens_t *)input_scales)[b],
+                              ((__local const tokens_t *)input_sums)[b]);
     }
   }
   barrier(CLK_LOCAL_MEM_FENCE);
@@ -190,8 +187,8 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
 #define ADD_BLOCK(r)                                                                                         \
   {                                                                                                          \
     const float2 input = block_inputs[strip * ITEM_TOKENS + r];                                              \
-    const float4 product = FMA(zero, (float4)(-input.y), convert_float4(sum##r));                            \
-    total##r = FMA(product, scale * input.x, total##r);                                                      \
+    total##r +=                                                                                              \
+        BLOCK_PRODUCT(convert_float4(sum##r), zero, scale, (float4)input.x, (float4)input.y);                \
     sum##r = 0;                                                                                              \
   }
 // Codes are staged as vectors of sixteen inputs. A work-item stages at most one of those of the inputs.

@@ -71,10 +71,8 @@ static inline wide_int add_products(wide_int run, wide_uint codes, uint input) {
 #define END(total, run) (run)
 #endif
 
-// The product of a block: `sum` of codes times codes, less the zero point's share, times both scales. Exact
-// up to the scales, as no sum reaches 2^24.
-#define BLOCK_PRODUCT(sum, zero, scale, input)                                                               \
-  (FMA(-(zero), (wide_float)((input).y), ints_to_float(sum)) * ((scale) * (wide_float)((input).x)))
+#define WIDE_PRODUCT(sum, zero, scale, input)                                                                \
+  BLOCK_PRODUCT(ints_to_float(sum), zero, scale, (wide_float)((input).x), (wide_float)((input).y))
 
 // ---- a few tokens ---------------------------------------------------------------------------------------
 
@@ -128,7 +126,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_int8_vector_
         const wide_float scale = load_wide(load_half8, scales, group + WIDTH * (part + c));
         const wide_float zero = zero_points(zeros, group + WIDTH * (part + c), asymmetric);
         UNROLL for (int t = 0; t < TOKENS; t++)
-          totals[t][part + c] += BLOCK_PRODUCT(sums[t][c], zero, scale, x_blocks[t * blocks + b]);
+          totals[t][part + c] += WIDE_PRODUCT(sums[t][c], zero, scale, x_blocks[t * blocks + b]);
       }
     }
     weights += block / WORD_INPUTS * LANES;
@@ -153,7 +151,7 @@ typedef struct {
 
 static inline void unpack(
     panel_t *panel, __global const weight_t *weights, __global const half *scales,
-    __global const uchar *zeros, int start, int depth, int block, int asymmetric) {
+    __global const zero_t *zeros, int start, int depth, int block, int asymmetric) {
   for (int k = 0; k < depth; k += WORD_INPUTS) {
     __global const uint *word = weights + (size_t)((start + k) / WORD_INPUTS) * LANES;
     UNROLL for (int c = 0; c < PAIR; c += LINE_WORDS) PREFETCH_WORDS(word + c);
@@ -203,8 +201,8 @@ static inline void unpack(
       const wide_float z0 = panel->zeros[g][0], z1 = panel->zeros[g][1];                                     \
       UNROLL for (int r = 0; r < size; r++) {                                                                \
         const float2 input = input_blocks[r][g];                                                             \
-        totals[2 * r] += BLOCK_PRODUCT(sums[2 * r], z0, s0, input);                                          \
-        totals[2 * r + 1] += BLOCK_PRODUCT(sums[2 * r + 1], z1, s1, input);                                  \
+        totals[2 * r] += WIDE_PRODUCT(sums[2 * r], z0, s0, input);                                           \
+        totals[2 * r + 1] += WIDE_PRODUCT(sums[2 * r + 1], z1, s1, input);                                   \
       }                                                                                                      \
     }                                                                                                        \
   }

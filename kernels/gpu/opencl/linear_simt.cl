@@ -105,7 +105,7 @@ typedef FLOATS(TOKENS) tokens_t;
 #define MULTIPLY(word, from)                                                                                 \
   {                                                                                                          \
     const uint at = from;                                                                                    \
-    const float4 low = VALUES_LOW(word, zero), high = VALUES_HIGH(word, zero);                               \
+    const float4 low = VALUES_LOW(word), high = VALUES_HIGH(word);                                           \
     ADD_FOUR                                                                                                 \
     REPEAT(TOKENS, ADD_HIGH)                                                                                 \
   }
@@ -115,7 +115,7 @@ typedef FLOATS(TOKENS) tokens_t;
 #define MULTIPLY(word, from)                                                                                 \
   {                                                                                                          \
     const uint at = from;                                                                                    \
-    const float4 low = VALUES_LOW(word, zero);                                                               \
+    const float4 low = VALUES_LOW(word);                                                                     \
     ADD_FOUR                                                                                                 \
   }
 #define NEXT_CODES(q, at) (uint4)((q).yzw, 0)
@@ -193,7 +193,7 @@ SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) v
       CLEAR_DOTS
 #if BITS <= 8
       const uint group = (start + g) / BLOCK * LANES;
-      const float zero = ZERO(group), scale = load_half(scales, group);
+      LOAD_BLOCK(group)
       for (uint k = g; k < g + STEP; k += RUN, source += RUN / WORD_INPUTS * LANES) {
 #if TOKENS <= 2
         const uint4 q = LOAD_RUN(source);
@@ -209,7 +209,7 @@ SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) v
         // The end is a number that no compiler knows, so none unrolls the loop.
         const uint stop = min(k + RUN, depth) / 4;
         for (uint at = k / 4; at < stop; q = NEXT_CODES(q, at), at++) {
-          const float4 low = VALUES_LOW(q.x, zero);
+          const float4 low = VALUES_LOW(q.x);
           ADD_FOUR
         }
 #endif
@@ -275,16 +275,20 @@ typedef float8 element8_t;
 #define WEIGHT_RUNS (DEPTH / UNPACKED * LANES)
 
 #if BITS <= 8
-#ifdef HALF_SUMS
-#define LOAD_SCALE                                                                                           \
-  const half scale = scales[group], offset = (half)(1024.0f + ZERO(group));
+#if defined(HALF_SUMS) && defined(MINIMUMS)
+#define LOAD_SCALE const half scale = scales[group], offset = 1024, shift = zeros[group];
+#define SHIFTED(value) FMA(value, scale, shift)
+#elif defined(HALF_SUMS)
+#define LOAD_SCALE const half scale = scales[group], offset = (half)(1024.0f + ZERO(group));
+#define SHIFTED(value) (value) * scale
+#elif defined(MINIMUMS)
+#define LOAD_SCALE const float scale = load_half(scales, group), shift = ZERO(group);
+#else
+#define LOAD_SCALE const float scale = load_half(scales, group), shift = -scale * ZERO(group);
+#endif
 // Codes i and i + 4 of four bits, or i and i + 2 of eight: 0x6400 is 1024, whose lowest bits count by one.
 #define PAIR(q, i)                                                                                           \
-  (as_half2((((q) >> (BITS * (i))) & (CODE_MASK << 16 | CODE_MASK)) | 0x64006400u) - offset) * scale
-#else
-#define LOAD_SCALE                                                                                           \
-  const float scale = load_half(scales, group), shift = -scale * ZERO(group);
-#endif
+  SHIFTED(as_half2((((q) >> (BITS * (i))) & (CODE_MASK << 16 | CODE_MASK)) | 0x64006400u) - offset)
 #endif
 
 // Eight inputs of a token: a work-item stages up to four of such runs.

@@ -1,31 +1,41 @@
 // The common part of the linear kernels for GPUs. Follows linear.h.
 //
 //   BLOCK        inputs that share a scale, of quantised weights
-//   ASYMMETRIC   zeros are read
+//   ASYMMETRIC   zeros are read, of MINIMUMS too
 //
 // The defines replace the arguments `block` and `asymmetric`. Phone-class GPUs divide and multiply 64-bit integers in
 // software and keep arrays in memory that the compiler does not unroll, so indices below the start of a tile are
 // 32-bit and unsigned, and what a work-item sums has a name of its own for each token instead of an array.
 
 #if BITS <= 8
-#ifdef ASYMMETRIC
+#ifdef MINIMUMS
+#define ZERO(index) load_half(zeros, index)
+#elif defined(ASYMMETRIC)
 #define ZERO(index) (float)zeros[index]
 #else
 #define ZERO(index) (float)MIDDLE
 #endif
-// Four codes of a word less their zero point. A mask without a shift leaves the code times 2^(BITS i), which the exact
-// factor undoes.
+// The numbers of a block that turn codes into values: a code times `unit` plus `shift`, and the factor of their sum. With
+// minimums each weight has its own scale, since one of zero cannot divide the minimum.
+#ifdef MINIMUMS
+#define LOAD_BLOCK(group)                                                                                    \
+  const float unit = load_half(scales, group), shift = ZERO(group), scale = 1.0f;
+#else
+#define LOAD_BLOCK(group)                                                                                    \
+  const float unit = 1.0f, shift = -ZERO(group), scale = load_half(scales, group);
+#endif
+// Four codes of a word as values. A mask without a shift leaves the code times 2^(BITS i), which the exact factor undoes.
 #if BITS == 4
 #define CODES_LOW(q) convert_float4((uint4)(q) & (uint4)(0xfu, 0xf0u, 0xf00u, 0xf000u))
 #define CODES_HIGH(q) convert_float4((uint4)(q) & (uint4)(0xf0000u, 0xf00000u, 0xf000000u, 0xf0000000u))
 #define FACTORS_LOW (float4)(1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f)
 #define FACTORS_HIGH (float4)(0x1p-16f, 0x1p-20f, 0x1p-24f, 0x1p-28f)
-#define VALUES_HIGH(q, zero) FMA(CODES_HIGH(q), FACTORS_HIGH, (float4)(-(zero)))
+#define VALUES_HIGH(q) FMA(CODES_HIGH(q), FACTORS_HIGH * unit, (float4)shift)
 #else
 #define CODES_LOW(q) convert_float4((uint4)(q) & (uint4)(0xffu, 0xff00u, 0xff0000u, 0xff000000u))
 #define FACTORS_LOW (float4)(1.0f, 0x1p-8f, 0x1p-16f, 0x1p-24f)
 #endif
-#define VALUES_LOW(q, zero) FMA(CODES_LOW(q), FACTORS_LOW, (float4)(-(zero)))
+#define VALUES_LOW(q) FMA(CODES_LOW(q), FACTORS_LOW * unit, (float4)shift)
 #endif
 
 static inline float across(float4 value) { return (value.x + value.y) + (value.z + value.w); }

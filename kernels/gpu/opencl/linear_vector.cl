@@ -60,7 +60,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_few(L
     UNROLL for (int part = 0; part < VECTORS; part += PART) {
       wide_float sums[TOKENS][PART];
       UNROLL for (int c = 0; c < PART; c++) {
-#if BITS <= 8
+#if BITS <= 8 && !defined(MINIMUMS)
         const wide_float zero = zero_points(zeros, group + WIDTH * (part + c), asymmetric);
         UNROLL for (int t = 0; t < TOKENS; t++) sums[t][c] = -input_sums[t] * zero;
 #else
@@ -91,6 +91,11 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_few(L
         const wide_float scale = load_wide(load_half8, scales, group + WIDTH * (part + c));
         UNROLL for (int t = 0; t < TOKENS; t++)
           totals[t][part + c] = FMA(sums[t][c], scale, totals[t][part + c]);
+#ifdef MINIMUMS
+        const wide_float minimum = zero_points(zeros, group + WIDTH * (part + c), asymmetric);
+        UNROLL for (int t = 0; t < TOKENS; t++)
+          totals[t][part + c] = FMA((wide_float)input_sums[t], minimum, totals[t][part + c]);
+#endif
 #else
         UNROLL for (int t = 0; t < TOKENS; t++) totals[t][part + c] += sums[t][c];
 #endif
@@ -112,14 +117,14 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void linear_vector_few(L
 // Dequantise `depth` inputs from `start` of PAIR columns.
 static inline void dequantize(
     wide_float *values, __global const weight_t *weights, __global const half *scales,
-    __global const uchar *zeros, int start, int depth, int block, int asymmetric) {
+    __global const zero_t *zeros, int start, int depth, int block, int asymmetric) {
 #if BITS <= 8
   for (int g = 0; g < depth; g += block) {
     const size_t group = (size_t)((start + g) / block) * LANES;
     wide_float scale[2], offset[2];
     UNROLL for (int c = 0; c < 2; c++) {
       scale[c] = load_wide(load_half8, scales, group + WIDTH * c);
-      offset[c] = -scale[c] * zero_points(zeros, group + WIDTH * c, asymmetric);
+      offset[c] = offsets(scale[c], zeros, group + WIDTH * c, asymmetric);
     }
     for (int k = g; k < g + block; k += WORD_INPUTS) {
       __global const uint *word = weights + (size_t)((start + k) / WORD_INPUTS) * LANES;
@@ -179,7 +184,7 @@ DEFINE_STRIP(multiply_half_strip, STRIP / 2)
 
 // Compute `count` tokens of PAIR columns, of which `valid` are written.
 static inline void multiply(
-    __global const weight_t *weights, __global const half *scales, __global const uchar *zeros,
+    __global const weight_t *weights, __global const half *scales, __global const zero_t *zeros,
     __global const act_t *x, __global out_t *y, int columns, int rows, int block, int asymmetric, int count,
     int valid) {
   wide_float values[DEPTH * 2];

@@ -47,10 +47,25 @@ static inline void store_columns(wide_float value, __global out_t *y, int valid)
 #define VECTORS (LANES / WIDTH)
 
 #if BITS <= 8
+#ifdef MINIMUMS
+#define load_zero8 load_half8
+#else
 #define load_zero8(p, i) convert_float8(*(__global const uchar8 *)((p) + (i)))
+#endif
 
-static inline wide_float zero_points(__global const uchar *zeros, size_t index, int asymmetric) {
+// Zero points or minimums.
+static inline wide_float zero_points(__global const zero_t *zeros, size_t index, int asymmetric) {
   return asymmetric ? load_wide(load_zero8, zeros, index) : (wide_float)(MIDDLE);
+}
+
+// The weight of code 0.
+static inline wide_float offsets(wide_float scale, __global const zero_t *zeros, size_t index, int asymmetric) {
+  const wide_float zero = zero_points(zeros, index, asymmetric);
+#ifdef MINIMUMS
+  return zero;
+#else
+  return -scale * zero;
+#endif
 }
 #endif
 

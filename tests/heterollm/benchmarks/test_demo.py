@@ -1,15 +1,23 @@
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from heterollm.base import CheckpointError
 from heterollm.benchmarks import demo, run_demo
 from heterollm.benchmarks.demo import write_layer_checkpoint
-from heterollm.data import bundled_model
-from heterollm.model import Checkpoint, ModelConfig
+from heterollm.cli import complete
+from heterollm.data import BUNDLED_NAME, bundled_model
+from heterollm.model import Checkpoint, ModelConfig, checkpoint_folder, find_model
 from heterollm.report import demo_report
 from heterollm.report.console import render
+
+NPU_NOTE = (
+    "NPU, simulated: the graphs of all lengths take 16.0 GiB, and this phone's NPU addresses 3.5 GiB: "
+    "a phone would refuse to open them all."
+)
 
 
 def test_the_bundled_model_is_a_checkpoint():
@@ -66,31 +74,48 @@ def test_the_layer_has_the_size_of_tinyllama(layer_folder):
 
 
 @pytest.mark.slow  # checks of the project run the command itself
-@pytest.mark.parametrize("budget_s", [600.0, 0.001])
-def test_the_demo_profiles_and_runs_every_level_in_both_phases(small_layer, monkeypatch, tmp_path, budget_s):
+def test_the_demo_measures_three_rows_and_simulates_three(small_layer, monkeypatch, tmp_path):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(demo, "PROFILE_BUDGET_S", budget_s)
-    planned = budget_s > 1  # the other profile has no feed-forward network
-    pieces, stages = [], []
+    started, pieces, stages = [], [], []
     result = run_demo(
         device="host",
         max_new_tokens=8,
+        on_start=lambda device, size: started.append((device["device"], size)),
         on_text=pieces.append,
         progress=lambda stage, done, total: stages.append(stage),
     )
     assert "".join(pieces) == result.text != ""
-    assert result.levels_agree
-    assert result.time == "real"
-    assert [workload.name for workload in result.workloads] == ["bundled model", "TinyLlama layer"]
-    for workload in result.workloads:
-        found = [(row.test, row.asked.asked_level, row.error) for row in workload.bench.rows]
-        levels = ["gpu", "npu", "layer", "tensor", *(["block"] if planned else []), "gpu"]
-        assert found == [(test, level, None) for test in ("pp64", "tg4") for level in levels]
-        assert workload.bench.rows[-1].asked.baseline
-        assert workload.verdicts
-    assert {"Profiling the device", "Taking samples, bundled model"} <= set(stages)
+    assert started == [("host", 3_672_320)]
+    assert result.same_text
+    assert result.notes == (NPU_NOTE,)
+    for rows in (result.measured, result.simulated):
+        assert [row.processors for row in rows] == ["GPU", "NPU", "both"]
+        assert all(row.prefill > 0 and row.decode > 0 for row in rows)
+    assert [text.partition(":")[0] for text in result.sentences[:2]] == ["Prefill", "Decode"]
+    assert all("on the cores of both" in text for text in result.sentences[:2])
+    assert {"Profiling the device", "Taking samples", "Simulating a phone"} <= set(stages)
     json.dumps(result.to_dict(), allow_nan=False)
     shown = render(demo_report(result))
-    assert ("Level block is left out" in shown) is not planned
-    assert "TinyLlama layer, tg4, w4a16" in shown
-    assert "All plan levels write the same text" in shown
+    assert "This machine (host), measured" in shown
+    assert "sim:snapdragon-8gen3, SIMULATED, nothing measured: llama-3.2-3b" in shown
+    assert "GPU and NPU write the same text" in shown
+
+
+def test_the_demo_of_a_modelled_phone_measures_nothing():
+    result = run_demo(device="sim:snapdragon-8elite", max_new_tokens=2)
+    assert (result.phone, result.time, result.measured) == ("sim:snapdragon-8elite", "simulated", ())
+    assert [row.processors for row in result.simulated] == ["GPU", "NPU", "both"]
+    gpu, npu, both = (row.prefill for row in result.simulated)
+    assert both > max(gpu, npu)
+    assert "measured:" not in render(demo_report(result)).replace("nothing measured:", "")
+
+
+def test_the_commands_take_the_bundled_model_by_name_unless_a_folder_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_folder(BUNDLED_NAME) == bundled_model()
+    assert find_model(BUNDLED_NAME).name == BUNDLED_NAME
+    assert BUNDLED_NAME in complete.models("tiny")
+    (tmp_path / BUNDLED_NAME).mkdir()
+    assert checkpoint_folder(BUNDLED_NAME) == Path(BUNDLED_NAME)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        find_model(BUNDLED_NAME)

@@ -10,9 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from heterollm.base import silent
-from heterollm.benchmarks import BenchResult, DemoResult
+from heterollm.benchmarks import BenchResult, DemoResult, DemoRow
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.demo import DemoWorkload
 from heterollm.data import bundled_model
 from heterollm.doctor import Check, Diagnosis
 from heterollm.doctor.run import Problem
@@ -64,7 +63,9 @@ def solved():
 @pytest.fixture
 def reports(rows, sample_profile, solved):
     bench = BenchResult(rows, ("All models fit.",))
-    workload = DemoWorkload("TinyLlama layer", bench, ("tensor is 1.5 times as fast as gpu.",))
+    shown = tuple(DemoRow(name, 521.0, 182.0) for name in ("GPU", "NPU", "both"))
+    said = ("Prefill: both are 1.05 x (0.61 to 2.63) as fast as the GPU alone: splitting pays.",)
+    phone = ("sim:snapdragon-8gen3", "llama-3.2-3b", shown, ("A remark.",))
     checks = (
         Check("GPU", "linear f32", "1 token", "pass", 2e-14, 1e-10),
         Check("NPU", "linear w4a8 of a sliding window", "1 token", "fail", 3e-2, 1e-10, "Wrong.", "Update."),
@@ -73,7 +74,7 @@ def reports(rows, sample_profile, solved):
     status = DeviceStatus("host", False, DESCRIPTION["gpu"], "ONNX Runtime CPU", "No library.", "Install it.")
     return {
         "bench": bench_reports([bench, bench]),
-        "demo": demo_report(DemoResult("p", "t", True, DESCRIPTION, "real", (workload,), ("A remark.",))),
+        "demo": demo_report(DemoResult("p", "t", 9, True, DESCRIPTION, "real", shown, said, *phone)),
         "doctor": diagnosis_report(Diagnosis("host", facts, checks, (), (Problem("A note.", "Do it."),))),
         "devices": console.devices_table([status, *simulated_devices()]),
         "profile": report_profile.profile_report(summarize(sample_profile()), everything=True),

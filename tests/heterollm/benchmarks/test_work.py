@@ -151,18 +151,17 @@ def profiled():
 
 
 def test_predictions_add_up_the_groups_of_every_pass(profiled):
-    gpu = predicted_us(profiled, level("gpu"), Case(256, 0), chunk=512)
+    gpu = predicted_us(profiled, level("gpu"), Case(256, 0))
     by_hand = sum(1.0 + spec.flops(256) / 1e4 for spec in LAYERS) + 1.0 + HEAD.flops(1) / 1e4
     assert gpu == pytest.approx(by_hand, rel=0.02)
-    npu = predicted_us(profiled, level("npu"), Case(256, 0), chunk=512)
+    npu = predicted_us(profiled, level("npu"), Case(256, 0))
     assert npu == pytest.approx(2 * by_hand, rel=0.02)
-    tokens = predicted_us(profiled, level("gpu"), Case(256, 10), chunk=512)
+    tokens = predicted_us(profiled, level("gpu"), Case(256, 10))
     one = sum(1.0 + spec.flops(1) / 1e4 for spec in SPECS)
     assert tokens == pytest.approx(gpu + 10 * one, rel=0.02)
     # Padding to 512 costs the NPU what 512 tokens do; the pipe hardly more than 300.
     padded, piped = (
-        predicted_us(profiled, level("npu", policy), Case(300, 0), chunk=512)
-        for policy in ("padding", "pipe")
+        predicted_us(profiled, level("npu", policy), Case(300, 0)) for policy in ("padding", "pipe")
     )
     assert padded / piped == pytest.approx(512 / 320, rel=0.05)
 

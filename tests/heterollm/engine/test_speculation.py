@@ -1,4 +1,4 @@
-"""Speculative decoding on the host device: answers, their distribution, and what a session holds after them."""
+"""Speculative decoding on the host device: answers, their distribution, and the sessions behind them."""
 
 import threading
 from collections.abc import Callable, Iterator

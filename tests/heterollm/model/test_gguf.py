@@ -67,8 +67,11 @@ def permuted(values, heads):
     return split.swapaxes(1, 2).reshape(values.shape)
 
 
-def write_gguf(folder: Path, path: Path, kind=Types.F16, head=Types.F16) -> Path:
-    """Write a checkpoint as GGUF with the package's own names, as llama.cpp's converter does."""
+def write_gguf(folder: Path, path: Path, kind=Types.F16, head=Types.F16, others=()) -> Path:
+    """Write a checkpoint as GGUF with the package's own names, as llama.cpp's converter does.
+
+    ``others`` are pairs of a part of tensors' names and their type.
+    """
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
     stated = ARCHITECTURES.get(family, family)
@@ -129,6 +132,7 @@ def write_gguf(folder: Path, path: Path, kind=Types.F16, head=Types.F16) -> Path
             writer.add_tensor(own, values)
         else:
             chosen = head if own in ("token_embd.weight", "output.weight") else kind
+            chosen = next((other for part, other in others if part in own), chosen)
             if chosen in (Types.Q4_K, Types.Q6_K):
                 data = random_blocks(BLOCK_TYPES[chosen], *values.shape)
             else:
@@ -178,10 +182,12 @@ def test_values_are_those_of_gguf(kind):
         ("Q5_0", WeightFormat(8, 32), math.inf),
         ("Q8_0", WeightFormat(8, 32), math.inf),
         ("Q6_K", WeightFormat(8, 16), 72),
-        ("Q4_1", WeightFormat(8, 32), 50),
-        ("Q5_1", WeightFormat(8, 32), 46),
-        ("Q4_K", WeightFormat(8, 32), 50),
-        ("Q5_K", WeightFormat(8, 32), 46),
+        ("Q4_0", WeightFormat(4, 32, symmetric=False, minimum=True), math.inf),
+        ("Q4_1", WeightFormat(4, 32, symmetric=False, minimum=True), math.inf),
+        ("Q5_1", WeightFormat(8, 32, symmetric=False, minimum=True), math.inf),
+        ("Q4_K", WeightFormat(4, 32, symmetric=False, minimum=True), 66),
+        ("Q5_K", WeightFormat(8, 32, symmetric=False, minimum=True), 66),
+        ("Q6_K", WeightFormat(8, 16, symmetric=False, minimum=True), 72),
     ],
 )
 def test_canonical_tensors_hold_the_values(name, weight, least_db):
@@ -206,15 +212,17 @@ def test_constant_and_extreme_blocks_keep_their_values():
     values = np.zeros((3, 64), np.float32)
     values[1], values[2, :32] = 0.25, np.linspace(1000, 1001, 32)
     blocks = kind.blocks(gguf.quantize(values, Types.Q4_1))
-    held = canonical(blocks, WeightFormat(8, 32)).dequantize()
-    assert np.abs(held - blocks.values()).max(axis=1) == pytest.approx([0, 0, 4], abs=4)
-    assert (held[0] == 0).all()
+    held = canonical(blocks, WeightFormat(4, 16, symmetric=False, minimum=True)).dequantize()
+    assert np.array_equal(held, blocks.values())
+    assert (held[1] == 0.25).all()
 
 
 def test_formats_that_cannot_hold_the_integers_are_refused():
     blocks = BLOCK_TYPES[Types.Q8_0].blocks(random_blocks(BLOCK_TYPES[Types.Q8_0], 4, 64))
     assert canonical(blocks, WeightFormat(4, 32)) is None
     assert canonical(blocks, WeightFormat(8, 64)) is None
+    minimums = BLOCK_TYPES[Types.Q4_1].blocks(random_blocks(BLOCK_TYPES[Types.Q4_1], 4, 64))
+    assert canonical(minimums, WeightFormat(8, 32)) is None
 
 
 # ---- models ---------------------------------------------------------------------------------------------
@@ -260,32 +268,60 @@ def test_logits_are_those_of_the_checkpoint(checkpoint, host_llm, token_ids, tmp
     assert np.array_equal(own, wanted)
 
 
-@pytest.mark.parametrize("plan", ["gpu", "npu"])
-@pytest.mark.parametrize(("kind", "head", "least_db"), [("Q4_0", "Q8_0", 90), ("Q4_1", "Q6_K", 35)])
+MIXED = (("attn_v", Types.Q6_K), ("blk.0.ffn_down", Types.Q6_K), ("blk.1.attn_output", Types.F16))
+"""Like Q4_K_M, with a float."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "others", "least_db"),
+    [
+        ("Q4_0", "Q8_0", (), 90),
+        ("Q4_1", "Q8_0", (), 90),
+        ("Q4_K", "Q6_K", MIXED, 50),
+    ],
+)
 def test_logits_are_those_of_the_stored_values(
-    plan, kind, head, least_db, checkpoint, host_llm, token_ids, tmp_path
+    kind, head, others, least_db, checkpoint, host_llm, half_rows_plan, token_ids, tmp_path
 ):
-    folder = checkpoint("llama", **WIDE)
-    path = write_gguf(folder, tmp_path / "model.gguf", Types[kind], Types[head])
-    ids = token_ids(24)
-    held, wanted = (
-        host_llm(path, plan=plan, precision=precision).session().prefill(ids, all_logits=True)
-        for precision in ("w4a16", "fp16")
-    )
-    assert noise_db(held, wanted) >= least_db
+    """On both processors, alone and together."""
+    path = write_gguf(checkpoint("llama", **WIDE), tmp_path / "model.gguf", Types[kind], Types[head], others)
+    ids = token_ids(40)
+
+    def logits(**options):
+        session = host_llm(path, **options).session()
+        prompt = session.prefill(ids[:36], all_logits=True)
+        return np.concatenate([prompt, [session.decode(token) for token in ids[36:]]])
+
+    wanted = logits(plan="gpu", precision="fp16")
+    cut = half_rows_plan(host_llm(path, plan="gpu"))
+    for plan in ("gpu", "npu", cut):
+        assert noise_db(logits(plan=plan), wanted) >= least_db, plan
+    if kind == "Q4_1":
+        rounded = [logits(plan=plan, precision="w4a8") for plan in ("gpu", "npu")]
+        assert noise_db(rounded[0], rounded[1]) > 30 > noise_db(rounded[0], wanted) > 20
 
 
 def test_notes_say_what_is_requantised(checkpoint, tmp_path):
-    path = write_gguf(checkpoint("llama", **WIDE), tmp_path / "mixed.gguf", Types.Q4_1, Types.Q6_K)
+    others = (("attn_v", Types.Q6_K), ("ffn_down", Types.Q5_0))
+    path = write_gguf(checkpoint("llama", **WIDE), tmp_path / "mixed.gguf", Types.Q4_1, Types.Q6_K, others)
 
-    def notes():
+    def loaded():
         source = Checkpoint(path)
-        return load_weights(source, ModelConfig.from_folder(source.folder)).notes
+        return load_weights(source, ModelConfig.from_folder(source.folder))
 
-    first = notes()
-    assert any(note.startswith("2 tensors of Q6_K as int8 block 16: requantised") for note in first)
-    assert any(note.startswith("14 tensors of Q4_1 as int8 block 32: requantised") for note in first)
-    assert notes() == first  # from the cache
+    weights = loaded()
+    assert [str(spec.weight) for spec in weights.specs[:4]] == [
+        "int8 block 16 with minimums",
+        *("int4 block 32 with minimums",) * 2,
+        "int8 block 32",
+    ]
+    said = {note.partition(":")[0]: note for note in weights.notes}
+    assert "at least 7" in said["2 tensors of Q6_K as int8 block 16"]
+    assert "at least 7" in said["2 tensors of Q6_K as int8 block 16 with minimums"]
+    for exact in ("4 tensors of Q4_1 as int8 block 16", "6 tensors of Q4_1 as int4 block 32"):
+        assert "bit for bit" in said[f"{exact} with minimums"]
+    assert "bit for bit" in said["2 tensors of Q5_0 as int8 block 32"]
+    assert loaded().notes == weights.notes  # from the cache
 
 
 def test_4_bit_files_stay_4_bit_and_exact(checkpoint, tmp_path):

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from heterollm.base import CacheKind, DeviceError
-from heterollm.benchmarks import DemoResult
+from heterollm.benchmarks import DemoResult, DemoRow
 from heterollm.doctor import Check, Diagnosis
 from heterollm.doctor.run import Problem
 from heterollm.kernels.device import DeviceStatus
 from heterollm.report import console as report
-from heterollm.report import demo_report, diagnosis_report
+from heterollm.report import demo_heading, demo_report, diagnosis_report
 from heterollm.text import GenerationResult
 
 WIDTH = 80
@@ -117,7 +117,7 @@ def test_statistics_leave_out_what_was_not_measured():
     )
 
 
-def test_the_demo_says_whether_the_levels_agree():
+def test_the_demo_says_whether_the_processors_agree():
     device = {
         "device": "host",
         "gpu": "CPU",
@@ -125,12 +125,19 @@ def test_the_demo_says_whether_the_levels_agree():
         "npu": "ORT",
         "gpu_threads": 1,
         "npu_threads": 1,
+        "time": "emulated",
     }
+    assert "stands in for a phone" in words_of(demo_heading(device, 3_672_320, "import os\n"))
+    rows = (DemoRow("GPU", 250.0, 9.5), DemoRow("NPU", None, None), DemoRow("both", 300.0, 11.0))
     for agree, words in ((True, "write the same text"), (False, "do NOT write the same text")):
-        result = DemoResult("p", "t", agree, device, "emulated", (), ("A remark.",))
+        result = DemoResult(
+            *("p", "t", 10, agree, device, "emulated", (), (), "sim:x", "a-model", rows, ("A remark.",))
+        )
         shown = words_of(demo_report(result))
         assert words in shown
-        assert "emulated time" in shown
+        assert "sim:x, SIMULATED, nothing measured" in shown
+        assert "GPU 250 9.5 NPU failed failed both 300 11.0" in shown
+        assert "measured:" not in shown.replace("nothing measured:", "")
         assert "A remark." in shown
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from heterollm.base import EngineError, OptionError
 from heterollm.text import SamplingOptions
-from heterollm.text.sampling import Sampler
+from heterollm.text.sampling import LogProbabilities, Sampler
 
 NO_HISTORY = np.empty(0, np.int64)
 
@@ -178,7 +178,7 @@ def test_unsound_logits_are_an_engine_error(temperature, bad, penalty):
     with pytest.raises(EngineError, match="logits"):
         sampler.sample(logits, NO_HISTORY)
     with pytest.raises(EngineError, match="logits"):
-        sampler.log_probability(logits, 3)
+        LogProbabilities(len(logits)).read(logits)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
@@ -197,14 +197,28 @@ def test_log_probability_is_the_float64_log_softmax(size, seed, scale):
     token = seed % size
     exact = logits.astype(np.float64) - logits.max()
     wanted = exact[token] - math.log(np.exp(exact).sum())
-    assert Sampler(SamplingOptions(), size).log_probability(logits, token) == pytest.approx(wanted, rel=1e-12)
+    found = LogProbabilities(size)
+    found.read(logits)
+    assert found.of(token) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_log_probability_of_an_excluded_token():
     logits = np.array([-np.inf, 0, 0], np.float32)
-    sampler = Sampler(SamplingOptions(), 3)
-    assert sampler.log_probability(logits, 0) == -math.inf
-    assert sampler.log_probability(logits, 1) == pytest.approx(math.log(0.5))
+    found = LogProbabilities(3, most=3)
+    found.read(logits)
+    assert found.of(0) == -math.inf
+    assert found.of(1) == pytest.approx(math.log(0.5))
+    assert [token for token, _ in found.likeliest()] == [1, 2]  # JSON has no -inf
+
+
+@pytest.mark.parametrize("most", [1, 4, 5, 50, 60])
+def test_the_likeliest_tokens_are_those_of_a_sort(most):
+    logits = make_logits(50)
+    logits[[7, 20, 33]] = logits[np.argsort(-logits)[3]]  # ties at the limit of 4 and 5: the smaller id first
+    found = LogProbabilities(50, most)
+    found.read(logits)
+    wanted = sorted(range(50), key=lambda token: (-logits[token], token))[:most]
+    assert found.likeliest() == tuple((token, found.of(token)) for token in wanted)
 
 
 def test_greedy_allocates_nothing_of_the_vocabularys_size():
@@ -214,12 +228,13 @@ def test_greedy_allocates_nothing_of_the_vocabularys_size():
     history = np.arange(100)
     for options in (SamplingOptions(), SamplingOptions(repetition_penalty=1.1)):
         sampler = Sampler(options, 151_936)
+        found = LogProbabilities(len(logits), most=5)
         sampler.sample(logits, history)
-        sampler.log_probability(logits, 1)
         tracemalloc.start()
         try:
             sampler.sample(logits, history)
-            sampler.log_probability(logits, 1)
+            found.read(logits)
+            found.likeliest()
             peak_bytes = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

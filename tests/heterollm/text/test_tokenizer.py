@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 import heterollm.data.tiny_python_lm as tiny
 from heterollm.base import CheckpointError, InputError
-from heterollm.text import Tokenizer
+from heterollm.text import GenerationOptions, GrammarTokens, Tokenizer
 
 TINY = Path(tiny.__file__).parent
 TEXT = "Hello, wörld! 😀👩‍👩‍👧 日本語のテキスト, как дела? def f(x):\n\treturn  x  # spaces "
@@ -187,6 +188,25 @@ def test_any_bytes_stream_as_they_decode(loaded, name, data):
     assert text == tokenizer.decode(ids)
     if name == "llama3":
         assert text == data.decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_grammar_and_the_decoded_text_agree_on_every_token(loaded, name):
+    """Constraints know tokens as bytes; characters of several tokens show where the text differs."""
+    texts = ["été 日本語", 'a "quote"', "🙂 lo\\n", "", "\ufffd"]
+    tokenizer = loaded[name]
+    options = GenerationOptions(json_schema={"enum": texts})
+    tokens = GrammarTokens(tokenizer, tokenizer.vocab_size + 3)
+    seen = set()
+    for seed in range(40):
+        random, constraint, ids = np.random.default_rng(seed), tokens.constraint(options), []
+        logits = np.empty(tokenizer.vocab_size + 3, np.float32)
+        while not ids or not constraint.accept(ids[-1]):
+            logits[:] = random.standard_normal(len(logits))
+            ids.append(int(constraint.allowed(logits).argmax()))
+            assert len(ids) < 200
+        seen.add(json.loads(tokenizer.decode(ids)))
+    assert seen == set(texts)
 
 
 def _byte_names():

@@ -18,17 +18,18 @@ from heterollm.kernels.gpu import GpuLinear
 from heterollm.kernels.linear_cases import LINEARS, LinearCase, embed, run_linear
 from heterollm.kernels.ops import WeightFormat
 
-KINDS = ["int4", "int4z", "int8", "int8z", "f16", "f32"]
-QUANTIZED = KINDS[:4]
+KINDS = ["int4", "int4z", "int4m", "int8", "int8z", "f16", "f32"]
+QUANTIZED = KINDS[:5]
 STYLES = ["vector", "simt"]
 ACTIVATIONS = [np.float32, np.float16]
 MEMBERS = LinearCase(WeightFormat(4, 32, symmetric=False), (200, 64, 77), 96, 1)
 
 
 def stored(kind, block=0):
-    """The number format of a kind."""
-    bits = int(kind.strip("intfz"))
-    return WeightFormat(bits, block if bits <= 8 else 0, not kind.endswith("z"))
+    """The number format of a kind; ``z`` stands for zero points, ``m`` for minimums."""
+    bits = int(kind.strip("intfzm"))
+    minimum = kind.endswith("m")
+    return WeightFormat(bits, block if bits <= 8 else 0, not kind.endswith(("z", "m")), minimum=minimum)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ QUANTIZED = [
     for bits in (4, 8)
     for block in (32, 64, 128)
     for symmetric in (True, False)
-]
+] + [WeightFormat(bits, block, symmetric=False, minimum=True) for bits, block in ((4, 32), (8, 16))]
 LENGTHS = ((1, 1), (20, 32), (64, 64))
 """Tokens and the length of the graph: rows behind the tokens are NaN."""
 

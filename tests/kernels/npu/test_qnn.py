@@ -91,6 +91,11 @@ class TestEmulator:
             check(LinearCase(WeightFormat(bits, block, symmetric), (77,), 896, tokens), length)
         assert (npu.compiled_count, npu.loaded_count) == (2, 0)
 
+    def test_minimums_against_float64(self, npu, check):
+        for bits, block in ((4, 32), (8, 16)):
+            number_format = WeightFormat(bits, block, symmetric=False, minimum=True)
+            check(LinearCase(number_format, (77,), 896, 20), 32)
+
     @pytest.mark.parametrize("columns", [896, 4864])
     @pytest.mark.parametrize(("tokens", "length"), [(1, 1), (20, 32), (33, 64)])
     def test_float_forms_against_float64(self, npu, check, tokens, length, columns):

@@ -1,0 +1,165 @@
+"""Structured answers: llguidance, an extra, says which tokens keep an answer within its schema or grammar."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from heterollm.base import CheckpointError, InputError, OptionError, parse_json
+from heterollm.text.generation import GenerationOptions
+from heterollm.text.sampling import Logits
+from heterollm.text.stream_decoder import LIBRARY
+from heterollm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+__all__ = ["Constraint", "GrammarTokens", "check_structure"]
+
+WORD_BITS: Final = 32
+BIT_VALUES: Final = 1 << np.arange(8, dtype=np.uint8)
+WHITESPACE: Final = r"( |\r?\n[ \t]{0,32})?"
+"""Between JSON's symbols: a space, or a new line and its indentation. A weak model would never end more."""
+
+
+def check_structure(options: GenerationOptions) -> None:
+    """Check an answer's schema or grammar, if it has one, without a tokenizer.
+
+    Raises:
+        OptionError: llguidance is not installed.
+        InputError: The schema or grammar is illegal, or uses a part that llguidance does not know.
+    """
+    if options.is_structured:
+        wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(_grammar(options))
+        if wrong:
+            raise _refusal(messages[0])
+
+
+class GrammarTokens:
+    """A tokenizer's vocabulary as bytes, prepared once for the constraints of many answers.
+
+    Args:
+        tokenizer: The checkpoint's tokenizer.
+        vocab_size: Length of the model's logits.
+
+    Raises:
+        OptionError: llguidance is not installed.
+        CheckpointError: llguidance cannot use the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._library = _library()
+        self._vocab_size = vocab_size
+        eos_ids = sorted(tokenizer.eos_ids)
+        rows = max(vocab_size, tokenizer.vocab_size)
+        try:
+            with LIBRARY:
+                self._tokens = self._library.LLTokenizer(tokenizer.to_json(), rows, eos_ids or None)
+        except ValueError as error:
+            raise CheckpointError(
+                f"llguidance cannot use the checkpoint's tokenizer: {error}.",
+                fix="Leave out the schema or grammar.",
+            ) from error
+
+    def constraint(self, options: GenerationOptions) -> Constraint | None:
+        """Return the constraint of an answer's schema or grammar; None without one.
+
+        Raises:
+            InputError: The schema or grammar is illegal, or uses a part that llguidance does not know.
+        """
+        if not options.is_structured:
+            return None
+        matcher = self._library.LLMatcher(self._tokens, _grammar(options), log_level=0)
+        _check(matcher)
+        return Constraint(matcher, self._tokens.vocab_size, self._vocab_size)
+
+
+class Constraint:
+    """The tokens of one answer that its schema or grammar allows; not thread-safe.
+
+    Args:
+        matcher: llguidance's state of the answer.
+        token_count: Tokens of the matcher's mask.
+        vocab_size: Length of the model's logits.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, token_count: int, vocab_size: int) -> None:
+        self._matcher = matcher
+        bits = np.zeros(math.ceil(token_count / WORD_BITS), np.int32)
+        self._bits_address, self._bits_bytes = bits.ctypes.data, bits.nbytes
+        self._bytes = bits.view(np.uint8)[:, np.newaxis]
+        self._bits = np.empty((bits.nbytes, len(BIT_VALUES)), np.uint8)
+        self._allowed = np.empty(self._bits.shape, np.bool_)
+        self._allowed_tokens = self._allowed.reshape(-1)[:vocab_size]
+        self._scores = np.empty(vocab_size, np.float32)
+
+    def allowed(self, logits: Logits, /) -> Logits:
+        """Return the logits with −∞ for each token that may not come next, valid until the next call.
+
+        Raises:
+            InputError: The grammar is too complex for llguidance at this place.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._bits_address, self._bits_bytes)
+        _check(self._matcher)
+        np.bitwise_and(self._bytes, BIT_VALUES, out=self._bits)
+        np.not_equal(self._bits, 0, out=self._allowed)
+        self._scores.fill(-np.inf)
+        np.copyto(self._scores, logits, where=self._allowed_tokens)
+        return self._scores
+
+    def accept(self, token_id: int, /) -> bool:
+        """Take the next token; return whether the answer is complete with it.
+
+        Raises:
+            InputError: The grammar is too complex for llguidance at this place.
+        """
+        self._matcher.consume_token(token_id)
+        _check(self._matcher)
+        return self._matcher.is_stopped()
+
+
+def _library() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise OptionError(
+            "A JSON Schema or grammar needs llguidance, which is not installed.",
+            fix="Run `pip install 'heterollm[grammar]'`.",
+        ) from error
+    return llguidance
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
+    if matcher.is_error():
+        raise _refusal(matcher.get_error())
+
+
+def _refusal(message: str) -> InputError:
+    return InputError(
+        f"The schema or grammar cannot be used: {message.strip()}",
+        fix="docs/structured-answers.md lists the parts that work.",
+    )
+
+
+def _grammar(options: GenerationOptions) -> str:
+    """Return llguidance's form of a schema or grammar.
+
+    Raises:
+        InputError: The schema is not a JSON object.
+    """
+    matcher = _library().LLMatcher
+    if options.grammar is not None:
+        return str(matcher.grammar_from_lark(options.grammar))
+    schema = {"type": "object"} if options.json_schema is None else options.json_schema
+    try:
+        # The text of a mapping is read again: it may have values or keys that JSON does not have.
+        text = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
+        if not isinstance(parse_json(text), dict):
+            raise InputError(f"The JSON Schema is {text:.80}, not an object.", fix='Begin with {"type": …}.')
+        return str(matcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"The JSON Schema is not JSON, or nested too deeply: {error}.") from error
