@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,42 +17,18 @@ from heterollm.base import EngineError, InputError, OptionError, Progress, check
 from heterollm.engine import (
     AnswerKeywords,
     EngineThread,
-    LookupSpeculator,
     Session,
     SessionSource,
     Speculator,
     Stream,
     check_ids,
-    check_memory,
-    check_precision,
-    measured_pass_s,
-    memory_need,
-    start_engine,
 )
 from heterollm.kernels.device import Device
-from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Group, OpSpec, Phase
-from heterollm.kernels.sim import Simulation
-from heterollm.model import (
-    Checkpoint,
-    ModelConfig,
-    ModelWeights,
-    expert_specs,
-    load_weights,
-    op_specs,
-)
-from heterollm.planning import (
-    LoadKeywords,
-    LoadOptions,
-    PlanTarget,
-    calibrated_experts,
-    calibrated_ranges,
-    calibrated_scales,
-    calibrated_shadows,
-    choose_context,
-    plan_for,
-)
-from heterollm.solver import Plan, check_plan
+from heterollm.kernels.ops import Phase
+from heterollm.loading import PlannedModel, SourceModel, open_for, planned_draft, speculator_of
+from heterollm.model import Checkpoint, ModelConfig, ModelWeights
+from heterollm.planning import LoadKeywords, LoadOptions, choose_context
+from heterollm.solver import Plan
 from heterollm.text import (
     Generation,
     GenerationOptions,
@@ -62,13 +38,12 @@ from heterollm.text import (
     NoTokenizer,
     SamplingOptions,
     Tokenizer,
-    load_tokenizer,
     reusable_prefix,
 )
-from heterollm.trace import Tracer, take_trace
+from heterollm.trace import take_trace
 
 if TYPE_CHECKING:
-    from heterollm.engine import Engine, ExpertBudget, ExpertReads, Step
+    from heterollm.engine import Engine, ExpertReads, Step
     from heterollm.trace import Trace
 
 __all__ = ["LLM"]
@@ -87,7 +62,6 @@ class LLM:
         engine: Engine,
         thread: EngineThread,
         plan_notes: Sequence[str] = (),
-        speculator: Speculator | None = None,
     ) -> None:
         self.config = config
         self._tokenizer = tokenizer
@@ -95,7 +69,8 @@ class LLM:
         self._engine = engine
         self._thread = thread
         self._plan_notes = tuple(plan_notes)
-        self._speculator = speculator
+        self._speculator: Speculator | None = None
+        self._draft: Engine | None = None
         self._own_session: Session | None = None
         self._kept_grammar_tokens: GrammarTokens | None = None
 
@@ -130,63 +105,27 @@ class LLM:
 
         check_keywords(options, LoadKeywords.__annotations__)
         asked = LoadOptions(**options)
-        checkpoint = Checkpoint(model)
-        config = ModelConfig.from_folder(checkpoint.folder)
-        context = choose_context(config, asked.context)
-        tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
+        source = SourceModel.of(Checkpoint(model))
+        context = choose_context(source.config, asked.context)
         thread = EngineThread()
         try:
-            opened = thread.run(lambda: _open(asked))
+            opened = thread.run(lambda: open_for(asked))
             if opened.power != "default" and opened.power_switch is not None:
                 thread.rest_when_idle(opened.power_switch)
-            specs = _specs(asked, config, opened)
-            check_precision(opened, asked.precision, specs)
-            plan, notes = thread.run(lambda: plan_for(asked, PlanTarget.of(opened), config, specs, context))
             # Before weights are read: quantising a model that cannot run would waste time.
-            held = {key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()}
-            budget = _expert_budget(asked, config, specs)
-            _check_fit(config, specs, plan, context, opened, held, budget)
-            weights = load_weights(
-                checkpoint,
-                config,
-                precision=asked.precision,
-                group_size=asked.group_size,
-                symmetric=asked.symmetric,
-                scales=asked.scales,
-                float_dtype=opened.activation_dtype,
-                progress=lambda done, total: report("Quantising weights", done, total),
-            )
-            ranges = calibrated_ranges(asked.weights_calibration, weights)
-            scales = {
-                buckets: calibrated_scales(asked.weights_calibration, buckets)
-                for buckets in {one.buckets for one in plan.sparse_attention}
-            }
-            observer = thread.run(lambda: Tracer(opened)) if asked.trace else None
-            engine = thread.run(
-                lambda: start_engine(
-                    opened,
-                    weights,
-                    plan,
-                    context,
-                    report,
-                    allow_fallback=asked.allow_fallback,
-                    allow_slow=asked.allow_slow,
-                    observer=observer,
-                    ranges=ranges,
-                    score_scales=scales,
-                    experts=budget,
-                )
-            )
-            speculator: Speculator | None = None
-            if asked.speculative is not None:
-                pass_s = thread.run(lambda: measured_pass_s(engine))
-                speculator = LookupSpeculator.of(pass_s, asked.guesses)
+            planned = PlannedModel.of(source, asked, opened, thread, context)
+            drafting = planned_draft(planned, thread)
+            weights, engine = planned.start(thread, report)
+            draft = None if drafting is None else drafting.start(thread, report)[1]
+            speculator = thread.run(lambda: speculator_of(planned, engine, draft, thread, report))
         except BaseException:
             # Ctrl-C interrupts this thread; the engine thread ends at its next report of progress.
             stopped.set()
             thread.close()
             raise
-        return cls(config, tokenizer, weights, engine, thread, notes, speculator)
+        made = cls(source.config, source.tokenizer, weights, engine, thread, planned.notes)
+        made._speculator, made._draft = speculator, draft
+        return made
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -264,6 +203,9 @@ class LLM:
             CheckpointError: The call has text, and the checkpoint has no tokenizer.
         """
         asked = _generation_options(options)
+        speculate = options.get("speculate", True)
+        if not isinstance(speculate, bool):
+            raise OptionError(f"speculate is {speculate!r:.80}, but must be True or False.")
         # Stop strings need text.
         tokenizer = self.tokenizer if asked.stop else self._tokenizer
         given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -279,7 +221,7 @@ class LLM:
             target = self._own_session = self._own_session or self.session()
         if not target.belongs_to(self._engine):
             raise OptionError("The session was made by another model.", fix="Use this model's session().")
-        speculator = self._speculator if options.get("speculate", True) else None
+        speculator = self._speculator if speculate else None
 
         def start(cancel: threading.Event) -> Generation:
             reused = reusable_prefix(target.ids.tolist(), ids)
@@ -410,7 +352,12 @@ class LLM:
 
     def close(self) -> None:
         """Finish the queued calls and free the model; later calls raise. May be called twice."""
-        self._thread.close(self._engine.close)
+        self._thread.close(self._close)
+
+    def _close(self) -> None:
+        if self._draft is not None:
+            self._draft.release()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -419,44 +366,13 @@ class LLM:
         self.close()
 
 
-def _open(options: LoadOptions) -> Device:
-    # A simulated device gives answers only if it computes them.
-    return open_device(
-        options.device,
-        gpu_threads=options.gpu_threads,
-        npu_threads=options.npu_threads,
-        profiling=options.trace,
-        simulation=Simulation(numerics=True),
-        power=options.power,
-    )
-
-
-def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[OpSpec, ...]:
-    float_bits: Literal[16, 32] = 32 if device.activation_dtype == np.float32 else 16
-    return op_specs(
-        config,
-        options.precision,
-        options.group_size,
-        options.symmetric,
-        float_bits=float_bits,
-        scales=options.scales,
-    )
-
-
-def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:
-    """Return the memory that experts may take; None for all of them."""
-    if asked.experts_gib is None:
-        return None
-    # A late import, as that of the engine.
-    from heterollm.engine import expert_budget
-
-    popular = calibrated_experts(asked.calibration)
-    return expert_budget(expert_specs(config, specs), asked.experts_gib, popular)
+_NO_LIMITS: Final = ("session", "speculate")
+"""Options of an answer that are no limits, stop conditions or sampling parameters."""
 
 
 def _generation_options(options: AnswerKeywords) -> GenerationOptions:
     check_keywords(options, AnswerKeywords.__annotations__)
-    given: dict[str, Any] = {name: value for name, value in options.items() if name != "session"}
+    given: dict[str, Any] = {name: value for name, value in options.items() if name not in _NO_LIMITS}
     sampling = {name: given.pop(name) for name in SamplingOptions.__annotations__ if name in given}
     stop = _stop_strings(given.pop("stop", ()))
     return GenerationOptions(sampling=SamplingOptions(**sampling), stop=stop, **given)
@@ -468,35 +384,3 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(stop, list | tuple):
         raise OptionError(f"stop is {stop!r}, but must be a text or a list of texts.")
     return tuple(stop)
-
-
-def _check_fit(
-    config: ModelConfig,
-    specs: Sequence[OpSpec],
-    plan: Plan,
-    context: int,
-    device: Device,
-    hot_channels: Mapping[tuple[int, Group], int],
-    experts: ExpertBudget | None,
-) -> None:
-    # A late import, as that of the engine.
-    from heterollm.engine import HEAD_ROWS, pool_sizes
-
-    check_plan(
-        plan,
-        (*specs, *expert_specs(config, specs)),
-        device.npu,
-        longest=config.max_positions,
-        head_rows=HEAD_ROWS,
-        activation=config.activation,
-        heads=(config.heads, config.kv_heads),
-    )
-    item_bytes = device.activation_dtype.itemsize
-    slots = pool_sizes(config, specs, plan, item_bytes, context)
-    need = memory_need(
-        *(config, specs, plan, context, slots, device.cache_dtype, device.npu),
-        hot_channels=hot_channels,
-        item_bytes=item_bytes,
-        experts_bytes=None if experts is None else experts.size_bytes,
-    )
-    check_memory(need)

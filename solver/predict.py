@@ -121,7 +121,7 @@ def predict_pass(
         phase: Prefill or decode.
         tokens: Tokens of the pass.
         limits: Limits of the NPU: where the plan leaves the form to the backend, the fastest form counts.
-        logits: Whether the head computes one position.
+        logits: Whether the head computes positions.
 
     Raises:
         PlanError: The plan has no entry for the pass.
@@ -131,7 +131,8 @@ def predict_pass(
     own = [spec for spec in specs if spec.layer == first or (logits and spec.group == "head")]
     found = []
     for spec, placement in plan.operators(phase, tokens, own):
-        rows = 1 if spec.group == "head" else tokens
+        # Decode computes the logits of every token, prefill those of the last one.
+        rows = 1 if spec.group == "head" and phase == "prefill" else tokens
         decided = _with_form(placement, spec, costs, limits)
         option = evaluate(spec, rows, decided, costs)
         if option is None:

@@ -127,6 +127,11 @@ class Engine:
         return self._compiler.pool
 
     @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return self._config.vocab_size
+
+    @property
     def private(self) -> Mapping[str, DeviceMemory]:
         """The slots that only kernels read and write."""
         return self._compiler.private
@@ -238,22 +243,36 @@ class Engine:
             self._chunk(cache, position, ids, "decode", None, len(ids))
         return self._logits[: len(ids)]
 
-    def compile_ahead(self, cache: KvCache, chunks: Iterable[tuple[int, int]], progress: Progress) -> None:
+    def compile_ahead(
+        self,
+        cache: KvCache,
+        chunks: Iterable[tuple[int, int]],
+        progress: Progress,
+        *,
+        decode: Iterable[int] = (1,),
+    ) -> None:
         """Compile decode and passes of prefill, building or loading their NPU graphs.
 
         Args:
             cache: A session's KV cache to bind first.
             chunks: Position and length of each pass of prefill.
             progress: Called with a stage's name, steps done and steps in all.
+            decode: Tokens of each pass of decode.
         """
-        passes: list[tuple[Phase, int, int]] = [("decode", 0, 1), *(("prefill", *chunk) for chunk in chunks)]
+        passes: list[tuple[Phase, int, int]] = [("decode", 0, tokens) for tokens in decode]
+        passes += [("prefill", *chunk) for chunk in chunks]
         for done, (phase, position, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
+            rows = _head_rows(phase, length)
             try:
-                self._passes.head(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
+                self._passes.head(
+                    self._pass(phase, self._lengths(phase, length), position, cache), phase, rows
+                )
             except NPU_FAILURES as error:
                 self._fall_back(error, 0)
-                self._passes.head(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
+                self._passes.head(
+                    self._pass(phase, self._lengths(phase, length), position, cache), phase, rows
+                )
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
@@ -284,10 +303,14 @@ class Engine:
         head = self._compiler.compile_head(phase, rows, compiled, builds_graphs=False)
         return compiled.steps + head.steps
 
-    def close(self) -> None:
-        """Drop all compiled passes and packed weights, and close the device."""
+    def release(self) -> None:
+        """Drop all compiled passes and packed weights."""
         self._passes.clear()
         self._compiler.close()
+
+    def close(self) -> None:
+        """Drop all compiled passes and packed weights, and close the device."""
+        self.release()
         self.device.close()
 
     # -- helpers -------------------------------------------------------------------------------------
@@ -361,6 +384,10 @@ class Engine:
             rows = min(HEAD_ROWS, len(target) - row)
             self._head(compiled, phase, rows)
             target[row : row + rows] = self._logits[:rows]
+
+    def _compile(self, phase: Phase, position: int, tokens: int, cache: KvCache) -> None:
+        compiled = self._pass(phase, self._lengths(phase, tokens), position, cache)
+        self._passes.head(compiled, phase, _head_rows(phase, tokens))
 
     def _lengths(self, phase: Phase, tokens: int) -> PassLength:
         """Return the tokens of a pass, or of each chunk of several at once."""

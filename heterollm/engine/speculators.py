@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -97,9 +96,11 @@ class DraftSpeculator:
         if draft is None:
             draft = self._sessions[session] = self._new_session()
         if sampling.temperature and self._probabilities is None:
-            self._probabilities = np.empty((MOST_GUESSES, draft.vocab_size), np.float64)
+            # Tokens that the draft does not know have no probability.
+            self._probabilities = np.zeros((MOST_GUESSES, session.vocab_size), np.float64)
         drawn = self._probabilities if sampling.temperature else None
-        proposer = DraftProposer(draft, sampling, self._pace, drawn)
+        vocab_size = min(session.vocab_size, draft.vocab_size)
+        proposer = DraftProposer(draft, vocab_size, sampling, self._pace, drawn)
         return Speculation(SessionSource(session), proposer, self._pace, clock)
 
 
@@ -108,6 +109,7 @@ class DraftProposer:
 
     Args:
         session: The draft's; it may hold any tokens.
+        vocab_size: Length of the part of its logits that both models have; the rest pads a vocabulary.
         sampling: The answer's; the draft uses the same.
         pace: Chooses numbers of guesses.
         probabilities: ``[guesses, vocab]`` for those of drawn guesses; None where the likeliest are taken.
@@ -116,30 +118,33 @@ class DraftProposer:
     def __init__(
         self,
         session: Session,
+        vocab_size: int,
         sampling: SamplingOptions,
         pace: Pace,
         probabilities: NDArray[np.float64] | None,
     ) -> None:
         seed = None if sampling.seed is None else (sampling.seed, RANDOM_STREAM)
         self._session = session
-        self._sampler = Sampler(replace(sampling, seed=None), session.vocab_size, np.random.default_rng(seed))
+        self._vocab_size = vocab_size
+        self._sampler = Sampler(sampling, vocab_size, np.random.default_rng(seed))
         self._pace = pace
         self._probabilities = probabilities
 
     def propose(self, history: NDArray[np.int64], end: int, most: int, /) -> int:
         """Write guesses behind the history; see :class:`heterollm.text.Proposer`."""
-        count = self._pace.guesses(0, most)
-        if not count:
-            return 0
         session, sampler, drawn = self._session, self._sampler, self._probabilities
+        # A draft may hold fewer tokens than the model.
+        count, size = self._pace.guesses(0, min(most, session.context - end)), self._vocab_size
+        if not count or int(history[:end].max()) >= size:
+            return 0
         session.keep_common(history[: end - 1])
         logits = session.append_in_place(history[session.position : end].astype(np.int32))
         for index in range(count):
             known = history[: end + index]
             if drawn is None:
-                token = sampler.sample(logits, known)
+                token = sampler.sample(logits[:size], known)
             else:
-                token = sampler.draw(logits, known, drawn[index])
+                token = sampler.draw(logits[:size], known, drawn[index, :size])
             history[end + index] = token
             if index + 1 < count:
                 logits = session.decode_in_place(token)
@@ -159,13 +164,12 @@ def longest_guessed_pass(engine: Engine) -> int:
     return min(MOST_GUESSES + 1, engine.plan.chunk_length, engine.context)
 
 
-def measured_pass_s(engine: Engine) -> list[float]:
-    """Return the seconds of decode passes of 1, 2, … tokens, measured in an empty session.
+def measured_pass_s(engine: Engine, longest: int) -> list[float]:
+    """Return the seconds of decode passes of 1 to ``longest`` tokens, measured in an empty session.
 
     Called on the engine thread.
     """
     cache, now_s = engine.new_cache(), engine.device.now_s
-    longest = longest_guessed_pass(engine)
     lengths = [length for length in TIMED_LENGTHS if length < longest] + [longest]
     times: list[float] = []
     for length in lengths:

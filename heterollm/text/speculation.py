@@ -173,8 +173,8 @@ class SpeculationResult:
         passes: Decode passes; each gave one token, and one more for each right guess.
         guesses: Guesses that the passes checked.
         accepted: Right guesses.
-        estimated_gain: Time of as many passes of one token, as long as such a pass took lately or is expected
-            to take, over the time of the passes and guesses; None without a pass.
+        estimated_gain: Time of as many passes of one token, each as long as such a pass takes by those that ran
+            or by expectation, over the time of the passes and guesses; None without a pass.
     """
 
     passes: int
@@ -224,7 +224,8 @@ class Speculation:
         if self._is_right:
             self._is_right = False
             self._row += 1
-            return self._rows[self._row]
+            next_row: Logits = self._rows[self._row]
+            return next_row
         self.forget(end - 1)
         begin = self._clock()
         count = self._proposer.propose(history, end, min(most, MOST_GUESSES)) if most > 0 else 0
@@ -232,7 +233,7 @@ class Speculation:
         if count:
             self._guesses = history[end : end + count].tolist()
             self._rows = self._source.decode_several(history[end - 1 : end + count])
-            logits = self._rows[0]
+            logits: Logits = self._rows[0]
         else:
             logits = self._source.decode(int(history[end - 1]))
         now = self._clock()
@@ -242,7 +243,7 @@ class Speculation:
         self._passes += 1
         self._guessed += count
         self._seconds += now - begin
-        self._plain_s += self._pace.pass_s(1)
+        self._plain_s += self._pace.pass_s(1) if count else now - begin
         return logits
 
     def sample(self, sampler: Sampler, logits: Logits, history: TokenIds) -> int:
