@@ -123,7 +123,8 @@ class LLM:
             stopped.set()
             thread.close()
             raise
-        made = cls(source.config, source.tokenizer, weights, engine, thread, planned.notes)
+        notes = planned.notes if drafting is None else (*planned.notes, *drafting.draft_notes)
+        made = cls(source.config, source.tokenizer, weights, engine, thread, notes)
         made._speculator, made._draft = speculator, draft
         return made
 

@@ -113,6 +113,12 @@ class PlannedModel:
         need = _memory_need(asked, config, specs, plan, context, device, budget)
         return cls(source, asked, device, context, specs, plan, notes, budget, need)
 
+    @property
+    def draft_notes(self) -> tuple[str, ...]:
+        """Remarks on the model as a draft."""
+        turns = f"The draft model guesses under plan {self.plan.level}, in turns with the model's passes."
+        return (turns, *(f"Draft model: {note}" for note in self.notes))
+
     def start(self, thread: EngineThread, report: Progress) -> tuple[ModelWeights, Engine]:
         """Read the weights and start the engine on its thread.
 

@@ -64,6 +64,11 @@ def models(incomplete: str) -> list[str]:
     return [*_bundled(incomplete), *_folders(incomplete), *_hub(incomplete)]
 
 
+def drafts(incomplete: str) -> list[str]:
+    """Return the ways to guess tokens: from the text, or by a model."""
+    return [*beginning(incomplete, ("lookup",)), *models(incomplete)]
+
+
 def profiles(incomplete: str) -> list[str]:
     """Return the fingerprints of the profiles in the cache."""
     from heterollm.base import CacheError, cache_root

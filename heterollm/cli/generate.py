@@ -224,6 +224,8 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
             sync=run.sync,
             allow_fallback=run.allow_fallback,
             experts_gib=run.experts_gib,
+            speculative=run.speculative,
+            guesses=run.guesses,
             trace=trace,
             progress=progress,
         )

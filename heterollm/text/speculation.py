@@ -29,13 +29,15 @@ FORGET_SKIPPED: Final = 0.98
 is tried again."""
 
 NEWEST: Final = 0.2
-"""Weight of the latest pass in the mean time of passes of its length."""
+FIRST: Final = 0.5
+"""Weight of the latest pass in the mean time of passes of its length, and of the first one against the other
+lengths."""
 
 OUTLIER: Final = 3.0
 """Largest factor on an expected time that counts: a slower pass was compiled, or another program ran."""
 
 
-PLAIN_EVERY: Final = 64
+PLAIN_EVERY: Final = 32
 """Passes after which one has no guesses, so that the time to compare with is never old."""
 
 
@@ -119,6 +121,8 @@ class Pace:
 
     def guesses(self, kind: int, most: int) -> int:
         """Return the number of guesses, up to ``most``, with the most expected tokens a second."""
+        if most <= 0:
+            return 0
         if self._fixed is not None:
             return min(self._fixed, most)
         if self._since_plain >= PLAIN_EVERY:
@@ -132,7 +136,7 @@ class Pace:
             rate = tokens / (self.pass_s(count + 1) + count * self._guess_s)
             if rate > best_rate:
                 best, best_rate = count, rate
-        if not best and most:
+        if not best:
             self._forget(kind, FORGET_SKIPPED)
         return best
 
@@ -147,9 +151,10 @@ class Pace:
         if tokens > len(self._expected_s) or seconds <= 0.0:
             return
         self._since_plain = 0 if tokens == 1 else self._since_plain + 1
-        old = self._ratios[tokens - 1] or self._ratio
+        own = self._ratios[tokens - 1]
+        old, weight = (own, NEWEST) if own else (self._ratio, FIRST)
         ratio = min(seconds / self._expected_s[tokens - 1], OUTLIER * old)
-        self._ratios[tokens - 1] = old + NEWEST * (ratio - old)
+        self._ratios[tokens - 1] = old + weight * (ratio - old)
         self._ratio += NEWEST * (ratio - self._ratio)
 
     def learn_guesses(self, count: int, seconds: float) -> None:
@@ -173,14 +178,19 @@ class SpeculationResult:
         passes: Decode passes; each gave one token, and one more for each right guess.
         guesses: Guesses that the passes checked.
         accepted: Right guesses.
-        estimated_gain: Time of as many passes of one token, each as long as such a pass takes by those that ran
-            or by expectation, over the time of the passes and guesses; None without a pass.
+        estimated_gain: Time of as many passes of one token, by those that ran or by expectation, over the
+            time of the passes and guesses; None without a pass.
     """
 
     passes: int
     guesses: int
     accepted: int
     estimated_gain: float | None
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens of a pass; 0 without passes."""
+        return 1.0 + self.accepted / self.passes if self.passes else 0.0
 
 
 class Speculation:

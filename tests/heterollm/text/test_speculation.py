@@ -364,7 +364,7 @@ def test_acceptance_and_times_correct_the_number():
     assert any(own.guesses(0, 15) for _ in range(200))
     slow = Pace([1.0, *[1.3] * 15], (0.8,))
     for tokens in (2, 9, 16):
-        for _ in range(15):
+        for _ in range(9):
             slow.learn_pass(tokens, 2.0 * tokens)
     # No pass of one token ran: by the others it takes longer than expected, too.
     assert slow.guesses(0, 15) > 0
@@ -372,9 +372,9 @@ def test_acceptance_and_times_correct_the_number():
     for _ in range(400):
         seen.append(slow.guesses(0, 15))
         slow.learn_pass(seen[-1] + 1, 2.0 * seen[-1] + 1.0)
-    assert 0 in seen[:100]
+    assert 0 in seen[:40]
     assert seen[-50:] == [0] * 50
     # One pass that took long, as the first of its length, does not count in full.
     once = Pace([1.0] * 16, (0.8,))
     once.learn_pass(16, 1000.0)
-    assert once.pass_s(16) < 2.0
+    assert once.pass_s(16) <= 2.0
