@@ -1,8 +1,8 @@
 """Simulates speculative decoding of a large model with a draft: passes of n tokens, and gains by acceptance.
 
 The times of passes under each plan level are those of the simulated clock, beside those that the solver's
-costs predict. The acceptance is an assumption: nothing is computed. With each acceptance comes the number of
-guesses that the predictions choose, and the gain of that number on the clock. The draft and the model take turns.
+costs predict. Nothing is computed, and the acceptance is an assumption. With each comes the number of guesses
+that the predictions choose, and its gain on the clock. The draft and the model take turns.
 
     python bench/speculation_simulated.py --out bench/results/speculation_simulated.jsonl
 """
