@@ -41,7 +41,7 @@ from heterollm.planning import (
 )
 from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest, check_plan
 from heterollm.text import NoTokenizer, Tokenizer, load_tokenizer
-from heterollm.trace import Tracer
+from heterollm.trace import Tracer, take_trace
 
 if TYPE_CHECKING:
     from heterollm.engine import Engine, ExpertBudget, MemoryNeed
@@ -239,6 +239,10 @@ def speculator_of(
     pass_s = predicted_pass_s(
         asked, PlanTarget.of(main.device), main.source.config, main.specs, main.plan, longest
     ) or measured_pass_s(engine, longest)
+    # Neither counts nor a trace know of these passes.
+    engine.reset_counts()
+    if engine.observer is not None:
+        take_trace(engine)
     if draft is None:
         return LookupSpeculator.of(pass_s, asked.guesses)
     drafting, vocab_size = draft, draft.vocab_size

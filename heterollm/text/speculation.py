@@ -40,6 +40,11 @@ OUTLIER: Final = 3.0
 PLAIN_EVERY: Final = 32
 """Passes after which one has no guesses, so that the time to compare with is never old."""
 
+GUESS_EVERY: Final = 64
+LIKELY: Final = 0.5
+"""Passes without guesses after which some are tried although they seem not to pay, as times may have changed;
+only if more than this fraction of them is expected to be right."""
+
 
 class SeveralSource(Protocol):
     """A token source that takes several tokens in one pass and can forget them, as a session does."""
@@ -109,11 +114,17 @@ class Pace:
         self._priors = tuple(priors)
         self._guess_s = guess_s
         self._fixed = fixed
-        self._since_plain = 0
+        # The first pass has none.
+        self._since_plain, self._since_guess = PLAIN_EVERY, 0
 
     def pass_s(self, tokens: int) -> float:
         """Return the expected seconds of a pass: by passes of its length, or else by the other ones."""
         return self._expected_s[tokens - 1] * (self._ratios[tokens - 1] or self._ratio)
+
+    @property
+    def plain_pass_s(self) -> float | None:
+        """The seconds of a pass of one token; None if none ran yet."""
+        return self.pass_s(1) if self._ratios[0] else None
 
     def acceptance(self, kind: int) -> float:
         """Return the fraction of right guesses among those behind right ones."""
@@ -128,17 +139,19 @@ class Pace:
         if self._since_plain >= PLAIN_EVERY:
             return 0
         acceptance = self.acceptance(kind)
-        best, reach, tokens = 0, 1.0, 1.0
-        best_rate = 1.0 / self.pass_s(1)
+        best, best_rate, reach, tokens = 0, 0.0, 1.0, 1.0
         for count in range(1, min(most, len(self._expected_s) - 1) + 1):
             reach *= acceptance
             tokens += reach
             rate = tokens / (self.pass_s(count + 1) + count * self._guess_s)
             if rate > best_rate:
                 best, best_rate = count, rate
-        if not best:
-            self._forget(kind, FORGET_SKIPPED)
-        return best
+        if best_rate * self.pass_s(1) > 1.0:
+            return best
+        if self._since_guess >= GUESS_EVERY and acceptance > LIKELY:
+            return best
+        self._forget(kind, FORGET_SKIPPED)
+        return 0
 
     def learn(self, kind: int, tried: int, right: int) -> None:
         """Count guesses that were compared, and that were right."""
@@ -150,7 +163,10 @@ class Pace:
         """Take the time of a pass."""
         if tokens > len(self._expected_s) or seconds <= 0.0:
             return
-        self._since_plain = 0 if tokens == 1 else self._since_plain + 1
+        if tokens == 1:
+            self._since_plain, self._since_guess = 0, self._since_guess + 1
+        else:
+            self._since_plain, self._since_guess = self._since_plain + 1, 0
         own = self._ratios[tokens - 1]
         old, weight = (own, NEWEST) if own else (self._ratio, FIRST)
         ratio = min(seconds / self._expected_s[tokens - 1], OUTLIER * old)
@@ -178,8 +194,8 @@ class SpeculationResult:
         passes: Decode passes; each gave one token, and one more for each right guess.
         guesses: Guesses that the passes checked.
         accepted: Right guesses.
-        estimated_gain: Time of as many passes of one token, by those that ran or by expectation, over the
-            time of the passes and guesses; None without a pass.
+        estimated_gain: Time of as many passes of one token, as long as such passes took lately, over the time
+            of the passes and guesses; None if no pass had one token.
     """
 
     passes: int
@@ -215,12 +231,13 @@ class Speculation:
         self._row = 0
         self._is_right = False
         self._passes = self._guessed = self._accepted = 0
-        self._seconds = self._plain_s = 0.0
+        self._seconds = 0.0
 
     @property
     def result(self) -> SpeculationResult:
         """The guesses so far."""
-        gain = self._plain_s / self._seconds if self._seconds > 0 else None
+        plain_s, tokens = self._pace.plain_pass_s, self._passes + self._accepted
+        gain = None if plain_s is None or self._seconds <= 0 else tokens * plain_s / self._seconds
         return SpeculationResult(self._passes, self._guessed, self._accepted, gain)
 
     def decode(self, history: TokenIds, end: int, most: int) -> Logits:
@@ -253,7 +270,6 @@ class Speculation:
         self._passes += 1
         self._guessed += count
         self._seconds += now - begin
-        self._plain_s += self._pace.pass_s(1) if count else now - begin
         return logits
 
     def sample(self, sampler: Sampler, logits: Logits, history: TokenIds) -> int:
@@ -274,7 +290,6 @@ class Speculation:
         self._is_right = token == guess
         if self._is_right:
             self._accepted += 1
-            self._plain_s += self._pace.pass_s(1)
         if not self._is_right or self._row + 1 == len(self._guesses):
             self._proposer.learn(self._row + 1, self._row + self._is_right)
         return token

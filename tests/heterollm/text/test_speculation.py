@@ -82,6 +82,13 @@ class Model:
         return (self.sharp * generator.standard_normal(VOCAB)).astype(np.float32)
 
 
+def warm(*arguments, **options):
+    """Return a pace that has seen a pass of one token."""
+    found = Pace(*arguments, **options)
+    found.learn_pass(1, 1.0)
+    return found
+
+
 class Scripted:
     """Guesses what a test decides, drawn or not."""
 
@@ -103,7 +110,7 @@ class Scripted:
 
 
 def pace(**options):
-    return Pace([1.0] * 16, LOOKUP_PRIORS, **options)
+    return warm([1.0] * 16, LOOKUP_PRIORS, **options)
 
 
 def answer(model, tokenizer, proposer=None, **options):
@@ -340,21 +347,22 @@ def test_an_index_that_grows_finds_what_a_search_finds(tokens, step):
 
 
 def test_guesses_are_as_many_as_pay():
-    flat = Pace([1.0] * 16, (0.8,))
+    assert Pace([1.0] * 16, (0.8,)).guesses(0, 15) == 0  # the first pass tells the time of one token
+    flat = warm([1.0] * 16, (0.8,))
     assert flat.guesses(0, 15) == 15
     assert flat.guesses(0, 4) == 4
-    linear = Pace([float(n) for n in range(1, 17)], (0.8,))
+    linear = warm([float(n) for n in range(1, 17)], (0.8,))
     assert linear.guesses(0, 15) == 0
-    steps = Pace([1.0, 1.05, 1.1, 1.15, *[3.0] * 12], (0.6,))
+    steps = warm([1.0, 1.05, 1.1, 1.15, *[3.0] * 12], (0.6,))
     assert steps.guesses(0, 15) == 3
-    assert Pace([1.0] * 16, (0.8,), guess_s=0.9).guesses(0, 15) == 0
-    assert Pace([1.0] * 4, (0.8,)).guesses(0, 15) == 3
-    assert Pace([1.0] * 16, (0.1,), fixed=5).guesses(0, 15) == 5
-    assert Pace([1.0] * 16, (0.1,), fixed=5).guesses(0, 2) == 2
+    assert warm([1.0] * 16, (0.8,), guess_s=0.9).guesses(0, 15) == 0
+    assert warm([1.0] * 4, (0.8,)).guesses(0, 15) == 3
+    assert warm([1.0] * 16, (0.1,), fixed=5).guesses(0, 15) == 5
+    assert warm([1.0] * 16, (0.1,), fixed=5).guesses(0, 2) == 2
 
 
 def test_acceptance_and_times_correct_the_number():
-    own = Pace([1.0, *[1.3] * 15], (0.8, 0.8))
+    own = warm([1.0, *[1.3] * 15], (0.8, 0.8))
     for _ in range(30):
         own.learn(0, 1, 0)
     assert own.acceptance(0) < 0.1 < own.acceptance(1) == 0.8
@@ -362,19 +370,27 @@ def test_acceptance_and_times_correct_the_number():
     assert own.guesses(1, 15) > 3
     # After a while without a try the guesses get another chance.
     assert any(own.guesses(0, 15) for _ in range(200))
-    slow = Pace([1.0, *[1.3] * 15], (0.8,))
+    slow = warm([1.0, *[1.3] * 15], (0.8,))
     for tokens in (2, 9, 16):
         for _ in range(9):
             slow.learn_pass(tokens, 2.0 * tokens)
-    # No pass of one token ran: by the others it takes longer than expected, too.
-    assert slow.guesses(0, 15) > 0
+    assert slow.guesses(0, 15) == 0
+    # A time of one token that grows old is measured again.
     seen = []
-    for _ in range(400):
-        seen.append(slow.guesses(0, 15))
-        slow.learn_pass(seen[-1] + 1, 2.0 * seen[-1] + 1.0)
-    assert 0 in seen[:40]
-    assert seen[-50:] == [0] * 50
+    for _ in range(100):
+        seen.append(own.guesses(1, 15))
+        own.learn_pass(seen[-1] + 1, 1.3)
+    assert 2 <= seen.count(0) <= 4
+    assert max(seen) > 3
+    # Times that were wrong at first, so that no guess seemed to pay.
+    wrong = warm([1.0, *[9.0] * 15], (0.8,))
+    seen = []
+    for _ in range(300):
+        seen.append(wrong.guesses(0, 15))
+        wrong.learn_pass(seen[-1] + 1, 1.0 + 0.01 * seen[-1])
+    assert seen[0] == 0
+    assert sum(seen[-32:]) > 10 * 31
     # One pass that took long, as the first of its length, does not count in full.
-    once = Pace([1.0] * 16, (0.8,))
+    once = warm([1.0] * 16, (0.8,))
     once.learn_pass(16, 1000.0)
     assert once.pass_s(16) <= 2.0
