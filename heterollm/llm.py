@@ -27,7 +27,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.ops import Phase
 from heterollm.loading import PlannedModel, SourceModel, open_for, planned_draft, speculator_of
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights
-from heterollm.planning import LoadKeywords, LoadOptions, choose_context
+from heterollm.planning import CoreSplit, LoadKeywords, LoadOptions, choose_context
 from heterollm.solver import Plan
 from heterollm.text import (
     Generation,
@@ -109,12 +109,17 @@ class LLM:
         context = choose_context(source.config, asked.context)
         thread = EngineThread()
         try:
-            opened = thread.run(lambda: open_for(asked))
+            cores = CoreSplit(asked, source.config, context)
+            report("Opening the device", 0, 1)
+            opened = thread.run(lambda: open_for(asked, cores))
+            report("Opening the device", 1, 1)
             if opened.power != "default" and opened.power_switch is not None:
                 thread.rest_when_idle(opened.power_switch)
             # Before weights are read: quantising a model that cannot run would waste time.
-            planned = PlannedModel.of(source, asked, opened, thread, context)
+            report("Planning", 0, 1)
+            planned = PlannedModel.of(source, asked, opened, thread, context, cores.reason_for(opened))
             drafting = planned_draft(planned, thread)
+            report("Planning", 1, 1)
             weights, engine = planned.start(thread, report)
             draft = None if drafting is None else drafting.start(thread, report)[1]
             speculator = thread.run(lambda: speculator_of(planned, engine, draft, thread, report))

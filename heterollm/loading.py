@@ -29,6 +29,7 @@ from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, load_weights, op_specs
 from heterollm.planning import (
     LOOKUP,
+    CoreSplit,
     LoadOptions,
     PlanTarget,
     calibrated_experts,
@@ -98,9 +99,23 @@ class PlannedModel:
 
     @classmethod
     def of(
-        cls, source: SourceModel, asked: LoadOptions, device: Device, thread: EngineThread, context: int
+        cls,
+        source: SourceModel,
+        asked: LoadOptions,
+        device: Device,
+        thread: EngineThread,
+        context: int,
+        chosen: str = "",
     ) -> Self:
         """Plan a model, and check that the device runs the plan.
+
+        Args:
+            source: The checkpoint.
+            asked: Options of the load.
+            device: The opened device.
+            thread: The engine thread.
+            context: Positions of a session.
+            chosen: Why ``auto`` split the device's cores.
 
         Raises:
             HeteroLLMError: The device, plan or an option is unusable.
@@ -108,7 +123,8 @@ class PlannedModel:
         config = source.config
         specs = _specs(asked, config, device)
         check_precision(device, asked.precision, specs)
-        plan, notes = thread.run(lambda: plan_for(asked, PlanTarget.of(device), config, specs, context))
+        target = PlanTarget.of(device, chosen)
+        plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
         budget = _expert_budget(asked, config, specs)
         need = _memory_need(asked, config, specs, plan, context, device, budget)
         return cls(source, asked, device, context, specs, plan, notes, budget, need)
@@ -160,7 +176,7 @@ class PlannedModel:
         return weights, engine
 
 
-def open_for(options: LoadOptions) -> Device:
+def open_for(options: LoadOptions, cores: CoreSplit) -> Device:
     """Open the device of a load; called on the engine thread."""
     # A simulated device gives answers only if it computes them.
     return open_device(
@@ -170,6 +186,7 @@ def open_for(options: LoadOptions) -> Device:
         profiling=options.trace,
         simulation=Simulation(numerics=True),
         power=options.power,
+        choose_threads=cores,
     )
 
 

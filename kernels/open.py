@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from heterollm.kernels.threads import ThreadSplit, biggest_cores, on_cores, spli
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import MemoryKind, OpenClRuntime
 
-__all__ = ["DEVICE_NAMES", "DeviceName", "list_devices", "open_device", "shares_cores"]
+__all__ = ["DEVICE_NAMES", "DeviceName", "list_devices", "open_device", "opens_host", "shares_cores"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,12 @@ OPENCL_ON_12: Final = "openclon12"
 ADRENO_VARIABLE: Final = "HETEROLLM_ADRENO"
 """Environment variable that chooses among several Adrenos: a number of ``heterollm devices``, or part of a
 name or driver."""
+
+THREADS_VARIABLE: Final = "POCL_MAX_PTHREAD_COUNT"
+"""Environment variable by which PoCL takes its threads."""
+
+ChooseThreads: TypeAlias = Callable[[int | None], tuple[int | None, int | None]]
+"""Returns threads of GPU and NPU from those that OpenCL has already, None if it was not opened."""
 
 SHARE_CORES: Final = ("auto", "host")
 """Devices whose two processors share CPU cores, and ``auto``, which may open one."""
@@ -73,6 +79,7 @@ def open_device(
     shared_memory: MemoryKind | None = None,
     simulation: Simulation | None = None,
     power: Power = "burst",
+    choose_threads: ChooseThreads | None = None,
 ) -> Device:
     """Open a device on the calling thread.
 
@@ -87,6 +94,7 @@ def open_device(
             the one that the environment names, or the best one that the GPU has.
         simulation: Options of a simulated device.
         power: Clocks and cores to ask for on ``snapdragon``; the emulator accepts it, others ignore it.
+        choose_threads: Chooses the threads of ``host`` where none are given; called before its OpenCL is.
 
     Raises:
         DeviceError: A processor is missing or fails; the message gives a fix.
@@ -99,13 +107,16 @@ def open_device(
 
         compute_on = functools.partial(_open_host, gpu_threads, npu_threads, False, None)
         return open_simulated(name, simulation, with_npu=npu_threads != 0, compute_on=compute_on)
+    open_host = functools.partial(
+        _open_host, gpu_threads, npu_threads, profiling, shared_memory, choose_threads
+    )
     if name == "auto":
         try:
             split = split_threads(gpu_threads, npu_threads)
             device = _open_snapdragon(profiling, shared_memory, power, split, with_npu=npu_threads != 0)
             device.reason = "both processors passed a self-test"
         except DeviceError:
-            device = _open_host(gpu_threads, npu_threads, profiling, shared_memory)
+            device = open_host()
             device.reason = (
                 "no Snapdragon can be used, so this machine's cores compute; see `heterollm devices`"
             )
@@ -113,7 +124,7 @@ def open_device(
     if name == "snapdragon":
         return _open_snapdragon(profiling, shared_memory, power, with_npu=npu_threads != 0)
     if name == "host":
-        return _open_host(gpu_threads, npu_threads, profiling, shared_memory)
+        return open_host()
     if name == "emulator":
         return _open_emulator(gpu_threads, profiling, shared_memory, power)
     fix = f"Choose auto, {', '.join(DEVICE_NAMES)}, or a simulated one such as {SIMULATED}snapdragon-8gen3."
@@ -123,6 +134,15 @@ def open_device(
 def shares_cores(name: str) -> bool:
     """Return whether the two processors of a device share CPU cores, or may."""
     return name in SHARE_CORES
+
+
+def opens_host(name: str) -> bool:
+    """Return whether a name opens ``host``: itself, or ``auto`` where no Hexagon can be reached."""
+    if name == "auto":
+        from heterollm.kernels.npu import qnn_available
+
+        return not qnn_available(emulator=False)[0]
+    return name == "host"
 
 
 def list_devices() -> list[DeviceStatus]:
@@ -158,9 +178,15 @@ def list_devices() -> list[DeviceStatus]:
 
 
 def _open_host(
-    gpu_threads: int | None, npu_threads: int | None, profiling: bool, shared_memory: MemoryKind | None
+    gpu_threads: int | None,
+    npu_threads: int | None,
+    profiling: bool,
+    shared_memory: MemoryKind | None,
+    choose_threads: ChooseThreads | None = None,
 ) -> Device:
     _require_onnxruntime()
+    if choose_threads is not None and gpu_threads is None and npu_threads is None:
+        gpu_threads, npu_threads = choose_threads(_fixed_threads())
     split = split_threads(gpu_threads, npu_threads)
     gpu = _open_cpu_opencl(split, profiling, shared_memory)
     from heterollm.kernels.npu import HostNpu
@@ -195,9 +221,9 @@ def _open_snapdragon(
     *,
     with_npu: bool = True,
 ) -> Device:
-    chosen, _ = _adrenos(split)
     if with_npu:
-        _require_qnn(emulator=False)
+        _require_qnn(emulator=False)  # before OpenCL, whose first call fixes the threads of `host`
+    chosen, _ = _adrenos(split)
     half = np.dtype(np.float16)
     # The drivers start threads here, which stay on this thread's cores; little ones would delay all calls.
     with on_cores(biggest_cores()):
@@ -322,7 +348,7 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
     split = split or split_threads()
     _make_pocl_cache()
     mark_device_opened()
-    os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split.gpu_cores)))
+    os.environ.setdefault(THREADS_VARIABLE, str(len(split.gpu_cores)))
     os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
     cores, big = split.gpu_cores, biggest_cores()
 
@@ -335,6 +361,14 @@ def _opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
         found = list_opencl_devices(asking)
     _process_split = split
     return found
+
+
+def _fixed_threads() -> int | None:
+    """Return the GPU's threads in this process if they cannot change; None before OpenCL is opened."""
+    if _process_split is not None:
+        return len(_process_split.gpu_cores)
+    stated = os.environ.get(THREADS_VARIABLE, "")
+    return int(stated) if stated.isascii() and stated.isdigit() else None
 
 
 def _make_pocl_cache() -> None:

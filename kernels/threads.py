@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = [
     "biggest_cores",
     "on_cores",
     "pin_current_thread",
+    "processor_model",
     "split_threads",
 ]
 
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 CPU_FOLDER: Final = Path("/sys/devices/system/cpu")
 
+CPUINFO: Final = Path("/proc/cpuinfo")
 SPEED_FILES: Final = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
 """Files of a core that rank it: the scheduler's capacity, which Arm kernels state; else the highest clock."""
 
@@ -86,6 +89,16 @@ def split_threads(gpu_threads: int | None = None, npu_threads: int | None = None
             fix="Lower one of them.",
         )
     return ThreadSplit(cores[:gpu_threads], cores[len(cores) - npu_threads :] if npu_threads else ())
+
+
+def processor_model() -> str:
+    """Return the name of the machine's processor; empty where the system does not tell it."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
 
 
 def pin_current_thread(cores: tuple[int, ...]) -> bool:

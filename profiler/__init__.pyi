@@ -2,6 +2,7 @@ from .comparison import ProfileComparison as ProfileComparison
 from .comparison import compare as compare
 from .runner import RunSummary as RunSummary
 from .session import SessionOptions as SessionOptions
+from .session import budget_of as budget_of
 from .session import essential_work as essential_work
 from .session import profile_device as profile_device
 from .session import profile_for as profile_for

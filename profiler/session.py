@@ -49,7 +49,7 @@ from heterollm.profiler.tune import default_jobs, tune, tune_attention
 from heterollm.profiler.work import Tier
 from heterollm.profiler.worth import by_worth
 
-__all__ = ["EssentialWork", "SessionOptions", "essential_work", "profile_device", "profile_for"]
+__all__ = ["EssentialWork", "SessionOptions", "budget_of", "essential_work", "profile_device", "profile_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,16 @@ class SessionOptions(ProfileOptions):
         expert_graphs: bool = False,
     ) -> SessionOptions:
         """Return options; ``quick`` lowers the budget and leaves tuning out."""
-        if quick:
-            budget_s = QUICK_BUDGET_S if budget_s is None else min(budget_s, QUICK_BUDGET_S)
+        budget_s = budget_of(budget_s, quick=quick)
         also = sparse_attention, expert_graphs
         return cls(budget_s, update, quick, tune and not quick, characterise, *also)
+
+
+def budget_of(budget_s: float | None, *, quick: bool) -> float | None:
+    """Return the seconds of a run of which so many are wanted; a quick one has a limit of its own."""
+    if not quick:
+        return budget_s
+    return QUICK_BUDGET_S if budget_s is None else min(budget_s, QUICK_BUDGET_S)
 
 
 def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path]:

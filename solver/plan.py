@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
-from heterollm.base import PlanError, Positive, atomic_path, decode, decode_json, missing_field
+from heterollm.base import Count, PlanError, Positive, atomic_path, decode, decode_json, missing_field
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import GROUPS, GraphMemory, OpSpec, Phase, ffn_specs
 from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
@@ -52,6 +52,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             are dense.
         experts: The experts of prefill on the NPU; the first entry that covers a case decides, and the GPU
             computes all in cases without one.
+        threads: Threads of GPU and NPU that it was solved for, where both are cores of one CPU; a load takes
+            them unless it is given others. None leaves them to the device.
 
     Raises:
         PlanError: An entry uses what no slice holds.
@@ -70,6 +72,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     calibration: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     attention: tuple[AttentionEntry, ...] = ()
     experts: tuple[ExpertsEntry, ...] = ()
+    threads: tuple[Positive, Count] | None = None
 
     def __repr__(self) -> str:
         return f"Plan({self.level} for {self.device}, {self.precision}, {len(self.entries)} entries)"
@@ -273,7 +276,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     def to_json(self) -> str:
         """Return the plan as JSON text."""
         data = {"schema_version": SCHEMA_VERSION, **msgspec.to_builtins(self, str_keys=True)}
-        for optional in ("schedule", "calibration"):
+        for optional in ("schedule", "calibration", "threads"):
             if data[optional] is None:
                 del data[optional]
         for several in ("attention", "experts"):

@@ -33,8 +33,9 @@ meet at the same stage, and with a long one there are too few at once."""
 PROCESSORS: Final[tuple[Processor, ...]] = ("npu", "gpu")
 """In the order in which they take stages."""
 
-_Rule: TypeAlias = Callable[[int, Sequence[int]], float]
-"""Returns the priority of a stage from its number and the unmet needs of every stage."""
+_Key: TypeAlias = tuple[float, int]
+_Rule: TypeAlias = Callable[[Sequence[int]], Callable[[int], _Key]]
+"""Returns the function of a stage's number that gives its priority, for the unmet needs of every stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +125,26 @@ class _Graph:
 
     # -- priority rules: the ready stage with the largest value runs next -------------------------------
 
-    def longest_rest(self, number: int, _: Sequence[int]) -> float:
+    def longest_rest(self, _: Sequence[int]) -> Callable[[int], _Key]:
         """Prefer the stage with the longest chain behind it."""
-        return self.tail_us[number]
+        return [(tail_us, -number) for number, tail_us in enumerate(self.tail_us)].__getitem__
 
     def staggered(self, lag: int) -> _Rule:
         """Prefer the chunk that is furthest behind, if each is due so many stages behind the one before."""
-        priorities = [-index - lag * chunk for chunk, index in self.places]
-        return lambda number, _: priorities[number]
+        keys = [(-index - lag * chunk, -number) for number, (chunk, index) in enumerate(self.places)]
+        return lambda _: keys.__getitem__
 
-    def stall_relief(self, number: int, missing: Sequence[int]) -> float:
+    def stall_relief(self, missing: Sequence[int]) -> Callable[[int], _Key]:
         """Prefer the stage that gives the NPU the most work, or the GPU the least: equation (5)."""
-        released_us = sum(self.stages[one].time_us for one in self.dependents[number] if missing[one] == 1)
-        return released_us if self.stages[number].processor == "gpu" else -released_us
+
+        def key(number: int) -> _Key:
+            released_us = 0.0
+            for one in self.dependents[number]:
+                if missing[one] == 1:
+                    released_us += self.stages[one].time_us
+            return (released_us if self.stages[number].processor == "gpu" else -released_us), -number
+
+        return key
 
     # -- schedules --------------------------------------------------------------------------------------
 
@@ -157,47 +165,43 @@ class _Graph:
         begins_us: dict[int, float] = {}
         ends_us: dict[int, float] = {}
         now_us = 0.0
-
-        def change_pace(beside: int, *, meets: bool) -> None:
-            """Slow the running stage, which a stage meets, or let it go on alone."""
-            for one in running.values():
-                factor = self._factor(one, beside)
-                if factor != 1.0:
-                    left_us = ends_us[one] - now_us
-                    ends_us[one] = now_us + (left_us * factor if meets else left_us / factor)
-
-        while len(begins_us) < len(self.stages) or running:
+        stages, dependents = self.stages, self.dependents
+        key = None if rule is None else rule(missing)
+        while len(begins_us) < len(stages) or running:
             for processor in PROCESSORS:
                 own = ready[processor]
                 if processor in running or not own:
                     continue
-                if rule is not None:
-                    best = own[0] if len(own) == 1 else max(own, key=lambda one: (rule(one, missing), -one))
+                if key is not None:
+                    best = own[0] if len(own) == 1 else max(own, key=key)
                 elif turns[processor][-1] in own:
                     best = turns[processor].pop()
                 else:
                     continue
                 own.remove(best)
                 begins_us[best] = now_us
-                factor = max((self._factor(best, one) for one in running.values()), default=1.0)
-                refill_us = 0.0 if free_us.get(processor) == now_us else self.stages[best].refill_us
-                ends_us[best] = now_us + refill_us + factor * self.stages[best].time_us
-                change_pace(best, meets=True)
+                stage, factor = stages[best], 1.0
+                for one in running.values():  # the other processor's, if it runs one
+                    if stages[one].slows:
+                        factor = stage.slowdown
+                    if stage.slows and stages[one].slowdown != 1.0:
+                        ends_us[one] = now_us + (ends_us[one] - now_us) * stages[one].slowdown
+                refill_us = 0.0 if free_us.get(processor) == now_us else stage.refill_us
+                ends_us[best] = now_us + refill_us + factor * stage.time_us
                 running[processor] = best
             ended = min(running.values(), key=lambda one: (ends_us[one], one))
             now_us = ends_us[ended]
-            free_us[self.stages[ended].processor] = now_us
-            del running[self.stages[ended].processor]
-            change_pace(ended, meets=False)
-            for one in self.dependents[ended]:
+            stage = stages[ended]
+            free_us[stage.processor] = now_us
+            del running[stage.processor]
+            for one in running.values():  # which goes on alone
+                if stage.slows and stages[one].slowdown != 1.0:
+                    ends_us[one] = now_us + (ends_us[one] - now_us) / stages[one].slowdown
+            for one in dependents[ended]:
                 missing[one] -= 1
                 if not missing[one]:
-                    ready[self.stages[one].processor].append(one)
+                    ready[stages[one].processor].append(one)
         return self._schedule(begins_us, ends_us)
-
-    def _factor(self, number: int, beside: int) -> float:
-        """Return the factor on the time of a stage beside another."""
-        return self.stages[number].slowdown if self.stages[beside].slows else 1.0
 
     def search(self, best: Schedule) -> Schedule:
         """Return a shortest schedule, by branch and bound from the given one.

@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import re
@@ -73,6 +74,12 @@ def pytest_configure(config):
         os.environ["HETEROLLM_POCL_TARGET"] = processor
 
 
+def pytest_collection_finish():
+    """Take all that the imports made out of the garbage collector, which would look through it each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory):
     """Every cache file of a test run lies in a folder of its own."""
@@ -87,6 +94,16 @@ def session_cache(tmp_path_factory):
     # Windows shall take them all, too. PoCL names its own.
     names = {path.name for path in folder.rglob("*") if "opencl" not in path.relative_to(folder).parts[:-1]}
     assert not {name for name in names if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}(?<!\.)", name)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_defaults(tmp_path_factory):
+    """No test reads the developer's file of defaults."""
+    file = tmp_path_factory.mktemp("config") / "heterollm.toml"
+    file.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CONFIG", str(file))
+        yield
 
 
 CONTEXTS = {}

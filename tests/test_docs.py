@@ -1,8 +1,9 @@
 """The documents: links resolve, commands parse, the quick ones and the snippets run, schemas hold.
 
 Commands and snippets of README and docs/ name a checkpoint as ``path/or/hub-name``, ``path/to/checkpoint``,
-``MODEL``, ``CHECKPOINT`` or ``FOLDER``; here each stands for the bundled model. And where a command takes
-several prompts, the first of them runs here and all with the slow tests. Those are the only changes.
+``MODEL``, ``CHECKPOINT`` or ``FOLDER``; here each stands for the bundled model. And a command runs here with
+the first of its models and prompts, which is not long, and as it is with the slow tests. Those are the only
+changes.
 Snippets marked ``python`` run; one that needs what the tests have not is marked ``py`` and does not.
 """
 
@@ -54,8 +55,8 @@ PARSED_ONLY = {
 """Commands that are not run here, and why. Of the others, those on a real device or the emulator are not
 either, nor those that a real profile must come before: the simulated device and `host` stand for them."""
 
-SLOW = ("simulation", "generate")
-"""Pages and commands whose commands run with the slow tests."""
+SLOW = {"simulation", "generate", "auto"}
+"""Pages, commands and options whose commands run as slow tests; tests/solver/test_flights.py has ``auto``."""
 
 
 def name_of(path):
@@ -226,17 +227,27 @@ def quick_commands():
         for words in commands_in(block_lines(page.read_text("utf-8"))):
             if runnable(words) and words not in seen:
                 seen.append(words)
-                slow = page.stem in SLOW or words[0] in SLOW
-                short = with_first_prompt(words)
+                slow = page.stem in SLOW or SLOW & set(words)
+                short = shortened(words)
                 for run in [words] if short == words else [short, words]:
                     marks = [pytest.mark.slow] if slow or run != short else []
                     yield pytest.param(run, id=f"{page.stem}: {' '.join(run)}", marks=marks)
 
 
-def with_first_prompt(words):
-    """Return a command without all but the first of the lengths of prompts."""
-    pairs = itertools.pairwise(["", *words])
-    return [word.partition(",")[0] if before == "--prompt" else word for before, word in pairs]
+LONGEST = 512
+"""Tokens of a prompt that is not long."""
+
+
+def shortened(words):
+    """Return a command with the first of its models and of its prompts, which is not long."""
+    short = list(words)
+    for place, (before, word) in enumerate(itertools.pairwise(["", *words])):
+        first = word.partition(",")[0]
+        if before == "--prompt":
+            short[place] = str(min(int(first), LONGEST)) if first.isdigit() else first
+        elif before == "simulate":
+            short[place] = first
+    return short
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The rules of CONTRIBUTING.md that a machine can check."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -64,6 +65,11 @@ MODULES = [path for folder in (*FOLDERS, "heterollm") for path in sorted((ROOT /
 PATHS = {module_of(path): path for path in MODULES}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
 def room_of(module: str) -> str:
     """Return the innermost room that a module lies in."""
     parts = module.split(".")
@@ -72,6 +78,7 @@ def room_of(module: str) -> str:
     )
 
 
+@functools.cache
 def imports_of(tree: ast.AST) -> list[tuple[str, str]]:
     """Return ``(module, name)`` of everything that is imported; the name is empty for ``import module``."""
     found = []
@@ -83,6 +90,7 @@ def imports_of(tree: ast.AST) -> list[tuple[str, str]]:
     return found
 
 
+@functools.cache
 def imported_modules(tree: ast.AST) -> set[str]:
     return {name for module, name in imports_of(tree) for name in (module, f"{module}.{name}")}
 
@@ -105,7 +113,7 @@ def faults(module: str, tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("module", PATHS)
 def test_imports_point_down_and_go_through_front_doors(module: str) -> None:
-    assert faults(module, ast.parse(PATHS[module].read_text("utf-8"))) == []
+    assert faults(module, parsed(PATHS[module])) == []
 
 
 def test_an_import_that_points_up_or_past_a_door_would_be_found() -> None:
@@ -129,7 +137,7 @@ def test_modules_import_each_other_without_circles() -> None:
     """Doors are left out: their names load on first use. Imports inside functions and for types count."""
     left = {}
     for module, path in PATHS.items():
-        named = imported_modules(ast.parse(path.read_text("utf-8")))
+        named = imported_modules(parsed(path))
         left[module] = {name for name in named if name in PATHS and PATHS[name].name != "__init__.py"}
     while free := [module for module, named in left.items() if not named & left.keys()]:
         for module in free:
@@ -140,7 +148,7 @@ def test_modules_import_each_other_without_circles() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda path: path.name)
 def test_a_bench_finds_what_it_imports(path: Path) -> None:
     """Inside functions as well: nothing else runs most scripts, and some need libraries of their own."""
-    for target, name in imports_of(ast.parse(path.read_text("utf-8"))):
+    for target, name in imports_of(parsed(path)):
         if target.split(".")[0] == "heterollm" and f"{target}.{name}" not in PATHS:
             home = PATHS[target]
             source = home.with_suffix(".pyi") if home.with_suffix(".pyi").exists() else home
@@ -151,7 +159,7 @@ def test_front_doors_open_to_what_other_rooms_import() -> None:
     """A name that nobody outside asks for is not on a door; ``heterollm`` itself is for users."""
     wanted: dict[str, set[str]] = {}
     for module, path in PATHS.items():
-        for target, name in imports_of(ast.parse(path.read_text("utf-8"))):
+        for target, name in imports_of(parsed(path)):
             if room_of(module) != target:
                 wanted.setdefault(target, set()).add(name)
     for room, path in PATHS.items():
@@ -180,10 +188,7 @@ def test_a_library_has_one_home(library: str, home: str) -> None:
     users = [
         str(path.relative_to(ROOT))
         for path in MODULES
-        if any(
-            name == library or name.startswith(f"{library}.")
-            for name in imported_modules(ast.parse(path.read_text("utf-8")))
-        )
+        if any(name == library or name.startswith(f"{library}.") for name in imported_modules(parsed(path)))
     ]
     assert users
     assert all(user.startswith(home) for user in users), users
@@ -206,7 +211,7 @@ def riddles(tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("module", PATHS)
 def test_docstrings_begin_with_a_verb_or_a_noun(module: str) -> None:
-    assert riddles(ast.parse(PATHS[module].read_text("utf-8"))) == []
+    assert riddles(parsed(PATHS[module])) == []
 
 
 def test_a_riddle_would_be_found() -> None:
@@ -231,7 +236,7 @@ def public_types(tree: ast.Module) -> set[str]:
 def test_a_public_type_has_a_name_of_its_own() -> None:
     homes: dict[str, list[str]] = {}
     for module, path in PATHS.items():
-        for name in public_types(ast.parse(path.read_text("utf-8"))):
+        for name in public_types(parsed(path)):
             homes.setdefault(name, []).append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
@@ -243,11 +248,11 @@ def test_a_second_type_of_the_same_name_would_be_found() -> None:
 
 def test_nothing_unpickles() -> None:
     for path in MODULES:
-        names = imported_modules(ast.parse(path.read_text("utf-8")))
+        names = imported_modules(parsed(path))
         assert not {"pickle", "marshal", "shelve"} & names, path
         # joblib hands out work; its files would be pickles.
         if "joblib" in names:
-            tree = ast.parse(path.read_text("utf-8"))
+            tree = parsed(path)
             imported = {
                 alias.name
                 for node in ast.walk(tree)

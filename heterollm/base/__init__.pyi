@@ -34,6 +34,7 @@ from .exit_codes import DONE as DONE
 from .exit_codes import EXIT_CODES as EXIT_CODES
 from .exit_codes import FAILED as FAILED
 from .exit_codes import INTERRUPTED as INTERRUPTED
+from .exit_codes import PARTLY as PARTLY
 from .exit_codes import USAGE as USAGE
 from .forks import check_process as check_process
 from .forks import mark_device_opened as mark_device_opened

@@ -16,6 +16,7 @@ from .formats import to_json as to_json
 from .formats import to_jsonl as to_jsonl
 from .options import BenchOptions as BenchOptions
 from .profile_first import profile_splits as profile_splits
+from .profile_first import run_profile as run_profile
 from .row_file import RowFile as RowFile
 from .rows import BenchRow as BenchRow
 from .run import BenchResult as BenchResult

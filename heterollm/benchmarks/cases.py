@@ -236,11 +236,11 @@ def expand(
     """Return the configurations of a grid, each once.
 
     Options that do not apply to a configuration stay at their defaults, so that no two are equal: length
-    policies apply to ``npu`` and ``layer`` only, syncs to levels that use the NPU (``operator`` to all), a
-    calibration to integers on the NPU and to ``shadowattn``, steps of llm.npu to ``auto`` and ``tensor`` at
-    ``w8a8``, ``shadowattn`` to all levels at ``w8a8`` and stepped ``w4a16``, steps of NPUMoE to all levels
-    but ``gpu`` (``none`` is no pass), and none of them to other engines. Levels that need an NPU skip splits
-    without one.
+    policies apply to ``npu`` and ``layer`` only, the default split of the cores to all levels but ``auto``,
+    syncs to levels that use the NPU (``operator`` to all), a calibration to integers on the NPU and to
+    ``shadowattn``, steps of llm.npu to ``auto`` and ``tensor`` at ``w8a8``, ``shadowattn`` to all levels at
+    ``w8a8`` and stepped ``w4a16``, steps of NPUMoE to all levels but ``gpu`` (``none`` is no pass), and none
+    of them to other engines. Levels that need an NPU skip splits without one.
 
     Raises:
         OptionError: A value is not legal, or no configuration is left.
@@ -260,7 +260,7 @@ def expand(
     splits: list[Threads | None] = list(threads)
     if not splits:
         splits = [_default_threads() if shares_cores(device) else None]
-    found: list[Configuration] = []
+    found: list[Configuration | None] = []
     for engine, precision, split in itertools.product(engines, precisions, splits):
         base = Configuration(
             engine,
@@ -275,9 +275,11 @@ def expand(
         if engine != "self":
             found.append(_foreign(base))
             continue
-        grid = itertools.product(levels, policies, syncs, passes)
-        found += filter(None, (_own(base, *one, calibration, overflow) for one in grid))
-    unique = tuple(dict.fromkeys(found))
+        for level, policy, sync, name in itertools.product(levels, policies, syncs, passes):
+            # Level auto chooses the split of the cores, too, unless one is named.
+            free = replace(base, threads=None) if level == "auto" and not threads else base
+            found.append(_own(free, level, policy, sync, name, calibration, overflow))
+    unique = tuple(dict.fromkeys(one for one in found if one is not None))
     if not unique:
         raise OptionError(
             f"No configuration is left: {', '.join(levels)} with threads {_words(splits)}.",
@@ -303,7 +305,8 @@ def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuratio
     """
     added: list[Configuration] = []
     for one in configurations:
-        if one.engine != "self" or one.threads is None or one.threads[1] == 0:
+        threads = one.threads or (_default_threads() if one.plan_level == "auto" else None)
+        if one.engine != "self" or threads is None or threads[1] == 0:
             continue
         alone = one.plan_level == "gpu" and len(configurations) == 1
         if not shares_cores(one.device) or alone:
@@ -316,7 +319,7 @@ def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuratio
             calibration="",
             pass_name="",
             overflow="gpu",
-            threads=(sum(one.threads), 0),
+            threads=(sum(threads), 0),
             baseline=True,
         )
         known = {replace(other, baseline=True) for other in (*configurations, *added)}

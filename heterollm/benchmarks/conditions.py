@@ -12,6 +12,8 @@ from typing import Final
 
 import psutil
 
+from heterollm.kernels.threads import processor_model
+
 __all__ = [
     "CORES",
     "TICK_S",
@@ -31,7 +33,6 @@ BUSY: Final = ("user", "nice", "system", "irq", "softirq", "steal")
 OTHERS_FRACTION: Final = 0.04
 """Fraction of all cores that other processes may use during an undisturbed sample."""
 IDLE_S: Final = 0.1
-CPUINFO: Final = Path("/proc/cpuinfo")
 LIBRARIES: Final = (
     "numpy",
     "onnxruntime",
@@ -66,13 +67,7 @@ def undisturbed(others_s: float, wall_s: float) -> bool:
 
 def processor_name() -> str:
     """Return the machine's processor and its number of cores."""
-    try:
-        lines = CPUINFO.read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    model = next(named, platform.processor() or "unknown processor")
-    return f"{platform.machine()} {model}, {CORES} cores"
+    return f"{platform.machine()} {processor_model() or 'unknown processor'}, {CORES} cores"
 
 
 def commit_of(folder: Path) -> str:

@@ -153,7 +153,8 @@ def run_demo(
     checkpoint = Checkpoint(bundled_model())
     parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
     load = partial(
-        *(LLM.load, bundled_model()),
+        LLM.load,
+        bundled_model(),
         device=device,
         sync=cast("Sync", sync),
         context=CONTEXT,

@@ -7,6 +7,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,9 +15,11 @@ from heterollm.base import ProfileError
 from heterollm.benchmarks.cases import Configuration
 from heterollm.benchmarks.children import GRACE_S, start
 from heterollm.benchmarks.stopping import TerminatedInterrupt
+from heterollm.kernels.threads import split_threads
 from heterollm.model import checkpoint_folder
+from heterollm.planning import other_splits
 
-__all__ = ["profile_command", "profile_splits"]
+__all__ = ["profile_command", "profile_splits", "run_profile"]
 
 
 def profile_command(
@@ -55,29 +58,52 @@ def profile_splits(
     Raises:
         ProfileError: A command failed.
     """
-    folder = checkpoint_folder(model)
+    checkpoint_folder(model)  # fetches a hub's model, or refuses a name
     commands = dict.fromkeys(
-        tuple(profile_command(folder, one, budget_s=budget_s))
-        for one in configurations
-        if one.engine == "self"
+        tuple(profile_command(model, one, budget_s=budget_s))
+        for every in configurations
+        if every.engine == "self"
+        for one in split_by_split(every)
     )
     for arguments in commands:
-        shown = f"heterollm {' '.join(arguments)}"
-        yield f"Running `{shown}`"
-        process = start(_run_command, *arguments)
-        try:
-            process.join()
-        except KeyboardInterrupt as error:
-            # Ctrl-C reaches the command, too; other signals do not.
-            if sys.platform != "win32" and isinstance(error, TerminatedInterrupt):
-                os.kill(cast("int", process.pid), signal.SIGINT)
-            process.join(GRACE_S)
-            process.kill()
-            raise
-        if process.exitcode:
-            raise ProfileError(
-                f"`{shown}` failed with exit code {process.exitcode}.", fix="Run it by itself."
-            )
+        yield f"Running `heterollm {' '.join(arguments)}`"
+        run_profile(arguments)
+
+
+def split_by_split(configuration: Configuration) -> tuple[Configuration, ...]:
+    """Return a configuration for each split of the cores that it may choose among."""
+    others = other_splits(configuration.device) if configuration.threads is None else []
+    if not others:
+        return (configuration,)
+    split = split_threads()
+    every = [(len(split.gpu_cores), len(split.npu_cores)), *others]
+    return tuple(replace(configuration, threads=threads) for threads in every)
+
+
+def run_profile(arguments: Sequence[str]) -> None:
+    """Run a command that profiles in a process of its own, which can split the cores in its own way.
+
+    Args:
+        arguments: The words after ``heterollm``.
+
+    Raises:
+        ProfileError: The command failed.
+    """
+    process = start(_run_command, *arguments)
+    try:
+        process.join()
+    except KeyboardInterrupt as error:
+        # Ctrl-C reaches the command, too; other signals do not.
+        if sys.platform != "win32" and isinstance(error, TerminatedInterrupt):
+            os.kill(cast("int", process.pid), signal.SIGINT)
+        process.join(GRACE_S)
+        process.kill()
+        raise
+    if process.exitcode:
+        raise ProfileError(
+            f"`heterollm {' '.join(arguments)}` failed with exit code {process.exitcode}.",
+            fix="Run it by itself.",
+        )
 
 
 def _run_command(*arguments: str) -> None:

@@ -41,13 +41,15 @@ def best_of(rows: Sequence[BenchRow]) -> BenchRow | None:
 
 def whole_device(rows: Sequence[BenchRow], row: BenchRow) -> BenchRow | None:
     """Return the row of ``gpu`` with all threads of another row's GPU and NPU."""
+    described = row.setup.description
+    threads = row.asked.n_threads or sum(described.get(f"{name}_threads", 0) for name in ("gpu", "npu"))
     alike = (
         other
         for other in rows
         if other.engine == "self"
         and other.plan_level == "gpu"
         and other.asked.npu_threads == 0
-        and other.asked.gpu_threads == row.asked.n_threads
+        and other.asked.gpu_threads == threads
         and other.precision == row.precision
     )
     return next(alike, None)

@@ -39,7 +39,7 @@ def write_answer(llm: LLM, model: str, prompt: Prompt, options: dict[str, Any], 
         if as_json:
             write_json(_answer_json(model, llm, stream.result))
             return
-        for step in stream:
+        for step in report.patiently(stream, "Reading the prompt"):
             write(step.text)
             if step.top_log_probabilities is not None:
                 steps.append(step)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from heterollm.base import FAILED, OptionError
+from heterollm.base import FAILED, PARTLY, OptionError
 from heterollm.cli.complete import PLANS
 from heterollm.cli.options import (
     PASSES,
@@ -205,8 +205,8 @@ def bench(
         raise typer.Exit(FAILED)
     if out is not None:
         report.show(report.note(f"Wrote the rows to {out}."))
-    if not any(row.usable for row in result.rows):
-        raise typer.Exit(FAILED)
+    if not all(row.usable for row in result.rows):
+        raise typer.Exit(PARTLY if any(row.usable for row in result.rows) else FAILED)
 
 
 def _options(

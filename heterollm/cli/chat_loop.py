@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from heterollm.base import HeteroLLMError, write
+from heterollm.base import HeteroLLMError, InputError, write
+from heterollm.cli.line_input import line_reader
 from heterollm.report import console as report
-from heterollm.text import Conversation
+from heterollm.text import Conversation, load_dialogue, save_dialogue
 
 if TYPE_CHECKING:
     from heterollm.cli.options import TokenOptions
     from heterollm.llm import LLM
-    from heterollm.text import Message
+    from heterollm.text import GenerationResult
 
 __all__ = ["ChatLoop"]
 
-HELP: Final = "/reset forgets the dialogue, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+COMMANDS: Final = {
+    "/help": "show this list",
+    "/system": "show the instructions; /system TEXT replaces them, /system - removes them",
+    "/regen": "answer the last message again",
+    "/reset": "forget the dialogue; the instructions stay",
+    "/save": "/save FILE writes the dialogue",
+    "/load": "/load FILE goes on with a dialogue that was saved",
+    "/stats": "show tokens, times and the device",
+    "/exit": "end, as Ctrl-D does; Ctrl-C stops an answer",
+}
+HINT: Final = "/help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
 class ChatLoop:
@@ -38,31 +51,46 @@ class ChatLoop:
         self._conversation = Conversation(llm.tokenizer, system)
         self._interactive = sys.stdin.isatty()
         self._failures = 0
+        self._again = 0
+        self._last: GenerationResult | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: report.show(report.pairs_table(COMMANDS.items())),
+            "/system": self._instruct,
+            "/regen": lambda _: self._regenerate(),
+            "/reset": lambda _: self._forget(),
+            "/save": self._save,
+            "/load": self._load,
+            "/stats": lambda _: self._show_statistics(),
+        }
 
     def run(self) -> None:
         """Answer line by line until the input ends or ``/exit``."""
         if self._interactive:
-            report.show(report.note(HELP))
+            _note(HINT)
             if not self._llm.tokenizer.has_chat_template:
-                report.show(report.note("The model brings no chat template; a plain form is used."))
-        while (line := self._read()) is not None:
+                _note("The model brings no chat template; a plain form is used.")
+        read = line_reader(tuple(COMMANDS), _note)
+        while (line := self._read(read)) is not None:
             text = line.strip()
-            if text == "/exit":
+            name, _, rest = text.partition(" ")
+            if name == "/exit":
                 return
-            if text == "/reset":
-                self._conversation.reset()
-                self._session.reset()
-                report.show(report.note("The dialogue is forgotten."))
-            elif text.startswith("/"):
-                report.show(report.note(f"There is no {text.split()[0]}: {HELP}"))
-            elif text:
-                self._answer(text)
+            try:
+                if name in self._commands:
+                    self._commands[name](rest.strip())
+                elif text.startswith("/"):
+                    _note(f"There is no {name}: {HINT}")
+                elif text:
+                    self._answer(text)
+            except HeteroLLMError as error:
+                # A dialogue that became too long, or a wrong file name, must not end the program.
+                report.show(report.error_line(error))
 
-    def _read(self) -> str | None:
+    def _read(self, read: Callable[[], str]) -> str | None:
         """Return the next line, or None at the end of the input; Ctrl-C drops the line begun."""
         while True:
             try:
-                return input("> " if self._interactive and sys.stdout.isatty() else "")
+                return read()
             except EOFError:
                 if self._interactive:
                     write("\n")
@@ -72,54 +100,115 @@ class ChatLoop:
                     raise
                 write("\n")
 
-    def _answer(self, text: str) -> None:
+    def _answer(self, text: str | None) -> None:
+        """Answer a message; None for the last one of the dialogue."""
         before = self._conversation.messages
-        self._conversation.add_user(text)
-        stream = None
+        if text is not None:
+            self._conversation.add_user(text)
+            self._again = 0
         try:
-            stream = self._llm.stream(
-                self._conversation.prompt_ids(),
-                session=self._session,
-                stop=self._llm.tokenizer.chat_stop_strings,
-                max_new_tokens=self._max_new_tokens,
-                **asdict(self._choice),
-            )
-            try:
-                for step in stream:
-                    write(step.text)
-            except KeyboardInterrupt:
-                stream.close()
-            result = stream.result
-        except HeteroLLMError as error:
-            # A dialogue that became too long must not end the program.
-            report.show(report.error_panel(error))
-            report.show(report.note(HELP))
-            self._take_back(before)
-            return
-        finally:
-            if stream is not None:
-                stream.close()
+            result = self._stream()
+        except HeteroLLMError:
+            # A message that the model refuses would make it refuse every later one.
+            self._conversation.restore(before)
+            raise
         write("\n")
+        self._last = result
+        if not result.generated_tokens and result.stop_reason == "cancelled":
+            self._conversation.restore(before)
+            _note("Nothing was answered, so the message is forgotten.")
+            return
         self._conversation.add_assistant(result.text)
         for failure in self._llm.failures[self._failures :]:
-            report.show(report.note(failure))
+            _note(failure)
         self._failures = len(self._llm.failures)
         if result.stop_reason == "context":
-            report.show(report.note(f"The context of {self._llm.context} tokens is full. {HELP}"))
+            _note(f"The context of {self._llm.context} tokens ended the answer.")
         elif self._interactive:
             rate = result.decode_tokens_per_s
             speed = "" if rate is None else f", {rate:.1f} tokens/s"
             if result.speculation is not None and result.speculation.passes:
                 speed += f", {result.speculation.tokens_per_pass:.2f} a pass"
-            report.show(
-                report.note(f"{result.generated_tokens} tokens{speed}, ended by {result.stop_reason}")
-            )
+            _note(f"{result.generated_tokens} tokens{speed}, ended by {result.stop_reason}")
 
-    def _take_back(self, messages: tuple[Message, ...]) -> None:
-        """Return to an earlier state of the dialogue."""
+    def _stream(self) -> GenerationResult:
+        """Write the answer to the dialogue as it is made; Ctrl-C stops it."""
+        context = self._llm.context
+        limit = context - min(self._max_new_tokens, context // 4)
+        ids, dropped = self._conversation.fit(limit, limit - context // 4)
+        if dropped:
+            turns = "the oldest turn" if dropped == 1 else f"the oldest {dropped} turns"
+            _note(f"The context of {context} tokens is full: {turns} of the dialogue went.")
+        choice = asdict(self._choice)
+        if choice["seed"] is not None:
+            choice["seed"] += self._again
+        stream = self._llm.stream(
+            ids,
+            session=self._session,
+            stop=self._llm.tokenizer.chat_stop_strings,
+            max_new_tokens=self._max_new_tokens,
+            **choice,
+        )
+        try:
+            try:
+                for step in report.patiently(stream, "Reading the dialogue"):
+                    write(step.text)
+            except KeyboardInterrupt:
+                stream.close()
+            return stream.result
+        finally:
+            stream.close()
+
+    # -- commands ------------------------------------------------------------------------------------
+
+    def _instruct(self, text: str) -> None:
+        if text:
+            self._conversation.system = None if text == "-" else text
+        now = self._conversation.system
+        _note("There are no instructions." if now is None else f"Instructions: {now}")
+
+    def _regenerate(self) -> None:
+        before = self._conversation.messages
+        if not self._conversation.drop_answer():
+            raise InputError("There is no message to answer again.")
+        if self._choice.temperature == 0:
+            _note("At temperature 0 the answer is the same; --temperature changes that.")
+        self._again += 1
+        try:
+            self._answer(None)
+        except HeteroLLMError:
+            self._conversation.restore(before)
+            raise
+
+    def _forget(self) -> None:
         self._conversation.reset()
-        for message in messages:
-            if message["role"] == "user":
-                self._conversation.add_user(message["content"])
-            elif message["role"] == "assistant":
-                self._conversation.add_assistant(message["content"])
+        self._session.reset()
+        _note("The dialogue is forgotten.")
+
+    def _save(self, name: str) -> None:
+        path = _file(name, "/save")
+        save_dialogue(path, self._conversation.messages)
+        _note(f"Wrote {len(self._conversation.messages)} messages to {path}.")
+
+    def _load(self, name: str) -> None:
+        path = _file(name, "/load")
+        self._conversation.restore(load_dialogue(path))
+        _note(f"Read {len(self._conversation.messages)} messages from {path}.")
+
+    def _show_statistics(self) -> None:
+        turns = sum(message["role"] == "user" for message in self._conversation.messages)
+        held = f"{self._session.position} of {self._llm.context} tokens of the context"
+        _note(f"{turns} {'turn' if turns == 1 else 'turns'}, {held}")
+        if self._last is not None:
+            _note("The last answer:")
+            report.show(report.statistics_lines(self._last, self._llm.device, self._llm.plan))
+
+
+def _note(text: str) -> None:
+    report.show(report.note(text))
+
+
+def _file(name: str, command: str) -> Path:
+    if not name:
+        raise InputError(f"{command} has no file name.", fix=f"Type {command} FILE.")
+    return Path(name).expanduser()

@@ -7,6 +7,7 @@ order of the help. Commands import heavy modules when they run, so that the help
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import traceback
@@ -22,6 +23,7 @@ from heterollm.cli import cache as cli_cache
 from heterollm.cli import calibrate as cli_calibrate
 from heterollm.cli import compile as cli_compile
 from heterollm.cli import complete as cli_complete
+from heterollm.cli import config as cli_config
 from heterollm.cli import demo as cli_demo
 from heterollm.cli import devices as cli_device
 from heterollm.cli import generate as cli_generate
@@ -33,6 +35,9 @@ from heterollm.cli.examples import add_examples
 
 __all__ = ["app", "main"]
 
+
+EVERYWHERE: Final = ("--debug", "--no-config")
+"""Options of the program that may also follow the command."""
 
 UsageError: Final[Any] = typer.BadParameter.__bases__[0]
 """Typer's error of wrong usage, which Typer does not export."""
@@ -95,6 +100,7 @@ for group in (
     cli_trace.commands,
     cli_simulate.commands,
     cli_cache.commands,
+    cli_config.commands,
 ):
     app.add_typer(group)
 add_examples(app)
@@ -111,24 +117,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_descriptors()
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = list(itertools.takewhile(lambda argument: argument != "--", given))
-    debug = "--debug" in options
-    # The option has the same effect before and after the command, so it is removed here.
-    rest = [argument for argument in options if argument != "--debug"] + given[len(options) :]
+    # These options have the same effect before and after the command, so they are removed here.
+    rest = [argument for argument in options if argument not in EVERYWHERE] + given[len(options) :]
     try:
         with private_stdout():
-            return _run(rest, debug=debug)
+            return _run(rest, debug="--debug" in options, config="--no-config" not in options)
     except BrokenPipeError:  # of stderr, or of stdout at the end
         discard_output(messages=True)
         return BROKEN_PIPE
 
 
-def _run(words: list[str], *, debug: bool) -> int:
+@functools.cache
+def _program() -> Any:  # noqa: ANN401 - of typer's own click
+    """Return the tree of commands, which Typer would make again for every call."""
+    return typer.main.get_command(app)
+
+
+def _run(words: list[str], *, debug: bool, config: bool) -> int:
     from heterollm.base import check_stdout, quiet_libraries
 
     with quiet_libraries(_note, debug=debug), cli_complete.whole_words():
         try:
             check_stdout()
-            app(args=words, prog_name="heterollm")
+            _program()(args=words, prog_name="heterollm", default_map=_defaults(words) if config else None)
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else DONE
         except BrokenPipeError:
@@ -138,15 +149,26 @@ def _run(words: list[str], *, debug: bool) -> int:
     return DONE
 
 
+def _defaults(words: list[str]) -> dict[str, Any] | None:
+    """Return the options of the file of defaults; None if the words call no command, or one on that file."""
+    command = next((word for word in words if not word.startswith("-")), "config")
+    if command == "config":
+        return None
+    from heterollm.cli.config_file import config_defaults, config_path, read_config
+
+    path = config_path()
+    return config_defaults(_program(), path) if read_config(path) else None
+
+
 def _show_error(error: Exception, *, debug: bool = False) -> int:
     from heterollm.report import console as report
 
     if debug:
         report.show(report.note("".join(traceback.format_exception(error)).rstrip()))
     if isinstance(error, HeteroLLMError):
-        report.show(report.error_panel(error))
+        report.show(report.error_line(error))
     else:
-        report.show(report.bug_panel(error))
+        report.show(report.bug_line(error))
     return FAILED
 
 
@@ -159,8 +181,11 @@ def _note(text: str) -> None:
 @app.callback(invoke_without_command=True)
 def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[  # noqa: ARG001 - main() reads it; declared for the help
+    debug: Annotated[  # noqa: ARG001 - main() reads these; declared for the help
         bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")
+    ] = False,
+    no_config: Annotated[  # noqa: ARG001
+        bool, typer.Option("--no-config", help="Ignore the file of defaults, `heterollm config path`.")
     ] = False,
 ) -> None:
     """Handle the options that need no command."""

@@ -28,6 +28,9 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         'heterollm generate MODEL "Once upon a time" --max-new-tokens 64',
         "heterollm generate MODEL - --temperature 0.7 --seed 1 < prompt.txt",
         'heterollm generate MODEL "def add(a, b):" --plan layer --json',
+        'heterollm generate MODEL "Anna is 31." --json-schema schema.json --top-logprobs 3',
+        'heterollm generate MODEL "Summarise:" --file notes.txt --system "Answer in one sentence."',
+        "heterollm generate MODEL --prompts prompts.jsonl > answers.jsonl",
         'heterollm generate MODEL "import os" --trace run.json',
     ),
     "chat": (
@@ -76,6 +79,9 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "cache list": ("heterollm cache list", "heterollm cache list --json"),
     "cache clear": ("heterollm cache clear", "heterollm cache clear weights graphs --yes"),
     "cache path": ("heterollm cache path",),
+    "config": ("heterollm config path", "heterollm config show"),
+    "config path": ("heterollm config path",),
+    "config show": ("heterollm config show", "heterollm config show --json"),
 }
 """Command lines by the words after ``heterollm``; MODEL stands for a checkpoint of the user."""
 
@@ -94,6 +100,7 @@ SUMMARIES: Final[dict[str, str]] = {
     "trace": "Show where the time of a recorded run went.",
     "simulate": "Run a model's shapes on a simulated phone.",
     "cache": "Look at and clear the cache.",
+    "config": "Look at the file of defaults.",
 }
 """Lines of the list of commands; the help of each says more."""
 

@@ -180,7 +180,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="Instructions before the first message.")] = None,
     run: RunOptions,
 ) -> None:
-    """Talk to a model: /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    """Talk to a model: /help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
     from heterollm.base import check_stdin
     from heterollm.cli.chat_loop import ChatLoop
 
@@ -188,6 +188,26 @@ def chat(
     _check_answer(asdict(choice) | {"max_new_tokens": max_new_tokens})
     with _load(model, options, run) as llm:
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
+
+
+def _profile_quickly(model: str, options: ModelOptions, run: RunOptions) -> None:
+    """Measure what the device's profile lacks, each split of the cores in a process of its own."""
+    from heterollm.benchmarks import Configuration, profile_splits
+    from heterollm.kernels.threads import split_threads
+    from heterollm.report import console as report
+
+    threads, weights = run.threads, options.weights
+    named = threads.gpu_threads is not None or threads.npu_threads is not None
+    split = split_threads(threads.gpu_threads, threads.npu_threads)
+    wanted = Configuration(
+        device=options.device,
+        precision=weights.precision,
+        group_size=weights.group_size,
+        scales=weights.scales,
+        threads=(len(split.gpu_cores), len(split.npu_cores)) if named else None,
+    )
+    for text in profile_splits(model, [wanted]):
+        report.show(report.note(text))
 
 
 def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
@@ -200,6 +220,8 @@ def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = F
         # Before weights are read: loading a model that cannot take text would be wasted.
         ModelConfig.from_folder(Path(model))
         check_tokenizer(Path(model))
+    if run.profile is not None:
+        _profile_quickly(model, options, run)
     with report.progress_bars() as progress:
         # The imports alone take a moment, and the bar shows it.
         progress("Loading", 0, 1)

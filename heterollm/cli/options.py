@@ -338,6 +338,10 @@ class RunOptions:
     experts_gib: ExpertsGibOption = None
     speculative: SpeculativeOption = None
     guesses: GuessesOption = None
+    profile: Annotated[
+        Literal["quick"] | None,
+        typer.Option(help="Measure what plans lack of the device first, in about a minute."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 import typer
 from typer.core import TyperGroup
@@ -45,6 +45,9 @@ class ProfileGroup(TyperGroup):
         ctx._protected_args, ctx.args = args[:1], args[1:]  # noqa: SLF001 - as its base class does
         return args[1:]
 
+
+OTHER_SHARE: Final = 0.25
+"""Share of the budget for another split of the cores, which has fewer points: none of them is the NPU's."""
 
 HELP = "Measure a device once, so that the solver can plan for it; or look at a profile."
 
@@ -130,14 +133,18 @@ def profile(
     if context.invoked_subcommand is not None:
         return
     _refuse_commands(context, shapes.models or ())
-    from heterollm.base import parse_duration
-    from heterollm.planning import ProfilingSession
-    from heterollm.profiler import SessionOptions
+    from heterollm.base import format_duration, parse_duration
+    from heterollm.benchmarks import run_profile
+    from heterollm.planning import ProfilingSession, other_splits
+    from heterollm.profiler import SessionOptions, budget_of
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
 
+    budget_s = budget_of(parse_duration(effort.budget, "--budget"), quick=effort.quick)
+    others = other_splits(opened.device, opened.threads.gpu_threads, opened.threads.npu_threads)
+    other_s = None if budget_s is None else OTHER_SHARE * budget_s
     options = SessionOptions.of(
-        budget_s=parse_duration(effort.budget, "--budget"),
+        budget_s=None if budget_s is None else budget_s * (1.0 - OTHER_SHARE * len(others)),
         quick=effort.quick,
         update=effort.update,
         tune=not effort.no_tune,
@@ -158,15 +165,40 @@ def profile(
     with profiling:
         for text in profiling.notes(options):
             report.show(report.note(text))
+        for gpu, npu in others:
+            share = "" if other_s is None else f", about {format_duration(other_s)} of the budget"
+            report.show(report.note(f"After it {gpu}+{npu} cores, GPU first, in a process of its own{share}"))
         try:
             with report_profile.time_bar() as progress:
                 result = profiling.run(options, progress)
         except KeyboardInterrupt:
             report.show(report_profile.interrupted_note(profiling.kept()))
             raise
+    for split in others:
+        run_profile(_arguments(opened, shapes, effort, split, other_s))
     report.answer(report_profile.run_report(result), result.to_dict(), as_json=as_json)
     if result.useless:
         raise typer.Exit(FAILED)
+
+
+def _arguments(
+    opened: DeviceOptions,
+    shapes: ShapeOptions,
+    effort: EffortOptions,
+    split: tuple[int, int],
+    budget_s: float | None,
+) -> list[str]:
+    """Return the arguments of the same command for another split of the cores."""
+    gpu, npu = split
+    words = ["profile", "--device", opened.device, "--gpu-threads", str(gpu), "--npu-threads", str(npu)]
+    words += ["--budget", "none" if budget_s is None else f"{max(1.0, budget_s):.0f}s"]
+    words += ["--group-size", str(shapes.group_size), "--scales", shapes.scales]
+    flags = {"--quick": effort.quick, "--update": effort.update, "--no-tune": effort.no_tune}
+    words += [name for name, given in flags.items() if given]
+    for precision in shapes.precision or ():
+        words += ["--precision", precision]
+    # Passes and characteristics are the NPU's.
+    return [*words, *(shapes.models or ())]
 
 
 def _refuse_commands(context: typer.Context, models: Sequence[str]) -> None:

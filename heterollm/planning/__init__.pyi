@@ -8,6 +8,8 @@ from .calibrated import calibrated_shadows as calibrated_shadows
 from .choice import PlanTarget as PlanTarget
 from .choice import plan_for as plan_for
 from .command import solve_for as solve_for
+from .core_split import CoreSplit as CoreSplit
+from .core_split import other_splits as other_splits
 from .experts import expert_loads as expert_loads
 from .experts import npu_bytes_left as npu_bytes_left
 from .lengths import LengthChoice as LengthChoice

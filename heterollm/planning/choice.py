@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.profiler.records import Profile
 
-__all__ = ["PlanSources", "PlanTarget", "choose_plan", "plan_for"]
+__all__ = ["PlanSources", "PlanTarget", "choose_plan", "plan_for", "read_plan"]
+
+UNPROFILED: Final = (
+    "auto: gpu, since {} has no profile with these threads; `--profile quick` measures it first, in about a "
+    "minute, and `heterollm profile MODEL` in more detail"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +69,18 @@ class PlanTarget:
         standard_lengths: Lengths of its NPU graphs; empty without an NPU.
         profile: Returns its profile; None if it has none.
         sync: Returns how its processors wait, with the best strategy of the profile or None.
+        chosen: Why ``auto`` split the cores as they are; empty if it did not choose.
     """
 
     name: str
     standard_lengths: Sequence[int]
     profile: Callable[[], Profile | None]
     sync: Callable[[Strategy | None], PhaseSync] = lambda _best: PhaseSync()
+    chosen: str = ""
 
     @classmethod
-    def of(cls, device: Device) -> PlanTarget:
-        """Return an opened device."""
+    def of(cls, device: Device, chosen: str = "") -> PlanTarget:
+        """Return an opened device, and why ``auto`` split its cores."""
         # A late import: rule levels need neither profile nor solver.
         from heterollm.engine import default_sync
         from heterollm.planning.planner import stored_profile
@@ -83,6 +90,7 @@ class PlanTarget:
             device.standard_lengths,
             lambda: stored_profile(device),
             lambda best: default_sync(device, best),
+            chosen,
         )
 
 
@@ -124,8 +132,12 @@ def plan_for(
         if model is None:
             if request.passes:
                 raise no_profile(device.name, f"The pass {request.passes[0]}")
+            if level == "auto":
+                notes.append(UNPROFILED.format(device.name))
             return None
         solved = solve_plan(model, request, *calibrated_parts(options.calibration, config, request))
+        if choice := device.chosen or solved.choice:
+            notes.append(choice)
         notes.extend(solved.notes)
         return solved.plan
 
@@ -234,10 +246,19 @@ def choose_plan(
             return found
         key = calibration if found.has_integer_forms else None
         return structs.replace(found, sync=others.sync(), calibration=key)
-    return _checked(_read(Path(plan)), str(plan), shape, device, precision, calibration)
+    return _checked(read_plan(plan), str(plan), shape, device, precision, calibration)
 
 
-def _read(path: Path) -> Plan:
+def read_plan(plan: str | Path | Plan) -> Plan:
+    """Return a plan, or that of a file.
+
+    Raises:
+        OptionError: There is no such file.
+        PlanError: The file is damaged.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    path = Path(plan)
     try:
         found = path.is_file()
     except OSError:  # such as a name that is too long

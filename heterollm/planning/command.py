@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -12,6 +13,7 @@ from heterollm.kernels.ops import Precision
 from heterollm.model import find_model, op_specs
 from heterollm.planning.additions import calibrated_parts
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
+from heterollm.planning.core_split import CoreSplit
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
@@ -36,6 +38,9 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
         HeteroLLMError: The checkpoint, device or an option is not usable.
     """
     config = find_model(model, closest=False).config
+    context = choose_context(config, options.context)
+    cores = CoreSplit(options, config, context)
+    reason = ""
     if profile is not None:
         found: Profile | None = Profile.load(profile)
     else:
@@ -44,7 +49,9 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
             gpu_threads=options.gpu_threads,
             npu_threads=options.npu_threads,
             power=options.power,
+            choose_threads=cores,
         )
+        reason = cores.reason_for(opened)
         found = stored_profile(opened)
         if found is None:
             raise no_profile(opened.name, model, options.precision, options.group_size)
@@ -58,12 +65,13 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
         float_bits=16 if half else 32,
         scales=options.scales,
     )
-    asked = replace(options.request or PlanRequest(), context=choose_context(config, options.context))
+    asked = replace(options.request or PlanRequest(), context=context)
     calibration = calibration_key(options.weights_calibration)
     heads, routing = calibrated_parts(options.calibration, config, options.request)
     shadows = shadows_under(options.request, calibrated_shadows(options.weights_calibration))
     model_of_profile = ProfiledModel(found, config, specs, options.precision, calibration, shadows)
-    return solve_plan(model_of_profile, asked, heads, routing)
+    solved = solve_plan(model_of_profile, asked, heads, routing)
+    return dataclasses.replace(solved, choice=reason) if reason else solved
 
 
 def no_profile(

@@ -17,6 +17,7 @@ from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import ffn_specs
 from heterollm.planning.additions import addition_notes, with_additions
+from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, weights_of, words
 from heterollm.planning.load_options import CHUNK_LENGTH
 from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.planning.profiled_model import ProfiledModel
@@ -60,6 +61,7 @@ class Solved:
         notes: Measurements that the profile lacks, without which the plan may be slower than possible.
         length_choice: The standard lengths that are worth building; None without a build budget.
         routing: The routing of each layer, by which experts were placed; None without.
+        choice: The choice of level ``auto`` and its margin, in words; empty at other levels.
     """
 
     model: ProfiledModel
@@ -67,6 +69,7 @@ class Solved:
     notes: tuple[str, ...] = ()
     length_choice: LengthChoice | None = None
     routing: Sequence[RoutingCalibration] | None = None
+    choice: str = ""
 
 
 def solve_plan(
@@ -122,7 +125,19 @@ def solve_plan(
         inputs["shadows"] = sorted(model.shadows.items())
     add = functools.partial(with_additions, model, request=request, heads=heads, routing=routing)
     plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, add))
-    return Solved(model, plan, (*notes, *addition_notes(model, plan, request)), choice, routing)
+    notes = (*notes, *addition_notes(model, plan, request))
+    said = words(_candidates(model, request, plan, solver)) if request.level == "auto" else ""
+    return Solved(model, plan, notes, choice, routing, said)
+
+
+def _candidates(
+    model: ProfiledModel, request: PlanRequest, plan: Plan, solver: Solver
+) -> list[tuple[float, Candidate]]:
+    """Return the solver's plan and those of the rule levels with relative times, the best first."""
+    lengths = () if model.limits is None else model.limits.standard_lengths
+    weights = weights_of(request, lengths)
+    plans = [plan, *(one for one in rule_plans(model, request, solver) if one.level != plan.level)]
+    return compared([predicted(model, one, weights) for one in plans], weights)
 
 
 def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
@@ -164,16 +179,19 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Call
             solved = _solved(model, request_of_solver(request), solver, prompts)
             fits = solver.budget.holds(model.npu_bytes(plan))
             plan = faster_plan(model, solved, plan, prompts) if fits else solved
-    plan = add(plan)
+    plan, level = add(plan), plan.level
+    if request.level == "auto":
+        plan = _candidates(model, request, plan, solver)[0][1].plan
+        level = "tensor" if plan.level == "block" and not plan.has_ffn else plan.level
+        level = level if plan.uses_npu else "gpu"
     return structs.replace(
         with_shadows(plan, model.shadows),
-        level="tensor"
-        if request.level == "auto" and plan.level == "block" and not plan.has_ffn
-        else plan.level,
+        level=level,
         sync=PhaseSync(best, best) if best is not None and plan.uses_npu else PhaseSync(),
         request=request,
         calibration=model.calibration,
         shape=model_shape(model.every_spec),
+        threads=model.threads,
     )
 
 
@@ -208,18 +226,11 @@ def _length_choice(model: ProfiledModel, request: PlanRequest, solver: Solver) -
 
 
 def _prompts(model: ProfiledModel, request: PlanRequest) -> dict[int, float]:
-    """Return the weights of the prompts that the chunk length is chosen for.
-
-    Without a histogram prompts of every standard length, of 1.5 times that, and as long as a session count
-    alike, so that a gain of the longest prompts alone does not decide.
-    """
-    if request.histogram is not None:
-        return {tokens: weight for tokens, weight in request.histogram.items() if tokens > 1}
-    if model.limits is None:
+    """Return the weights of the prompts that the chunk length is chosen for."""
+    if request.histogram is None and model.limits is None:
         return {}
-    lengths = [length for length in model.limits.standard_lengths if length > 1]
-    every = {*lengths, *(3 * length // 2 for length in lengths), request.context}
-    return {length: 1.0 for length in sorted(every) if length <= request.context}
+    lengths = () if model.limits is None else model.limits.standard_lengths
+    return {tokens: weight for tokens, weight in weights_of(request, lengths).items() if tokens > 1}
 
 
 def _check_level(model: ProfiledModel, request: PlanRequest) -> None:

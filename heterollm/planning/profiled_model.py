@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from heterollm.base import ProfileError
+from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
 from heterollm.model import ModelConfig, ModelShape, block_norms, expert_specs, shape_of_specs
 from heterollm.profiler.records import Profile
@@ -73,6 +74,14 @@ class ProfiledModel:
     def experts(self) -> tuple[OpSpec, ...]:
         """The experts of each layer of a mixture."""
         return expert_specs(self.config, self.specs)
+
+    @property
+    def threads(self) -> tuple[int, int] | None:
+        """Threads of GPU and NPU where both are cores of one CPU; else None."""
+        described = self.profile.description
+        if not shares_cores(self.profile.device):
+            return None
+        return int(described["gpu_threads"]), int(described["npu_threads"])
 
     @property
     def every_spec(self) -> tuple[OpSpec, ...]:

@@ -7,22 +7,30 @@ import functools
 import io
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
 from rich import box
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.panel import Panel
-from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from heterollm.base import HeteroLLMError, Progress, format_bytes, visible, write, write_json
+from heterollm.base import (
+    HeteroLLMError,
+    Progress,
+    format_bytes,
+    format_duration,
+    visible,
+    write,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
@@ -34,14 +42,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SafeConsole",
+    "TimeColumn",
     "answer",
     "bars_with",
-    "bug_panel",
+    "bug_line",
     "cache_table",
     "devices_table",
-    "error_panel",
+    "error_line",
     "note",
     "pairs_table",
+    "patiently",
     "precompile_report",
     "present",
     "progress_bars",
@@ -53,8 +63,16 @@ __all__ = [
     "token_table",
 ]
 
+T = TypeVar("T")
+
 PIPE_WIDTH: Final = 110
 """Columns of a pipe or a file."""
+
+PACE_S: Final = 1.0
+"""Time after which a task's pace predicts the time left."""
+
+PATIENCE_S: Final = 1.0
+"""Time after which a wait shows itself."""
 
 FOLDED_WIDTH: Final = 24
 """A longer word, such as a path, may wrap in its cell."""
@@ -124,6 +142,18 @@ def present(renderable: RenderableType) -> None:
     write(render(renderable, like=sys.stdout), styled=True)
 
 
+class TimeColumn(ProgressColumn):
+    """The time that a task has taken, and the time left at its pace."""
+
+    def render(self, task: Task) -> Text:
+        """Return both times; at first only the former."""
+        elapsed_s = task.elapsed or 0.0
+        spent = format_duration(elapsed_s)
+        if not (task.total and task.completed and elapsed_s >= PACE_S):
+            return Text(spent)
+        return Text(f"{spent}, {format_duration(elapsed_s * (task.total / task.completed - 1))} left")
+
+
 def bars_with(last: ProgressColumn) -> RichProgress:
     """Return progress bars on stderr; they appear on a terminal only.
 
@@ -158,7 +188,7 @@ def progress_bars() -> Iterator[Progress]:
 
     A bar vanishes with its stage, so that a result can be written between two stages.
     """
-    bars = bars_with(TimeElapsedColumn())
+    bars = bars_with(TimeColumn())
     tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
@@ -176,24 +206,41 @@ def progress_bars() -> Iterator[Progress]:
         bars.stop()
 
 
+def patiently(items: Iterable[T], stage: str) -> Iterator[T]:
+    """Yield items; the wait for the first shows its name and time, on a terminal and after a moment only."""
+    rest = iter(items)
+    with progress_bars() as progress:
+        timer = threading.Timer(PATIENCE_S, progress, (stage, 0, 1))
+        timer.start()
+        try:
+            first = next(rest, None)
+        finally:
+            timer.cancel()
+            timer.join()
+    if first is not None:
+        yield first
+        yield from rest
+
+
 # -- errors and notes --------------------------------------------------------------------------------
 
 
-def error_panel(error: HeteroLLMError) -> Panel:
-    """Return the panel of an error of heterollm."""
-    return _panel("Error", error.message, error.fix)
+def error_line(error: HeteroLLMError) -> Text:
+    """Return an error of heterollm, with the next step."""
+    return _line("Error", error.message, error.fix)
 
 
-def bug_panel(error: BaseException) -> Panel:
-    """Return the panel of an unexpected error."""
+def bug_line(error: BaseException) -> Text:
+    """Return an unexpected error."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     advice = "This is a bug in heterollm. Run the command again with --debug and report what it prints."
-    return _panel("Unexpected error", text, advice)
+    return _line("Unexpected error", f"{text.rstrip('.')}.", advice)
 
 
-def _panel(title: str, message: str, advice: str) -> Panel:
-    parts = [Text(message), *([Text(advice, "bold")] if advice else [])]
-    return Panel(Group(*parts), title=title, title_align="left", border_style="red")
+def _line(title: str, message: str, advice: str) -> Text:
+    # Messages of some libraries point at a place in several lines.
+    between = "\n" if "\n" in message else " "
+    return Text.assemble((f"{title}: ", "red"), message, (f"{between}{advice}" if advice else "", "bold"))
 
 
 def note(text: str) -> Text:

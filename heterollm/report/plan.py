@@ -78,7 +78,7 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
         parts += [Text(), lengths_table(solved.length_choice)]
         if not solved.length_choice.chosen.lengths:
             parts.append(Text("No useful graph can be built in that time: the GPU computes everything."))
-    parts += [Text(note) for note in solved.notes]
+    parts += [Text(note) for note in (solved.choice, *solved.notes) if note]
     if model.missing:
         parts.append(Text(f"Missing in the profile and in the times: {', '.join(sorted(model.missing))}."))
     return Group(*parts)

@@ -1,5 +1,7 @@
 from .chat import Conversation as Conversation
 from .chat import reusable_prefix as reusable_prefix
+from .dialogue_file import load_dialogue as load_dialogue
+from .dialogue_file import save_dialogue as save_dialogue
 from .generation import Generation as Generation
 from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult

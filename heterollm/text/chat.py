@@ -20,14 +20,14 @@ class Conversation:
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self._system = system
         self._messages: list[Message] = []
-        self.reset()
+        self.system = system
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """All messages, oldest first."""
-        return tuple(self._messages)
+        system = () if self.system is None else ({"role": "system", "content": self.system},)
+        return (*system, *self._messages)
 
     def add_user(self, text: str) -> None:
         """Append a message of the user."""
@@ -37,11 +37,21 @@ class Conversation:
         """Append an answer, whole or cut short."""
         self._messages.append({"role": "assistant", "content": text})
 
+    def drop_answer(self) -> bool:
+        """Forget the last answer; return whether a message of the user is last now."""
+        if self._messages and self._messages[-1]["role"] == "assistant":
+            self._messages.pop()
+        return bool(self._messages) and self._messages[-1]["role"] == "user"
+
     def reset(self) -> None:
         """Forget all messages but the system's."""
         self._messages.clear()
-        if self._system is not None:
-            self._messages.append({"role": "system", "content": self._system})
+
+    def restore(self, messages: Sequence[Message]) -> None:
+        """Replace all messages; the first may be the system's."""
+        first = messages[:1]
+        system = first[0]["content"] if first and first[0]["role"] == "system" else None
+        self.system, self._messages = system, list(messages[0 if system is None else 1 :])
 
     def prompt_ids(self) -> list[int]:
         """Return the ids of the dialogue and of the opening of the next answer.
@@ -52,7 +62,31 @@ class Conversation:
         """
         if not self._messages or self._messages[-1]["role"] != "user":
             raise InputError("There is nothing to answer: the last message is not the user's.")
-        return self._tokenizer.apply_chat_template(self._messages, add_generation_prompt=True)
+        return self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
+
+    def fit(self, limit: int, target: int) -> tuple[list[int], int]:
+        """Return the ids of :meth:`prompt_ids`, and the number of oldest turns that were forgotten for them.
+
+        A turn is a message of the user with its answers. The instructions and the last turn stay.
+
+        Args:
+            limit: Most tokens of the dialogue.
+            target: Tokens to leave at most once a turn has to go. The session prefills the rest again, so a
+                target well below the limit makes that rare.
+
+        Raises:
+            InputError, CheckpointError: As for :meth:`prompt_ids`.
+        """
+        dropped = 0
+        ids = self.prompt_ids()
+        while len(ids) > (target if dropped else limit):
+            starts = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
+            if len(starts) < 2:
+                break
+            del self._messages[: starts[1]]
+            dropped += 1
+            ids = self.prompt_ids()
+        return ids, dropped
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ from .files import import_profile as import_profile
 from .files import list_profiles as list_profiles
 from .profile import Profile as Profile
 from .profile import profile_path as profile_path
+from .profile import stored_profiles as stored_profiles
 from .record_json import KIND_NAMES as KIND_NAMES
 from .record_json import record_line as record_line
 from .records import BandwidthKey as BandwidthKey

@@ -664,7 +664,13 @@ def test_progress_is_told_in_stages(bundled_model: Path, tmp_path: Path, monkeyp
         told.setdefault(stage, []).append((done, total))
 
     LLM.load(bundled_model, device="host", progress=progress).close()
-    assert list(told) == ["Quantising weights", "Packing weights for the GPU", "Preparing graphs and kernels"]
+    assert list(told) == [
+        "Opening the device",
+        "Planning",
+        "Quantising weights",
+        "Packing weights for the GPU",
+        "Preparing graphs and kernels",
+    ]
     for steps in told.values():
         assert steps == sorted(steps)
         assert len({total for _, total in steps}) == 1

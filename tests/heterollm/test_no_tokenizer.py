@@ -99,9 +99,8 @@ def test_commands_that_take_text_refuse_it_before_they_load(
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
     code, out, err = run(command[0], bare, *command[1:], "--device", "host")
     assert (code, out) == (1, "")
-    words = " ".join(err.replace("│", " ").split())
-    assert "tokenizer.json is missing" in words
-    assert words.count("╭") == 1
+    assert "tokenizer.json is missing" in err
+    assert err.count("Error: ") == 1
     assert not (tmp_path / "cache" / "weights").exists()
 
 

@@ -19,6 +19,9 @@ from heterollm.solver.keep import keep_ratios
 
 torch = pytest.importorskip("torch")
 
+OPTIMISED = True
+"""Long prompts take longer than compilers."""
+
 OPTIONS: dict[str, Any] = {"windows": 3, "window_tokens": 128, "gpu_threads": 1}
 
 

@@ -25,6 +25,9 @@ from heterollm.calibration.records import LinearCalibration
 from heterollm.cli import main
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 
+OPTIMISED = True
+"""Long prompts take longer than compilers."""
+
 WINDOWS = 3
 HOT = (3, 17)
 

@@ -29,6 +29,9 @@ from heterollm.planning import calibrated_scales
 from heterollm.solver import Plan, SparseAttention
 from heterollm.solver.attention import AttentionEntry
 
+OPTIMISED = True
+"""Long prompts take longer than compilers."""
+
 CHUNK = 128
 CONTEXT = 640
 OPTIONS: dict[str, Any] = {"scales": "stepped", "context": CONTEXT}

@@ -92,21 +92,21 @@ def test_solved_plans_run_with_the_gpus_answers(profile, folder) -> None:
 
 def test_a_kept_predictor_or_plan_needs_no_library_that_fits(profile, folder, tmp_path) -> None:
     script = (
-        "import sys\n"
+        "import pathlib, sys\n"
         "from heterollm.llm import LLM\n"
-        "with LLM.load(sys.argv[1], device='host', context=64) as llm:\n"
-        "    print(llm.plan.uses_npu, sorted({'joblib', 'sklearn', 'scipy'} & set(sys.modules)))\n"
+        "cache = pathlib.Path('cache')\n"
+        "for round in range(3):\n"
+        "    plans = len(list(cache.glob('plans/*.json')))\n"
+        "    with LLM.load(sys.argv[1], device='host', context=64) as llm:\n"
+        "        heavy = sorted({'joblib', 'sklearn', 'scipy'} & set(sys.modules))\n"
+        "        print(plans, llm.plan.uses_npu, heavy)\n"
+        "    for kept in cache.glob('p*s/*.json') if round == 1 else ():\n"
+        "        if kept.parent.name != 'profiles':\n"
+        "            kept.unlink()\n"
     )
-    for plans in (0, 1):
-        assert len(list((tmp_path / "cache").glob("plans/*.json"))) == plans
-        command = [sys.executable, "-P", "-c", script, str(folder)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert done.stdout == "True []\n"
-    for kept in (tmp_path / "cache").glob("p*s/*.json"):
-        if kept.parent.name != "profiles":
-            kept.unlink()
+    command = [sys.executable, "-P", "-c", script, str(folder)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "True ['joblib', 'scipy', 'sklearn']\n"
+    assert done.stdout == "0 True []\n1 True []\n0 True ['joblib', 'scipy', 'sklearn']\n"
 
 
 def test_without_a_profile_auto_is_the_gpu_and_tensor_says_what_to_run(folder, tmp_path, monkeypatch) -> None:
@@ -262,7 +262,7 @@ def test_decoded_tokens_are_counted(profile, folder, capsys) -> None:
         ["--profile", "nowhere.json"],
     ],
 )
-def test_nonsense_is_one_panel(profile, folder, arguments, capsys) -> None:
+def test_nonsense_is_one_error(profile, folder, arguments, capsys) -> None:
     assert main(["plan", str(folder), "--device", "host", *arguments]) in (1, 2)
     assert "Error" in capsys.readouterr().err
 
@@ -329,7 +329,7 @@ def test_the_note_is_shown_and_told(profile, folder, capsys) -> None:
     with LLM.load(folder, device="host", precision="w4a8", context=64) as llm:
         assert any("w4a8" in note and "heterollm profile" in note for note in llm.notes)
     assert main(["plan", str(folder), "--device", "host", "--precision", "w4a8", "--plan", "tensor"]) == 1
-    assert "--precision w4a8" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "--precision w4a8" in capsys.readouterr().err
 
 
 # -- plans that are kept ----------------------------------------------------------------------------------

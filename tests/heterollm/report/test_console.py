@@ -31,31 +31,46 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_an_error_panel_says_what_failed_and_what_to_do():
-    words = words_of(report.error_panel(DeviceError("No part [bold] was found.", fix="Install [one] now.")))
-    assert "Error" in words
+def test_an_error_says_what_failed_and_what_to_do():
+    words = words_of(report.error_line(DeviceError("No part [bold] was found.", fix="Install [one] now.")))
+    assert words.startswith("Error: ")
     assert "No part [bold] was found. Install [one] now." in words
 
 
-def test_a_panel_without_a_fix_has_one_line():
-    assert text_of(report.error_panel(DeviceError("It broke."))).count("\n") == 3
+def test_an_error_has_one_line():
+    assert text_of(report.error_line(DeviceError("It broke.", fix="Mend it."))).count("\n") == 1
 
 
-def test_a_bug_panel_asks_for_a_report():
-    words = words_of(report.bug_panel(KeyError("x")))
+def test_a_bug_asks_for_a_report():
+    words = words_of(report.bug_line(KeyError("x")))
     assert "KeyError: 'x'" in words
     assert "--debug" in words
-    assert "MemoryError" in words_of(report.bug_panel(MemoryError()))
+    assert "MemoryError" in words_of(report.bug_line(MemoryError()))
 
 
 def test_colours_need_a_terminal_and_no_wish_against_them(monkeypatch):
-    panel = report.error_panel(DeviceError("It broke."))
+    line = report.error_line(DeviceError("It broke."))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[31m" in report.render(panel, like=Terminal())
-    assert "\x1b" not in report.render(panel, like=io.StringIO())
+    assert "\x1b[31m" in report.render(line, like=Terminal())
+    assert "\x1b" not in report.render(line, like=io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[31m" not in report.render(panel, like=Terminal())
+    assert "\x1b[31m" not in report.render(line, like=Terminal())
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "total", "completed", "words"),
+    [
+        (0.5, 4, 2, "0.5 s"),
+        (10.0, 4, 1, "10 s, 30 s left"),
+        (90.0, 4, 0, "1 min 30 s"),
+        (90.0, None, 2, "1 min 30 s"),
+        (30.0, 10, 9, "30 s, 3.3 s left"),
+    ],
+)
+def test_a_bar_tells_the_time_left_as_soon_as_there_is_a_pace(elapsed, total, completed, words):
+    task = SimpleNamespace(elapsed=elapsed, total=total, completed=completed)
+    assert report.TimeColumn().render(task).plain == words
 
 
 def test_devices():

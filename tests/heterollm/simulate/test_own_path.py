@@ -188,7 +188,7 @@ def test_parameters_of_integer_graphs_are_no_identity_of_a_soc_without_them():
     assert load_soc(OWN, changed).digest() != load_soc(OWN).digest()
 
 
-@pytest.mark.parametrize("soc", [OWN, PAPER])
+@pytest.mark.parametrize("soc", [pytest.param(OWN, marks=pytest.mark.slow), PAPER])
 def test_calibrated_models_have_integer_graphs_where_the_profile_has_them_faster(soc):
     forms = {}
     for calibrated in (False, True):

@@ -26,7 +26,11 @@ from heterollm.kernels.gpu import (
 )
 
 STYLES = ["vector", "simt"]
-TYPES = [np.float32, np.float16]
+PAIRS = [
+    *(("vector", np.float32), ("vector", np.float16), ("simt", np.float16)),
+    pytest.param("simt", np.float32, marks=pytest.mark.slow),
+]
+"""Styles and types of activations; no device has the last pair by default."""
 TOKENS = [1, 2, 3, 7, 31, 33, 65, 130]
 
 
@@ -46,8 +50,7 @@ def splits_of(rows):
 # -- norms ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_rms_norm_adds_any_cut_and_stores_the_sum(cases, check, style, dtype):
     made = cases(style, dtype, 1)
     shapes = [(tokens, 96, split) for tokens in TOKENS for (split,) in splits_of((96,))]
@@ -72,8 +75,7 @@ def test_rms_norm_without_delta_leaves_the_residual(runtime, make, check, style)
         check((out.read(), reference.rms_norm(residual, weight, epsilon)), (scale, epsilon))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_final_norm_starts_at_the_head_row_and_can_run_again(runtime, make, check, style, dtype):
     rng = np.random.default_rng(3)
     tokens, hidden = 33, 52
@@ -102,8 +104,7 @@ def test_final_norm_starts_at_the_head_row_and_can_run_again(runtime, make, chec
 # -- gated activation and logits -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_gated_activation_matches_float64_for_any_cut(cases, check, style, dtype):
     made = cases(style, dtype, 4)
     shapes = [(tokens, 88, (24, 24)) for tokens in TOKENS]
@@ -124,8 +125,7 @@ def test_gated_activation_is_finite_and_accurate_everywhere(runtime, make, style
     np.testing.assert_allclose(out.read(), expected, rtol=2e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_join_logits_copies_every_value(cases, style, dtype):
     made = cases(style, dtype, 5)
     for rows, vocabulary in ((1, 1), (1, 515), (3, 515), (2, 4104)):
@@ -156,8 +156,7 @@ def run_rope(runtime, layers, cache, value, splits, *, shape, position, length=N
     return out.read()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_rope_writes_queries_and_only_its_positions(cases, check, style, dtype):
     made = cases(style, dtype, 6)
     shapes = [(tokens, 8, 4, 32, None, False) for tokens in TOKENS]

@@ -10,11 +10,14 @@ from heterollm.kernels.formats import reference_layers as reference
 from heterollm.kernels.gpu import HeadShape, Scores
 
 STYLES = ["vector", "simt"]
-TYPES = [np.float32, np.float16]
+PAIRS = [
+    *(("vector", np.float32), ("vector", np.float16), ("simt", np.float16)),
+    pytest.param("simt", np.float32, marks=pytest.mark.slow),
+]
+"""Styles and types of activations; no device has the last pair by default."""
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_a_delta_is_biased_and_normed_before_it_is_added(cases, check, style, dtype):
     made = cases(style, dtype, 1)
     for tokens, hidden, split, biased, post in (
@@ -32,8 +35,7 @@ def test_a_delta_is_biased_and_normed_before_it_is_added(cases, check, style, dt
             check(numbers, (shape, options))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_heads_are_normed_before_they_turn(cases, check, style, dtype):
     made = cases(style, dtype, 2)
     for heads, kv_heads, head_dim, rotary, tokens, biased in (
@@ -48,8 +50,7 @@ def test_heads_are_normed_before_they_turn(cases, check, style, dtype):
             check(numbers, shape)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_norms_that_subtract_the_mean(cases, check, style, dtype):
     made = cases(style, dtype, 6)
     for tokens, hidden, split, post in ((3, 104, 41, True), (1, 8, 0, False), (33, 2048, 1000, False)):
@@ -62,8 +63,7 @@ def test_norms_that_subtract_the_mean(cases, check, style, dtype):
         made.norm(1, 100, 0, centered=True)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_one_norm_of_all_heads_and_a_limit(cases, check, style, dtype):
     made = cases(style, dtype, 7)
     for heads, kv_heads, head_dim, rotary, joint, limit in (
@@ -105,8 +105,7 @@ def test_scores_are_capped(cases, check, style):
         assert not linear_errors(capped.reshape(-1, 36), plain.reshape(-1, 36)).within("fp16")
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_activations_with_and_without_bias(cases, check, style, dtype, activation):
     made = cases(style, dtype, 4)
@@ -115,8 +114,7 @@ def test_activations_with_and_without_bias(cases, check, style, dtype, activatio
             check(made.gated(*shape, activation=activation, biased=biased, scale=4), shape)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_activations_of_zero_and_of_large_gates(runtime, make, check, style, dtype, activation):
     gate, up = np.array([[0, -60, 60, -1e3]], dtype), np.array([[1, 2, 3, 4]], dtype)

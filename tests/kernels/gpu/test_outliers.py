@@ -11,7 +11,11 @@ from heterollm.kernels.gpu import GpuOutliers
 from heterollm.kernels.outlier_cases import OutlierCases
 
 STYLES = ["vector", "simt"]
-TYPES = [np.float32, np.float16]
+PAIRS = [
+    *(("vector", np.float32), ("vector", np.float16), ("simt", np.float16)),
+    pytest.param("simt", np.float32, marks=pytest.mark.slow),
+]
+"""Styles and types of activations; no device has the last pair by default."""
 
 
 @pytest.fixture
@@ -23,8 +27,7 @@ def cases(runtime):
     return get
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
 def test_products_match_float64(cases, style, dtype):
     @given(
         seed=st.integers(0, 1 << 20),

@@ -1,0 +1,138 @@
+"""Level ``auto``: the plan with the least predicted time among those that a profile can predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from msgspec import structs
+
+from heterollm.solver import LEVELS, Plan, PlanRequest, level_plan, model_shape, relative_time
+
+if TYPE_CHECKING:
+    from heterollm.planning.profiled_model import ProfiledModel
+    from heterollm.solver import Solver
+
+__all__ = ["Candidate", "Threads", "compared", "predicted", "rule_plans", "weights_of", "words"]
+
+Threads: TypeAlias = tuple[int, int]
+"""Threads of the GPU and of the NPU, on a device whose processors share CPU cores."""
+
+MARGIN: Final = 0.03
+"""Fraction by which a plan must be predicted faster than a simpler one to take its place."""
+
+DECODE: Final = 1
+"""The length that stands for decode among lengths of prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan with its predicted times.
+
+    Args:
+        plan: The plan.
+        times_us: Times of prompts by length, and of a decoded token under length 1; infinite if not known.
+        threads: Split of the cores; None where the processors share none.
+    """
+
+    plan: Plan
+    times_us: Mapping[int, float]
+    threads: Threads | None = None
+
+    @property
+    def name(self) -> str:
+        """Level and split of the cores, in words."""
+        level = self.plan.level if self.plan.uses_npu else "gpu"
+        if self.threads is None:
+            return level
+        gpu, npu = self.threads
+        return f"{level} on {f'all {gpu}' if not npu else f'{gpu}+{npu}'} cores"
+
+    @property
+    def known(self) -> bool:
+        """Whether the profile can predict every time."""
+        return all(map(math.isfinite, self.times_us.values()))
+
+
+def weights_of(request: PlanRequest, standard_lengths: Sequence[int]) -> dict[int, float]:
+    """Return the weights of prompts by length, and of decode under length 1.
+
+    Without a histogram prompts of every standard length, of 1.5 times that, and as long as a session count
+    alike, so that a gain of the longest prompts alone does not decide; decode counts as much as all of them.
+    """
+    if request.histogram is not None:
+        return dict(request.histogram)
+    lengths = [length for length in standard_lengths if length > DECODE]
+    every = {*lengths, *(3 * length // 2 for length in lengths), request.context}
+    prompts = {length: 1.0 for length in sorted(every) if DECODE < length <= request.context}
+    return {**prompts, DECODE: float(max(1, len(prompts)))}
+
+
+def predicted(
+    model: ProfiledModel, plan: Plan, lengths: Iterable[int], threads: Threads | None = None
+) -> Candidate:
+    """Return a plan with the times that the profile predicts."""
+
+    def time_us(length: int) -> float:
+        found = model.predict(plan, "decode", 1) if length == DECODE else model.prompt(plan, length)
+        return math.inf if found is None else found.time_us
+
+    return Candidate(plan, {length: time_us(length) for length in lengths}, threads)
+
+
+def compared(candidates: Sequence[Candidate], weights: Mapping[int, float]) -> list[tuple[float, Candidate]]:
+    """Return candidates with their times relative to the first one's, the fastest first.
+
+    An earlier candidate, which is the simpler one, goes before a later one that is not clearly faster.
+    """
+    if not candidates[0].known:
+        return [(math.inf, one) for one in candidates]
+    first = candidates[0].times_us
+    timed = [(relative_time(weights, first, one.times_us.__getitem__), one) for one in candidates]
+    least = min(time for time, _ in timed)
+    best = next(one for time, one in timed if time <= least / (1.0 - MARGIN))
+    return sorted(timed, key=lambda entry: (entry[1] is not best, entry[0]))
+
+
+def rule_plans(model: ProfiledModel, request: PlanRequest, solver: Solver) -> list[Plan]:
+    """Return the plans of the levels that follow a rule, as far as the NPU's memory holds them.
+
+    None where the request or the weights ask for more than these levels know.
+    """
+    limits = model.limits
+    plain = request.energy_weight == 0.0 and request.gpu_share >= 1.0 and not request.forbidden
+    if limits is None or not plain or request.passes or model.calibration is not None:
+        return []
+    plans = (
+        level_plan(
+            level,
+            model.specs,
+            device=model.profile.device,
+            precision=model.precision,
+            standard_lengths=limits.standard_lengths,
+            chunk_length=solver.chunk_length,
+        )
+        for level in LEVELS
+    )
+    shape = model_shape(model.every_spec)
+    return [
+        structs.replace(plan, shape=shape) for plan in plans if solver.budget.holds(model.npu_bytes(plan))
+    ]
+
+
+def words(ranked: Sequence[tuple[float, Candidate]]) -> str:
+    """Return the choice and its margin over the best other plan in words."""
+    best = ranked[0][1]
+    other = next((one for _, one in ranked[1:] if one.name != best.name), None)
+    if other is None or not best.known or not other.known:
+        return f"auto: {best.name}"
+    times = {length: (best.times_us[length], other.times_us[length]) for length in best.times_us}
+    prompts = {length: 1.0 for length in times if length != DECODE}
+    gains = [
+        f"{what} {1.0 / relative_time(weights, other.times_us, best.times_us.__getitem__):.2f} x"
+        for what, weights in (("prompts", prompts), ("decode", {DECODE: 1.0}))
+        if weights and all(length in times for length in weights)
+    ]
+    return f"auto: {best.name}, predicted {' and '.join(gains)} as fast as {other.name}"

@@ -1,0 +1,88 @@
+"""The file of defaults."""
+
+import json
+
+import platformdirs
+import pytest
+
+from heterollm.cli.config_file import config_path
+
+QUICK = ("cache", "path")
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Return a function that writes the file of defaults."""
+    path = tmp_path / "my defaults.toml"
+    monkeypatch.setenv("HETEROLLM_CONFIG", str(path))
+
+    def write(text):
+        path.write_text(text, "utf-8")
+        return path
+
+    return write
+
+
+def test_the_command_line_wins_over_its_table_and_that_over_all(run, config, bundled_model):
+    def refused(*words):
+        code, out, err = run("generate", bundled_model, "x", *words)
+        assert (code, out) == (1, "")
+        return err.partition(" is ")[2].partition(",")[0]
+
+    config("[defaults]\ntemperature = -1\n")
+    assert refused() == "-1.0"
+    config("[defaults]\ntemperature = -1\n[generate]\ntemperature = -2\n[chat]\ntemperature = -3\n")
+    assert refused() == "-2.0"
+    assert refused("--temperature", "-4") == "-4.0"
+    assert refused("--no-config", "--top-p", "7") == "7.0"
+    config("[bench]\nprompt = [32, 64]\ndecode = 16\n[cache.list]\njson = true\n")
+    assert json.loads(run("cache", "list")[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[generate\n", ["line 1"]),
+        ('device = "host"', ["device is in no table", "[defaults]"]),
+        ("[generat]", ["[generat]", "Close to it: generate"]),
+        ("[profile.shw]", ["[profile] shw", "Close to it: show"]),
+        ("[generate]\ntemprature = 1", ["[generate] temprature", "Close to it: temperature"]),
+        ("[defaults]\nnonsense = 1", ["[defaults] nonsense"]),
+        ('[generate]\nmodel = "x"', ["[generate] model"]),
+        ('[generate]\ntemperature = "hot"', ["[generate] temperature is 'hot'", "a number"]),
+        ("[chat]\nmax-new-tokens = true", ["is True", "a whole number"]),
+        ("[defaults]\nallow-slow = 1", ["[defaults] allow-slow is 1", "true or false"]),
+        ('[generate]\nstop = "x"', ["an array"]),
+        ('[generate]\nprecision = "int3"', ["'int3'", "'w4a16'"]),
+        ('[bench]\nprompt = [1, "x"]', ["[bench] prompt", "whole number"]),
+    ],
+)
+def test_a_wrong_line_is_one_error_with_its_key(run, config, text, parts):
+    path = config(text)
+    for words in (QUICK, ("config", "show")):
+        code, out, err = run(*words)
+        assert (code, out) == (1, "")
+        assert err.count("\n") == 1
+        assert all(part in err for part in parts), err
+    assert run("config", "path") == (0, f"{path}\n", "")
+    assert run(*QUICK, "--no-config")[0] == run("--help")[0] == 0
+
+
+def test_the_commands_on_the_file(run, config, monkeypatch):
+    path = config('[defaults]\ndevice = "host"\n[profile.show]\nall = true\n')
+    code, out, _ = run("config", "show")
+    assert code == 0
+    assert [line.split() for line in out.splitlines() if "defaults " in line or "profile.show" in line] == [
+        ["defaults", "device", '"host"'],
+        ["profile.show", "all", "true"],
+    ]
+    tables = {"defaults": {"device": "host"}, "profile": {"show": {"all": True}}}
+    assert json.loads(run("config", "show", "--json")[1]) == {"path": str(path), "tables": tables}
+    path.unlink()
+    code, _, err = run("config", "show")
+    assert code == 1
+    assert "HETEROLLM_CONFIG" in err
+    monkeypatch.delenv("HETEROLLM_CONFIG")
+    monkeypatch.setattr(platformdirs, "user_config_path", lambda *names, **more: path.parent / "none")
+    assert config_path() == path.parent / "none" / "heterollm.toml"
+    assert "sets nothing" in run("config", "show")[1]
