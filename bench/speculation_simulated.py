@@ -105,6 +105,7 @@ def rows_of(model: str, draft: str, soc: str, level: str, position: int) -> Iter
     for name, guess_s, guess_predicted_s in (("lookup", 0.0, 0.0), (draft, draft_s, draft_predicted_s)):
         for acceptance in ACCEPTANCES:
             pace = Pace(list(predicted.values()), (acceptance,), guess_s=guess_predicted_s)
+            pace.learn_pass(1, predicted[1])
             guesses = pace.guesses(0, MOST_GUESSES)
             rates = {
                 count: expected_tokens(acceptance, count) / (simulated[count + 1] + count * guess_s)

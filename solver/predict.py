@@ -130,9 +130,10 @@ def predict_pass(
     layers = len({spec.layer for spec in specs if spec.group != "head"})
     own = [spec for spec in specs if spec.layer == first or (logits and spec.group == "head")]
     found = []
-    for spec, placement in plan.operators(phase, tokens, own):
-        # Decode computes the logits of every token, prefill those of the last one.
-        rows = 1 if spec.group == "head" and phase == "prefill" else tokens
+    # Decode computes the logits of every token, prefill those of the last one.
+    positions = tokens if phase == "decode" else 1
+    for spec, placement in plan.operators(phase, tokens, own, rows=positions):
+        rows = positions if spec.group == "head" else tokens
         decided = _with_form(placement, spec, costs, limits)
         option = evaluate(spec, rows, decided, costs)
         if option is None:
