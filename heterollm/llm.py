@@ -307,7 +307,8 @@ class LLM:
     @property
     def failures(self) -> tuple[str, ...]:
         """Failures of the NPU after which the GPU continued alone, if ``allow_fallback`` allows it."""
-        return self._engine.notes
+        draft = () if self._draft is None else self._draft.notes
+        return (*self._engine.notes, *(f"Draft model: {note}" for note in draft))
 
     @property
     def expert_reads(self) -> ExpertReads | None:

@@ -131,7 +131,13 @@ class Pace:
         return self._right[kind] / self._tried[kind]
 
     def guesses(self, kind: int, most: int) -> int:
-        """Return the number of guesses, up to ``most``, with the most expected tokens a second."""
+        """Return the number of guesses with the most expected tokens a second.
+
+        Args:
+            kind: The kind of the guesses.
+            most: Largest number; passes that no time is known of are not run, either.
+        """
+        most = min(most, len(self._expected_s) - 1)
         if most <= 0:
             return 0
         if self._fixed is not None:
@@ -140,7 +146,7 @@ class Pace:
             return 0
         acceptance = self.acceptance(kind)
         best, best_rate, reach, tokens = 0, 0.0, 1.0, 1.0
-        for count in range(1, min(most, len(self._expected_s) - 1) + 1):
+        for count in range(1, most + 1):
             reach *= acceptance
             tokens += reach
             rate = tokens / (self.pass_s(count + 1) + count * self._guess_s)

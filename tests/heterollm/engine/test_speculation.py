@@ -1,6 +1,7 @@
 """Speculative decoding on the host device: answers, their distribution, and the sessions behind them."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -388,3 +389,22 @@ def test_a_schema_with_guesses(bundled_model: Path) -> None:
     assert results[0].stop_reason == results[1].stop_reason == "complete"
     assert results[0].speculation is not None
     assert results[0].speculation.guesses > 0
+
+
+# Commands
+
+
+def test_the_command_counts_passes_and_guesses(bundled_model: Path, run: Callable[..., Any]) -> None:
+    options = (bundled_model, CODE * 2, "--device", "host", "--plan", "gpu", "--max-new-tokens", "24")
+    code, plain, _ = run("generate", *options)
+    assert code == 0
+    code, guessed, told = run("generate", *options, "--speculative", "lookup", "--guesses", "4")
+    assert (code, guessed) == (0, plain)
+    counts = re.search(r"speculative: (\d+) passes, (\d+) of (\d+) guesses right", told.replace("\n", " "))
+    assert counts is not None
+    passes, right, guesses = map(int, counts.groups())
+    assert passes + right == 23
+    assert right <= guesses <= 4 * passes
+    code, out, told = run("generate", *options, "--guesses", "4")
+    assert (code, out) == (1, "")
+    assert "nothing to make 4 guesses" in told

@@ -359,6 +359,8 @@ def test_guesses_are_as_many_as_pay():
     assert warm([1.0] * 4, (0.8,)).guesses(0, 15) == 3
     assert warm([1.0] * 16, (0.1,), fixed=5).guesses(0, 15) == 5
     assert warm([1.0] * 16, (0.1,), fixed=5).guesses(0, 2) == 2
+    assert warm([1.0] * 4, (0.8,), fixed=9).guesses(0, 15) == 3
+    assert warm([1.0], (0.8,), fixed=9).guesses(0, 15) == 0
 
 
 def test_acceptance_and_times_correct_the_number():
