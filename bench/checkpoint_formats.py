@@ -2,7 +2,7 @@
 
     pip install gguf
     python bench/checkpoint_formats.py                      every GGUF block type, on random weights
-    python bench/checkpoint_formats.py MODEL.gguf           the logits and greedy text of a published file
+    python bench/checkpoint_formats.py MODEL.gguf           logits and greedy text of a file, by plan
     python bench/figures.py
 
 Rows are appended to bench/results/checkpoint_formats.jsonl.
@@ -22,10 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.kernels.formats.tolerances import sqnr_db
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import Precision
 from heterollm.llm import LLM
 from heterollm.model.stored.affine_blocks import AffineBlocks, canonical
 from heterollm.model.stored.gguf_blocks import BLOCK_TYPES, BlockType
+from heterollm.model.stored.gguf_model import smallest_format
+from heterollm.text.likelihood import top_1_agreement
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "bench" / "results" / "checkpoint_formats.jsonl"
@@ -33,6 +35,9 @@ ROWS, COLUMNS = 256, 1024
 PROMPT: Final = "The capital of France is"
 TEXT: Final = ROOT / "docs" / "how-the-split-works.md"
 TEXT_TOKENS: Final = 128
+DECODED: Final = 8
+"""The last of these tokens, which are decoded one by one."""
+PLANS: Final = ("gpu", "npu", "layer")
 ANSWER_TOKENS: Final = 32
 
 
@@ -47,13 +52,12 @@ def block_rows() -> Iterator[dict[str, Any]]:
         with np.errstate(all="ignore"):
             wanted = gguf.dequantize(data, gguf.GGMLQuantizationType(number))
         same = np.array_equal(kind.blocks(data).values(), wanted, equal_nan=True)
-        held = WeightFormat(4 if kind.name == "Q4_0" else 8, kind.scale_block)
+        held = smallest_format([kind])
         blocks = quantized(weight, kind)
         found = canonical(blocks, held)
         assert found is not None  # gguf_config chooses this format
-        db = sqnr_db(found.dequantize(), blocks.values())
-        finite = None if math.isinf(db) else round(db, 1)
-        yield {"kind": "blocks", "type": kind.name, "same_values": same, "held": str(held), "db": finite}
+        db = decibels(found.dequantize(), blocks.values())
+        yield {"kind": "blocks", "type": kind.name, "same_values": same, "held": str(held), "db": db}
 
 
 def quantized(weight: NDArray[np.float32], kind: BlockType) -> AffineBlocks:
@@ -81,27 +85,40 @@ def _parts(values: NDArray[np.float32], most: int) -> NDArray[np.float32]:
     return parts.reshape(values.shape)
 
 
-def file_row(path: Path) -> dict[str, Any]:
-    """Return the row of a file: logits and greedy text against its own values in float32, on `host`."""
-    logits, texts, notes = [], [], ()
-    for precision in ("fp16", "w4a16"):
-        with LLM.load(path, device="host", plan="gpu", precision=precision, context=512) as model:
-            ids = model.tokenizer.encode(TEXT.read_text("utf-8"))[:TEXT_TOKENS]
-            logits.append(model.session().prefill(ids, all_logits=True))
-            texts.append(model.generate(PROMPT, max_new_tokens=ANSWER_TOKENS, temperature=0).text)
-            notes = model.notes
-    db = sqnr_db(logits[1], logits[0])
-    agreement = float((logits[0].argmax(axis=1) == logits[1].argmax(axis=1)).mean())
-    return {
-        "kind": "file",
-        "file": path.name,
-        "tokens": TEXT_TOKENS,
-        "logits_db": round(db, 1),
-        "top_1": round(agreement, 4),
-        "same_greedy_text": texts[0] == texts[1],
-        "text": texts[1],
-        "notes": list(notes),
-    }
+def file_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file: logits and greedy text against its own values in float32, on `host`."""
+    exact, wanted, _ = answers(path, "gpu", "fp16")
+    for plan in PLANS:
+        logits, text, notes = answers(path, plan, "w4a16")
+        yield {
+            "kind": "file",
+            "file": path.name,
+            "plan": plan,
+            "tokens": TEXT_TOKENS,
+            "prompt_db": decibels(logits[:-DECODED], exact[:-DECODED]),
+            "decode_db": decibels(logits[-DECODED:], exact[-DECODED:]),
+            "top_1": round(top_1_agreement(logits, exact), 4),
+            "same_greedy_text": text == wanted,
+            "text": text,
+            "notes": list(notes),
+        }
+
+
+def answers(path: Path, plan: str, precision: Precision) -> tuple[NDArray[Any], str, tuple[str, ...]]:
+    """Return the logits of a text whose last tokens are decoded, the greedy answer, and the notes."""
+    with LLM.load(path, device="host", plan=plan, precision=precision, context=512) as model:
+        ids = model.tokenizer.encode(TEXT.read_text("utf-8"))[:TEXT_TOKENS]
+        session = model.session()
+        prompt = session.prefill(ids[:-DECODED], all_logits=True)
+        decoded = [session.decode(token) for token in ids[-DECODED:]]
+        text = model.generate(PROMPT, max_new_tokens=ANSWER_TOKENS, temperature=0).text
+        return np.concatenate([prompt, decoded]), text, model.notes
+
+
+def decibels(actual: NDArray[Any], exact: NDArray[Any]) -> float | None:
+    """Return the signal-to-error ratio; None if there is no error."""
+    db = sqnr_db(actual, exact)
+    return None if math.isinf(db) else round(db, 1)
 
 
 def main() -> None:
@@ -111,7 +128,7 @@ def main() -> None:
     )
     parser.add_argument("file", nargs="?", type=Path)
     asked = parser.parse_args()
-    rows = list(block_rows()) if asked.file is None else [file_row(asked.file)]
+    rows = block_rows() if asked.file is None else file_rows(asked.file)
     with RESULTS.open("a", encoding="utf-8") as results:
         for row in rows:
             print(json.dumps(row))

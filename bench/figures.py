@@ -23,6 +23,7 @@ import ablation_table
 import accuracy_table
 import adreno_programs
 import aims
+import expert_tables
 import llm_npu_tables
 import mixture_tables
 import shadow_attention_tables
@@ -37,6 +38,7 @@ __all__ = ["BLOCKS", "differences", "phrases", "written"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = "README.md"
+LIMITS: Final = "docs/limits.md"
 MEASURED: Final = "docs/measured.md"
 SIMULATION: Final = "docs/simulation.md"
 FLIGHTS: Final = "docs/chunks-in-flight.md"
@@ -94,7 +96,7 @@ def large() -> list[BenchRow]:
 
 
 def measured_table() -> str:
-    """The README's table."""
+    """The table of rates on ``host``."""
     lines = ablation_table.table([row for row in split_rows() if not aims.is_of_waits(row)])
     return "\n".join(line.replace("|  |", "| |") for line in lines[: lines.index("")])
 
@@ -183,7 +185,7 @@ def predicted() -> Mapping[str, Any]:
 
 
 def whole_wins() -> str:
-    """Return in how many rows of the README's table `gpu` on both cores is no slower than the splits."""
+    """Return in how many rows of that table `gpu` on both cores is no slower than the splits."""
     cells = [line.strip("|").split("|") for line in measured_table().splitlines()]
     titles = [title.strip() for title in cells[0]]
     at = {name: titles.index(name) for name in ("`tensor`", "`block`", "`gpu`, both cores")}
@@ -242,7 +244,7 @@ def published_table(depths: Sequence[int]) -> str:
 
 
 def ranks() -> tuple[int, int, int]:
-    """Return how many of the README's rows show `w4a8` faster than llama.cpp, neither, and slower."""
+    """Return how many rows at three depths show `w4a8` faster than llama.cpp, neither, and slower."""
     changes = [
         compare_rows(published()[test, depth, "llama.cpp"], published()[test, depth, "w4a8"])
         for test in ("pp256", "tg64")
@@ -334,17 +336,18 @@ def stored_formats_table() -> str:
 
 def published_file_table() -> str:
     """Logits and greedy text of published GGUF files against their own values."""
-    rows = {row["file"]: row for row in rows_of("checkpoint_formats") if row["kind"] == "file"}
+    files = [row for row in rows_of("checkpoint_formats") if row["kind"] == "file"]
     lines = [
         (
             f"`{name}`",
-            f"{row['logits_db']:.0f} dB",
+            f"`{plan}`",
+            *("equal" if db is None else f"{db:.0f} dB" for db in (row["prompt_db"], row["decode_db"])),
             f"{row['top_1']:.1%}",
             "equal" if row["same_greedy_text"] else "differs",
         )
-        for name, row in rows.items()
+        for (name, plan), row in {(row["file"], row["plan"]): row for row in files}.items()
     ]
-    return table("file | logits | same top token | greedy text", "lrrl", lines)
+    return table("file | plan | prompt | decode | same top token | greedy text", "llrrrl", lines)
 
 
 def startup_table() -> str:
@@ -445,7 +448,7 @@ def refused(row: Row) -> bool:
 
 
 def simulated_table() -> str:
-    """The README's table of simulated rates: the paper's conditions beside this program's path."""
+    """The table of simulated rates: the paper's conditions beside this program's path."""
     lines = []
     for name, level, asked in (
         ("`gpu`", "gpu", {}),
@@ -464,6 +467,16 @@ def simulated_table() -> str:
     phases = "64 | 256 | 1024 | decode"
     made = table(f"simulated | paper: {phases} | own path: {phases}", "lrrrrrrrr", lines)
     return made.replace("|  |", "| |").replace("|  |", "| |")
+
+
+def three_rows_table() -> str:
+    """GPU, NPU and both on this program's own path."""
+    names = {"gpu": "GPU alone", "layer": "prompts on the NPU", "tensor": "both at once"}
+    lines = []
+    for level, name in names.items():
+        rate, decode = (_rates([own_path(level, 256)] * 3)[at] for at in (0, 3))
+        lines.append((f"{name} (`{level}`)", rate, decode))
+    return table("simulated, Llama-3-8B | prompt of 256 | decode", "lrr", lines)
 
 
 def _rates(rows: Sequence[Row | str]) -> list[str]:
@@ -545,9 +558,7 @@ def simulated_guesses_table() -> str:
         asked = {"kind": "gain", "guesses_by": by, "level": level}
         found = [one(rows, **asked, assumed_acceptance=share) for share in shares]
         plain = f"{found[0]['plain_tokens_per_s']:.2f}"
-        lines.append(
-            (f"{by}, `{level}`", plain, *(f"{row['gain']:.2f} ({row['guesses']})" for row in found))
-        )
+        lines.append((f"{by}, `{level}`", plain, *(f"{row['gain']:.2f} ({row['guesses']})" for row in found)))
     columns = " | ".join(f"{share:.0%} right" for share in shares)
     return table(f"simulated | plain, tokens/s | {columns}", "lrrrrrr", lines)
 
@@ -673,6 +684,12 @@ def mixture_table(lines: Callable[..., tuple[list[str], list[tuple[str, ...]]]],
     """Return a table of the trained mixture."""
     columns, found = lines(rows_of("experts"))
     return table(" | ".join(columns), right, found)
+
+
+def expert_table(name: str) -> str:
+    """The simulated tables of the pass npumoe."""
+    head, right = expert_tables.HEADS[name]
+    return table(head, right, getattr(expert_tables, name)(one, rows_of("simulated_experts")))
 
 
 def parity_table() -> str:
@@ -809,14 +826,14 @@ def llm_npu_host_table() -> str:
 # -- what is written and what is held ----------------------------------------------------------------------
 
 BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
-    (README, "rates"): measured_table,
-    (README, "simulated rates"): simulated_table,
+    (MEASURED, "rates"): measured_table,
+    (README, "three rows"): three_rows_table,
+    (SIMULATION, "simulated rates"): simulated_table,
     (SIMULATION, "what-ifs"): what_if_table,
     (SIMULATION, "shared contexts"): contexts_table,
     (FLIGHTS, "chunks in flight"): flights_table,
     (FLIGHTS, "schedules"): schedules_table,
     (MEASURED, "perplexity"): perplexity_table,
-    (README, "published model"): lambda: published_table((0, 2048, 7680)),
     (MEASURED, "published model"): lambda: published_table((0, 256, 512, 2048, 7680)),
     (MEASURED, "llama.cpp, AVX2"): lambda: llama_cpp_table("llama_cpp_avx2", "phase, AVX2 only"),
     (MEASURED, "attention"): attention_table,
@@ -858,6 +875,9 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (MIXTURES, "parity of mixtures"): parity_table,
     (SPECULATIVE, "passes of several tokens"): guessed_passes_table,
     (SPECULATIVE, "simulated gains of guesses"): simulated_guesses_table,
+    (MIXTURES, "simulated steps"): lambda: expert_table("phone"),
+    (MIXTURES, "simulated steps, unlimited"): lambda: expert_table("unlimited"),
+    (MIXTURES, "simulated imbalance"): lambda: expert_table("imbalances"),
 }
 """Tables by page and name."""
 
@@ -890,17 +910,19 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
         fastest("pp256", "w4a8", chosen).times.median_ts for chosen in (aims.gpu_alone, aims.npu_lengths)
     ]
     odd = {way: odd_gains(way, aims.npu_lengths, aims.ODD_LENGTHS) for way in ("w4a16", "w4a8")}
-    yield README, f"prefill of 256 tokens at `w4a16` {prefill['w4a16']}. The other three are **not shown**"
+    yield MEASURED, f"prefill of 256 tokens at `w4a16` {prefill['w4a16']}. The other three are **not shown**"
     yield (
-        README,
+        MEASURED,
         (
             f"decode at `w4a16` {not_shown[0]}, prefill at `w4a8` {not_shown[1]}, decode at `w4a8` "
             f"{not_shown[2]};"
         ),
     )
-    yield README, f"the NPU's stand-in, is {rates[0] / rates[1]:.1f} times slower than the GPU's kernels"
-    yield README, f"Lengths without a graph gain {odd['w4a16'][0]:.1f} to {odd['w4a8'][1]:.1f} times over"
-    yield README, f"as fast as the split or faster in {whole_wins()}**"
+    yield MEASURED, f"the NPU's stand-in, is {rates[0] / rates[1]:.1f} times slower than the GPU's kernels"
+    yield MEASURED, f"Lengths without a graph gain {odd['w4a16'][0]:.1f} to {odd['w4a8'][1]:.1f} times over"
+    yield MEASURED, f"as fast as the split or faster in {whole_wins()}**"
+    yield README, f"gains {prefill['w4a16']} over the better processor"
+    yield README, f"as fast or faster in {whole_wins()}"
     yield (
         MEASURED,
         (
@@ -1012,12 +1034,12 @@ def _split_phrases() -> Iterator[tuple[str, str]]:
 
 def _other_phrases() -> Iterator[tuple[str, str]]:
     yield (
-        README,
+        LIMITS,
         "prefill at `w4a16` without context is "
         f"{ratio(over_llama_cpp('pp256', 0, 'w4a16'))} times as fast as llama.cpp",
     )
     wins, ties, losses = ranks()
-    yield README, f"`w4a8` is faster in {wins} of {wins + ties + losses} rows and slower in {losses}"
+    yield MEASURED, f"`w4a8` is faster in {wins} of {wins + ties + losses} rows and slower in {losses}"
     yield (
         MEASURED,
         f"transformers in float32: "
@@ -1054,7 +1076,7 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
         f'"After" includes the KV cache of {rows_of("memory")[0]["kv_cache_bytes"] / 2**20:.0f} MiB.',
     )
     yield (
-        README,
+        SIMULATION,
         (
             f"With a limit of 14336 the 256 tokens gain {chunk_gain(14336)} times over `tensor` "
             f"instead of {chunk_gain(4096)}."

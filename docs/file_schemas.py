@@ -67,7 +67,7 @@ FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
 STATED: Final = (KernelParameters, LinearPoint, PhaseSync, Plan, PlanRequest, WeightFormat)
 """Records of which a file must state every field, though Python gives some a default."""
 
-OPTIONAL: Final = ("schedule", "calibration", "attention", "experts")
+OPTIONAL: Final = ("schedule", "calibration", "attention", "experts", "threads")
 """Fields of such records that a file leaves out where they have no value."""
 
 

@@ -17,6 +17,7 @@ from heterollm.base import EngineError, InputError, OptionError, Progress, check
 from heterollm.engine import (
     AnswerKeywords,
     EngineThread,
+    PreparedAnswer,
     Session,
     SessionSource,
     Speculator,
@@ -38,6 +39,7 @@ from heterollm.text import (
     NoTokenizer,
     SamplingOptions,
     Tokenizer,
+    TokenSource,
     reusable_prefix,
 )
 from heterollm.trace import take_trace
@@ -91,7 +93,7 @@ class LLM:
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
                 ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
-                ``allow_fallback``, ``trace``, ``experts_gib``, ``speculative`` and ``guesses``.
+                ``allow_fallback``, ``trace``, ``experts_gib``, ``lora``, ``speculative`` and ``guesses``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
@@ -105,7 +107,7 @@ class LLM:
 
         check_keywords(options, LoadKeywords.__annotations__)
         asked = LoadOptions(**options)
-        source = SourceModel.of(Checkpoint(model))
+        source = SourceModel.of(Checkpoint(model, asked.lora))
         context = choose_context(source.config, asked.context)
         thread = EngineThread()
         try:
@@ -208,6 +210,25 @@ class LLM:
                 schema or grammar is illegal.
             CheckpointError: The call has text, and the checkpoint has no tokenizer.
         """
+        answer = self.prepare(prompt, **options)
+        target = options.get("session")
+        if target is None:
+            target = self._own_session = self._own_session or self.session()
+        if not target.belongs_to(self._engine):
+            raise OptionError("The session was made by another model.", fix="Use this model's session().")
+
+        def start(cancel: threading.Event) -> Generation:
+            reused = reusable_prefix(target.ids.tolist(), answer.prompt_ids)
+            target.truncate(reused)
+            return answer.start(SessionSource(target), reused, cancel)
+
+        return Stream(self._thread, start)
+
+    def prepare(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> PreparedAnswer:
+        """Check a prompt and the options of its answer, for a caller that runs answers in turns.
+
+        Arguments and errors are those of :meth:`stream`; ``session`` is not read.
+        """
         asked = _generation_options(options)
         speculate = options.get("speculate", True)
         if not isinstance(speculate, bool):
@@ -222,19 +243,13 @@ class LLM:
                 fix="Shorten the prompt or load the model with a larger context.",
             )
         constraint = self._grammar_tokens().constraint(asked) if asked.is_structured else None
-        target = options.get("session")
-        if target is None:
-            target = self._own_session = self._own_session or self.session()
-        if not target.belongs_to(self._engine):
-            raise OptionError("The session was made by another model.", fix="Use this model's session().")
         speculator = self._speculator if speculate else None
 
-        def start(cancel: threading.Event) -> Generation:
-            reused = reusable_prefix(target.ids.tolist(), ids)
-            target.truncate(reused)
-            source = SessionSource(target)
+        def start(source: TokenSource, reused: int, cancel: threading.Event) -> Generation:
             clock = self.device.now_s
-            speculation = None if speculator is None else speculator.begin(target, asked.sampling, clock)
+            speculation = None
+            if speculator is not None and isinstance(source, SessionSource):
+                speculation = speculator.begin(source, asked.sampling, clock)
             return Generation(
                 *(source, tokenizer, ids, asked),
                 reused=reused,
@@ -244,7 +259,7 @@ class LLM:
                 clock=clock,
             )
 
-        return Stream(self._thread, start)
+        return PreparedAnswer(ids, start)
 
     def _grammar_tokens(self) -> GrammarTokens:
         if self._kept_grammar_tokens is None:
@@ -288,21 +303,25 @@ class LLM:
         """Deviations from the request, the reason for the choice of device ``auto``, and :attr:`failures`."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
-        engine, thread = self._engine, self._thread
-        passes = () if thread.closed else thread.run(lambda: engine.pass_notes)
         return (
             *chosen,
             *self._plan_notes,
             *self._weights.notes,
             *self.device.gpu.variants.notes,
-            *passes,
-            *self.failures,
+            *self.pass_notes,
         )
 
     @property
     def plan_notes(self) -> tuple[str, ...]:
         """Differences of the plan from the request, with the reason."""
         return self._plan_notes
+
+    @property
+    def pass_notes(self) -> tuple[str, ...]:
+        """Notes on the passes so far: saturated values, experts on the NPU, and :attr:`failures`."""
+        engine, thread = self._engine, self._thread
+        passes = () if thread.closed else thread.run(lambda: engine.pass_notes)
+        return (*passes, *self.failures)
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ __all__ = ["PlannedModel", "SourceModel", "open_for", "planned_draft", "speculat
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
-    """A checkpoint with what is read of it before its weights.
+    """A checkpoint, its configuration and its tokenizer, without its weights.
 
     Args:
         checkpoint: The files.

@@ -86,12 +86,14 @@ class ExpertsEntry(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         lengths: Least and most tokens of the pass.
         layers: First and last layer.
-        placement: The groups on the NPU.
+        placement: The groups on the NPU, with the predicted time of the longest pass.
+        shortest_us: Predicted mean time of the shortest pass.
     """
 
     lengths: tuple[Positive, Positive]
     layers: tuple[Count, Count]
     placement: ExpertsPlacement
+    shortest_us: Amount | None = None
 
     def serves(self, tokens: int, layer: int) -> bool:
         """Whether the entry is for a pass of so many tokens, and for a layer."""

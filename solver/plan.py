@@ -252,6 +252,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return any(entry.placement.groups for entry in self.experts)
 
     @property
+    def drops_tokens(self) -> bool:
+        """Whether tokens beyond the capacity of an expert on the NPU are dropped."""
+        return any(own.placement.groups and own.placement.overflow == "drop" for own in self.experts)
+
+    @property
     def estimates_on_npu(self) -> bool:
         """Whether the NPU estimates scores of any attention."""
         return any(one.estimator == "npu" for one in self.sparse_attention)
@@ -335,7 +340,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
 def _lacking(data: dict[str, Any]) -> str | None:
     """Name a field that a plan's file must state, though Python gives it a default."""
-    optional = {"schedule": None, "calibration": None, "attention": (), "experts": ()}
+    optional = {"schedule": None, "calibration": None, "attention": (), "experts": (), "threads": None}
     if name := missing_field({**optional, **data}, Plan):
         return f"{name} is missing"
     if name := missing_field(data["sync"], PhaseSync):

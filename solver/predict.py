@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from msgspec import structs
@@ -150,43 +151,45 @@ def predict_pass(
 def with_experts_time(
     found: PredictedPass,
     plan: Plan,
-    prices_at: Callable[[int], ExpertPrices | None],
+    prices: ExpertPrices | None,
     experts: OpSpec,
     layers: int,
 ) -> PredictedPass:
     """Return a predicted pass of prefill, in which the GPU computes all experts, with the planned ones.
 
-    The plan has the time of the longest pass of an entry, with calibrated loads. Shorter passes take as much
-    less as they would if all experts had equal loads.
+    The plan has the times of the shortest and of the longest pass of an entry, with calibrated loads; those
+    between lie on a line. In an entry without them all experts have equal loads.
 
     Args:
         found: The pass.
         plan: The plan.
-        prices_at: Returns the prices of passes of a length; None if the profile has no graphs of experts.
+        prices: Prices of passes of its length; None if the profile has no graphs of experts.
         experts: The experts of a layer.
         layers: Layers of the model.
     """
-    routing, prices = experts.experts, prices_at(found.tokens)
+    routing = experts.experts
     if routing is None or prices is None:
         return found
 
-    def even(placement: ExpertsPlacement, tokens: int, own: ExpertPrices) -> ExpertsEstimate:
-        mean = min(tokens, round(tokens * routing.chosen / routing.touched(tokens)))
-        loads = np.zeros((1, routing.experts), np.int64)
-        loads[:, : round(routing.touched(tokens))] = mean
-        return estimate_experts(placement, loads, own)
+    touched = round(routing.touched(found.tokens))
+    each, more = divmod(found.tokens * routing.chosen, touched)
+    loads = np.zeros((1, routing.experts), np.int64)
+    loads[:, :touched] = each
+    loads[:, :more] += 1
 
-    on_gpu_us = even(EXPERTS_ON_GPU, found.tokens, prices).time_us
+    def even(placement: ExpertsPlacement) -> ExpertsEstimate:
+        return estimate_experts(placement, loads, prices)
+
+    on_gpu_us = even(EXPERTS_ON_GPU).time_us
     more_us = npu_us = 0.0
     for layer in range(layers):
         entry = next((one for one in plan.experts if one.serves(found.tokens, layer)), None)
         if entry is None or not entry.placement.groups:
             continue
-        longest, placement = entry.lengths[1], entry.placement
-        own = even(placement, found.tokens, prices)
+        own, ends_us = even(entry.placement), (entry.shortest_us, entry.placement.predicted_us)
         time_us = own.time_us
-        if placement.predicted_us is not None and (most := prices_at(longest)) is not None:
-            time_us *= placement.predicted_us / even(placement, longest, most).time_us
+        if None not in ends_us:
+            time_us = float(np.interp(found.tokens, entry.lengths, cast("tuple[float, float]", ends_us)))
         more_us += time_us - on_gpu_us
         npu_us += own.npu_us - prices.hand_over_us
     return replace(

@@ -47,9 +47,13 @@ SIMULATED = "sim:snapdragon-8gen3"
 PARSED_ONLY = {
     "bench": "takes minutes",
     "chat": "needs a person",
+    "convert": "takes 15 seconds; tests/heterollm/model/test_convert.py runs it",
+    "eval": "takes 20 seconds; tests/heterollm/benchmarks/test_evaluate.py runs it",
+    "pull": "needs the hub; tests/heterollm/model/test_hub.py runs it with one of its own",
     "compile": "compiles for minutes; tests/heterollm/planning/test_ahead.py runs it",
     "demo": "takes a minute; .ci/run runs it",
     "doctor": "takes 20 seconds a device; tests/heterollm/doctor/test_doctor.py runs it",
+    "serve": "runs until a signal; tests/heterollm/serve has servers",
     "trace": "reads a file that generate wrote; tests/heterollm/trace/test_tracing.py runs it",
 }
 """Commands that are not run here, and why. Of the others, those on a real device or the emulator are not

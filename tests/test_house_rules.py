@@ -15,7 +15,7 @@ FLOORS = (
     ("heterollm.__main__",),
     ("heterollm.cli",),
     ("heterollm.report",),
-    ("heterollm.doctor", "heterollm.benchmarks"),
+    ("heterollm.doctor", "heterollm.benchmarks", "heterollm.serve"),
     ("heterollm.simulate",),
     ("heterollm",),
     ("heterollm.llm",),
@@ -182,6 +182,9 @@ def test_front_doors_open_to_what_other_rooms_import() -> None:
         ("matplotlib", "heterollm/report"),
         ("joblib", "heterollm/simulate"),
         ("typer", "heterollm/cli"),
+        ("starlette", "heterollm/serve"),
+        ("uvicorn", "heterollm/serve"),
+        ("prometheus_client", "heterollm/serve"),
     ],
 )
 def test_a_library_has_one_home(library: str, home: str) -> None:

@@ -120,6 +120,7 @@ RUNS = {
     "bench": f"bench MODEL --device {SIMULATED} --plan tensor -p 33 -n 1 -r 1 -o bench.jsonl --json",
     "doctor": "doctor --device host --json",
     "cache list": "cache list --json",
+    "config show": "config show --json",
 }
 """Commands by the name of what they print, in the order in which they need each other."""
 
@@ -310,6 +311,7 @@ class Interrupting(io.StringIO):
 
 
 def test_exit_codes(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     with empty_folder(tmp_path_factory, "codes"):
         lines = [f"{call(line)[0]} heterollm {line}".rstrip() for line in CALLS]
         monkeypatch.setattr(sys, "stdin", Interrupting())

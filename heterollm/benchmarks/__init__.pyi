@@ -7,6 +7,8 @@ from .demo import PROMPT as PROMPT
 from .demo import DemoResult as DemoResult
 from .demo import DemoRow as DemoRow
 from .demo import run_demo as run_demo
+from .evaluate import Evaluation as Evaluation
+from .evaluate import evaluate as evaluate
 from .formats import FORMATS as FORMATS
 from .formats import append_jsonl as append_jsonl
 from .formats import read_json_items as read_json_items

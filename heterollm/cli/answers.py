@@ -50,7 +50,7 @@ def write_answer(llm: LLM, model: str, prompt: Prompt, options: dict[str, Any], 
     result = stream.result
     if steps:
         report.show(report.token_table(steps, lambda token: llm.tokenizer.decode([token])))
-    for text in (*llm.failures, *_prompt_notes(llm, result)):
+    for text in (*llm.pass_notes, *_prompt_notes(llm, result)):
         report.show(report.note(text))
     report.show(report.statistics_lines(result, llm.device, llm.plan, llm.expert_reads))
 
@@ -79,7 +79,7 @@ def answer_lines(
             failed += "error" in line
             write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         progress("Answering", len(lines), len(lines))
-    for text in llm.failures:
+    for text in llm.pass_notes:
         report.show(report.note(text))
     if failed:
         report.show(report.note(f"{failed} of {len(lines)} prompts failed; their lines say why."))

@@ -137,8 +137,8 @@ class ChatLoop:
         limit = context - min(self._max_new_tokens, context // 4)
         ids, dropped = self._conversation.fit(limit, limit - context // 4)
         if dropped:
-            turns = "the oldest turn" if dropped == 1 else f"the oldest {dropped} turns"
-            _note(f"The context of {context} tokens is full: {turns} of the dialogue went.")
+            turns = "its oldest turn" if dropped == 1 else f"its oldest {dropped} turns"
+            _note(f"The dialogue lost {turns}: the context of {context} tokens is full.")
         choice = asdict(self._choice)
         if choice["seed"] is not None:
             choice["seed"] += self._again

@@ -26,9 +26,12 @@ from heterollm.cli import complete as cli_complete
 from heterollm.cli import config as cli_config
 from heterollm.cli import demo as cli_demo
 from heterollm.cli import devices as cli_device
+from heterollm.cli import evaluate as cli_evaluate
 from heterollm.cli import generate as cli_generate
+from heterollm.cli import models as cli_models
 from heterollm.cli import plan as cli_plan
 from heterollm.cli import profile as cli_profile
+from heterollm.cli import serve as cli_serve
 from heterollm.cli import simulate as cli_simulate
 from heterollm.cli import trace as cli_trace
 from heterollm.cli.examples import add_examples
@@ -90,7 +93,10 @@ app = typer.Typer(
 # In the order of the help.
 for group in (
     cli_generate.commands,
+    cli_serve.commands,
     cli_demo.commands,
+    cli_models.commands,
+    cli_evaluate.commands,
     cli_compile.commands,
     cli_device.commands,
     cli_profile.commands,

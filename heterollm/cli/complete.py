@@ -69,6 +69,17 @@ def drafts(incomplete: str) -> list[str]:
     return [*beginning(incomplete, ("lookup",)), *models(incomplete)]
 
 
+def stored_models(incomplete: str) -> list[str]:
+    """Return the names of the models on this machine."""
+    from heterollm.base import CacheError
+    from heterollm.model import stored_models as every
+
+    try:
+        return beginning(incomplete, sorted({model.name for model in every()}))
+    except CacheError:
+        return []
+
+
 def profiles(incomplete: str) -> list[str]:
     """Return the fingerprints of the profiles in the cache."""
     from heterollm.base import CacheError, cache_root

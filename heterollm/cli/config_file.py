@@ -30,7 +30,7 @@ CONFIG_VARIABLE: Final = "HETEROLLM_CONFIG"
 """Environment variable that names the file."""
 
 EVERY: Final = "defaults"
-"""The table whose options go to every command that has them."""
+"""The table whose options go to every command that has them and takes their value."""
 
 HELP: Final = ("-h", "--help")
 
@@ -96,17 +96,24 @@ def config_defaults(program: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401
         if not isinstance(table, dict):
             raise _wrong(path, f"{name} is in no table", f"Put it below [{EVERY}] or the name of a command.")
     found = _command_defaults(program, tables, path)
-    known = {key for _, command in _commands(program) for key in _options(command)}
     for key, value in every.items():
-        if key not in known:
+        having = [(words, command) for words, command in _commands(program) if key in _options(command)]
+        if not having:
+            known = {name for _, command in _commands(program) for name in _options(command)}
             raise _wrong(path, f"[{EVERY}] {key}: no command has this option", _close(key, known))
-        for words, command in _commands(program):
-            if key in _options(command):
-                place = found
-                for word in words:
-                    place = place.setdefault(word, {})
-                name = _options(command)[key].name
-                place.setdefault(name, _value(command, key, value, f"[{EVERY}]", path))
+        refusals = []
+        for words, command in having:
+            try:
+                taken = _value(command, key, value, f"[{EVERY}]", path)
+            except OptionError as error:  # such as a level that one command takes and another does not
+                refusals.append(error)
+                continue
+            place = found
+            for word in words:
+                place = place.setdefault(word, {})
+            place.setdefault(_options(command)[key].name, taken)
+        if len(refusals) == len(having):
+            raise refusals[0]
     return found
 
 

@@ -30,14 +30,33 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         'heterollm generate MODEL "def add(a, b):" --plan layer --json',
         'heterollm generate MODEL "Anna is 31." --json-schema schema.json --top-logprobs 3',
         'heterollm generate MODEL "Summarise:" --file notes.txt --system "Answer in one sentence."',
-        "heterollm generate MODEL --prompts prompts.jsonl > answers.jsonl",
+        "heterollm generate MODEL --prompts prompts.jsonl",
         'heterollm generate MODEL "import os" --trace run.json',
     ),
     "chat": (
         "heterollm chat MODEL",
         'heterollm chat MODEL --system "Answer in one sentence." --temperature 0.7',
     ),
+    "serve": (
+        "heterollm serve MODEL",
+        "heterollm serve MODEL --port 9000 --api-key secret --cors https://example.org",
+        "heterollm serve MODEL --plan tensor --sessions-gib 2 --queue 16",
+    ),
     "demo": ("heterollm demo", "heterollm demo --device sim:snapdragon-8gen3", "heterollm demo --json"),
+    "pull": (
+        "heterollm pull HuggingFaceTB/SmolLM2-135M-Instruct",
+        "heterollm pull bartowski/SmolLM2-135M-Instruct-GGUF --gguf '*Q4_K_M*'",
+    ),
+    "convert": (
+        "heterollm convert MODEL -o small",
+        "heterollm convert MODEL -o small --group-size 128 --lora adapter",
+    ),
+    "eval": (
+        "heterollm eval MODEL --text prose.txt",
+        "heterollm eval MODEL --text prose.txt --precision w4a8",
+    ),
+    "list": ("heterollm list", "heterollm list --json"),
+    "rm": ("heterollm rm HuggingFaceTB/SmolLM2-135M-Instruct",),
     "compile": (
         "heterollm compile MODEL --soc 57",
         "heterollm compile MODEL --soc 57 --plan npu --prompt 32,256",
@@ -89,7 +108,13 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
 SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
+    "serve": "Serve a model to OpenAI's clients and to a browser.",
     "demo": "See GPU, NPU and both at work in a minute; no download.",
+    "pull": "Fetch a model from the Hugging Face hub.",
+    "convert": "Quantise a model once.",
+    "eval": "Measure perplexity and the nearness to float weights.",
+    "list": "Show the models on this machine.",
+    "rm": "Delete models from the caches.",
     "calibrate": "Measure a model's activations and attention heads on text.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",
     "devices": "List the devices, and why one is not usable.",

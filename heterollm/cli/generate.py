@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heterollm.base import OptionError
+from heterollm.cli.load import load_model
 from heterollm.cli.options import (
     JsonOption,
     Model,
@@ -17,7 +17,6 @@ from heterollm.cli.options import (
     RunOptions,
     TokenOptions,
     command_group,
-    pass_request,
 )
 from heterollm.cli.records import takes_records
 
@@ -51,7 +50,7 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerOptions:
+class AnswerForm:
     """The form of an answer, and reports on its tokens."""
 
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None
@@ -94,7 +93,7 @@ def generate(
     options: ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer.")] = 256,
     choice: TokenOptions,
-    answer: AnswerOptions,
+    answer: AnswerForm,
     run: RunOptions,
     trace: Annotated[
         Path | None,
@@ -114,7 +113,7 @@ def generate(
     keywords = answer.keywords() | asdict(choice) | {"max_new_tokens": max_new_tokens}
     _check_answer(keywords)
     trace = _trace_file(trace, options.device)
-    with _load(model, options, run, trace=trace is not None) as llm:
+    with load_model(model, options, run, trace=trace is not None) as llm:
         try:
             if asked is not None:
                 write_answer(llm, model, asked, keywords, as_json=as_json)
@@ -186,73 +185,5 @@ def chat(
 
     check_stdin()
     _check_answer(asdict(choice) | {"max_new_tokens": max_new_tokens})
-    with _load(model, options, run) as llm:
+    with load_model(model, options, run) as llm:
         ChatLoop(llm, system=system, max_new_tokens=max_new_tokens, choice=choice).run()
-
-
-def _profile_quickly(model: str, options: ModelOptions, run: RunOptions) -> None:
-    """Measure what the device's profile lacks, each split of the cores in a process of its own."""
-    from heterollm.benchmarks import Configuration, profile_splits
-    from heterollm.kernels.threads import split_threads
-    from heterollm.report import console as report
-
-    threads, weights = run.threads, options.weights
-    named = threads.gpu_threads is not None or threads.npu_threads is not None
-    split = split_threads(threads.gpu_threads, threads.npu_threads)
-    wanted = Configuration(
-        device=options.device,
-        precision=weights.precision,
-        group_size=weights.group_size,
-        scales=weights.scales,
-        threads=(len(split.gpu_cores), len(split.npu_cores)) if named else None,
-    )
-    for text in profile_splits(model, [wanted]):
-        report.show(report.note(text))
-
-
-def _load(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
-    from heterollm.report import console as report
-
-    if os.path.isfile(os.path.join(model, "config.json")):  # noqa: PTH113, PTH118 - of any text, legal or not
-        from heterollm.model import ModelConfig
-        from heterollm.text import check_tokenizer
-
-        # Before weights are read: loading a model that cannot take text would be wasted.
-        ModelConfig.from_folder(Path(model))
-        check_tokenizer(Path(model))
-    if run.profile is not None:
-        _profile_quickly(model, options, run)
-    with report.progress_bars() as progress:
-        # The imports alone take a moment, and the bar shows it.
-        progress("Loading", 0, 1)
-        from heterollm.llm import LLM
-
-        progress("Loading", 1, 1)
-        llm = LLM.load(
-            model,
-            device=options.device,
-            plan=options.plan,
-            request=pass_request(options.passes, options.attention, options.overflow),
-            precision=options.weights.precision,
-            group_size=options.weights.group_size,
-            symmetric=not options.weights.asymmetric,
-            scales=options.weights.scales,
-            calibration=options.weights.calibration,
-            context=options.context,
-            gpu_threads=run.threads.gpu_threads,
-            npu_threads=run.threads.npu_threads,
-            power=run.power,
-            allow_slow=run.allow_slow,
-            sync=run.sync,
-            allow_fallback=run.allow_fallback,
-            experts_gib=run.experts_gib,
-            speculative=run.speculative,
-            guesses=run.guesses,
-            trace=trace,
-            progress=progress,
-        )
-    if llm.device.reason:
-        report.show(report.note(f"device auto chose {llm.device.name}: {llm.device.reason}"))
-    for text in llm.plan_notes:
-        report.show(report.note(text))
-    return llm

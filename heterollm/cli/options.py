@@ -37,6 +37,7 @@ __all__ = [
     "InFlightOption",
     "IntegerList",
     "JsonOption",
+    "LoraOption",
     "MaybeModel",
     "Model",
     "ModelOptions",
@@ -303,6 +304,12 @@ class WeightOptions:
     calibration: CalibrationOption = None
 
 
+LoraOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="A LoRA adapter (PEFT), merged into the weights at load."),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Options of loading a model: device, plan, weights and context."""
@@ -316,6 +323,7 @@ class ModelOptions:
         ),
     ] = "auto"
     weights: WeightOptions = WeightOptions()
+    lora: LoraOption = None
     context: Context = None
     passes: PassOption = ()
     attention: AttentionOptions = AttentionOptions()

@@ -64,15 +64,16 @@ def single_prompt(words: str | None, files: Sequence[Path], system: str | None) 
     """Return the prompt of one answer: words, then files, with a blank line between; stdin without either.
 
     Raises:
-        BadParameter: There is neither, and stdin is a terminal.
+        BadParameter: There is neither, and stdin is a terminal or empty.
         InputError: A file or stdin cannot be read, or there is no text.
     """
     if words is None and not files:
-        if sys.stdin is None or sys.stdin.isatty():
+        text = "" if sys.stdin is None or sys.stdin.isatty() else _stdin()
+        if not text:
             raise typer.BadParameter(
                 "The prompt is missing: give it, or --file or --prompts, or pipe text into the command."
             )
-        words = "-"
+        return Prompt.of(text, system)
     parts = [] if words is None else [_stdin() if words == "-" else words]
     parts += [_stdin() if str(path) == "-" else read_file(path).removesuffix("\n") for path in files]
     return Prompt.of("\n\n".join(part for part in parts if part), system)

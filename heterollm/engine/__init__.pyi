@@ -35,6 +35,7 @@ from .step import Operator as Operator
 from .step import Step as Step
 from .step import operator_name as operator_name
 from .stream import AnswerKeywords as AnswerKeywords
+from .stream import PreparedAnswer as PreparedAnswer
 from .stream import SessionSource as SessionSource
 from .stream import Stream as Stream
 from .sync import SYNC_OPTIONS as SYNC_OPTIONS

@@ -27,6 +27,11 @@ class KvCache:
         sizes = [min(each, config.layers - first) * layer_bytes for first in range(0, config.layers, each)]
         self.memory = KvMemory(tuple(DeviceMemory(gpu.scratch(size), size) for size in sizes), each)
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of all memories."""
+        return sum(memory.size_bytes for memory in self.memory.memories)
+
     def stand_in(self) -> KvMemory:
         """Return memory of no use, to bind to kernels in place of this cache's."""
         memories = tuple(DeviceMemory(self._gpu.scratch(1), 1) for _ in self.memory.memories)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from heterollm.base import EngineError
-from heterollm.engine.step import Call, Step
-from heterollm.kernels.gpu import KvMemory, Launch, MergedLaunch, OpenClError, Segments
+from heterollm.engine.pauses import Pause, find_pauses
+from heterollm.engine.step import Buffer, Call, Step
+from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, OpenClError, Segments
 from heterollm.kernels.ops import Phase
 
-__all__ = ["CompiledPass", "PassError", "compiling"]
+__all__ = ["CompiledPass", "PassError", "StalePassError", "compiling"]
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class CompiledPass:
         bound_cache: The KV cache that is bound to the kernels; None for a head.
         lane: The lane of the output.
         uses_npu: Whether it runs graphs.
+        pauses: Places between layers; None until :meth:`find_pauses` looks for them.
     """
 
     steps: tuple[Step, ...]
@@ -35,6 +37,7 @@ class CompiledPass:
     bound_cache: KvMemory | None = None
     lane: int = 0
     uses_npu: bool = False
+    pauses: tuple[Pause, ...] | None = None
 
     @classmethod
     def of(
@@ -61,6 +64,16 @@ class CompiledPass:
                 for launch in self.cache_launches:
                     launch.replace(old, new)
             self.bound_cache = cache
+
+    def find_pauses(self, names: Mapping[DeviceMemory, Buffer]) -> tuple[Pause, ...]:
+        """Return the places between layers at which the pass may pause; ``names`` are those of the slots."""
+        if self.pauses is None:
+            self.pauses = find_pauses(self.steps, names)
+        return self.pauses
+
+
+class StalePassError(EngineError):
+    """The NPU failed in another pass while this one paused, so that it must start again."""
 
 
 class PassError(EngineError):

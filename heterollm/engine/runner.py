@@ -6,7 +6,7 @@ The plan makes all decisions. Running a compiled pass allocates nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -30,7 +30,8 @@ from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.lanes import Lane
 from heterollm.engine.observer import UNOBSERVED, Observer, during
-from heterollm.engine.passes import CompiledPass, PassError
+from heterollm.engine.passes import CompiledPass, PassError, StalePassError
+from heterollm.engine.pauses import Pause, set_aside
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales
 from heterollm.engine.splits import NO_RANGES
@@ -57,8 +58,12 @@ logger = logging.getLogger(__name__)
 DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
 """Limits of the wait for the queue after a failed pass."""
 
-NPU_FAILURES: Final = (GraphError, FenceError, PassError)
+NPU_FAILURES: Final = (GraphError, FenceError, PassError, StalePassError)
 """Errors after which the GPU may continue alone: without graphs, fences, and their memory."""
+
+
+def _never() -> bool:
+    return False
 
 
 class Engine:
@@ -186,9 +191,9 @@ class Engine:
     ) -> None:
         """Run tokens through the model, in the plan's chunks.
 
-        Where the GPU continues alone and attention becomes dense, all chunks of this call are computed again:
-        the logits are those of dense attention behind what the cache held before. Keys of earlier calls stay,
-        also those that sparse attention has changed.
+        Where the GPU continues alone, and attention becomes dense or no token of an expert is dropped any
+        more, all chunks of this call are computed again: the logits are those of the GPU behind what the
+        cache held before. Keys of earlier calls stay, also those that the NPU's part has changed.
 
         Args:
             cache: The session's cache; written from ``position`` on.
@@ -201,7 +206,38 @@ class Engine:
         Raises:
             HeteroLLMError: A kernel, a graph or a fence failed. Earlier positions stay valid.
         """
+        for _ in self.prefill_in_turns(cache, position, ids, phase, target):
+            raise AssertionError("a prompt paused that nobody asked to")
+
+    def prefill_in_turns(
+        self,
+        cache: KvCache,
+        position: int,
+        ids: NDArray[np.int32],
+        phase: Phase,
+        target: NDArray[Any] | None,
+        wanted: Callable[[], bool] = _never,
+    ) -> Iterator[None]:
+        """Run tokens through the model as :meth:`prefill` does, and yield whenever others want the engine.
+
+        The engine may run other passes before it is asked to go on, or never. It pauses between chunks, and
+        between the layers of a chunk that runs alone and without an observer.
+
+        Args:
+            cache: The session's cache.
+            position: Position of the first token.
+            ids: int32 ``[m]``.
+            phase: Phase whose placements to use.
+            target: Where the logits go, as for :meth:`prefill`.
+            wanted: Called at each place where a pause is possible; returns whether to pause.
+        """
         for flight in self.plan.flights(len(ids)):
+            if flight[0][0] and wanted():
+                could_fall_back = self._may_fall_back
+                yield
+                if self._may_fall_back != could_fall_back and self.plan.estimates_on_npu:
+                    yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
+                    return
             if len(flight) > 1 and self._flies and target is None and phase == "prefill":
                 try:
                     self._flight(cache, position, ids, flight)
@@ -213,14 +249,15 @@ class Engine:
                 rows = None if target is None else target[first : first + length]
                 last = int(first + length == len(ids))
                 try:
-                    self._chunk(cache, position + first, tokens, phase, rows, last)
+                    yield from self._chunk(cache, position + first, tokens, phase, rows, last, wanted)
                 except NPU_FAILURES as error:
-                    if first and phase == "prefill" and self.plan.estimates_on_npu:
+                    changed = self.plan.estimates_on_npu or self.plan.drops_tokens
+                    if first and phase == "prefill" and changed:
                         self._fall_back(error, position)
-                        self.prefill(cache, position, ids, phase, target)
+                        yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
                         return
                     self._fall_back(error, position + first)
-                    self._chunk(cache, position + first, tokens, phase, rows, last)
+                    yield from self._chunk(cache, position + first, tokens, phase, rows, last, wanted)
 
     def decode(self, cache: KvCache, position: int, token: int) -> None:
         """Run one token and leave its logits in :attr:`last_logits`; errors as for :meth:`prefill`."""
@@ -237,10 +274,10 @@ class Engine:
             Their logits ``[n, vocab]``, which the next pass overwrites.
         """
         try:
-            self._chunk(cache, position, ids, "decode", None, len(ids))
+            self._several(cache, position, ids)
         except NPU_FAILURES as error:
             self._fall_back(error, position)
-            self._chunk(cache, position, ids, "decode", None, len(ids))
+            self._several(cache, position, ids)
         return self._logits[: len(ids)]
 
     def compile_ahead(
@@ -323,19 +360,44 @@ class Engine:
         phase: Phase,
         target: NDArray[np.float32] | None,
         last: int,
-    ) -> None:
+        wanted: Callable[[], bool],
+    ) -> Iterator[None]:
         """Run a pass; without a target the logits of so many last tokens, or none, stay in their slot."""
         with self._observed_pass(phase, len(tokens), position):
             compiled = self._pass(phase, len(tokens), position, cache)
             head_row = len(tokens) - (last or 1) if target is None else 0
             self._write_inputs(self._lanes[0], tokens, position, head_row)
-            self._call(compiled.calls)
+            begin = 0
+            if wanted is not _never and self.observer is None:
+                for pause in compiled.find_pauses(self._lanes[0].names):
+                    self._call(compiled.calls[begin : pause.index])
+                    begin = pause.index
+                    if wanted():
+                        yield from self._paused(pause)
+                        compiled.bind_cache(cache.memory)
+                        self._write_inputs(self._lanes[0], tokens, position, head_row)
+            self._call(compiled.calls[begin:] if begin else compiled.calls)
             if target is not None:
                 self._all_logits(compiled, phase, target)
             elif last:
                 self._head(compiled, phase, last)
             else:
                 self.device.gpu.finish()
+
+    def _several(self, cache: KvCache, position: int, ids: NDArray[np.int32]) -> None:
+        for _ in self._chunk(cache, position, ids, "decode", None, len(ids), _never):
+            raise AssertionError("a pass paused that nobody asked to")
+
+    def _paused(self, pause: Pause) -> Generator[None, None, None]:
+        """Yield to other passes, and leave the slots of a pass as they were."""
+        could_fall_back = self._may_fall_back
+        self.device.gpu.finish()
+        write_back = set_aside(self.device.gpu, pause.memories)
+        yield
+        self._check_alive()
+        if self._may_fall_back != could_fall_back:
+            raise StalePassError("The NPU failed in another pass.")
+        write_back()
 
     def _flight(
         self,
@@ -396,9 +458,12 @@ class Engine:
         return tuple(length for _, length in next(self.plan.flights(tokens)))
 
     def _pass(self, phase: Phase, length: PassLength, position: int, cache: KvCache) -> CompiledPass:
+        self._check_alive()
+        return self._passes.find(phase, length, position, cache)
+
+    def _check_alive(self) -> None:
         if self._lost:
             raise EngineError(self._lost, fix="Load the model again.")
-        return self._passes.find(phase, length, position, cache)
 
     def _write_inputs(
         self, lane: Lane, tokens: NDArray[np.int32] | int, position: int, head_row: int
@@ -444,6 +509,8 @@ class Engine:
 
     def _fall_back(self, error: HeteroLLMError, position: int) -> None:
         """Compute on the GPU alone from now on, or raise the error if that is not allowed or impossible."""
+        if isinstance(error, StalePassError):
+            return  # the pass in between has fallen back
         if not self._may_fall_back or self._lost:
             raise error
         self._may_fall_back = self._flies = False

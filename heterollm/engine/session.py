@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -73,6 +73,11 @@ class Session:
     def context(self) -> int:
         """Number of positions."""
         return self._engine.context
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the KV cache."""
+        return self._cache.size_bytes
 
     @property
     def vocab_size(self) -> int:
@@ -153,6 +158,24 @@ class Session:
         """Prefill on the engine thread; the next call overwrites the returned row."""
         self._engine.prefill(self._cache, self._position, ids, "prefill", None)
         self._append(ids)
+        return self._engine.last_logits
+
+    def prefill_in_turns(self, ids: NDArray[np.int32], wanted: Callable[[], bool]) -> Iterator[None]:
+        """Prefill on the engine thread, and yield whenever others want the engine.
+
+        Other sessions may run meanwhile, this one may not. The tokens belong to the session at the end; an
+        iterator that is dropped before adds none.
+
+        Args:
+            ids: int32 ``[m]``.
+            wanted: Called between chunks and layers; returns whether to pause.
+        """
+        yield from self._engine.prefill_in_turns(self._cache, self._position, ids, "prefill", None, wanted)
+        self._append(ids)
+
+    @property
+    def last_logits(self) -> NDArray[np.float32]:
+        """The logits of the engine's last pass, which the next one overwrites; for the engine thread."""
         return self._engine.last_logits
 
     def decode_in_place(self, token: int) -> NDArray[np.float32]:

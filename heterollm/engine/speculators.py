@@ -46,7 +46,7 @@ class Speculator(Protocol):
     """Makes guesses for the answers of a model."""
 
     def begin(
-        self, session: Session, sampling: SamplingOptions, clock: Callable[[], float], /
+        self, source: SessionSource, sampling: SamplingOptions, clock: Callable[[], float], /
     ) -> Speculation:
         """Return the decode passes of an answer in a session; called on the engine thread."""
 
@@ -66,9 +66,9 @@ class LookupSpeculator:
         """Return the speculator with some times of decode passes and a fixed number of guesses, if any."""
         return cls(Pace(pass_s, LOOKUP_PRIORS, fixed=guesses))
 
-    def begin(self, session: Session, _: SamplingOptions, clock: Callable[[], float], /) -> Speculation:
+    def begin(self, source: SessionSource, _: SamplingOptions, clock: Callable[[], float], /) -> Speculation:
         """Return the decode passes of an answer in a session; called on the engine thread."""
-        return Speculation(SessionSource(session), LookupProposer(self._pace), self._pace, clock)
+        return Speculation(source, LookupProposer(self._pace), self._pace, clock)
 
 
 class DraftSpeculator:
@@ -89,22 +89,17 @@ class DraftSpeculator:
         self._pace = Pace(pass_s, (DRAFT_PRIOR,), guess_s=guess_s, fixed=guesses)
         self._new_session = new_session
         self._sessions: weakref.WeakKeyDictionary[Session, Session] = weakref.WeakKeyDictionary()
-        self._probabilities: NDArray[np.float64] | None = None
 
     def begin(
-        self, session: Session, sampling: SamplingOptions, clock: Callable[[], float], /
+        self, source: SessionSource, sampling: SamplingOptions, clock: Callable[[], float], /
     ) -> Speculation:
         """Return the decode passes of an answer in a session; called on the engine thread."""
+        session = source.session
         draft = self._sessions.get(session)
         if draft is None:
             draft = self._sessions[session] = self._new_session()
-        if sampling.temperature and self._probabilities is None:
-            # Tokens that the draft does not know have no probability.
-            self._probabilities = np.zeros((MOST_GUESSES, session.vocab_size), np.float64)
-        drawn = self._probabilities if sampling.temperature else None
-        vocab_size = min(session.vocab_size, draft.vocab_size)
-        proposer = DraftProposer(draft, vocab_size, sampling, self._pace, drawn)
-        return Speculation(SessionSource(session), proposer, self._pace, clock)
+        proposer = DraftProposer(draft, session.vocab_size, sampling, self._pace)
+        return Speculation(source, proposer, self._pace, clock)
 
 
 class DraftProposer:
@@ -112,10 +107,9 @@ class DraftProposer:
 
     Args:
         session: The draft's; it may hold any tokens.
-        vocab_size: Length of the part of its logits that both models have; the rest pads a vocabulary.
+        vocab_size: Length of the model's logits. What one model has more of pads its vocabulary.
         sampling: The answer's; the draft uses the same.
         pace: Chooses numbers of guesses.
-        probabilities: ``[guesses, vocab]`` for those of drawn guesses; None where the likeliest are taken.
     """
 
     def __init__(
@@ -124,14 +118,15 @@ class DraftProposer:
         vocab_size: int,
         sampling: SamplingOptions,
         pace: Pace,
-        probabilities: NDArray[np.float64] | None,
     ) -> None:
         seed = None if sampling.seed is None else (sampling.seed, RANDOM_STREAM)
         self._session = session
-        self._vocab_size = vocab_size
-        self._sampler = Sampler(sampling, vocab_size, np.random.default_rng(seed))
+        self._vocab_size = min(vocab_size, session.vocab_size)
+        self._sampler = Sampler(sampling, self._vocab_size, np.random.default_rng(seed))
         self._pace = pace
-        self._probabilities = probabilities
+        # Tokens that the draft does not know have no probability.
+        drawn = sampling.temperature > 0
+        self._probabilities = np.zeros((MOST_GUESSES, vocab_size), np.float64) if drawn else None
 
     def propose(self, history: NDArray[np.int64], end: int, most: int, /) -> int:
         """Write guesses behind the history; see :class:`heterollm.text.Proposer`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 
 from heterollm.engine.session import Session, check_ids
 from heterollm.engine.thread import EngineThread
-from heterollm.text import Generation, GenerationResult, GenerationStep
+from heterollm.text import Generation, GenerationResult, GenerationStep, TokenSource
 
-__all__ = ["AnswerKeywords", "SessionSource", "Stream"]
+__all__ = ["AnswerKeywords", "PreparedAnswer", "SessionSource", "Stream"]
 
 Item: TypeAlias = GenerationStep | GenerationResult | BaseException
 
@@ -40,6 +41,20 @@ class AnswerKeywords(TypedDict, total=False):
     speculate: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedAnswer:
+    """A checked prompt with the options of one answer; made by :meth:`heterollm.LLM.prepare`.
+
+    Args:
+        prompt_ids: The prompt.
+        start: Returns the answer, once, given a source, the number of the prompt's tokens that it holds,
+            and the event that cancels the answer.
+    """
+
+    prompt_ids: Sequence[int]
+    start: Callable[[TokenSource, int, threading.Event], Generation]
+
+
 class SessionSource:
     """The token source of a session, for use on the engine thread only."""
 
@@ -47,6 +62,11 @@ class SessionSource:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+
+    @property
+    def session(self) -> Session:
+        """The session."""
+        return self._session
 
     @property
     def position(self) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +15,10 @@ from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
 from heterollm.model.file_index import FileIndex
+from heterollm.model.hub import hub_folder, is_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
+from heterollm.model.lora import LoraAdapter
 from heterollm.model.stored import (
     PackedLinears,
     PackedTensor,
@@ -30,7 +30,7 @@ from heterollm.model.stored import (
 )
 from heterollm.model.tensor_file import TensorFile
 
-__all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder", "is_hub_name"]
+__all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
@@ -38,17 +38,12 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-CONFIG_FILES = ["config.json", "generation_config.json"]
-HUB_IGNORED = ["*/*", "consolidated*"]
-
 OTHER_FORMATS = (
     (".gguf", "a GGUF file, llama.cpp's format", "Name the file itself."),
     (
         ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
         "part of a LoRA adapter",
-        "Merge it into its model with PEFT's merge_and_unload, then save_pretrained.",
+        "Name the model, and the adapter with --lora.",
     ),
     (
         (".bin", ".pt", ".pth", ".ckpt"),
@@ -94,56 +89,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."
         )
-    try:
-        found = huggingface_hub.snapshot_download(
-            str(name), allow_patterns=HUB_FILES if weights else CONFIG_FILES, ignore_patterns=HUB_IGNORED
-        )
-    except Exception as error:
-        # The hub's client raises the errors of several libraries, without a common base.
-        problem, fix = _hub_problem(str(name), error)
-        raise CheckpointError(f"There is no folder {name}, and {problem}.", fix=fix) from error
-    return Path(found)
-
-
-def _hub_problem(name: str, error: Exception) -> tuple[str, str]:
-    """Return why the hub did not give a model, and what to do."""
-    from huggingface_hub import errors
-
-    cause = error.__cause__
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            "the Hugging Face hub gives the model only to accounts that its owner has accepted",
-            f"Ask for access on https://huggingface.co/{name}, then run `hf auth login`.",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "the Hugging Face hub has no public model of this name",
-            "Check the spelling, OWNER/NAME; for a private model run `hf auth login`.",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return (
-            "the model has no revision `main` on the Hugging Face hub",
-            "Download a revision, and name its folder.",
-        )
-    if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(cause, errors.OfflineModeIsEnabled):
-        return (
-            "HF_HUB_OFFLINE keeps heterollm from the Hugging Face hub, whose cache here lacks the model",
-            "Unset HF_HUB_OFFLINE, or name the folder of a checkpoint.",
-        )
-    for failed in (error, cause):
-        if isinstance(failed, errors.HfHubHTTPError):
-            status = failed.response.status_code
-            return f"the Hugging Face hub answered with status {status}", "Run the command again later."
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            "the Hugging Face hub cannot be reached, and its cache here lacks the model",
-            "Check the connection (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), or name a folder.",
-        )
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return (
-        f"the Hugging Face hub did not give it: {reason}",
-        "Check the path; or the name, the connection and, for a gated model, `hf auth login`.",
-    )
+    return hub_folder(str(name), weights=weights)
 
 
 def other_format(path: Path) -> CheckpointError | None:
@@ -164,11 +110,6 @@ def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
     return other_format(path) or CheckpointError(f"{path} {lack}", fix=fix)
 
 
-def is_hub_name(name: Path | str) -> bool:
-    """Return whether a text is a legal repository name on the Hugging Face hub."""
-    return HUB_NAME.fullmatch(str(name)) is not None
-
-
 class Checkpoint:
     """The tensors of a checkpoint's safetensors files, or of a GGUF file, read on demand.
 
@@ -176,11 +117,17 @@ class Checkpoint:
         folder: The folder of the files.
     """
 
-    def __init__(self, name: Path | str) -> None:
+    def __init__(self, name: Path | str, lora: Path | str | None = None) -> None:
         """Open a local folder, a GGUF file or a hub name, and check the headers of all files.
 
+        Args:
+            name: The checkpoint.
+            lora: Folder of an adapter, which is merged into the weights as they are read.
+
         Raises:
-            CheckpointError: The checkpoint is missing or incomplete, or a file is damaged.
+            CheckpointError: The checkpoint is missing or incomplete, or a file is damaged; or the adapter
+                does not fit the checkpoint.
+            UnsupportedModelError: The adapter is no LoRA of linears alone.
         """
         self.folder = checkpoint_folder(name)
         self._hashed_paths: list[Path] = []
@@ -202,6 +149,10 @@ class Checkpoint:
             )
         if self._stored is None:
             self._add_packed()
+        self.adapter = None if lora is None else LoraAdapter(lora)
+        if self.adapter is not None:
+            self.adapter.check({name: self.shape(name) for name in self.names})
+            self._hashed_paths += self.adapter.paths
 
     @property
     def file_bytes(self) -> int:
@@ -221,6 +172,11 @@ class Checkpoint:
         """
         stored = self._in_blocks(name)
         return self.file(name).entries[name].shape if stored is None else stored.shape(name)
+
+    def dtype(self, name: str) -> str | None:
+        """Return the type of a tensor in a safetensors file; None in other files."""
+        file = self._files.get(name)
+        return None if file is None else file.entries[name].dtype
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """Return rows and columns of a weight; those of a stack of matrices are rows of one."""
@@ -242,7 +198,7 @@ class Checkpoint:
         """
         stored = self._in_blocks(name)
         if stored is not None:
-            return _finite(stored.read(name, rows), stored.path, name)
+            return self._merged(name, rows, _finite(stored.read(name, rows), stored.path, name))
         file = self.file(name)
         dtype = file.entries[name].dtype
         if dtype not in FLOAT_TYPES:
@@ -252,12 +208,20 @@ class Checkpoint:
         bits = file.bits(name)
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
-        return _finite(bits.astype(np.float32), file.path, name)
+        return self._merged(name, rows, _finite(bits.astype(np.float32), file.path, name))
+
+    def _merged(
+        self, name: str, rows: tuple[int, int] | None, values: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        if self.adapter is not None:
+            self.adapter.add(name, rows, values)
+        return values
 
     def kind(self, name: str) -> str | None:
-        """Return the name of the format of a tensor that is stored as integers; None for floats."""
+        """Return the name of a stored format of integers; None for floats and for what an adapter changes."""
         stored = self._in_blocks(name)
-        return None if stored is None or not stored.is_quantized(name) else stored.kind(name)
+        changed = self.adapter is not None and name in self.adapter.factors
+        return None if stored is None or changed or not stored.is_quantized(name) else stored.kind(name)
 
     def canonical(self, name: str, rows: tuple[int, int], weight: WeightFormat) -> QuantizedTensor | None:
         """Return rows ``[start, stop)`` of stored integers in a canonical format, with their scales.
@@ -266,7 +230,7 @@ class Checkpoint:
             None if the tensor is stored as floats, or the format cannot hold it.
         """
         stored = self._in_blocks(name)
-        if stored is None or not stored.is_quantized(name):
+        if stored is None or self.kind(name) is None:
             return None
         blocks = stored.blocks(name, rows)
         return None if blocks is None else canonical(blocks, weight)
@@ -301,6 +265,12 @@ class Checkpoint:
             f"has tensors that are not of a type in {', '.join(FLOAT_TYPES)}",
             [f"{name} ({dtype})" for name, dtype in types.items() if dtype not in FLOAT_TYPES],
         )
+        if self.adapter is not None:
+            _refuse(
+                self.adapter.folder,
+                "changes tensors that the model does not compute with",
+                set(self.adapter.factors) - set(expected),
+            )
         _refuse(
             self.folder,
             "has tensors that a model as in its config.json has no place for",

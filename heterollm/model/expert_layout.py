@@ -62,7 +62,7 @@ def expert_tensors(config: ModelConfig, layer: int, experts: int) -> dict[str, t
 
 
 def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, ...]:
-    """List the experts of every layer, in the formats of the model's other groups.
+    """List the experts of every layer, in the format of the first group, or in their own of stored weights.
 
     Args:
         config: The model.
@@ -73,9 +73,12 @@ def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, 
     """
     if config.routing is None:
         return ()
-    like, size = specs[0], config.expert_size
+    like, size, stored = specs[0], config.expert_size, config.stored
+    kept = stored is not None and like.weight == stored.of_group(like.group, like.columns)
 
     def weight(columns: int) -> WeightFormat:
+        if stored is not None and kept:
+            return stored.of_group("experts", columns)
         block = effective_block(columns, max(spec.weight.block for spec in specs)) if like.weight.block else 0
         return structs.replace(like.weight, block=block)
 

@@ -106,6 +106,11 @@ class ExpertReader:
         if self._quantized is not None:
             return self._quantized
         assert self._checkpoint is not None  # weights with values
+        if self._checkpoint.dtype(place.name) is None:
+            raise CheckpointError(
+                f"{self._checkpoint.folder} has no safetensors, from which experts in floats are read.",
+                fix="Choose precision w4a16, or leave the memory budget of experts out.",
+            )
         return self._checkpoint.file(place.name)
 
     def _stream(self, place: TensorRows) -> _Stream:

@@ -14,9 +14,10 @@ from typing import Any, Final, Literal, NamedTuple
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.data import BUNDLED_NAME
 from heterollm.kernels.ops import Precision, Scales
-from heterollm.model.checkpoint import checkpoint_folder, is_hub_name, other_format
+from heterollm.model.checkpoint import checkpoint_folder, other_format
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import unsupported
+from heterollm.model.hub import is_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.shape import ModelShape, model_shape, read_config
 from heterollm.model.stored import gguf_folder, is_gguf

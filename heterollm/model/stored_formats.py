@@ -16,7 +16,7 @@ from heterollm.model.json_fields import JsonFields
 
 __all__ = ["StoredFormats", "read_stored_formats"]
 
-LAYER_GROUPS: Final = ("qkv", "o", "gate_up", "down")
+LAYER_GROUPS: Final = ("qkv", "o", "gate_up", "down", "experts")
 
 LARGEST_BLOCK = 128
 """Longer stored blocks are cut into such with equal scales."""

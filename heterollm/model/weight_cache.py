@@ -285,7 +285,7 @@ def _quantize_rows(
                 values,
                 bits=bits,
                 block=weight.block,
-                symmetric=weight.symmetric or weight.minimum,
+                symmetric=weight.symmetric or (weight.minimum and bits == 8),
                 scale_kind=weight.scales,
                 tensor_scale=tensor_scale,
             )

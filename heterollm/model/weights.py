@@ -229,6 +229,8 @@ def load_weights(
         held = dict.fromkeys(f"{spec.group} {spec.weight}" for spec in specs)
         variant += f" {STORED_VERSION} {' '.join(held)}"
 
+    if checkpoint.adapter is not None:
+        notes += (f"{checkpoint.adapter.folder} is merged into {len(checkpoint.adapter.factors)} linears.",)
     hashed_bytes = checkpoint.file_bytes
     work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0
     content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))

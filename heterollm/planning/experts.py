@@ -63,8 +63,8 @@ ON_GPU: Final = (
 )
 
 UNMEASURED: Final = (
-    "The profile has no times of experts on the NPU, and the GPU computes all. If the NPU has such graphs, "
-    "`heterollm profile MODEL --pass npumoe --update` measures them."
+    "The profile has no times of experts on the NPU at precision {0}, and the GPU computes all. If the NPU "
+    "has such graphs, `heterollm profile MODEL --precision {0} --pass npumoe --update` measures them."
 )
 
 DROPS: Final = (
@@ -197,7 +197,7 @@ def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tupl
     if expert_pass(request.passes) is None:
         return (ON_GPU,) if model.limits is not None else ()
     if model.expert_prices(plan.chunk_length) is None:
-        return (UNMEASURED,)
+        return (UNMEASURED.format(model.precision),)
     if not plan.has_npu_experts:
         return (
             "Experts stay on the GPU: by the profile and the calibrated loads the NPU gains too little in "
@@ -208,8 +208,7 @@ def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tupl
 
 def drop_notes(plan: Plan) -> tuple[str, ...]:
     """Return a note if a plan drops tokens of experts."""
-    drops = any(one.placement.groups and one.placement.overflow == "drop" for one in plan.experts)
-    return (DROPS,) if drops else ()
+    return (DROPS,) if plan.drops_tokens else ()
 
 
 # -- helpers -----------------------------------------------------------------------------------------
@@ -271,12 +270,13 @@ def _entries(
             break
         best_us, best = min(((time_us(own, top), own) for own in gaining), key=lambda pair: pair[0])
         best = structs.replace(best, predicted_us=round(best_us, 3))
+        shortest_us = round(time_us(best, low), 3)
         if opened is not None and opened.placement.groups == best.groups:
-            opened = structs.replace(opened, lengths=(low, opened.lengths[1]))
+            opened = structs.replace(opened, lengths=(low, opened.lengths[1]), shortest_us=shortest_us)
             continue
         if opened is not None:
             yield opened
-        opened = ExpertsEntry((low, top), (layer, layer), best)
+        opened = ExpertsEntry((low, top), (layer, layer), best, shortest_us)
     if opened is not None:
         yield opened
 

@@ -69,6 +69,8 @@ class LoadOptions:
             faster policy for each group, by the device's profile). The solver needs none.
         allow_fallback: Go on with the GPU alone when the NPU fails, with a note.
         trace: Record every pass.
+        lora: Folder of a LoRA adapter in PEFT's format, which is merged into the weights before they are
+            quantised.
         experts_gib: Memory in GiB for the weights of a mixture's experts on the GPU; other experts are read
             from storage when they are chosen. None for all of them.
         speculative: ``lookup`` to guess that the text repeats itself, or the folder, GGUF file or hub name of
@@ -97,6 +99,7 @@ class LoadOptions:
     allow_fallback: bool = False
     trace: bool = False
     experts_gib: float | None = None
+    lora: str | Path | None = None
     speculative: str | Path | None = None
     guesses: int | None = None
 
@@ -107,6 +110,8 @@ class LoadOptions:
             )
         if self.request is not None and not isinstance(self.request, PlanRequest):
             raise OptionError(f"The request is {self.request!r:.80}.", fix="Give a PlanRequest.")
+        if self.lora is not None and not isinstance(self.lora, str | Path):
+            raise OptionError(f"lora is {self.lora!r:.80}.", fix="Give the folder of an adapter.")
         check_weights(self.precision, self.group_size, self.symmetric, self.scales)
         if self.request is not None:
             level = self.plan if isinstance(self.plan, str) else "of a file"
@@ -121,7 +126,8 @@ class LoadOptions:
             raise OptionError(
                 "A calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8, "
                 "or for the pass npumoe or a memory budget of experts.",
-                fix="Choose scales stepped or precision w8a8, or leave the calibration out.",
+                fix="Choose scales stepped or precision w8a8, or leave the calibration out: a plan's file "
+                "has all that it needs of it.",
             )
         if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":
             raise OptionError(
@@ -169,6 +175,7 @@ class LoadKeywords(TypedDict, total=False):
     allow_fallback: bool
     trace: bool
     experts_gib: float | None
+    lora: str | Path | None
     speculative: str | Path | None
     guesses: int | None
 

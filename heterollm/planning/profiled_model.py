@@ -141,7 +141,8 @@ class ProfiledModel:
         if found is None or phase == "decode":
             return found
         if self.experts and plan.has_npu_experts:
-            found = with_experts_time(found, plan, self.expert_prices, self.experts[0], self.config.layers)
+            prices = self.expert_prices(tokens)
+            found = with_experts_time(found, plan, prices, self.experts[0], self.config.layers)
         if not plan.sparse_attention:
             return found
         return with_attention_time(found, plan, self.attention_costs, (position or 0) + tokens)

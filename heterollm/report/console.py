@@ -34,8 +34,10 @@ from heterollm.base import (
 
 if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
+    from heterollm.benchmarks import Evaluation
     from heterollm.engine import ExpertReads
     from heterollm.kernels.device import Device, DeviceStatus
+    from heterollm.model import Conversion, StoredModel
     from heterollm.planning import Precompiled
     from heterollm.solver import Plan
     from heterollm.text import GenerationResult, GenerationStep, SpeculationResult
@@ -47,8 +49,11 @@ __all__ = [
     "bars_with",
     "bug_line",
     "cache_table",
+    "conversion_table",
     "devices_table",
     "error_line",
+    "evaluation_table",
+    "models_table",
     "note",
     "pairs_table",
     "patiently",
@@ -405,6 +410,42 @@ def cache_table(kinds: Sequence[CacheKind]) -> Table:
     total = sum(kind.size_bytes for kind in kinds)
     made.add_section()
     made.add_row("all", "", str(sum(kind.files for kind in kinds)), format_bytes(total), "")
+    return made
+
+
+def conversion_table(found: Conversion) -> Table:
+    """Return the size and the accuracy of a quantised checkpoint."""
+    zeros = "" if found.symmetric else " with zero points"
+    pairs = (
+        ("folder", str(found.folder)),
+        ("size", f"{format_bytes(found.size_bytes)} of {format_bytes(found.source_bytes)}"),
+        ("linears", f"{found.linears} in 4 bits, blocks of {found.block}{zeros}"),
+        ("signal to error", f"{found.signal_db:.1f} dB; {found.worst_db:.1f} dB in {found.worst}"),
+    )
+    return pairs_table(pairs)
+
+
+def evaluation_table(found: Evaluation) -> Table:
+    """Return a model's likelihood of a text, and its nearness to float weights."""
+    where = f"{found.device}, plan {found.plan}, {found.precision}"
+    pairs = [("model", where), ("text", f"{found.windows} windows of {found.window_tokens} tokens")]
+    pairs.append(("perplexity", f"{found.perplexity:.4f}"))
+    if found.float_perplexity is not None:
+        change = found.perplexity / found.float_perplexity - 1
+        pairs += [
+            ("with float weights", f"{found.float_perplexity:.4f} ({change:+.2%})"),
+            ("same likeliest token", f"{found.top_1_agreement:.2%}"),
+            ("KL divergence", f"{found.divergence:.3g} nats a token"),
+        ]
+    return pairs_table([*pairs, *(("note", text) for text in found.notes)])
+
+
+def models_table(models: Sequence[StoredModel]) -> Table:
+    """Return the models on this machine."""
+    made = table("model", "kind", ">size", "files")
+    for model in models:
+        paths = "\n".join(str(path) for path in model.paths)
+        made.add_row(model.name, model.kind, format_bytes(model.size_bytes), paths)
     return made
 
 

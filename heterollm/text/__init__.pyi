@@ -6,9 +6,11 @@ from .generation import Generation as Generation
 from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
-from .grammar import Constraint as Constraint
+from .generation import TokenSource as TokenSource
 from .grammar import GrammarTokens as GrammarTokens
 from .grammar import check_structure as check_structure
+from .likelihood import divergences as divergences
+from .likelihood import perplexity as perplexity
 from .likelihood import surprises as surprises
 from .likelihood import top_1_agreement as top_1_agreement
 from .lookup import LOOKUP_PRIORS as LOOKUP_PRIORS

@@ -321,6 +321,11 @@ class Generation:
             raise
 
     @property
+    def finished(self) -> bool:
+        """Whether no further token follows."""
+        return self._closed
+
+    @property
     def result(self) -> GenerationResult:
         """The finished answer.
 

@@ -141,7 +141,7 @@ def _check(matcher: llguidance.LLMatcher) -> None:
 def _refusal(message: str) -> InputError:
     return InputError(
         f"The schema or grammar cannot be used: {message.strip()}",
-        fix="docs/structured-answers.md lists the parts that work.",
+        fix="Leave that part out, or write it in another way.",
     )
 
 

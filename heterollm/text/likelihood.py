@@ -1,4 +1,4 @@
-"""Measures how well logits predict a text: surprises of tokens, perplexity, and agreement of top tokens."""
+"""Measures how well logits predict a text, and how near they are to others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["perplexity", "surprises", "top_1_agreement"]
+__all__ = ["divergences", "perplexity", "surprises", "top_1_agreement"]
+
+ROWS = 64
+"""Positions whose float64 probabilities are in memory at a time."""
 
 
 def surprises(logits: NDArray[Any], ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.float64]:
@@ -23,6 +26,23 @@ def surprises(logits: NDArray[Any], ids: Sequence[int] | NDArray[np.int32]) -> N
 def perplexity(windows: Iterable[NDArray[np.float64]]) -> float:
     """Return the perplexity of a text from the surprises of its windows."""
     return float(np.exp(np.concatenate(list(windows)).mean()))
+
+
+def divergences(logits: NDArray[Any], reference: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the Kullback-Leibler divergence of the reference from the logits at each position, in nats."""
+    found = np.empty(len(logits))
+    for start in range(0, len(logits), ROWS):
+        rows = slice(start, start + ROWS)
+        own, exact = _log_probabilities(logits[rows]), _log_probabilities(reference[rows])
+        found[rows] = np.einsum("ij,ij->i", np.exp(exact), exact - own)
+    return np.maximum(found, 0.0)
+
+
+def _log_probabilities(logits: NDArray[Any]) -> NDArray[np.float64]:
+    scores = logits.astype(np.float64)
+    scores -= scores.max(axis=1, keepdims=True)
+    scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    return scores
 
 
 def top_1_agreement(logits: NDArray[Any], reference: NDArray[Any]) -> float:

@@ -265,8 +265,12 @@ class Speculation:
         proposed = self._clock()
         if count:
             self._guesses = history[end : end + count].tolist()
-            self._rows = self._source.decode_several(history[end - 1 : end + count])
-            logits: Logits = self._rows[0]
+            rows = self._source.decode_several(history[end - 1 : end + count])
+            logits: Logits = rows[0]
+            # Another answer may run its passes between two tokens of this one, and overwrite the rows.
+            if len(self._rows) <= count:
+                self._rows = np.empty((max(count + 1, 2 * len(self._rows)), rows.shape[1]), np.float32)
+            np.copyto(self._rows[1 : count + 1], rows[1:])
         else:
             logits = self._source.decode(int(history[end - 1]))
         now = self._clock()

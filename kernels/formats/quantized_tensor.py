@@ -102,13 +102,13 @@ class QuantizedTensor:
         return values.reshape(self.rows, self.columns)
 
     def with_minimums(self) -> QuantizedTensor:
-        """Return symmetric codes with a minimum for each block, the value of code 0.
+        """Return the codes with a minimum for each block, the value of code 0, in place of zero points.
 
         Raises:
             CheckpointError: A minimum is beyond the range of FP16.
         """
         with np.errstate(over="ignore"):
-            minimums = self.scales * np.float16(-(1 << (self.bits - 1)))
+            minimums = -self.scales * self.unpacked_zero_points().astype(np.float16)
         if not np.isfinite(minimums).all():
             raise CheckpointError(f"A weight is too large for {self.bits} bits with minimums in FP16.")
         return QuantizedTensor(self.codes, self.scales, None, self.bits, self.block, minimums=minimums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -41,6 +42,7 @@ from heterollm.kernels.gpu.memory import (
     aligned_zeros,
     svm_zeros,
 )
+from heterollm.kernels.gpu.pocl.builtins import WITHOUT_HEADER, builtin_declarations
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, chosen_target, mend_target
 from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.signals import has_fine_grained_atomics, opencl_flag
@@ -63,6 +65,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+OTHER_BUILTINS: Final = ("-cl-std=", "-DSUBGROUP", "-DWEIGHT_IMAGE")
+"""Begins of the options of programs that call functions of extensions, which are not declared one by one."""
 
 POCL_NAME: Final = "Portable Computing Language"
 
@@ -203,8 +208,7 @@ class OpenClRuntime:
                 if program is not None:
                     return program
             try:
-                # pyopencl's own cache reads pickles; it stays off.
-                program = cl.Program(self.context, source).build(options=options, cache_dir=False)
+                program = self._compiled(source, options)
             except OpenClError as error:
                 raise BuildError(
                     f"The OpenCL compiler of {self.traits.name!r} ({self.traits.driver}) refuses the program "
@@ -215,6 +219,15 @@ class OpenClRuntime:
         if own_cache:
             self._keep_binary(path, program)
         return program
+
+    def _compiled(self, source: str, options: list[str]) -> cl.Program:
+        # pyopencl's own cache reads pickles; it stays off.
+        if _is_pocl_3(self._device) and not any(option.startswith(OTHER_BUILTINS) for option in options):
+            declared = cl.Program(self.context, f"{builtin_declarations()}\n{source}")
+            # A program that calls yet other functions is built with the header.
+            with contextlib.suppress(OpenClError):
+                return declared.build(options=[*options, WITHOUT_HEADER], cache_dir=False)
+        return cl.Program(self.context, source).build(options=options, cache_dir=False)
 
     def _from_binary(self, path: Path) -> cl.Program | None:
         with path.open("rb") as file:
@@ -564,9 +577,12 @@ def _cache_bytes(device: cl.Device) -> int:
     return max(DEFAULT_CACHE_BYTES, int(device.global_mem_cache_size))
 
 
+def _is_pocl_3(device: cl.Device) -> bool:
+    return bool(device.platform.name.strip() == POCL_NAME and device.driver_version.startswith("3."))
+
+
 def _mend_pocl(device: cl.Device) -> str | None:
-    known = device.platform.name.strip() == POCL_NAME and device.driver_version.startswith("3.")
-    if known and (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+    if _is_pocl_3(device) and (platform.system(), platform.machine()) == ("Linux", "x86_64"):
         return mend_target(device.int_ptr)
     if chosen := chosen_target():
         raise DeviceError(

@@ -5,20 +5,23 @@ llama.cpp's names and changes of tensors: https://github.com/ggml-org/llama.cpp/
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.kernels.ops import WeightFormat
 from heterollm.model.stored.affine_blocks import AffineBlocks
 from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_file import GgufFile
 
-__all__ = ["GgufTensors", "gguf_config"]
+__all__ = ["GgufTensors", "gguf_config", "smallest_format"]
 
 
 class Architecture(NamedTuple):
@@ -48,6 +51,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0),
     }
 )
+MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
+    {
+        "llama": Architecture("mixtral", "MixtralForCausalLM", permuted=True),
+        "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM"),
+        "olmoe": Architecture("olmoe", "OlmoeForCausalLM"),
+    }
+)
+"""The architectures of files with experts."""
 GEMMA: Final = ("gemma2", "gemma3")
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
@@ -73,6 +84,7 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
         "ffn_gate": "gate_up",
         "ffn_up": "gate_up",
         "ffn_down": "down",
+        **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "experts"),
     }
 )
 """The group of linears of each matrix of a layer."""
@@ -82,15 +94,35 @@ GEMMA_MODULES: Final = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+EXPERTS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        **{
+            kind: {
+                f"ffn_{member}_exps": f"mlp.experts.{{}}.{member}_proj" for member in ("gate", "up", "down")
+            }
+            for kind in ("qwen3_moe", "olmoe")
+        },
+        "mixtral": {
+            f"ffn_{member}_exps": f"block_sparse_moe.experts.{{}}.{name}"
+            for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    }
+)
+"""Names of an expert's weight by the stack that holds it, of each kind of mixture."""
+ROUTERS: Final = {"mixtral": "block_sparse_moe.gate", "qwen3_moe": "mlp.gate", "olmoe": "mlp.gate"}
+
 TOP_MODULES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 REFUSED: Final = (
     *("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale"),
-    *("embedding_scale", "residual_scale", "logit_scale", "expert_count"),
+    *("embedding_scale", "residual_scale", "logit_scale", "leading_dense_block_count"),
+    *("expert_shared_count", "expert_group_count", "expert_weights_scale"),
 )
 """Fields that change the result in ways of no architecture above; 0 stands for none."""
+
+SOFTMAX: Final = 1
 
 LARGEST_GEMMA_LAYERS: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the largest Gemmas, whose attention llama.cpp scales by the share of a head in the width."""
@@ -118,9 +150,19 @@ class GgufTensors:
             "attn_q": _count(file, "attention.head_count"),
             "attn_k": _count(file, "attention.head_count_kv", "attention.head_count"),
         }
+        kind = self._architecture.model_type
+        if kind in EXPERTS:
+            modules = {**modules, "ffn_gate_inp": ROUTERS[kind]}
+        stacks = EXPERTS.get(kind, {})
         self._names: dict[str, str] = {}
-        for own in file.entries:
-            if own not in ROPE_TENSORS:
+        self._experts: dict[str, int] = {}
+        for own, entry in file.entries.items():
+            match = LAYER_TENSOR.fullmatch(own)
+            if match and match[2] in stacks and len(entry.shape) == len(("expert", "row", "column")):
+                for expert in range(entry.shape[0]):
+                    name = f"model.layers.{match[1]}.{stacks[match[2]].format(expert)}.{match[3]}"
+                    self._names[name], self._experts[name] = own, expert
+            elif own not in ROPE_TENSORS:
                 self._names[_hugging_face_name(own, modules)] = own
 
     @property
@@ -130,12 +172,13 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._file.entries[self._names[name]].shape
+        shape = self._file.entries[self._names[name]].shape
+        return shape[1:] if name in self._experts else shape
 
     def size_bytes(self, name: str) -> int:
         """Return the size of a tensor in the file."""
         entry = self._file.entries[self._names[name]]
-        return entry.stop - entry.start
+        return (entry.stop - entry.start) // (entry.shape[0] if name in self._experts else 1)
 
     def kind(self, name: str) -> str:
         """Return the type of a tensor, as llama.cpp spells it."""
@@ -152,7 +195,7 @@ class GgufTensors:
     def read(self, name: str, rows: tuple[int, int] | None) -> NDArray[np.float32]:
         """Return a tensor, or rows ``[start, stop)`` of its matrix, as float32."""
         shape, kind = self.shape(name), self._type(name)
-        data = self._rows(name, rows or (0, len(self._file.bits(self._names[name]))))
+        data = self._rows(name, rows or (0, math.prod(shape[:-1])))
         values = (
             kind.blocks(data).values() if kind.dtype is None else data.view(kind.dtype).astype(np.float32)
         )
@@ -166,6 +209,9 @@ class GgufTensors:
     def _rows(self, name: str, rows: tuple[int, int]) -> NDArray[np.uint8]:
         own = self._names[name]
         data = self._file.bits(own)
+        if name in self._experts:
+            count = self.shape(name)[0]
+            data = data[self._experts[name] * count :][:count]
         match = LAYER_TENSOR.fullmatch(own)
         if match is None or match[2] not in self._heads or not self._architecture.permuted:
             return np.ascontiguousarray(data[rows[0] : rows[1]])
@@ -209,7 +255,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
         "hidden_size": hidden,
-        "intermediate_size": _count(file, "feed_forward_length"),
+        "intermediate_size": _count(file, "feed_forward_length", "expert_feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _count(file, "attention.head_count_kv", "attention.head_count"),
@@ -235,6 +281,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if stated == "gemma3":
         config["rope_local_base_freq"] = _own(file, "rope.freq_base_swa", 10000.0)
         del config["attn_logit_softcapping"]
+    if architecture.model_type in EXPERTS:
+        config |= _mixture(file, architecture)
     pattern = _own(file, "attention.sliding_window_pattern")
     if isinstance(pattern, list):
         config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
@@ -244,13 +292,38 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     return {**config, **({"quantization_config": formats} if formats else {})}
 
 
+def _mixture(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of a mixture, whose router llama.cpp scores by softmax."""
+    gating = _own(file, "expert_gating_func", SOFTMAX)
+    if gating != SOFTMAX:
+        raise UnsupportedModelError(
+            f"{file.path}: experts are gated by function {gating!r:.40}, which is not supported."
+        )
+    count = "num_local_experts" if architecture.model_type == "mixtral" else "num_experts"
+    found: dict[str, Any] = {
+        count: _count(file, "expert_count"),
+        "num_experts_per_tok": _count(file, "expert_used_count"),
+    }
+    if architecture.model_type == "qwen3_moe":
+        found |= {
+            "moe_intermediate_size": _count(file, "expert_feed_forward_length"),
+            "norm_topk_prob": True,
+            "use_sliding_window": False,
+            "attention_bias": "blk.0.attn_q.bias" in file.entries,
+        }
+    return found
+
+
 def _architecture(file: GgufFile) -> Architecture:
     stated = file.metadata.get("general.architecture")
-    found = ARCHITECTURES.get(stated) if isinstance(stated, str) else None
+    experts = isinstance(stated, str) and bool(_own(file, "expert_count"))
+    known = MIXTURES if experts else ARCHITECTURES
+    found = known.get(stated) if isinstance(stated, str) else None
     if found is None:
+        said = " with experts" if experts else ""
         raise UnsupportedModelError(
-            f"{file.path}: GGUF files of architecture {stated!r:.40} are not supported.",
-            fix=f"Supported are {', '.join(ARCHITECTURES)}. Or take the Hugging Face checkpoint.",
+            f"{file.path}: GGUF files of architecture {stated!r:.40}{said} are not supported.",
+            fix=f"Supported{said} are {', '.join(known)}. Or take the Hugging Face checkpoint.",
         )
     return found
 
@@ -345,13 +418,18 @@ def _formats(file: GgufFile) -> dict[str, Any] | None:
             heads.append(block_type(entry.kind))
     if all(kind.dtype is not None for kinds in groups.values() for kind in kinds):
         return None
-    formats = {group: _format(kinds) for group, kinds in groups.items()}
-    return {"quant_method": "gguf", "layers": formats, "head": {**_format(heads), "bits": 8}}
+    formats = {group: smallest_format(kinds) for group, kinds in groups.items()}
+    formats["head"] = structs.replace(smallest_format(heads), bits=8)
+    stated = {
+        group: {"bits": weight.bits, "block": weight.block, "minimum": weight.minimum}
+        for group, weight in formats.items()
+    }
+    return {"quant_method": "gguf", "head": stated.pop("head"), "layers": stated}
 
 
-def _format(kinds: list[BlockType]) -> dict[str, Any]:
-    """Return the smallest format that holds all blocks, and floats in 8 bits."""
+def smallest_format(kinds: Sequence[BlockType]) -> WeightFormat:
+    """Return the smallest canonical format that holds all blocks of some types, and floats in 8 bits."""
     four = all(kind.bits == 4 for kind in kinds)
     block = min((kind.scale_block for kind in kinds if kind.dtype is None), default=32)
     minimum = any(kind.minimum for kind in kinds)
-    return {"bits": 4 if four else 8, "block": block, "minimum": minimum}
+    return WeightFormat(4 if four else 8, block, symmetric=not minimum, minimum=minimum)

@@ -15,7 +15,7 @@ from heterollm.report import demo_report
 from heterollm.report.console import render
 
 NPU_NOTE = (
-    "NPU, simulated: the graphs of all lengths take 16.0 GiB, and this phone's NPU addresses 3.5 GiB: "
+    "NPU, simulated: the graphs of all lengths take 34.1 GiB, and this phone's NPU addresses 3.5 GiB: "
     "a phone would refuse to open them all."
 )
 
@@ -97,7 +97,7 @@ def test_the_demo_measures_three_rows_and_simulates_three(small_layer, monkeypat
     json.dumps(result.to_dict(), allow_nan=False)
     shown = render(demo_report(result))
     assert "This machine (host), measured" in shown
-    assert "sim:snapdragon-8gen3, SIMULATED, nothing measured: llama-3.2-3b" in shown
+    assert "sim:snapdragon-8gen3, SIMULATED, nothing measured: llama-3-8b" in shown
     assert "GPU and NPU write the same text" in shown
 
 

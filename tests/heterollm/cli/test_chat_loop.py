@@ -144,7 +144,7 @@ def test_the_oldest_turns_leave_a_full_context_and_the_instructions_stay(talk):
         ("assistant", "so be it"),
         ("user", "d"),
     ]
-    assert "the oldest 2 turns" in err
+    assert "its oldest 2 turns" in err
 
 
 def test_instructions_change_within_a_dialogue(talk):

@@ -1,6 +1,7 @@
 """The file of defaults."""
 
 import json
+from pathlib import Path
 
 import platformdirs
 import pytest
@@ -48,6 +49,7 @@ def test_the_command_line_wins_over_its_table_and_that_over_all(run, config, bun
         ("[profile.shw]", ["[profile] shw", "Close to it: show"]),
         ("[generate]\ntemprature = 1", ["[generate] temprature", "Close to it: temperature"]),
         ("[defaults]\nnonsense = 1", ["[defaults] nonsense"]),
+        ("[defaults]\nseed = 1.5", ["[defaults] seed is 1.5"]),
         ('[generate]\nmodel = "x"', ["[generate] model"]),
         ('[generate]\ntemperature = "hot"', ["[generate] temperature is 'hot'", "a number"]),
         ("[chat]\nmax-new-tokens = true", ["is True", "a whole number"]),
@@ -66,6 +68,14 @@ def test_a_wrong_line_is_one_error_with_its_key(run, config, text, parts):
         assert all(part in err for part in parts), err
     assert run("config", "path") == (0, f"{path}\n", "")
     assert run(*QUICK, "--no-config")[0] == run("--help")[0] == 0
+
+
+def test_the_example_of_the_documents_is_legal(run, config):
+    page = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+    config(page.read_text("utf-8").partition("```toml\n")[2].partition("```")[0])
+    code, out, err = run("config", "show", "--json")
+    assert code == 0, err
+    assert set(json.loads(out)["tables"]) == {"defaults", "chat", "generate", "profile"}
 
 
 def test_the_commands_on_the_file(run, config, monkeypatch):

@@ -41,14 +41,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
         single_prompt(None, [tmp_path / "latin"], None)
 
 
-def test_a_terminal_without_a_prompt_is_wrong_usage(run, bundled_model, monkeypatch):
-    stdin = io.StringIO("typed")
-    stdin.isatty = lambda: True
+@pytest.mark.parametrize(("typed", "terminal"), [("typed", True), ("", False)])
+def test_no_prompt_is_wrong_usage(run, bundled_model, monkeypatch, typed, terminal):
+    stdin = io.StringIO(typed)
+    stdin.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdin", stdin)
     code, _, err = run("generate", bundled_model)
     assert code == 2
     assert "The prompt is missing" in err
-    assert stdin.read() == "typed"
+    assert stdin.read() == typed
 
 
 def test_lines_of_json_name_their_own_errors(tmp_path):

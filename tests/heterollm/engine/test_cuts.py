@@ -244,7 +244,14 @@ def test_every_kind_is_drawn(gpu_only: LLM) -> None:
             assert len(placements) >= min(2, len(possible[name])), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The drawn plans above have every kind on every group.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("gpu", "row", "row pipe padded") else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_one_kind_everywhere(
     kind: str,
     folder: Path,

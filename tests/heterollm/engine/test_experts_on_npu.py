@@ -396,15 +396,23 @@ def test_running_a_pass_makes_no_lasting_object(
 # -- failures, refusals and memory -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", [2, 2 * 2 * len(SOME) + 4])
+IN_THE_THIRD_CHUNK = 2 * 2 * len(SOME) + 4
+
+
+@pytest.mark.parametrize(
+    ("run", "drops", "since"),
+    [(2, False, 0), (IN_THE_THIRD_CHUNK, False, 2 * CHUNK), (IN_THE_THIRD_CHUNK, True, 0)],
+)
 def test_the_gpu_goes_on_where_the_npu_fails(
     run: int,
+    drops: bool,
+    since: int,
     load: Callable[..., LLM],
     on_gpu: LLM,
     token_ids: Callable[[int], list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the first chunk of a prompt, and in the third."""
+    """In the first chunk of a prompt, or in the third, after chunks that dropped tokens or did not."""
     state, bind = {"left": 10**9}, SessionGraph.bind
 
     def bind_to_break(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
@@ -421,11 +429,11 @@ def test_the_gpu_goes_on_where_the_npu_fails(
     monkeypatch.setattr(SessionGraph, "bind", bind_to_break)
     ids, options = token_ids(150), {"max_new_tokens": 8, "ignore_eos": True}
     expected = on_gpu.generate(ids, **options).token_ids  # type: ignore[arg-type]
-    llm = load(SOME, allow_fallback=True)
+    llm = load(SOME, drops=drops, allow_fallback=True)
     state["left"] = run
     assert llm.generate(ids, **options).token_ids == expected  # type: ignore[arg-type]
     (note,) = llm.failures
-    assert f"since token {0 if run == 2 else 2 * CHUNK}," in note
+    assert f"since token {since}," in note
     assert not any(step.processor == "npu" for step in llm.steps("prefill", CHUNK))
     assert llm.generate(ids, **options).token_ids == expected  # type: ignore[arg-type]
 

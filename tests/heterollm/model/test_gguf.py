@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import re
 import struct
 from pathlib import Path
 
@@ -24,12 +25,17 @@ gguf = pytest.importorskip("gguf")
 Types = gguf.GGMLQuantizationType
 
 BLOCKS = [kind for kind in BLOCK_TYPES.values() if kind.dtype is None]
-ARCHITECTURES = {"gemma3_text": "gemma3"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
+STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
 OVERRIDES = {
     # GGUF has no field for these.
     "gemma2": {"query_pre_attn_scalar": 56},
     "gemma3_text": {"query_pre_attn_scalar": 48},
+    "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"attention_bias": False, "use_sliding_window": False},
+    "olmoe": {"attention_bias": False, "clip_qkv": None},
     "smollm3": {
         "no_rope_layers": [1, 1],
         "use_sliding_window": False,
@@ -84,6 +90,11 @@ def write_gguf(folder: Path, path: Path, kind=Types.F16, head=Types.F16, others=
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if family in MIXTURES:
+        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if family == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(key_heads)
     writer.add_key_length(head_dim)
@@ -120,21 +131,23 @@ def write_gguf(folder: Path, path: Path, kind=Types.F16, head=Types.F16, others=
     write_tokenizer(writer, folder)
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[stated], config["num_hidden_layers"])
-    for name, stored in load_file(folder / "model.safetensors").items():
+    for name, stored in stacked(load_file(folder / "model.safetensors")).items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        values, own = stored.astype(np.float32), names.get_name(name, (".weight", ".bias"))
+        values = stored.astype(np.float32)
+        own = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         if stated in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
             values = permuted(values, heads if "q_proj" in name else key_heads)
         if stated.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
-        if values.ndim == 1:
+        if values.ndim == 1 or "gate_inp" in own:
             writer.add_tensor(own, values)
         else:
             chosen = head if own in ("token_embd.weight", "output.weight") else kind
             chosen = next((other for part, other in others if part in own), chosen)
             if chosen in (Types.Q4_K, Types.Q6_K):
-                data = random_blocks(BLOCK_TYPES[chosen], *values.shape)
+                data = random_blocks(BLOCK_TYPES[chosen], math.prod(values.shape[:-1]), values.shape[-1])
+                data = data.reshape(*values.shape[:-1], -1)
             else:
                 data = gguf.quantize(values, chosen)
             writer.add_tensor(own, data, raw_dtype=chosen)
@@ -143,6 +156,23 @@ def write_gguf(folder: Path, path: Path, kind=Types.F16, head=Types.F16, others=
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stacked(tensors):
+    """The tensors with each layer's experts as one, under llama.cpp's names."""
+    found, stacks = {}, {}
+    for name, values in tensors.items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.\d+\.(\w+)\.weight", name)
+        if match:
+            member = STACKS.get(match[2], match[2].removesuffix("_proj"))
+            stacks.setdefault(f"blk.{match[1]}.ffn_{member}_exps.weight", {})[name] = values
+        else:
+            found[name] = values
+    numbered = {
+        own: sorted(parts, key=lambda name: int(name.rpartition("experts.")[2].partition(".")[0]))
+        for own, parts in stacks.items()
+    }
+    return found | {own: np.stack([tensors[name] for name in names]) for own, names in numbered.items()}
 
 
 def write_tokenizer(writer, folder):
@@ -228,7 +258,9 @@ def test_formats_that_cannot_hold_the_integers_are_refused():
 # ---- models ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "smollm3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "smollm3", *MIXTURES]
+)
 def test_a_file_has_the_tensors_and_settings_of_its_checkpoint(family, checkpoint, tmp_path):
     folder = checkpoint(family, **OVERRIDES.get(family, {}))
     path = write_gguf(folder, tmp_path / f"{family}.gguf")
@@ -239,7 +271,7 @@ def test_a_file_has_the_tensors_and_settings_of_its_checkpoint(family, checkpoin
     norm_offset = np.float32(config.norm_offset)
     for name in found.names:
         values = source.read(name)
-        if values.ndim == 2:
+        if values.ndim == 2 and not name.endswith(".gate.weight"):
             values = values.astype(np.float16).astype(np.float32)
         assert np.array_equal(found.read(name) + norm_offset, values + norm_offset), name
     assert found.read("model.embed_tokens.weight", (3, 7)).shape == (4, own.hidden_size)
@@ -299,6 +331,30 @@ def test_logits_are_those_of_the_stored_values(
     if kind == "Q4_1":
         rounded = [logits(plan=plan, precision="w4a8") for plan in ("gpu", "npu")]
         assert noise_db(rounded[0], rounded[1]) > 30 > noise_db(rounded[0], wanted) > 20
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one == "olmoe" else pytest.mark.slow) for one in MIXTURES]
+)
+def test_mixtures_have_the_logits_of_their_stored_values(family, checkpoint, host_llm, token_ids, tmp_path):
+    """Experts in 4 bits with minimums, down in a type of its own; and floats as in the checkpoint."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, **OVERRIDES[family]}
+    folder = checkpoint(family, **sizes, **({"moe_intermediate_size": 256} if family == "qwen3_moe" else {}))
+    others = (("ffn_down_exps", Types.Q4_1), ("attn_v", Types.Q6_K))
+    path = write_gguf(folder, tmp_path / "experts.gguf", Types.Q4_K, Types.Q8_0, others)
+    model = host_llm(path, plan="gpu")
+    assert str(model._weights.experts[0].weight) == "int4 block 32 with minimums"
+    ids = token_ids(24)
+    held, wanted = (
+        host_llm(path, plan="gpu", precision=precision).session().prefill(ids, all_logits=True)
+        for precision in ("w4a16", "fp16")
+    )
+    assert noise_db(held, wanted) >= 45
+    floats = write_gguf(folder, tmp_path / "floats.gguf", Types.F32, Types.F32)
+    own, wanted = (
+        host_llm(one, plan="gpu", precision="fp16").session().prefill(ids) for one in (floats, folder)
+    )
+    assert noise_db(own, wanted) >= 90
 
 
 def test_notes_say_what_is_requantised(checkpoint, tmp_path):
@@ -471,7 +527,12 @@ def written(path, data):
     ("changes", "said"),
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba'"),
-        ({"llama.expert_count": 8}, "llama.expert_count = 8"),
+        ({"general.architecture": "qwen2", "qwen2.expert_count": 8}, "architecture 'qwen2' with experts"),
+        ({"general.architecture": "phimoe", "phimoe.expert_count": 8}, "architecture 'phimoe' with experts"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_gating_func": 2},
+            "function 2",
+        ),
         ({"split.count": 3}, "one of 3 parts"),
         ({"llama.rope.scaling.type": "su"}, "RoPE scaling 'su'"),
         ({"llama.embedding_length": 0}, "embedding_length is 0"),

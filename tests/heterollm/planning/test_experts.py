@@ -209,7 +209,8 @@ def test_padded_capacities_hold_all_calibrated_loads(model, linears, step):
 
 def test_notes_say_why_experts_are_not_on_the_npu(model, linears):
     unmeasured = dataclasses.replace(model, measured=False)
-    assert expert_notes(unmeasured, placed(unmeasured, linears), REQUEST) == (UNMEASURED,)
+    note = UNMEASURED.format("w4a16")
+    assert expert_notes(unmeasured, placed(unmeasured, linears), REQUEST) == (note,)
     (note,) = expert_notes(model, linears, REQUEST)
     assert "gains too little in passes of up to 256 tokens" in note
     assert expert_notes(model, placed(model, linears), REQUEST) == ()

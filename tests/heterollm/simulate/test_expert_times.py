@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +11,19 @@ from msgspec import structs
 
 from heterollm.base import silent
 from heterollm.calibration.routing import RoutingCalibration
-from heterollm.engine import Engine
+from heterollm.engine import Engine, ExpertRows
 from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs, shape_only_weights
 from heterollm.planning import ProfiledModel, solve_plan
 from heterollm.profiler import SessionOptions, profile_device
 from heterollm.profiler.records import ExpertsKey, Profile
-from heterollm.solver import Plan, PlanRequest
+from heterollm.simulate.experts import AssumedExperts
+from heterollm.simulate.routing import AssumedRouting
+from heterollm.solver import PassName, Plan, PlanRequest
 
 SOC = "sim:snapdragon-8gen3"
 PROMPTS = (16, 64, 300, 1024)
+NPU_PROMPTS = (64, 150, 300, 700, 1024)
 TOLERANCE = 0.03
 
 CONFIG = ModelConfig.from_dict(
@@ -60,11 +63,13 @@ def model(cache: None, tmp_path_factory: pytest.TempPathFactory) -> ProfiledMode
     return ProfiledModel(profile, CONFIG, specs, "w4a16", "assumed")
 
 
-def simulated_us(plan: Plan, model: ProfiledModel) -> dict[int, float]:
+def simulated_us(
+    plan: Plan, model: ProfiledModel, prompts: Sequence[int] = PROMPTS, rows: ExpertRows | None = None
+) -> dict[int, float]:
     """Times of passes, 1 being decode."""
     device = open_device(SOC)
     weights = shape_only_weights(CONFIG, model.specs)
-    engine = Engine(device, weights, plan, 2048, silent)
+    engine = Engine(device, weights, plan, 2048, silent, expert_rows=rows)
     cache = engine.new_cache()
 
     def time_us(run: Callable[[], object]) -> float:
@@ -75,15 +80,31 @@ def simulated_us(plan: Plan, model: ProfiledModel) -> dict[int, float]:
 
     passes = {
         prompt: time_us(lambda: engine.prefill(cache, 0, np.zeros(prompt, np.int32), "prefill", None))  # noqa: B023
-        for prompt in PROMPTS
+        for prompt in prompts
     }
     return passes | {1: time_us(lambda: engine.decode(cache, 256, 0))}
 
 
-def predicted_us(plan: Plan, model: ProfiledModel) -> dict[int, float]:
-    passes = {prompt: model.predict(plan, "prefill", prompt) for prompt in PROMPTS}
+def predicted_us(plan: Plan, model: ProfiledModel, prompts: Sequence[int] = PROMPTS) -> dict[int, float]:
+    passes = {prompt: model.predict(plan, "prefill", prompt) for prompt in prompts}
     passes[1] = model.predict(plan, "decode", 1)
     return {tokens: found.time_us for tokens, found in passes.items()}
+
+
+@pytest.mark.parametrize("step", ["npumoe:groups", "npumoe"])
+def test_predicted_passes_with_experts_on_the_npu_take_as_long_on_the_simulated_clock(
+    model: ProfiledModel, step: PassName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loads of the passes are as imbalanced as the calibrated ones, and not the same."""
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    loads = AssumedRouting(CONFIG.routing, 2.0)
+    request = PlanRequest(level="tensor", passes=(step,), npu_gib=100)
+    plan = solve_plan(model, request, routing=loads.calibrated(CONFIG.layers)).plan
+    assert all(plan.experts_of(tokens, 0).groups for tokens in NPU_PROMPTS)
+    rows = AssumedExperts(plan, model.experts, loads).rows_on_gpu
+    taken, predicted = simulated_us(plan, model, NPU_PROMPTS, rows), predicted_us(plan, model, NPU_PROMPTS)
+    ratios = {tokens: predicted[tokens] / time_us for tokens, time_us in taken.items()}
+    assert all(abs(ratio - 1.0) < TOLERANCE for ratio in ratios.values()), ratios
 
 
 @pytest.mark.parametrize("level", ["gpu", "tensor"])

@@ -52,7 +52,8 @@ def check(runtime, within_gate):
     return run
 
 
-@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+# tests/heterollm/doctor runs the first pair.
+@pytest.mark.parametrize(("style", "dtype"), PAIRS[1:])
 def test_the_cases_of_the_doctor_in_every_style_and_type(check, style, dtype):
     for case in LINEARS:
         check(case, dtype, style=style)

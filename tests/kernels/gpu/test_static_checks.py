@@ -83,7 +83,7 @@ INT8_DEFINES = [defines for defines in LINEAR_DEFINES if defines[:8] in ("-DBITS
 SIMT_DEFINES = [
     f"{defines} -DBLOCK=32{more}"
     for defines in LINEAR_DEFINES
-    for more in ("", " -DWHOLE_EIGHTS -DASYMMETRIC")
+    for more in ("", " -DWHOLE_EIGHTS -DASYMMETRIC", " -DASYMMETRIC -DMINIMUMS")
 ]
 IMAGES = [
     f"-DBITS={bits}{few} -DBLOCK=32 -DWEIGHT_IMAGE"
@@ -243,7 +243,7 @@ def test_the_paths_for_x86_compile(clang, processor):
 def test_half_arithmetic_compiles(clang):
     files = ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl")
     device = ["-cl-std=CL3.0", "-DACT_HALF", "-DHALF_SUMS", "-DWHOLE_EIGHTS", "-DHAS_HALF", "-DBLOCK=32"]
-    for bits, more, tile in itertools.product((4, 8, 16), ("", "-DASYMMETRIC"), (4, 8, 16)):
+    for bits, more, tile in itertools.product((4, 8, 16), ("", "-DASYMMETRIC -DMINIMUMS"), (4, 8, 16)):
         options = [*device, f"-DBITS={bits}", f"-DITEM_TOKENS={tile}", "-DTILE_TOKENS=64", *more.split()]
         assert compiler_says(clang, read_sources(files), *options) == "", options
 
@@ -259,7 +259,7 @@ def test_the_integer_dot_product_of_opencl_3_compiles(clang):
 
 def test_subgroups_compile(clang):
     files = ("common.h", "linear.h", "linear_tiles.h", "linear_simt.cl")
-    for bits, more in itertools.product((4, 8), ("", "-DWEIGHT_IMAGE", "-DASYMMETRIC -DACT_HALF")):
+    for bits, more in itertools.product((4, 8), ("", "-DWEIGHT_IMAGE", "-DASYMMETRIC -DMINIMUMS -DACT_HALF")):
         options = ["-DTOKENS=1", "-DSUBGROUP", "-DBLOCK=32", f"-DBITS={bits}", *more.split()]
         assert compiler_says(clang, read_sources(files), "-cl-std=CL3.0", *options) == "", options
 

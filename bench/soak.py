@@ -1,0 +1,323 @@
+"""Does a server survive thousands of requests, and does load ever change an answer?
+
+A child serves a model. Clients send completions at random: whole and streamed, of each service tier, some
+with long prompts. Some read slowly, some leave before or during the answer, some send bodies that are no
+requests. Each completion has a seed or temperature 0, and must have the text that the server gave before
+the load, alone. With ``--kill-npu`` the NPU part fails in the middle of the run; from then on they must be
+the texts of the GPU alone. The row has requests by kind, wrong answers, and memory and sessions before and
+after.
+Exit code 1 if an answer is wrong, or a request is neither answered nor refused.
+
+    python bench/soak.py tiny-python-lm --requests 3000
+    python bench/soak.py tiny-python-lm --requests 3000 --plan plan.json --kill-npu --out soak.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from conditions import conditions
+
+TEXT: Final = "def scale(values, factor):\n    return [value * factor for value in values]\n\n"
+TIERS: Final = ("default", "default", "flex", "priority")
+KINDS: Final = {"answer": 64, "slow reader": 5, "leaves early": 8, "leaves late": 8, "malformed": 15}
+"""Kinds of requests, and their weights."""
+
+BROKEN: Final = (
+    b"",
+    b"{",
+    b"[]",
+    b"\xff",
+    b'{"model": "other", "prompt": "x"}',
+    b'{"model": "soak"}',
+    b'{"model": "soak", "prompt": 3}',
+    b'{"model": "soak", "prompt": "x", "n": 1e9}',
+    b'{"model": "soak", "prompt": "x", "tools": [{}]}',
+    b'{"model": "soak", "prompt": ' + b"[" * 5000,
+)
+KILL_NPU: Final = signal.SIGRTMIN
+"""LLVM, which PoCL loads, takes SIGUSR1 and SIGUSR2 for itself."""
+
+JSON: Final = {"Content-Type": "application/json"}
+TIMEOUT_S: Final = 300
+
+
+def cases(count: int) -> list[dict[str, Any]]:
+    """Return the bodies of completions, with prompts of a few tokens up to several chunks."""
+    chosen = random.Random(3)  # noqa: S311 - no secrets
+    return [
+        {
+            "model": "soak",
+            "prompt": TEXT * chosen.choice((0, 0, 1, 2, 8, 20)) + f"def name_{number}(",
+            "max_tokens": chosen.choice((4, 16, 48)),
+            **({"temperature": 0} if number % 3 == 0 else {"seed": number, "top_p": 0.9}),
+        }
+        for number in range(count)
+    ]
+
+
+class Served:
+    """A server in a child process."""
+
+    def __init__(self, model: str, options: Sequence[str]) -> None:
+        command = [sys.executable, __file__, "--serve", model, "--port", "0", "--name", "soak", *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603 - this file
+        assert self.process.stderr is not None
+        said = ""
+        for line in self.process.stderr:
+            said += line
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", said):
+                self.port = int(found[1])
+                break
+        else:
+            raise SystemExit(said)
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+
+    def connect(self) -> contextlib.closing[http.client.HTTPConnection]:
+        """Return a new connection."""
+        return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S))
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Return the JSON at a path."""
+        with self.connect() as connection:
+            connection.request("GET", path)
+            found: dict[str, Any] = json.loads(connection.getresponse().read())
+            return found
+
+    def complete(self, body: dict[str, Any], rest_s: float = 0.0) -> tuple[int, str]:
+        """Return status and text of a completion; a slow reader rests between reads of a stream."""
+        with self.connect() as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+            answer = connection.getresponse()
+            if answer.status != 200 or not body.get("stream"):
+                found = json.loads(answer.read())
+                return answer.status, found["choices"][0]["text"] if answer.status == 200 else str(found)
+            content = b""
+            while part := answer.read(2048 if rest_s else 1 << 16):
+                content += part
+                time.sleep(rest_s)
+        lines = [line[6:] for line in content.decode().split("\n\n") if line.startswith("data: ")]
+        if lines[-1] != "[DONE]":
+            return 500, lines[-1]
+        chunks = [json.loads(line) for line in lines[:-1]]
+        return 200, "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+    def counts(self) -> dict[str, Any]:
+        """Return memory, sessions and threads, once nothing runs."""
+        ends = time.monotonic() + TIMEOUT_S
+        while (state := self.get("/health"))["running"] or state["waiting"]:
+            if time.monotonic() > ends:
+                raise SystemExit(f"Jobs do not end: {state}")
+            time.sleep(0.1)
+        process = psutil.Process(self.process.pid)
+        return {
+            "uss_mib": round(process.memory_full_info().uss / 2**20, 1),
+            "sessions": self.get("/status")["sessions"],
+            "threads": process.num_threads(),
+            "open_files": process.num_fds(),
+        }
+
+
+class Soak:
+    """Clients on threads, each with random requests.
+
+    Args:
+        server: The server.
+        bodies: The completions.
+        texts: Their texts without load.
+        seed: Of the choice of requests.
+    """
+
+    def __init__(
+        self, server: Served, bodies: Sequence[dict[str, Any]], texts: Sequence[str], seed: int
+    ) -> None:
+        self.server, self.bodies, self.texts = server, bodies, list(texts)
+        self.random = random.Random(seed)  # noqa: S311 - no secrets
+        self.kinds: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.seconds: dict[str, list[float]] = {tier: [] for tier in TIERS}
+        self._lock = threading.Lock()
+        self._left = 0
+
+    def run(self, requests: int, clients: int) -> None:
+        """Send requests and wait for all answers."""
+        self._left = requests
+        threads = [threading.Thread(target=self._client) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _client(self) -> None:
+        while True:
+            with self._lock:
+                if not self._left:
+                    return
+                self._left -= 1
+                kind = self.random.choices(list(KINDS), list(KINDS.values()))[0]
+                case = self.random.randrange(len(self.bodies))
+                tier = self.random.choice(TIERS)
+                stream = kind == "slow reader" or self.random.random() < 0.5
+                moment = self.random.random()
+            try:
+                self._one(kind, case, tier, stream, moment)
+            except Exception as error:  # noqa: BLE001 - a fault of the server
+                with self._lock:
+                    self.wrong.append(f"{kind}: {error!r}")
+
+    def _one(self, kind: str, case: int, tier: str, stream: bool, moment: float) -> None:
+        body = {**self.bodies[case], "stream": stream, "service_tier": tier}
+        if kind == "malformed":
+            with self.server.connect() as connection:
+                connection.request("POST", "/v1/completions", BROKEN[case % len(BROKEN)], JSON)
+                answer = connection.getresponse()
+                found = json.loads(answer.read())
+            self._count(kind, 400 <= answer.status < 500 and bool(found["error"]["message"]), str(found))
+        elif kind.startswith("leaves"):
+            with self.server.connect() as connection:
+                content = json.dumps({**body, "max_tokens": 400, "ignore_eos": True, "stream": True})
+                connection.request("POST", "/v1/completions", content, JSON)
+                if kind == "leaves late":
+                    connection.getresponse().read(200)
+                else:
+                    time.sleep(0.05 * moment)
+            self._count(kind, True, "")
+        else:
+            begin_s = time.monotonic()
+            status, text = self.server.complete(body, 0.2 if kind == "slow reader" else 0.0)
+            if status == 503:
+                self._count("busy", True, "")
+                return
+            if kind == "answer":
+                self.seconds[tier].append(time.monotonic() - begin_s)
+            self._count(
+                kind, status == 200 and text == self.texts[case], f"{status} {text!r} {self.texts[case]!r}"
+            )
+
+    def _count(self, kind: str, right: bool, what: str) -> None:
+        with self._lock:
+            self.kinds[kind] += 1
+            if not right:
+                self.wrong.append(f"{kind}: {what}")
+
+
+def alone(server: Served, bodies: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the texts of completions, one after the other."""
+    found = [server.complete(body) for body in bodies]
+    assert all(status == 200 for status, _ in found), found
+    return [text for _, text in found]
+
+
+def serve(words: Sequence[str]) -> int:
+    """Serve as the command does; from a signal on, the graphs of the NPU fail."""
+    from heterollm.base import GraphError
+    from heterollm.cli import main
+    from heterollm.kernels.npu.session import SessionGraph
+
+    killed, bind = threading.Event(), SessionGraph.bind
+    signal.signal(KILL_NPU, lambda *_: killed.set())
+
+    def bind_to_fail(graph: SessionGraph, *buffers: Any) -> Callable[[], None]:  # noqa: ANN401 - as bind
+        call = bind(graph, *buffers)
+
+        def run() -> None:
+            if killed.is_set():
+                raise GraphError("The NPU was killed.")
+            call()
+
+        return run
+
+    SessionGraph.bind = bind_to_fail  # type: ignore[method-assign]
+    return main(["serve", *words])
+
+
+def soak(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of one run."""
+    words = ["--device", "host", "--plan", options.plan, "--queue", str(options.queue)]
+    words += ["--allow-fallback"] if options.kill_npu else []
+    server = Served(options.model, words)
+    bodies = cases(options.cases)
+    try:
+        plain = {"stream": False}
+        texts = alone(server, [body | plain for body in bodies])
+        warm = Soak(server, bodies, texts, 1)
+        warm.run(options.requests // 10, options.clients)
+        before = server.counts()
+        begin_s = time.monotonic()
+        run = Soak(server, bodies, texts, 2)
+        run.wrong += warm.wrong
+        half = options.requests // 2 if options.kill_npu else options.requests
+        run.run(half, options.clients)
+        if options.kill_npu:
+            server.process.send_signal(KILL_NPU)
+            run.texts = alone(server, [body | plain for body in bodies])
+            assert server.get("/status")["failures"], "the NPU did not fail"
+            run.run(options.requests - half, options.clients)
+        took_s = time.monotonic() - begin_s
+        after = server.counts()
+        changed = sum(one != other for one, other in zip(texts, run.texts, strict=True))
+    finally:
+        server.process.terminate()
+        code = server.process.wait(60)
+    for problem in run.wrong[:10]:
+        print(problem, file=sys.stderr)
+    return {
+        **conditions(),
+        "model": Path(options.model).name,
+        "plan": Path(options.plan).name,
+        "requests": sum(run.kinds.values()),
+        "clients": options.clients,
+        "kinds": dict(run.kinds),
+        "wrong": len(run.wrong),
+        "npu_killed": options.kill_npu,
+        "texts_changed_by_the_failure": changed,
+        "seconds": round(took_s, 1),
+        "before": before,
+        "after": after,
+        "median_s": {tier: round(statistics.median(own), 3) for tier, own in run.seconds.items() if own},
+        "exit_code": code,
+    }
+
+
+def main() -> int:
+    """Run the bench."""
+    if sys.argv[1:2] == ["--serve"]:
+        return serve(sys.argv[2:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--cases", type=int, default=24, help="different completions")
+    parser.add_argument("--queue", type=int, default=64)
+    parser.add_argument("--plan", default="gpu")
+    parser.add_argument("--kill-npu", action="store_true")
+    parser.add_argument("--out", type=Path, help="append the row")
+    options = parser.parse_args()
+    row = soak(options)
+    print(json.dumps(row, indent=1))
+    if options.out:
+        with options.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return int(bool(row["wrong"] or row["exit_code"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Loads a model for commands that answer prompts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heterollm.cli.options import ModelOptions, RunOptions, pass_request
+
+if TYPE_CHECKING:
+    from heterollm.llm import LLM
+
+__all__ = ["load_model"]
+
+
+def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
+    """Load a model with a progress bar, and show the reasons for its device and plan.
+
+    Raises:
+        HeteroLLMError: The checkpoint, device, plan or an option is unusable.
+    """
+    from heterollm.report import console as report
+
+    if os.path.isfile(os.path.join(model, "config.json")):  # noqa: PTH113, PTH118 - of any text, legal or not
+        from heterollm.model import ModelConfig
+        from heterollm.text import check_tokenizer
+
+        # Before weights are read: loading a model that cannot take text would be wasted.
+        ModelConfig.from_folder(Path(model))
+        check_tokenizer(Path(model))
+    if run.profile is not None:
+        _profile_quickly(model, options, run)
+    with report.progress_bars() as progress:
+        # The imports alone take a moment, and the bar shows it.
+        progress("Loading", 0, 1)
+        from heterollm.llm import LLM
+
+        progress("Loading", 1, 1)
+        llm = LLM.load(
+            model,
+            device=options.device,
+            plan=options.plan,
+            request=pass_request(options.passes, options.attention, options.overflow),
+            precision=options.weights.precision,
+            group_size=options.weights.group_size,
+            symmetric=not options.weights.asymmetric,
+            scales=options.weights.scales,
+            calibration=options.weights.calibration,
+            lora=options.lora,
+            context=options.context,
+            gpu_threads=run.threads.gpu_threads,
+            npu_threads=run.threads.npu_threads,
+            power=run.power,
+            allow_slow=run.allow_slow,
+            sync=run.sync,
+            allow_fallback=run.allow_fallback,
+            experts_gib=run.experts_gib,
+            speculative=run.speculative,
+            guesses=run.guesses,
+            trace=trace,
+            progress=progress,
+        )
+    if llm.device.reason:
+        report.show(report.note(f"device auto chose {llm.device.name}: {llm.device.reason}"))
+    for text in llm.plan_notes:
+        report.show(report.note(text))
+    return llm
+
+
+def _profile_quickly(model: str, options: ModelOptions, run: RunOptions) -> None:
+    """Measure what the device's profile lacks, each split of the cores in a process of its own."""
+    from heterollm.benchmarks import Configuration, profile_splits
+    from heterollm.kernels.threads import split_threads
+    from heterollm.report import console as report
+
+    threads, weights = run.threads, options.weights
+    named = threads.gpu_threads is not None or threads.npu_threads is not None
+    split = split_threads(threads.gpu_threads, threads.npu_threads)
+    wanted = Configuration(
+        device=options.device,
+        precision=weights.precision,
+        group_size=weights.group_size,
+        scales=weights.scales,
+        threads=(len(split.gpu_cores), len(split.npu_cores)) if named else None,
+    )
+    for text in profile_splits(model, [wanted]):
+        report.show(report.note(text))

@@ -1,0 +1,69 @@
+"""The command ``serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heterollm.cli.load import load_model
+from heterollm.cli.options import Model, ModelOptions, RunOptions, command_group
+from heterollm.cli.records import takes_records
+
+__all__ = ["commands"]
+
+commands = command_group()
+
+
+@commands.command()
+@takes_records
+def serve(
+    model: Model,
+    options: ModelOptions,
+    run: RunOptions,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 8080,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in requests. Default: the last part of MODEL.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that requests must have.", envvar="HETEROLLM_API_KEY")
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Origin of pages that may use the server; repeatable."),
+    ] = None,
+    sessions_gib: Annotated[
+        float | None,
+        typer.Option(help="Memory of all sessions in GiB. Default: a quarter of the available memory."),
+    ] = None,
+    queue: Annotated[int, typer.Option(help="Requests of each tier that may wait.")] = 64,
+    live: Annotated[
+        bool, typer.Option("--live", help="Trace all passes; the page shows how busy GPU and NPU are.")
+    ] = False,
+) -> None:
+    """Serve a model to OpenAI's clients and to a browser, on this machine unless told otherwise."""
+    from heterollm.base import OptionError
+    from heterollm.report import console as report
+
+    try:
+        from heterollm.serve import ServeOptions, listen, serve
+    except ImportError as error:
+        raise OptionError(
+            f"The server needs {error.name}, which is not installed.",
+            fix="Run `pip install 'heterollm[serve]'`.",
+        ) from error
+    options_of_server = ServeOptions(
+        host=host,
+        port=port,
+        name=name or Path(model).name or model,
+        api_key=api_key,
+        cors=tuple(cors or ()),
+        sessions_gib=sessions_gib,
+        queue=queue,
+        live=live,
+    )
+    with listen(options_of_server) as bound, load_model(model, options, run, trace=live) as llm:
+        serve(llm, options_of_server, bound, lambda text: report.show(report.note(text)))

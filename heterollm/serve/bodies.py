@@ -1,0 +1,296 @@
+"""Bodies of requests: decodes them, refuses parameters without support, and prepares the answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from heterollm.base import Count, Positive, decode, decode_json
+from heterollm.engine import AnswerKeywords, PreparedAnswer
+from heterollm.serve.errors import RequestError
+from heterollm.serve.options import MOST_CHOICES
+from heterollm.serve.turns import ServiceTier
+
+if TYPE_CHECKING:
+    from heterollm.llm import LLM
+
+__all__ = ["AnswerRequest", "chat_request", "completion_request"]
+
+T = TypeVar("T", bound="_AnswerBody")
+
+NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "reasoning_effort": (None, "none"),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+"""Parameters of OpenAI without support, and their values without effect, which the server takes."""
+
+IGNORED: Final = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
+"""Parameters of OpenAI that change no answer."""
+
+TIER_OF: Final[dict[str | None, ServiceTier]] = {
+    None: "default",
+    "auto": "default",
+    "default": "default",
+    "flex": "flex",
+    "priority": "priority",
+}
+MOST_STOPS: Final = 16
+MOST_TOP_LOGPROBS: Final = 20
+SEEDS: Final = 1 << 64
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class _StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chats and completions share."""
+
+    model: str
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    seed: Seed | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    top_k: Count | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    grammar: str | None = None
+
+
+class _TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_TextPart]
+    # Clients send back the messages that they received.
+    refusal: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+class _JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class _TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+    pass
+
+
+class _ObjectFormat(
+    msgspec.Struct, frozen=True, tag_field="type", tag="json_object", forbid_unknown_fields=True
+):
+    pass
+
+
+class _SchemaFormat(
+    msgspec.Struct, frozen=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True
+):
+    json_schema: _JsonSchema
+
+
+class _ChatBody(_AnswerBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    response_format: _TextFormat | _ObjectFormat | _SchemaFormat | None = None
+
+
+Ids = Annotated[list[int], Meta(min_length=1)]
+
+
+class _CompletionBody(_AnswerBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[str | int | Ids]
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """A checked request.
+
+    Args:
+        chat: Whether it is a chat; else a completion.
+        prompts: The answers to each prompt.
+        stream: Whether to send tokens as they come.
+        include_usage: Whether the stream ends with the usage.
+        logprobs: Whether to report log-probabilities.
+        tier: The urgency.
+        reproducible: Whether the answers must not depend on other requests.
+    """
+
+    chat: bool
+    prompts: tuple[tuple[PreparedAnswer, ...], ...]
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    tier: ServiceTier
+    reproducible: bool
+
+
+def chat_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
+    """Return the request in the body of a chat.
+
+    Raises:
+        HeteroLLMError: The server refuses it.
+    """
+    body = _decoded(content, _ChatBody, name)
+    messages = [
+        {"role": "system" if one.role == "developer" else one.role, "content": _text(one)}
+        for one in body.messages
+    ]
+    options: AnswerKeywords = {"stop": (*_stops(body), *llm.tokenizer.chat_stop_strings)}
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    match body.response_format:
+        case _ObjectFormat():
+            options["json_object"] = True
+        case _SchemaFormat(wanted):
+            options["json_schema"] = wanted.schema
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
+    ids = llm.tokenizer.apply_chat_template(messages)
+    return _request(llm, body, (ids,), options, most, logprobs=bool(body.logprobs), top=body.top_logprobs)
+
+
+def completion_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
+    """Return the request in the body of a completion; errors as for :func:`chat_request`."""
+    body = _decoded(content, _CompletionBody, name)
+    options: AnswerKeywords = {"stop": _stops(body)}
+    prompts = _prompts(body.prompt)
+    most = 16 if body.max_tokens is None else body.max_tokens
+    wanted = body.logprobs is not None
+    return _request(llm, body, prompts, options, most, logprobs=wanted, top=body.logprobs)
+
+
+def _request(
+    llm: LLM,
+    body: _AnswerBody,
+    prompts: Sequence[str | Sequence[int]],
+    options: AnswerKeywords,
+    most: int | None,
+    *,
+    logprobs: bool,
+    top: int | None,
+) -> AnswerRequest:
+    count = body.n or 1
+    if count * len(prompts) > MOST_CHOICES:
+        raise RequestError(
+            f"{count * len(prompts)} answers are more than {MOST_CHOICES}.",
+            param="n",
+            code="too_many_answers",
+        )
+    given: Any = {name: getattr(body, name) for name in SAMPLED if getattr(body, name) is not None}
+    options = {"temperature": 1.0, **options, **given, "max_new_tokens": most}
+    # The number of guesses follows measured times, on which a seeded answer must not depend.
+    options["speculate"] = body.seed is None
+    options |= {"log_probabilities": logprobs, "top_log_probabilities": top or 0}
+    made = []
+    for prompt in prompts:
+        first = llm.prepare(prompt, **_seeded(options, body.seed, 0))
+        others = (llm.prepare(first.prompt_ids, **_seeded(options, body.seed, i)) for i in range(1, count))
+        made.append((first, *others))
+    return AnswerRequest(
+        chat=isinstance(body, _ChatBody),
+        prompts=tuple(made),
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        logprobs=logprobs,
+        tier=TIER_OF[body.service_tier],
+        reproducible=body.seed is not None or options["temperature"] == 0,
+    )
+
+
+SAMPLED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "grammar")
+
+
+def _seeded(options: AnswerKeywords, seed: int | None, number: int) -> AnswerKeywords:
+    """Return the options of one of several answers: each has a seed of its own."""
+    return options if seed is None else {**options, "seed": (seed + number) % SEEDS}
+
+
+def _decoded(content: bytes, kind: type[T], name: str) -> T:
+    data = decode_json(content, source="The body", error=RequestError)
+    if not isinstance(data, dict):
+        raise RequestError("The body is no JSON object.")
+    for field, neutral in NEUTRAL.items():
+        if field not in kind.__struct_fields__ and data.pop(field, None) not in neutral:
+            raise RequestError(
+                f"The parameter {field} is not supported.", param=field, code="unsupported_parameter"
+            )
+    for field in IGNORED:
+        data.pop(field, None)
+    try:
+        body = decode(data, kind, source="The request is not valid", error=RequestError)
+    except RequestError as error:
+        error.param = _field(error.message)
+        raise
+    if body.model != name:
+        raise RequestError(
+            f"There is no model {body.model!r:.100} here.",
+            fix=f"This server has {name!r}.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    return body
+
+
+def _field(message: str) -> str | None:
+    """Return the path of the field that a message of :func:`decode` names."""
+    found = re.search(r"valid: (\w[\w\[\].]*): |field `(\w+)`", message)
+    return None if found is None else found[1] or found[2]
+
+
+def _text(message: _ChatMessage) -> str:
+    content = message.content
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _stops(body: _AnswerBody) -> tuple[str, ...]:
+    stop = body.stop or ()
+    return tuple(filter(None, (stop,) if isinstance(stop, str) else stop))
+
+
+def _prompts(prompt: str | Sequence[Any]) -> tuple[str | Sequence[int], ...]:
+    """Return the prompts of a completion: a text, ids, or a list of several."""
+    if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
+        return (prompt,)
+    if any(isinstance(item, int) for item in prompt):
+        raise RequestError("prompt mixes token ids with texts.", param="prompt")
+    return tuple(prompt)

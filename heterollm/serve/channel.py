@@ -1,0 +1,62 @@
+"""The bounded buffer between the engine thread and the reader of a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ["Channel"]
+
+MOST_EVENTS: Final = 64
+"""Events after which the engine waits for the reader."""
+
+
+class Channel:
+    """Takes events on the engine thread and gives them to a coroutine.
+
+    Args:
+        wake: Called when the reader has caught up with a full channel.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wake = wake
+        self._events: deque[Any] = deque()
+        self._filled = asyncio.Event()
+        self._signalled = False
+        self._closed = False
+
+    @property
+    def full(self) -> bool:
+        """Whether the engine has to wait."""
+        return len(self._events) >= MOST_EVENTS
+
+    def put(self, event: Any, /) -> None:  # noqa: ANN401 - steps, results, errors
+        """Add an event, on the engine thread."""
+        self._events.append(event)
+        if not self._signalled:
+            self._signalled = True
+            try:
+                self._loop.call_soon_threadsafe(self._filled.set)
+            except RuntimeError:
+                pass  # the loop has ended, and nobody reads
+
+    def close(self) -> None:
+        """End the reader's wait: its client has gone."""
+        self._closed = True
+        self._filled.set()
+
+    async def read(self) -> list[Any] | None:
+        """Return all events so far, at least one; None if the client has gone."""
+        await self._filled.wait()
+        if self._closed:
+            return None
+        self._filled.clear()
+        self._signalled = False
+        was_full = self.full
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        if was_full:
+            self._wake()
+        return events

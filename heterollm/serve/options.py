@@ -1,0 +1,60 @@
+"""The options of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from heterollm.base import OptionError
+
+__all__ = ["MOST_CHOICES", "ServeOptions"]
+
+MOST_CHOICES: Final = 16
+"""Answers that one request may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of a server.
+
+    Args:
+        host: Address to listen on.
+        port: Its port; 0 for any free one.
+        name: The model's name in requests and answers.
+        api_key: The key that requests must have; None for none.
+        cors: Origins of pages that browsers let use the server.
+        sessions_gib: Memory of all sessions; None for a quarter of the available memory.
+        queue: Requests that wait at most, of each service tier.
+        live: Whether the model records a trace, so that the page shows how busy both processors are.
+
+    Raises:
+        OptionError: A value is illegal.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    name: str = "model"
+    api_key: str | None = None
+    cors: tuple[str, ...] = ()
+    sessions_gib: float | None = None
+    queue: int = 64
+    live: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise OptionError(f"--port is {self.port}, but must be 0 to 65535.")
+        if self.queue < 1:
+            raise OptionError(f"--queue is {self.queue}, but must be at least 1.")
+        if self.sessions_gib is not None and not self.sessions_gib > 0:
+            raise OptionError(f"--sessions-gib is {self.sessions_gib}, but must be above 0.")
+        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
+            raise OptionError(
+                "The API key is empty or has characters that a header cannot hold.",
+                fix="Give ASCII characters, or leave the key out.",
+            )
+        for origin in self.cors:
+            if origin != "*" and "://" not in origin:
+                raise OptionError(
+                    f"--cors is {origin!r:.80}, which is no origin.",
+                    fix="Give one such as https://example.org.",
+                )

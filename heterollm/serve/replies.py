@@ -1,0 +1,158 @@
+"""Answers in OpenAI's form, whole and in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from heterollm.serve.answers import Ended, Spent, StepOf
+from heterollm.serve.bodies import AnswerRequest
+
+if TYPE_CHECKING:
+    from heterollm.llm import LLM
+    from heterollm.text import GenerationStep
+
+__all__ = ["Reply"]
+
+REASONS: Final = {"eos": "stop", "complete": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+class Reply:
+    """The answer to one request.
+
+    Args:
+        llm: The model.
+        name: Its name.
+        request: The request.
+    """
+
+    def __init__(self, llm: LLM, name: str, request: AnswerRequest) -> None:
+        self._llm = llm
+        self._chat = request.chat
+        self._logprobs = request.logprobs
+        self._tier = request.tier
+        prefix, kind = ("chatcmpl", "chat.completion") if request.chat else ("cmpl", "text_completion")
+        self._kind = kind
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": name,
+            "system_fingerprint": f"{llm.plan.level}-{llm.plan.precision}-{llm.device.name}",
+        }
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, steps: Sequence[StepOf], ends: Sequence[Ended], spent: Spent) -> dict[str, Any]:
+        """Return the body of an answer that is sent at once."""
+        choices = []
+        for end in sorted(ends, key=lambda one: one.choice):
+            own = [one.step for one in steps if one.choice == end.choice]
+            said: dict[str, Any] = {"text": end.result.text}
+            if self._chat:
+                said = {"message": {"role": "assistant", "content": end.result.text, "refusal": None}}
+            choices.append(self._choice(end.choice, said, own, REASONS[end.result.stop_reason]))
+        return {
+            **self._head,
+            "object": self._kind,
+            "service_tier": self._tier,
+            "choices": choices,
+            "usage": self._usage(spent),
+            "timings": self._timings(spent),
+        }
+
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        """Return the first chunk of an answer, if there is one before its text."""
+        if not self._chat:
+            return None
+        return self._chunk(self._choice(choice, {"delta": {"role": "assistant", "content": ""}}, [], None))
+
+    def step(self, event: StepOf) -> dict[str, Any] | None:
+        """Return the chunk of a token; None if it has nothing to say."""
+        text = event.step.text
+        if not text and not self._logprobs:
+            return None
+        said: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
+        return self._chunk(self._choice(event.choice, said, [event.step], None))
+
+    def end(self, event: Ended) -> dict[str, Any]:
+        """Return the last chunk of an answer."""
+        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        chunk = self._chunk(self._choice(event.choice, said, [], REASONS[event.result.stop_reason]))
+        return chunk if event.spent is None else {**chunk, "timings": self._timings(event.spent)}
+
+    def usage(self, spent: Spent) -> dict[str, Any]:
+        """Return the chunk behind all answers, without a choice."""
+        return {**self._chunk(None), "usage": self._usage(spent), "timings": self._timings(spent)}
+
+    def _chunk(self, choice: Mapping[str, Any] | None) -> dict[str, Any]:
+        kind = f"{self._kind}.chunk" if self._chat else self._kind
+        return {**self._head, "object": kind, "choices": [] if choice is None else [choice]}
+
+    def _choice(
+        self, index: int, said: Mapping[str, Any], steps: Sequence[GenerationStep], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs and steps:
+            logprobs = self._of_chat(steps) if self._chat else self._of_completion(index, steps)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+
+    def _of_chat(self, steps: Sequence[GenerationStep]) -> dict[str, Any]:
+        content = [
+            {
+                **self._token(step.token_id, step.log_probability),
+                "top_logprobs": [self._token(*one) for one in step.top_log_probabilities or ()],
+            }
+            for step in steps
+        ]
+        return {"content": content, "refusal": None}
+
+    def _of_completion(self, index: int, steps: Sequence[GenerationStep]) -> dict[str, Any]:
+        tokens = [self._text(step.token_id) for step in steps]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [step.log_probability for step in steps],
+            "top_logprobs": [
+                {self._text(token): value for token, value in step.top_log_probabilities or ()}
+                for step in steps
+            ],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, value: float | None) -> dict[str, Any]:
+        text = self._text(token)
+        # A part of a character has bytes that its text does not show.
+        known = "\ufffd" not in text
+        return {"token": text, "logprob": value, "bytes": list(text.encode()) if known else None}
+
+    def _text(self, token: int) -> str:
+        return self._llm.tokenizer.decode([token])
+
+    def _usage(self, spent: Spent) -> dict[str, Any]:
+        return {
+            "prompt_tokens": spent.prompt_tokens,
+            "completion_tokens": spent.answer_tokens,
+            "total_tokens": spent.prompt_tokens + spent.answer_tokens,
+            "prompt_tokens_details": {"cached_tokens": spent.cached_tokens},
+        }
+
+    def _timings(self, spent: Spent) -> dict[str, Any]:
+        prefilled = spent.prompt_tokens - spent.cached_tokens
+        return {
+            "queued_ms": round(1e3 * spent.queued_s, 3),
+            "cached_tokens": spent.cached_tokens,
+            "prefill_tokens": prefilled,
+            "prefill_ms": round(1e3 * spent.prefill_s, 3),
+            "prefill_tokens_per_s": prefilled / spent.prefill_s if spent.prefill_s else None,
+            "decode_tokens": spent.decoded,
+            "decode_ms": round(1e3 * spent.decode_s, 3),
+            "decode_tokens_per_s": spent.decoded / spent.decode_s if spent.decode_s else None,
+            "plan": self._llm.plan.level,
+            "precision": self._llm.plan.precision,
+            "device": self._llm.device.name,
+            "time_kind": self._llm.device.time_kind,
+        }

@@ -1,0 +1,114 @@
+"""Runs a server until a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+import uvicorn
+
+from heterollm.base import DeviceError, OptionError, format_bytes
+from heterollm.engine import available_bytes
+from heterollm.serve.app import Server
+from heterollm.serve.guard import is_loopback
+from heterollm.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from heterollm.llm import LLM
+
+__all__ = ["listen", "serve"]
+
+MOST_PLACES: Final = 16
+GRACE_S: Final = 15
+"""Seconds for running answers after the signal to stop."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """A server that returns after a signal, instead of raising it again."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {
+            number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """Return the socket of a server, on which clients wait, before a model is loaded for nothing.
+
+    Raises:
+        OptionError: The address is in use or not this machine's.
+    """
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        if os.name == "posix":  # elsewhere it lets two programs take one port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen()
+    except (OSError, UnicodeError) as error:
+        raise OptionError(
+            f"Cannot listen on {options.host} port {options.port}: {error}.",
+            fix="Choose another --host or --port.",
+        ) from error
+    return bound
+
+
+def serve(llm: LLM, options: ServeOptions, bound: socket.socket, note: Callable[[str], None]) -> None:
+    """Serve a model until SIGINT or SIGTERM; running answers then have some seconds to end.
+
+    Args:
+        llm: The loaded model.
+        options: The options.
+        bound: The socket that :func:`listen` returned.
+        note: Takes sentences for the user.
+
+    Raises:
+        DeviceError: There is no memory for one session.
+    """
+    each = llm.session().memory_bytes
+    places = _places(options, each)
+    server = Server(llm, options, places)
+    host, port = bound.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
+    note(
+        f"{options.name} answers at http://{name}:{port}/v1; http://{name}:{port}/ is a page to chat. "
+        "Ctrl-C ends."
+    )
+    note(
+        f"{places} sessions of {format_bytes(each)} at most; {options.queue} requests of each tier may wait."
+    )
+    if options.api_key is None and not is_loopback(options.host):
+        note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
+    config = uvicorn.Config(
+        server.app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    _Uvicorn(config).run(sockets=[bound])
+
+
+def _places(options: ServeOptions, each: int) -> int:
+    if options.sessions_gib is not None:
+        allowed = int(options.sessions_gib * 2**30)
+    else:
+        allowed = (available_bytes() or 4 * each) // 4
+    places = min(MOST_PLACES, allowed // each)
+    if places < 1:
+        raise DeviceError(
+            f"One session takes {format_bytes(each)}, but {format_bytes(allowed)} are for sessions.",
+            fix="Use a smaller --context, or a larger --sessions-gib.",
+        )
+    return places

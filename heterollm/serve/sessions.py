@@ -1,0 +1,147 @@
+"""The cache of sessions: requests reuse the beginnings that their prompts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.engine import Session
+
+__all__ = ["CachedSession", "SessionCache"]
+
+LEAST_LOSS: Final = 32
+"""Tokens that a session may lose before it is copied instead, if there is room."""
+
+
+@dataclass(slots=True)
+class CachedSession:
+    """A session, in use or kept.
+
+    Args:
+        session: The session.
+        used: Number of the last use; the smallest is evicted first.
+        exact: Leading tokens that whole chunks of prompts have computed.
+        begin: Tokens that it held when a request took it.
+        busy: Whether a request uses it.
+    """
+
+    session: Session
+    used: int = 0
+    exact: int = 0
+    begin: int = 0
+    busy: bool = True
+
+
+class SessionCache:
+    """Sessions of requests; only the engine thread may call it.
+
+    A reproducible answer must not depend on the sessions that happen to be kept. Tokens of an answer and of a
+    prompt, and chunks of different lengths, run on different kernels and graphs, which round differently. So
+    such a request reuses whole chunks that a prompt has computed at the same place, and no other tokens.
+
+    Args:
+        new_session: Returns a new session.
+        most: Sessions at most.
+        chunk: Tokens of the chunks that run at once.
+        failures: Returns the failures of the NPU so far. After one, other processors compute the same tokens.
+    """
+
+    def __init__(
+        self,
+        new_session: Callable[[], Session],
+        *,
+        most: int,
+        chunk: int,
+        failures: Callable[[], Sequence[str]],
+    ) -> None:
+        self._new_session = new_session
+        self._failures = failures
+        self._known_failures = len(failures())
+        self._most = most
+        self._chunk = chunk
+        self._uses = 0
+        self._held: list[CachedSession] = []
+
+    def __len__(self) -> int:
+        """Return the number of sessions in memory."""
+        return len(self._held)
+
+    @property
+    def busy(self) -> int:
+        """Number of sessions in use."""
+        return sum(held.busy for held in self._held)
+
+    def take(self, prompt: Sequence[int], *, reproducible: bool) -> CachedSession:
+        """Return a session for a prompt that holds a beginning of it, and nothing else.
+
+        Args:
+            prompt: Token ids, at least one; the last one is never reused, since its logits are needed.
+            reproducible: Whether to reuse only chunks that the prompt itself would compute in the same way.
+        """
+        if len(self._failures()) != self._known_failures:
+            self._known_failures = len(self._failures())
+            for held in self._held:
+                held.exact, held.begin = 0, -1
+        ids = np.asarray(prompt, np.int32)[:-1]
+        best, reused = None, 0
+        for held in self._held:
+            length = self._usable(held, ids, reproducible=reproducible)
+            if length > reused:
+                best, reused = held, length
+        if best is None:
+            return self._empty()
+        lost = best.session.position - reused
+        if best.busy or (lost >= LEAST_LOSS and len(self._held) < self._most):
+            best = self.copy(best)
+        best.session.truncate(reused)
+        best.busy, best.begin = True, reused
+        best.exact = min(best.exact, reused // self._chunk * self._chunk)
+        return self._touched(best)
+
+    def copy(self, held: CachedSession) -> CachedSession:
+        """Return a copy of a session, in use."""
+        if len(self._held) >= self._most:
+            self._held.remove(self._oldest())
+        other = CachedSession(held.session.fork(), exact=held.exact, begin=held.begin)
+        self._held.append(other)
+        return self._touched(other)
+
+    def prefilled(self, held: CachedSession) -> None:
+        """Note that a session holds the whole prompt."""
+        # Behind an uneven place the chunks differ from those of the prompt alone.
+        if held.exact == held.begin:
+            held.exact = held.session.position // self._chunk * self._chunk
+
+    def give_back(self, held: CachedSession) -> None:
+        """Keep a session for later requests."""
+        held.busy = False
+        self._touched(held)
+
+    def _usable(self, held: CachedSession, ids: NDArray[np.int32], *, reproducible: bool) -> int:
+        own = held.session.ids[: len(ids)]
+        different = np.flatnonzero(own != ids[: len(own)])
+        length = int(different[0]) if len(different) else len(own)
+        return min(length, held.exact) // self._chunk * self._chunk if reproducible else length
+
+    def _empty(self) -> CachedSession:
+        if len(self._held) < self._most:
+            held = CachedSession(self._new_session())
+            self._held.append(held)
+        else:
+            held = self._oldest()
+            held.session.reset()
+        held.busy, held.exact, held.begin = True, 0, 0
+        return self._touched(held)
+
+    def _oldest(self) -> CachedSession:
+        """Return the session to evict. There is one: requests take no more sessions than there may be."""
+        return min((held for held in self._held if not held.busy), key=lambda held: held.used)
+
+    def _touched(self, held: CachedSession) -> CachedSession:
+        self._uses += 1
+        held.used = self._uses
+        return held

@@ -1,0 +1,75 @@
+"""Quantised checkpoints that `heterollm convert` writes, loaded again."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from heterollm.base import HeteroLLMError
+from heterollm.model import Checkpoint, ModelConfig, convert_model, load_weights
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+
+
+def loaded(folder, **options):
+    return load_weights(Checkpoint(folder), ModelConfig.from_folder(folder), **options)
+
+
+@pytest.mark.parametrize(("family", "symmetric"), [("llama", True), ("qwen2", False), ("phi3", True)])
+def test_a_written_model_has_the_weights_of_its_source(family, symmetric, checkpoint, tmp_path):
+    source = checkpoint(family)
+    found = convert_model(source, tmp_path / "small", symmetric=symmetric)
+    own, wanted = loaded(found.folder), loaded(source, group_size=found.block, symmetric=symmetric)
+    assert list(own.linears) == list(wanted.linears)
+    for name, weight in wanted.linears.items():
+        assert np.array_equal(own.linears[name].dequantize(), weight.dequantize()), name
+    assert all(np.array_equal(own.floats[name], values) for name, values in wanted.floats.items())
+    assert 15 < found.worst_db <= found.signal_db < 30
+    assert found.size_bytes == (found.folder / "model.safetensors").stat().st_size
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "small"]
+
+
+def test_another_reader_finds_what_the_format_says(checkpoint, tmp_path):
+    """Unpacked as compressed-tensors' documentation says."""
+    source = checkpoint("llama")
+    folder = convert_model(source, tmp_path / "small", symmetric=False, group_size=64).folder
+    tensors = load_file(folder / "model.safetensors")
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    weights = stated["config_groups"]["group_0"]["weights"]
+    module = "model.layers.0.mlp.gate_proj"
+    words, zeros, scales = (tensors[f"{module}.weight_{part}"] for part in ("packed", "zero_point", "scale"))
+    rows, columns = tensors[f"{module}.weight_shape"]
+    shifts = np.arange(8) * 4
+    codes = (words.view(np.uint32)[:, :, None] >> shifts & 15).reshape(rows, columns).astype(np.float32)
+    points = zeros.view(np.uint32)[:, None, :] >> shifts[:, None] & 15
+    points = points.reshape(-1, zeros.shape[1])[:rows].astype(np.float32)
+    block = weights["group_size"]
+    values = (codes - np.repeat(points, block, 1)) * np.repeat(scales, block, 1).astype(np.float32)
+    wanted = loaded(source, group_size=block, symmetric=False).linears[f"{module}.weight"].dequantize()
+    assert np.array_equal(values, wanted)
+
+
+def test_answers_are_those_of_the_source(bundled_model, host_llm, run, tmp_path):
+    code, out, _ = run("convert", str(bundled_model), "-o", str(tmp_path / "small"), "--json")
+    assert code == 0
+    assert json.loads(out)["linears"] > 20
+    texts = [
+        host_llm(model, plan="gpu").generate("def f(", max_new_tokens=12).text
+        for model in (bundled_model, tmp_path / "small")
+    ]
+    assert texts[0] == texts[1]
+    assert run("convert", str(bundled_model), "-o", str(tmp_path / "small"))[0] == 1
+
+
+def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path):
+    folder = convert_model(checkpoint("llama"), tmp_path / "small").folder
+    with pytest.raises(HeteroLLMError, match="quantised already"):
+        convert_model(folder, tmp_path / "again")
+    with pytest.raises(HeteroLLMError, match="mixture of experts"):
+        convert_model(checkpoint("olmoe"), tmp_path / "experts")
+    with pytest.raises(HeteroLLMError, match="cannot be written"):
+        convert_model(checkpoint("llama"), folder / "config.json" / "below")

@@ -1,0 +1,169 @@
+"""Models of a hub on this machine: fetched whole, interrupted, listed and deleted."""
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from heterollm.base import CheckpointError, HeteroLLMError
+from heterollm.model import pull_model, stored_models
+from heterollm.model.hub import needed_files
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """The calls of the hub's client that fetch a model."""
+
+    daemon_threads = True
+
+    def __init__(self, repositories):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.repositories = repositories
+        self.requests = []
+        self.sends = None
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        hub = self.server
+        info = re.fullmatch(r"/api/models/(\w+/[\w-]+)(/revision/\w+)?(\?.*)?", self.path)
+        file = re.fullmatch(r"/(\w+/[\w-]+)/resolve/(main|\w{40})/([\w./-]+)", self.path)
+        files = hub.repositories.get((info or file or [None, None])[1])
+        if files is None or (file and file[3] not in files):
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound" if files else "RepoNotFound"})
+        elif info:
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
+            found = {"id": info[1], "sha": COMMIT, "siblings": siblings, "tags": []}
+            self.answer(200, json.dumps(found).encode())
+        else:
+            data = files[file[3]]
+            place = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+            start = int(place[1]) if place else 0
+            hub.requests.append((self.command, file[3], start))
+            more = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            if place:
+                more["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self.answer(206 if place else 200, (hub.sends or data)[start:], more)
+
+    do_HEAD = do_GET
+
+    def answer(self, status, data, more=()):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in dict(more).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            with contextlib.suppress(ConnectionError):  # the client was interrupted
+                self.wfile.write(data)
+
+    def log_message(self, *_arguments): ...
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    server = Hub({})
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    for module in ("constants", "hf_api", "file_download", "_snapshot_download"):
+        for name, value in (
+            ("ENDPOINT", url),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("HF_HUB_CACHE", str(tmp_path / "hub")),
+        ):
+            monkeypatch.setattr(f"huggingface_hub.{module}.{name}", value, raising=False)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def fetched(name, gguf=None):
+    seen = []
+    path = pull_model(name, gguf, lambda _stage, done, total: seen.append((done, total)))
+    return path, seen
+
+
+def test_only_the_files_of_a_load_are_fetched(hub, run):
+    files = {name: name.encode() * 100 for name in ("config.json", "tokenizer.json", "model.safetensors")}
+    unused = dict.fromkeys(("pytorch_model.bin", "original/a.safetensors", "x.pth", "README.md"), b"no")
+    hub.repositories["me/tiny"] = files | unused
+    path, seen = fetched("me/tiny")
+    assert {own.name: own.read_bytes() for own in path.iterdir()} == files
+    assert seen[0][0] == 0
+    assert seen[-1] == (sum(map(len, files.values())),) * 2
+    assert sorted(seen) == seen
+    hub.requests.clear()
+    assert fetched("me/tiny")[0] == path
+    assert not [one for one in hub.requests if one[0] == "GET"]
+    [model] = stored_models()
+    assert (model.name, model.kind, model.paths) == ("me/tiny", "fetched", (path,))
+    code, out, _ = run("list")
+    assert code == 0
+    assert "me/tiny" in out
+    assert run("rm", "me/other", "--yes")[0] == 1
+    assert run("rm", "me/tiny", "--yes")[0] == 0
+    assert not stored_models()
+    assert not path.exists()
+
+
+def test_an_interrupted_fetch_goes_on_where_it_was(hub, tmp_path):
+    data = bytes(range(256)) * 200_000
+    hub.repositories["me/big"] = {"config.json": b"{}", "a.Q8_0.gguf": data, "a.Q4_0.gguf": b"GGUF"}
+
+    def stop(_stage, done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull_model("me/big", "*Q8_0*", stop)
+    [part] = (tmp_path / "hub").rglob("*.part")
+    assert 0 < part.stat().st_size < len(data)
+    hub.requests.clear()
+    path, _ = fetched("me/big", "*Q8_0*")
+    assert path.read_bytes() == data
+    [start] = [start for kind, _, start in hub.requests if kind == "GET"]
+    assert 0 < start < len(data)
+    assert stored_models()[0].paths == (path,)
+    assert not list((tmp_path / "hub").rglob("*.part"))
+
+
+def test_content_that_is_not_the_stated_one_is_refused(hub, tmp_path):
+    data = bytes(17 << 20)
+    hub.repositories["me/bad"] = {"a.gguf": data}
+    hub.sends = data[:-1] + b"x"
+    with pytest.raises(CheckpointError, match="other content than the hub states"):
+        fetched("me/bad")
+    assert not stored_models()
+    hub.sends = None
+    assert fetched("me/bad")[0].read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("files", "gguf", "said"),
+    [
+        (["pytorch_model.bin", "config.json"], None, "neither safetensors nor GGUF"),
+        (["a.Q4_0.gguf", "a.Q8_0.gguf"], None, "has 2 GGUF files: a.Q4_0.gguf, a.Q8_0.gguf"),
+        (["a.Q4_0.gguf", "a.Q8_0.gguf"], "*Q6_K*", r"has no GGUF files like '\*Q6_K\*'"),
+        (["model.safetensors"], "*Q6_K*", "has no GGUF files"),
+    ],
+)
+def test_an_unclear_choice_is_refused(files, gguf, said):
+    with pytest.raises(HeteroLLMError, match=said):
+        needed_files("me/model", files, gguf)
+
+
+def test_a_model_that_is_not_there_is_refused(hub):
+    with pytest.raises(CheckpointError, match="no public model of this name"):
+        fetched("me/nothing")
+    with pytest.raises(HeteroLLMError, match="no name of a model"):
+        fetched("../etc")

@@ -1,0 +1,58 @@
+"""A server of the bundled model in this process, and OpenAI's client for it."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+
+from heterollm.llm import LLM
+from heterollm.serve import ServeOptions, listen
+from heterollm.serve.app import Server
+from heterollm.solver import Plan
+
+
+@contextlib.contextmanager
+def running(llm: LLM, places: int = 4, **options: Any) -> Iterator[str]:
+    """Serve a model on a free port of this machine, and give the address."""
+    chosen = ServeOptions(port=0, name="tiny", **options)
+    with listen(chosen) as bound:
+        server = uvicorn.Server(uvicorn.Config(Server(llm, chosen, places).app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., contextlib.AbstractContextManager[str]]:
+    return running
+
+
+@pytest.fixture(scope="module")
+def llm(bundled_model: Path, half_rows_plan: Callable[..., Plan]) -> Iterator[LLM]:
+    """The bundled model, split between both processors, with short chunks of a prompt."""
+    with LLM.load(bundled_model, device="host", plan="gpu") as gpu:
+        plan = half_rows_plan(gpu, 64)
+    with LLM.load(bundled_model, device="host", plan=plan) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def address(llm: LLM) -> Iterator[str]:
+    with running(llm) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0) as made:
+        yield made

@@ -1,0 +1,282 @@
+"""Many requests at once: shares of the engine, priorities, reuse, limits, and clients that leave or stall."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from heterollm.base import GraphError
+from heterollm.kernels.npu.session import SessionGraph
+from heterollm.llm import LLM
+from heterollm.serve.answers import Ended, PromptWork, StepOf
+from heterollm.serve.sessions import SessionCache
+from heterollm.serve.status import Activity
+from heterollm.serve.turns import BusyError, PromptJob, Turns
+
+LONG = "def f(x):\n    return x + 1\n\n" * 8
+"""More than one chunk of the prompt, and less than two."""
+
+HANG_S = 600.0
+
+
+def health(address: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{address}/health") as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def until(address: str, **state: int) -> None:
+    """Wait until the server is in a state."""
+    ends = time.monotonic() + HANG_S
+    while health(address) | state != health(address):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def complete(client: openai.OpenAI, prompt: str, **options: Any) -> tuple[str, int]:
+    """Return the text of a completion, and the number of reused tokens."""
+    answer = client.completions.create(model="tiny", prompt=prompt, **{"max_tokens": 12, **options})
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_answers_under_load_are_those_without_load(llm: LLM, client: openai.OpenAI) -> None:
+    """Whatever runs beside them, and whatever sessions hold already."""
+    prompts = [LONG[:40], LONG, LONG[:180]] * 4
+    options = [{"seed": number} if number % 4 else {"temperature": 0.0} for number in range(12)]
+    tiers: Any = ["default", "flex", "priority"]
+    expected = [
+        llm.generate(
+            prompt,
+            max_new_tokens=12,
+            temperature=chosen.get("temperature", 1.0),
+            seed=chosen.get("seed"),
+            session=llm.session(),
+        ).text
+        for prompt, chosen in zip(prompts, options, strict=True)
+    ]
+
+    def ask(number: int) -> str:
+        return complete(
+            client, prompts[number], extra_body={"service_tier": tiers[number % 3]}, **options[number]
+        )[0]
+
+    with ThreadPoolExecutor(12) as pool:
+        for _ in range(2):
+            assert list(pool.map(ask, range(12))) == expected
+
+
+def test_prompts_reuse_what_they_share(client: openai.OpenAI, llm: LLM) -> None:
+    chunk = llm.plan.chunk_length
+    assert chunk < len(llm.tokenizer.encode(LONG)) < 2 * chunk
+    first, _ = complete(client, LONG + "a = 1", temperature=0)
+    again, cached = complete(client, LONG + "a = 1", temperature=0)
+    assert (again, cached) == (first, chunk)
+    # Another prompt shares the chunk; one that samples freely shares every equal token.
+    assert complete(client, LONG + "b = 2", seed=1)[1] == chunk
+    assert complete(client, LONG + "a = 1")[1] > chunk
+
+
+class Events(list[Any]):
+    """A sink that keeps the order of the events of several jobs."""
+
+    full = False
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        super().__init__()
+        self.name, self.order = name, order
+
+    def put(self, event: Any, /) -> None:
+        self.append(event)
+        self.order.append(self.name)
+
+
+@pytest.fixture
+def turns(llm: LLM) -> Iterator[Turns]:
+    made = Turns(llm.on_engine_thread, places=3, queue=2)
+    yield made
+    made.close()
+
+
+def test_an_urgent_request_does_not_wait_for_a_long_prompt(llm: LLM, turns: Turns) -> None:
+    """It runs to its end between two layers of the other's first chunk."""
+    cache = SessionCache(llm.session, most=3, chunk=llm.plan.chunk_length, failures=lambda: ())
+    order: list[str] = []
+    ends = threading.Event()
+
+    def work(name: str, prompt: str, wanted: Callable[[], bool]) -> tuple[PromptWork, Events]:
+        answer = llm.prepare(prompt, max_new_tokens=5)
+        sink = Events(name, order)
+        made = PromptWork((answer,), 0, True, cache, sink, wanted, time.monotonic, Activity())
+        return made, sink
+
+    short, short_events = work("short", "import ", turns.wanted)
+    asked = 0
+
+    def wanted() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            turns.submit([short.job("priority")])
+        return turns.wanted()
+
+    long, long_events = work("long", LONG, wanted)
+    job = long.job("flex")
+
+    def watched() -> Iterator[None]:
+        yield from long.run()
+        ends.set()
+
+    turns.submit([PromptJob("flex", 1, watched, long_events)])
+    assert ends.wait(HANG_S)
+    assert job.tier == "flex"
+    assert order == ["short"] * 6 + ["long"] * 6
+    for events, prompt in ((short_events, "import "), (long_events, LONG)):
+        assert all(isinstance(event, StepOf) for event in events[:-1])
+        assert isinstance(events[-1], Ended)
+        expected = llm.generate(prompt, max_new_tokens=5, session=llm.session())
+        assert events[-1].result.token_ids == expected.token_ids
+
+
+def test_a_slow_reader_waits_alone(turns: Turns) -> None:
+    order: list[str] = []
+    done = threading.Event()
+    slow, quick = Events("slow", order), Events("quick", order)
+    slow.full = True
+
+    def put(sink: Events, count: int) -> Iterator[None]:
+        for number in range(count):
+            sink.put(number)
+            yield
+        if sink is slow:
+            done.set()
+
+    turns.submit([PromptJob("priority", 1, lambda: put(slow, 3), slow)])
+    turns.submit([PromptJob("flex", 1, lambda: put(quick, 3), quick)])
+    while len(order) < 3:
+        time.sleep(0.001)
+    slow.full = False
+    turns.wake()
+    assert done.wait(HANG_S)
+    assert order == ["quick"] * 3 + ["slow"] * 3
+
+
+def test_jobs_beyond_the_limit_are_refused_and_the_last_place_is_for_urgent_ones(turns: Turns) -> None:
+    closed = [Events(str(number), []) for number in range(5)]
+    for sink in closed:
+        sink.full = True
+
+    def never() -> Iterator[None]:
+        yield
+
+    jobs = [PromptJob("default", 1, never, sink) for sink in closed]
+    turns.submit(jobs[:1])
+    turns.submit(jobs[1:2])
+    turns.submit(jobs[2:4])
+    assert turns.counts() == (2, 2)
+    with pytest.raises(BusyError, match="2 requests wait") as caught:
+        turns.submit(jobs[4:])
+    assert caught.value.retry_s >= 1
+    ended = threading.Event()
+
+    def urgent() -> Iterator[None]:
+        yield
+        ended.set()
+
+    turns.submit([PromptJob("priority", 1, urgent, Events("urgent", []))])
+    assert ended.wait(HANG_S)
+    # One that waits and is cancelled leaves at once.
+    turns.cancel(jobs[3:4])
+    assert turns.counts()[1] == 1
+    turns.close()
+    assert [len(sink) for sink in closed] == [1, 1, 1, 0, 0]
+
+
+def test_a_full_server_says_when_to_come_again(
+    llm: LLM, serving: Callable[..., contextlib.AbstractContextManager[str]]
+) -> None:
+    gate, holds = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        holds.set()
+        gate.wait(HANG_S)
+
+    holder = threading.Thread(target=llm.on_engine_thread, args=(hold,))
+    with serving(llm, places=1, queue=1) as address, ThreadPoolExecutor(2) as pool:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+        holder.start()
+        assert holds.wait(HANG_S)
+        asked = [pool.submit(complete, client, "import ")]
+        until(address, running=1)
+        asked.append(pool.submit(complete, client, "import "))
+        until(address, waiting=1)
+        with pytest.raises(openai.InternalServerError) as caught:
+            complete(client, "import ")
+        assert caught.value.status_code == 503
+        assert int(caught.value.response.headers["Retry-After"]) >= 1
+        gate.set()
+        for one in asked:
+            assert one.result(HANG_S)[0]
+    holder.join()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(client: openai.OpenAI, address: str, stream: bool) -> None:
+    body = {"model": "tiny", "prompt": LONG, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
+    content = json.dumps(body).encode()
+    host, _, port = address.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as gone:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        gone.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        until(address, running=1)
+        if stream:
+            assert gone.recv(100)
+    until(address, running=0)
+    assert complete(client, "import ", temperature=0)[0]
+
+
+def test_a_failing_npu_is_an_error_or_leaves_the_work_to_the_gpu(
+    bundled_model: Any,
+    serving: Callable[..., contextlib.AbstractContextManager[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fails, bind = threading.Event(), SessionGraph.bind
+
+    def bind_to_fail(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
+        call = bind(graph, inputs, outputs)
+
+        def run() -> None:
+            if fails.is_set():
+                raise GraphError("The graph failed while running: the device is gone.")
+            call()
+
+        return run
+
+    monkeypatch.setattr(SessionGraph, "bind", bind_to_fail)
+    for allowed in (False, True):
+        fails.clear()
+        options: Any = {"device": "host", "plan": "layer", "allow_fallback": allowed}
+        with LLM.load(bundled_model, **options) as llm, serving(llm) as address:
+            client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+            text, _ = complete(client, "import os\n" * 8, temperature=0)
+            fails.set()
+            if allowed:
+                assert complete(client, "import os\n" * 8, temperature=0)[0] == text
+                assert llm.failures
+                continue
+            with pytest.raises(openai.InternalServerError, match="the device is gone"):
+                complete(client, "import os\n" * 8, temperature=0)
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                health(address)
+            fails.clear()
+            assert complete(client, "import os\n" * 8, temperature=0)[0] == text
+            assert health(address)["status"] == "ok"
