@@ -26,7 +26,7 @@ from heterollm.model import find_model, op_specs, shape_only_weights
 from heterollm.planning import ProfiledModel, solve_plan
 from heterollm.simulate.plan import profile_of
 from heterollm.solver import Plan, PlanRequest, level_plan
-from heterollm.text import MOST_GUESSES, Pace
+from heterollm.text import MOST_GUESSES, GuessPace
 
 GROUP_SIZE: Final = 128
 RUNS: Final = 3
@@ -104,7 +104,7 @@ def rows_of(model: str, draft: str, soc: str, level: str, position: int) -> Iter
     draft_s, draft_predicted_s = small.simulated_s(1), small.predicted_s(1)
     for name, guess_s, guess_predicted_s in (("lookup", 0.0, 0.0), (draft, draft_s, draft_predicted_s)):
         for acceptance in ACCEPTANCES:
-            pace = Pace(list(predicted.values()), (acceptance,), guess_s=guess_predicted_s)
+            pace = GuessPace(list(predicted.values()), (acceptance,), guess_s=guess_predicted_s)
             pace.learn_pass(1, predicted[1])
             guesses = pace.guesses(0, MOST_GUESSES)
             rates = {

@@ -15,8 +15,8 @@ from heterollm.engine.stream import SessionSource
 from heterollm.text import (
     LOOKUP_PRIORS,
     MOST_GUESSES,
+    GuessPace,
     LookupProposer,
-    Pace,
     Sampler,
     SamplingOptions,
     Speculation,
@@ -58,13 +58,13 @@ class LookupSpeculator:
         pace: The model's.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: GuessPace) -> None:
         self._pace = pace
 
     @classmethod
     def of(cls, pass_s: list[float], guesses: int | None) -> LookupSpeculator:
         """Return the speculator with some times of decode passes and a fixed number of guesses, if any."""
-        return cls(Pace(pass_s, LOOKUP_PRIORS, fixed=guesses))
+        return cls(GuessPace(pass_s, LOOKUP_PRIORS, fixed=guesses))
 
     def begin(self, source: SessionSource, _: SamplingOptions, clock: Callable[[], float], /) -> Speculation:
         """Return the decode passes of an answer in a session; called on the engine thread."""
@@ -86,7 +86,7 @@ class DraftSpeculator:
     def __init__(
         self, pass_s: list[float], guess_s: float, guesses: int | None, new_session: Callable[[], Session]
     ) -> None:
-        self._pace = Pace(pass_s, (DRAFT_PRIOR,), guess_s=guess_s, fixed=guesses)
+        self._pace = GuessPace(pass_s, (DRAFT_PRIOR,), guess_s=guess_s, fixed=guesses)
         self._new_session = new_session
         self._sessions: weakref.WeakKeyDictionary[Session, Session] = weakref.WeakKeyDictionary()
 
@@ -117,7 +117,7 @@ class DraftProposer:
         session: Session,
         vocab_size: int,
         sampling: SamplingOptions,
-        pace: Pace,
+        pace: GuessPace,
     ) -> None:
         seed = None if sampling.seed is None else (sampling.seed, RANDOM_STREAM)
         self._session = session
@@ -129,7 +129,7 @@ class DraftProposer:
         self._probabilities = np.zeros((MOST_GUESSES, vocab_size), np.float64) if drawn else None
 
     def propose(self, history: NDArray[np.int64], end: int, most: int, /) -> int:
-        """Write guesses behind the history; see :class:`heterollm.text.Proposer`."""
+        """Write guesses behind the history; see :class:`heterollm.text.speculation.Proposer`."""
         session, sampler, drawn = self._session, self._sampler, self._probabilities
         # A draft may hold fewer tokens than the model.
         count, size = self._pace.guesses(0, min(most, session.context - end)), self._vocab_size

@@ -18,7 +18,7 @@ from .lookup import LookupProposer as LookupProposer
 from .sampling import Sampler as Sampler
 from .sampling import SamplingOptions as SamplingOptions
 from .speculation import MOST_GUESSES as MOST_GUESSES
-from .speculation import Pace as Pace
+from .speculation import GuessPace as GuessPace
 from .speculation import Speculation as Speculation
 from .speculation import SpeculationResult as SpeculationResult
 from .tokenizer import Message as Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from heterollm.text.sampling import TokenIds
-from heterollm.text.speculation import Pace
+from heterollm.text.speculation import GuessPace
 
 __all__ = ["LOOKUP_PRIORS", "LookupProposer"]
 
@@ -32,7 +32,7 @@ class LookupProposer:
         pace: Chooses numbers of guesses.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: GuessPace) -> None:
         self._pace = pace
         self._tokens: list[int] = []
         self._latest: dict[int, int] = {}

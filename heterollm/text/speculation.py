@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from heterollm.text.sampling import Logits, Sampler, TokenIds
 
-__all__ = ["MOST_GUESSES", "Pace", "Proposer", "Speculation", "SpeculationResult"]
+__all__ = ["MOST_GUESSES", "GuessPace", "Proposer", "Speculation", "SpeculationResult"]
 
 MOST_GUESSES: Final = 15
 """Most guesses of a pass: plans have entries of their own for decode passes of up to 16 tokens."""
@@ -88,7 +88,7 @@ class Proposer(Protocol):
         """
 
 
-class Pace:
+class GuessPace:
     """Chooses numbers of guesses, by the times of passes and the acceptance so far.
 
     Args:
@@ -226,7 +226,7 @@ class Speculation:
     """
 
     def __init__(
-        self, source: SeveralSource, proposer: Proposer, pace: Pace, clock: Callable[[], float]
+        self, source: SeveralSource, proposer: Proposer, pace: GuessPace, clock: Callable[[], float]
     ) -> None:
         self._source = source
         self._proposer = proposer

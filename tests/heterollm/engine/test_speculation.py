@@ -19,7 +19,7 @@ from heterollm.text import (
     Generation,
     GenerationOptions,
     GenerationResult,
-    Pace,
+    GuessPace,
     Sampler,
     SamplingOptions,
     Speculation,
@@ -59,7 +59,7 @@ def answer(
         source = SessionSource(session)
         speculation = None
         if guesser is not None:
-            speculation = Speculation(source, guesser, Pace([1.0] * 16, (0.5,)), llm.device.now_s)
+            speculation = Speculation(source, guesser, GuessPace([1.0] * 16, (0.5,)), llm.device.now_s)
         return Generation(source, llm._tokenizer, prompt, options, speculation=speculation).run()
 
     return llm.on_engine_thread(run)

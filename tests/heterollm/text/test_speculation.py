@@ -17,8 +17,8 @@ from heterollm.text import (
     MOST_GUESSES,
     Generation,
     GenerationOptions,
+    GuessPace,
     LookupProposer,
-    Pace,
     Sampler,
     SamplingOptions,
     Speculation,
@@ -84,7 +84,7 @@ class Model:
 
 def warm(*arguments, **options):
     """Return a pace that has seen a pass of one token."""
-    found = Pace(*arguments, **options)
+    found = GuessPace(*arguments, **options)
     found.learn_pass(1, 1.0)
     return found
 
@@ -347,7 +347,7 @@ def test_an_index_that_grows_finds_what_a_search_finds(tokens, step):
 
 
 def test_guesses_are_as_many_as_pay():
-    assert Pace([1.0] * 16, (0.8,)).guesses(0, 15) == 0  # the first pass tells the time of one token
+    assert GuessPace([1.0] * 16, (0.8,)).guesses(0, 15) == 0  # the first pass tells the time of one token
     flat = warm([1.0] * 16, (0.8,))
     assert flat.guesses(0, 15) == 15
     assert flat.guesses(0, 4) == 4
