@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,29 @@ def test_sampled_answers_have_the_distribution_of_the_model(llm: LLM) -> None:
     expected = [count * sum(exact[ids] for ids in group) for group in groups if group]
     found = [sum(seen[ids] for ids in group) for group in groups if group]
     assert stats.chisquare(found, expected).pvalue > 1e-3
+
+
+def test_answers_in_turns_do_not_mix(llm: LLM) -> None:
+    """Passes of another answer between two tokens of a run, as the server runs them."""
+    texts = ["x = [1, 2, 3, 4]\n" * 5, "def f(a, b):\n    return a\n" * 4]
+    options = {"max_new_tokens": 40, "ignore_eos": True}
+    plain = [llm.generate(text, speculate=False, **options).token_ids for text in texts]
+    prepared = [llm.prepare(text, **options) for text in texts]
+
+    def in_turns() -> list[GenerationResult]:
+        sessions = [llm.session() for _ in texts]
+        running = [
+            one.start(SessionSource(session), 0, threading.Event())
+            for one, session in zip(prepared, sessions, strict=True)
+        ]
+        for _ in range(options["max_new_tokens"]):
+            for generation in running:
+                next(generation)
+        return [generation.run() for generation in running]
+
+    found = llm.on_engine_thread(in_turns)
+    assert [one.token_ids for one in found] == plain
+    assert all(one.speculation is not None for one in found)
 
 
 def test_an_answer_that_is_cancelled_keeps_its_session(llm: LLM) -> None:
