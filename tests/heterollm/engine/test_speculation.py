@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -257,26 +256,27 @@ def test_sampled_answers_have_the_distribution_of_the_model(llm: LLM) -> None:
 
 
 def test_answers_in_turns_do_not_mix(llm: LLM) -> None:
-    """Passes of another answer between two tokens of a run, as the server runs them."""
-    texts = ["x = [1, 2, 3, 4]\n" * 5, "def f(a, b):\n    return a\n" * 4]
-    options = {"max_new_tokens": 40, "ignore_eos": True}
-    plain = [llm.generate(text, speculate=False, **options).token_ids for text in texts]
-    prepared = [llm.prepare(text, **options) for text in texts]
+    """Passes of another answer between two tokens of a run of right guesses, as the server runs them."""
+    prompts = [llm.tokenizer.encode(text) for text in ("import os\n", CODE)]
+    options = GenerationOptions(max_new_tokens=24, ignore_eos=True)
+    plain = [answer(llm, llm.session(), prompt, None, options).token_ids for prompt in prompts]
+
+    def started(prompt: list[int], tokens: tuple[int, ...]) -> Generation:
+        source, whole = SessionSource(llm.session()), [*prompt, *tokens]
+        guesser = Guesser(lambda place: whole[place], 5)
+        speculation = Speculation(source, guesser, GuessPace([1.0] * 16, (0.5,)), llm.device.now_s)
+        return Generation(source, llm._tokenizer, prompt, options, speculation=speculation)
 
     def in_turns() -> list[GenerationResult]:
-        sessions = [llm.session() for _ in texts]
-        running = [
-            one.start(SessionSource(session), 0, threading.Event())
-            for one, session in zip(prepared, sessions, strict=True)
-        ]
-        for _ in range(options["max_new_tokens"]):
+        running = [started(*one) for one in zip(prompts, plain, strict=True)]
+        for _ in range(24):
             for generation in running:
                 next(generation)
-        return [generation.run() for generation in running]
+        return [generation.result for generation in running]
 
     found = llm.on_engine_thread(in_turns)
     assert [one.token_ids for one in found] == plain
-    assert all(one.speculation is not None for one in found)
+    assert [one.speculation.accepted for one in found if one.speculation is not None] == [19, 19]
 
 
 def test_an_answer_that_is_cancelled_keeps_its_session(llm: LLM) -> None:
