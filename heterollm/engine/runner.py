@@ -300,16 +300,11 @@ class Engine:
         passes += [("prefill", *chunk) for chunk in chunks]
         for done, (phase, position, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
-            rows = _head_rows(phase, length)
             try:
-                self._passes.head(
-                    self._pass(phase, self._lengths(phase, length), position, cache), phase, rows
-                )
+                self._compile(phase, position, length, cache)
             except NPU_FAILURES as error:
                 self._fall_back(error, 0)
-                self._passes.head(
-                    self._pass(phase, self._lengths(phase, length), position, cache), phase, rows
-                )
+                self._compile(phase, position, length, cache)
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
