@@ -55,6 +55,9 @@ KILL_NPU: Final = signal.SIGRTMIN
 """LLVM, which PoCL loads, takes SIGUSR1 and SIGUSR2 for itself."""
 
 JSON: Final = {"Content-Type": "application/json"}
+PARTS: Final = 8
+"""Parts of a run, with the memory after each."""
+
 TIMEOUT_S: Final = 300
 
 
@@ -262,13 +265,14 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         begin_s = time.monotonic()
         run = Soak(server, bodies, texts, 2)
         run.wrong += warm.wrong
-        half = options.requests // 2 if options.kill_npu else options.requests
-        run.run(half, options.clients)
-        if options.kill_npu:
-            server.process.send_signal(KILL_NPU)
-            run.texts = alone(server, [body | plain for body in bodies])
-            assert server.get("/status")["failures"], "the NPU did not fail"
-            run.run(options.requests - half, options.clients)
+        course = [before["uss_mib"]]
+        for part in range(PARTS):
+            if options.kill_npu and part == PARTS // 2:
+                server.process.send_signal(KILL_NPU)
+                run.texts = alone(server, [body | plain for body in bodies])
+                assert server.get("/status")["failures"], "the NPU did not fail"
+            run.run(options.requests // PARTS, options.clients)
+            course.append(server.counts()["uss_mib"])
         took_s = time.monotonic() - begin_s
         after = server.counts()
         changed = sum(one != other for one, other in zip(texts, run.texts, strict=True))
@@ -290,6 +294,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(took_s, 1),
         "before": before,
         "after": after,
+        "uss_mib": course,
         "median_s": {tier: round(statistics.median(own), 3) for tier, own in run.seconds.items() if own},
         "exit_code": code,
     }

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, cast, get_args
+from typing import Final, Literal, cast, get_args
 
 from heterollm.base import OptionError
 from heterollm.benchmarks.plugins import check_engine
@@ -18,7 +18,7 @@ from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.kernels.threads import split_threads
-from heterollm.planning import LoadKeywords, LoadOptions
+from heterollm.planning import LoadKeywords, LoadOptions, Threads
 from heterollm.solver import (
     LENGTH_POLICIES,
     PASSES,
@@ -35,7 +35,6 @@ __all__ = [
     "LEVEL_NAMES",
     "Case",
     "Configuration",
-    "Threads",
     "cases_of",
     "expand",
     "parse_threads",
@@ -49,9 +48,6 @@ COVERED: Final = ("npu", "layer")
 NONE: Final = "none"
 PASS_LEVELS: Final = ("auto", "tensor")
 """Levels whose plan a pass makes."""
-
-Threads: TypeAlias = tuple[int, int]
-"""Threads of the GPU and of the NPU."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

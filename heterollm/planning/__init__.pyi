@@ -1,6 +1,7 @@
 from .additions import with_additions as with_additions
 from .ahead import Precompiled as Precompiled
 from .ahead import precompile as precompile
+from .auto import Threads as Threads
 from .calibrated import calibrated_experts as calibrated_experts
 from .calibrated import calibrated_ranges as calibrated_ranges
 from .calibrated import calibrated_scales as calibrated_scales

@@ -204,7 +204,7 @@ def choose_plan(
 
     Args:
         plan: A plan, a level, ``tensor`` or ``block`` (the solver's, from the device's profile), ``auto``
-            (the better of the two, or ``gpu`` as long as the device has no profile), or a plan file.
+            (the fastest by the profile, or ``gpu`` as long as the device has none), or a plan file.
         specs: The model's groups.
         experts: The experts of each layer of a mixture.
         device: Name of the device that runs it.

@@ -40,8 +40,8 @@ class LoadOptions:
     Args:
         device: ``snapdragon``, ``host``, ``emulator``, a simulated one, or ``auto``.
         plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``; ``tensor``, ``block``: the solver's)
-            or ``auto``: ``block`` if the solver places an ffn at any length, else ``tensor``, or ``gpu`` as
-            long as the device has no profile.
+            or ``auto``: of all levels the one predicted fastest, with the split of the cores on ``host``, or
+            ``gpu`` as long as the device has no profile.
         request: Further options of the solver's plan: objective, cap on the GPU's share, memory,
             forbidden processors and kinds. Its context and level are those of the load.
         precision: ``w4a16`` (4-bit weights, 8-bit embedding and head), ``w4a8`` (the same weights, inputs

@@ -110,7 +110,7 @@ class PromptWork:
         reproducible: Whether they must not depend on other requests.
         cache: Gives sessions.
         sink: Takes :class:`StepOf` and :class:`Ended`.
-        wanted: Whether others want the engine.
+        wanted: Whether others want the engine, in a prompt of so many tokens.
         clock: Seconds of the device.
         activity: Counts the work of all prompts.
     """
@@ -120,7 +120,7 @@ class PromptWork:
     reproducible: bool
     cache: SessionCache
     sink: Sink
-    wanted: Callable[[], bool]
+    wanted: Callable[[int], bool]
     clock: Callable[[], float]
     activity: Activity
     spent: Spent = field(default_factory=Spent)
@@ -138,7 +138,8 @@ class PromptWork:
         session, reused = held[0].session, held[0].session.position
         spent.prompt_tokens, spent.cached_tokens = len(ids), reused
         try:
-            turns = session.prefill_in_turns(np.asarray(ids[reused:], np.int32), self.wanted)
+            rest = np.asarray(ids[reused:], np.int32)
+            turns = session.prefill_in_turns(rest, lambda: self.wanted(len(rest)))
             while self._timed(turns):
                 yield
             self.cache.prefilled(held[0])

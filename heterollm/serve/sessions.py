@@ -70,11 +70,6 @@ class SessionCache:
         """Return the number of sessions in memory."""
         return len(self._held)
 
-    @property
-    def busy(self) -> int:
-        """Number of sessions in use."""
-        return sum(held.busy for held in self._held)
-
     def take(self, prompt: Sequence[int], *, reproducible: bool) -> CachedSession:
         """Return a session for a prompt that holds a beginning of it, and nothing else.
 

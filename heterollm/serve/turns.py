@@ -20,6 +20,9 @@ TIERS: Final[tuple[ServiceTier, ...]] = get_args(ServiceTier)
 TURN_S: Final = 0.05
 """Time that a prompt may take before another request of its tier has a turn."""
 
+SHORT_TOKENS: Final = 64
+"""Tokens of a prompt that no request of its tier interrupts: it ends soon."""
+
 SLICE_S: Final = 0.25
 """Time after which other calls to the engine thread have a turn."""
 
@@ -197,8 +200,8 @@ class Turns:
 
     # -- the engine thread ---------------------------------------------------------------------------
 
-    def wanted(self) -> bool:
-        """Whether the job whose turn it is should let others have theirs."""
+    def wanted(self, tokens: int) -> bool:
+        """Whether the job whose turn it is, in a prompt of so many tokens, should let others have theirs."""
         current = self._current
         assert current is not None  # a job asks during its turn
         if current.cancelled.is_set():
@@ -208,9 +211,9 @@ class Turns:
             for tier in TIERS[: TIERS.index(current.tier)]:
                 if any(job.ready for job in self._active[tier]):
                     return True
-            return time.monotonic() > self._turn_ends_s and any(
-                job.ready for job in self._active[current.tier] if job is not current
-            )
+            if tokens <= SHORT_TOKENS or time.monotonic() < self._turn_ends_s:
+                return False
+            return any(job.ready for job in self._active[current.tier] if job is not current)
 
     def _slice(self) -> None:
         """Run turns until no job is ready, or other calls should have a turn."""

@@ -375,13 +375,15 @@ def test_the_bundled_model_answers(bundled_model, tmp_path):
     streamed = process(*arguments, cwd=tmp_path)
     assert streamed.returncode == 0, streamed.stderr
     assert "12 new tokens" in streamed.stderr
-    assert streamed.stderr.count("\n") == 2  # the statistics, and not a word of any library
+    # The choice of the plan and the statistics, and not a word of any library.
+    assert streamed.stderr.startswith("auto: gpu, since host has no profile")
+    assert streamed.stderr.count("\n") == 3
     assert "\x1b" not in streamed.stdout + streamed.stderr
     whole = process(*arguments, "--json", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     data = json.loads(whole.stdout)
     assert data["text"] + "\n" == streamed.stdout
-    assert whole.stderr == ""
+    assert whole.stderr == streamed.stderr.splitlines(keepends=True)[0]
     assert data["generated_tokens"] == 12
     assert data["device"] == "host"
 

@@ -10,6 +10,7 @@ import pytest
 
 import heterollm.planning.profiling
 from heterollm.kernels.device import fingerprint_of
+from heterollm.kernels.threads import allowed_cores
 from heterollm.profiler.measure import Task
 from heterollm.profiler.records import BandwidthKey, Profile, Record
 from heterollm.profiler.runner import run_tasks
@@ -52,6 +53,7 @@ class FakeProfiler:
         self.interrupted_at = None
         self.calls = []
         self.opened = []
+        self.commands = []
         self.essential = EssentialWork(30.0, 23, 20.0)
 
     def open_device(self, name, **threads):
@@ -96,6 +98,7 @@ def fake(monkeypatch, cache):
     monkeypatch.setattr(heterollm.planning.profiling, "open_device", profiler.open_device)
     monkeypatch.setattr(heterollm.planning.profiling, "profile_device", profiler.profile_device)
     monkeypatch.setattr(heterollm.planning.profiling, "essential_work", profiler.essential_work)
+    monkeypatch.setattr("heterollm.benchmarks.run_profile", profiler.commands.append)
     return profiler
 
 
@@ -170,8 +173,27 @@ def test_a_device_on_which_a_quick_run_takes_long_is_said_before(run, fake):
     assert (
         "What plans need takes about 2 min 30 s on this device; 1 min 40 s of it build 23 NPU graphs." in err
     )
-    assert "although the budget is 45 s" in err
+    assert "although the budget is 34 s" in err
     assert "What plans need" not in run("--budget", "none")[2]
+
+
+@pytest.mark.skipif(len(allowed_cores()) < 2, reason="one core cannot be split")
+def test_on_host_all_cores_for_the_gpu_are_measured_too_unless_a_split_is_named(run, fake):
+    code, _, err = run("--precision", "w4a8", "--update")
+    cores = str(len(allowed_cores()))
+    assert code == 0
+    assert fake.calls[0][1].budget_s == 180.0
+    assert f"After it {cores}+0 cores, GPU first, in a process of its own, about 1 min of the budget" in err
+    [words] = fake.commands
+    assert " ".join(words) == (
+        f"profile --device auto --gpu-threads {cores} --npu-threads 0 --budget 60s --group-size 32 "
+        "--scales free --update --precision w4a8"
+    )
+    for named in (("--gpu-threads", "1"), ("--device", "emulator")):
+        fake.commands.clear()
+        assert run(*named)[0] == 0
+        assert fake.commands == []
+        assert fake.calls[-1][1].budget_s == 240.0
 
 
 def test_no_budget_measures_all(run, fake):

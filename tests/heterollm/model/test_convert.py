@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from heterollm.base import HeteroLLMError
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.model import Checkpoint, ModelConfig, convert_model, load_weights
 
 
@@ -63,6 +64,22 @@ def test_answers_are_those_of_the_source(bundled_model, host_llm, run, tmp_path)
     ]
     assert texts[0] == texts[1]
     assert run("convert", str(bundled_model), "-o", str(tmp_path / "small"))[0] == 1
+
+
+@pytest.mark.slow
+def test_transformers_has_the_logits_of_the_written_model(bundled_model, host_llm, tmp_path):
+    """By the library compressed-tensors, in float32; its version 0.20 expects unpacked zero points there."""
+    pytest.importorskip("compressed_tensors")
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    folder = convert_model(bundled_model, tmp_path / "small").folder
+    ids = list(range(20, 60))
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        wanted = model(torch.tensor([ids])).logits[0].numpy()
+    own = host_llm(folder, plan="gpu", precision="fp16").session().prefill(ids, all_logits=True)
+    assert sqnr_db(own, wanted) > 90
 
 
 def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path):

@@ -84,7 +84,9 @@ def test_solved_plans_run_with_the_gpus_answers(profile, folder) -> None:
             logits[plan].append(session.decode(ids[0]).copy())
             assert llm.plan.level == {"auto": "block"}.get(plan, plan)
             assert (llm.plan.uses_npu, llm.plan.has_ffn) == (plan != "gpu", plan == "auto")
-            assert not llm.notes
+            assert [note.startswith("auto: block, predicted") for note in llm.notes] == [True] * (
+                plan == "auto"
+            )
     for plan in ("tensor", "auto"):
         for ours, theirs in zip(logits[plan], logits["gpu"], strict=True):
             assert ((ours - theirs) ** 2).sum() < 1e-9 * (theirs**2).sum()
@@ -315,7 +317,7 @@ def test_a_precision_that_was_not_measured_is_named(profile, folder, level) -> N
     """Another precision's linears say nothing of this one's: the plan would be the GPU's in silence."""
     made = solved(profile, folder, "w4a8", context=64)
     assert not made.plan.uses_npu
-    assert made.plan.level == "tensor"
+    assert made.plan.level == "gpu"
     assert "no linear layers of its NPU at precision w4a8 (int4 block 32" in made.notes[0]
     assert "--precision w4a8" in made.notes[0]
     with pytest.raises(ProfileError, match="at precision w4a8") as caught:

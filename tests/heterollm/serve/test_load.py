@@ -113,7 +113,7 @@ def test_an_urgent_request_does_not_wait_for_a_long_prompt(llm: LLM, turns: Turn
     order: list[str] = []
     ends = threading.Event()
 
-    def work(name: str, prompt: str, wanted: Callable[[], bool]) -> tuple[PromptWork, Events]:
+    def work(name: str, prompt: str, wanted: Callable[[int], bool]) -> tuple[PromptWork, Events]:
         answer = llm.prepare(prompt, max_new_tokens=5)
         sink = Events(name, order)
         made = PromptWork((answer,), 0, True, cache, sink, wanted, time.monotonic, Activity())
@@ -122,12 +122,12 @@ def test_an_urgent_request_does_not_wait_for_a_long_prompt(llm: LLM, turns: Turn
     short, short_events = work("short", "import ", turns.wanted)
     asked = 0
 
-    def wanted() -> bool:
+    def wanted(tokens: int) -> bool:
         nonlocal asked
         asked += 1
         if asked == 1:
             turns.submit([short.job("priority")])
-        return turns.wanted()
+        return turns.wanted(tokens)
 
     long, long_events = work("long", LONG, wanted)
     job = long.job("flex")
