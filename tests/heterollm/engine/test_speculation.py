@@ -122,6 +122,7 @@ def test_rows_in_place_are_those_of_a_copy(llm: LLM, token_ids: Callable[[int], 
     assert sqnr_db(last, other.decode(ids)[-1]) >= LOGITS_SQNR_DB["fp32"]
 
 
+@pytest.mark.parametrize("llm", ["gpu"], indirect=True)
 @pytest.mark.parametrize(
     "options",
     [
@@ -186,7 +187,7 @@ def test_every_proposer_gives_the_greedy_answer(llm: LLM) -> None:
     options = GenerationOptions(max_new_tokens=40, ignore_eos=True)
     plain = answer(llm, llm.session(), prompt, None, options)
     whole = [*prompt, *plain.token_ids, *[1] * 20]
-    for count in (1, 6, 15):
+    for count in (1, 9):
         for guess in (
             lambda place: whole[place],
             lambda place: (whole[place] + 1) % 2048,
@@ -201,7 +202,7 @@ def test_every_proposer_gives_the_greedy_answer(llm: LLM) -> None:
 @pytest.mark.parametrize("llm", ["gpu"], indirect=True)
 def test_sampled_answers_have_the_distribution_of_the_model(llm: LLM) -> None:
     """Three tokens with guesses drawn from another distribution, against their exact probabilities."""
-    prompt, count = llm.tokenizer.encode("import "), 500
+    prompt, count = llm.tokenizer.encode("import "), 300
     sampling = SamplingOptions(temperature=0.9, top_k=3, top_p=0.98, min_p=0.02, repetition_penalty=1.1)
     sampler = Sampler(sampling, 2048)
     session = llm.session()
@@ -246,7 +247,7 @@ def test_sampled_answers_have_the_distribution_of_the_model(llm: LLM) -> None:
         seen[result.token_ids] += 1
         assert result.speculation is not None
         accepted += result.speculation.accepted
-    assert accepted > 20
+    assert accepted > 12
     rows = sorted(exact, key=lambda ids: exact[ids])
     small = [ids for ids in rows if exact[ids] * count < 8]
     groups = [small, *([ids] for ids in rows[len(small) :])]
@@ -337,7 +338,7 @@ def test_a_sampling_draft_has_the_distribution_of_the_model(bundled_model: Path,
     """First guessed tokens of many answers, against the exact distribution; a seed repeats an answer."""
     sampling = {"temperature": 1.0, "top_k": 4, "repetition_penalty": 1.2}
     with LLM.load(bundled_model, device="host", plan="gpu", speculative=other_draft, guesses=2) as llm:
-        prompt, session, count = llm.tokenizer.encode("import "), llm.session(), 300
+        prompt, session, count = llm.tokenizer.encode("import "), llm.session(), 250
         sampler = Sampler(SamplingOptions(**sampling), llm.config.vocab_size)
         exact: dict[tuple[int, int], float] = {}
         first = sampler.distribution(session.prefill(prompt), np.array(prompt))

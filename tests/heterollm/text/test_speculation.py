@@ -192,7 +192,7 @@ def test_no_guess_changes_an_answer(tokenizer, kind, options):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_random_guesses_change_nothing(tokenizer, data):
     options = {**data.draw(st.sampled_from(OPTIONS)), "ignore_eos": data.draw(st.booleans())}
     options["stop"] = data.draw(st.sampled_from([(), ("e",), (" ",), ("self",)]))
@@ -255,7 +255,7 @@ def test_a_failed_pass_leaves_no_guesses(tokenizer):
 @pytest.mark.parametrize("draft", ["near", "far", "point", "same"])
 def test_accepted_and_other_tokens_have_the_sampled_distribution(options, draft):
     """A draw from any q, accepted or replaced, has the distribution p, whatever q is."""
-    generator, count = np.random.default_rng(1), 4000
+    generator, count = np.random.default_rng(1), 2500
     logits = (2 * generator.standard_normal(VOCAB)).astype(np.float32)
     history = np.array([3, 9, 9, 11])
     shift = {"near": 0.5, "far": 3.0, "point": 0.0, "same": 0.0}[draft]
@@ -280,7 +280,7 @@ def test_accepted_and_other_tokens_have_the_sampled_distribution(options, draft)
     keep = expected > 0
     assert stats.chisquare(seen[keep], expected[keep] * count).pvalue > 1e-3
     # The most that any rule can accept is the common part of p and q.
-    assert kept / count == pytest.approx(np.minimum(wanted, q).sum(), abs=0.03)
+    assert kept / count == pytest.approx(np.minimum(wanted, q).sum(), abs=0.04)
 
 
 def test_the_test_of_distributions_would_find_a_wrong_rule():
