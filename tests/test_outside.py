@@ -119,6 +119,9 @@ RUNS = {
     "demo": f"demo --device {SIMULATED} --max-new-tokens 2 --json",
     "bench": f"bench MODEL --device {SIMULATED} --plan tensor -p 33 -n 1 -r 1 -o bench.jsonl --json",
     "doctor": "doctor --device host --json",
+    "convert": "convert MODEL -o ../converted --json",
+    "eval": "eval MODEL --text ../converted/config.json --window 32 --windows 1 --device host --plan gpu"
+    " --json",
     "cache list": "cache list --json",
     "config show": "config show --json",
 }
@@ -214,8 +217,8 @@ def test_every_command_that_prints_json_is_held():
         name for name, command in COMMANDS.items() if any("--json" in param.opts for param in command.params)
     }
     assert len(printing) > 10
-    # tests/heterollm/calibration has the keys of calibrate.
-    assert printing <= {*PRINTING, "compile", "calibrate"}
+    # tests/heterollm/calibration has the keys of calibrate, tests/heterollm/model/test_hub.py those of list.
+    assert printing <= {*PRINTING, "compile", "calibrate", "list"}
 
 
 def test_keys_of_compiled_graphs(outputs, tmp_path_factory):

@@ -82,8 +82,12 @@ class CoreSplit:
             return threads if threads is not None and gpu_threads in (None, threads[0]) else (None, None)
         candidates = list(self._candidates(gpu_threads))
         if not candidates:
-            # Nothing is known: the GPU's kernels run everything, and no core shall idle.
-            return (len(allowed_cores()), 0) if gpu_threads is None else (gpu_threads, None)
+            # Nothing is known: the GPU's kernels run everything, and no core shall idle. The device itself
+            # refuses threads that do not fit the cores, and says more.
+            cores = len(allowed_cores())
+            if gpu_threads is None:
+                return cores, 0
+            return (gpu_threads, None) if gpu_threads <= cores else (None, None)
         ranked = compared(candidates, self._weights)
         self.chosen = ranked[0][1]
         self.reason = words(ranked) + self._doubts(ranked)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,13 +17,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from heterollm.base import HeteroLLMError, InputError, OptionError
-from heterollm.serve.answers import Ended, PromptWork, Spent, StepOf
+from heterollm.serve.answers import PromptWork, Spent
 from heterollm.serve.bodies import AnswerRequest, chat_request, completion_request
 from heterollm.serve.channel import Channel
 from heterollm.serve.errors import RequestError, error_answer
+from heterollm.serve.exchange import Exchange, GoneError, json_response
 from heterollm.serve.guard import Guard
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
@@ -42,15 +42,8 @@ MOST_BODY_BYTES: Final = 8 << 20
 BODY_S: Final = 30.0
 """Time for a client to send a body."""
 
-STALL_S: Final = 60.0
-"""Time for a client to read one write, before the server gives up."""
-
 GONE: Final = 499
 """Status in the metrics of a request whose client left."""
-
-
-class _GoneError(Exception):
-    """The client has left."""
 
 
 class Server:
@@ -118,7 +111,7 @@ class Server:
         async def endpoint(request: Request) -> Response:
             try:
                 response = await call(request)
-            except (_GoneError, ClientDisconnect):
+            except (GoneError, ClientDisconnect):
                 response = Response(status_code=GONE)
             except Exception as error:  # noqa: BLE001 - the client gets it in OpenAI's form
                 response = _error_response(error)
@@ -144,16 +137,16 @@ class Server:
             raise RequestError(
                 f"n is {count}, but there is memory for {room} sessions of tier {asked.tier}.", param="n"
             )
-        answer = _Answer(self, request, asked)
         reply = Reply(self._llm, name, asked)
-        return await (answer.streamed(reply) if asked.stream else answer.whole(reply))
+        channel = Channel(self._turns.wake)
+        jobs = self._start(asked, channel)
+        exchange = Exchange(request, channel, len(jobs), functools.partial(self._end, jobs))
+        if asked.stream:
+            return await exchange.streamed(reply, include_usage=asked.include_usage)
+        return json_response(await exchange.whole(reply))
 
-    def start(self, asked: AnswerRequest, channel: Channel) -> Sequence[PromptJob]:
-        """Queue the work of a request.
-
-        Raises:
-            BusyError: Too many wait.
-        """
+    def _start(self, asked: AnswerRequest, channel: Channel) -> Sequence[PromptJob]:
+        """Queue the work of a request; raises BusyError if too many wait."""
         jobs, first = [], 0
         for answers in asked.prompts:
             work = PromptWork(
@@ -171,11 +164,7 @@ class Server:
         self._turns.submit(jobs)
         return jobs
 
-    def wake(self) -> None:
-        """Look again for requests that can go on."""
-        self._turns.wake()
-
-    def end(self, jobs: Sequence[PromptJob], spent: Spent | None, error: BaseException | None) -> None:
+    def _end(self, jobs: Sequence[PromptJob], spent: Spent | None, error: BaseException | None) -> None:
         """End a request.
 
         Args:
@@ -184,7 +173,7 @@ class Server:
             error: The error that ended it, if one did.
         """
         self._turns.cancel(jobs)
-        if isinstance(error, _GoneError):
+        if isinstance(error, GoneError):
             self._metrics.aborted()
         if spent is not None:
             self._metrics.spent(spent)
@@ -205,7 +194,7 @@ class Server:
     # -- what the server is --------------------------------------------------------------------------
 
     async def _models(self, _request: Request) -> Response:
-        return _json({"object": "list", "data": [self._description()]})
+        return json_response({"object": "list", "data": [self._description()]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -213,7 +202,7 @@ class Server:
             raise RequestError(
                 f"There is no model {name!r:.100} here.", status=404, param="model", code="model_not_found"
             )
-        return _json(self._description())
+        return json_response(self._description())
 
     def _description(self) -> dict[str, Any]:
         return {
@@ -228,7 +217,7 @@ class Server:
         running, waiting = self._turns.counts()
         state = "failing" if self._failure else "ok"
         body = {"status": state, "running": running, "waiting": waiting, "error": self._failure or None}
-        return _json(body, status=503 if self._failure else 200)
+        return json_response(body, status=503 if self._failure else 200)
 
     async def _show_metrics(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -237,144 +226,10 @@ class Server:
         running, waiting = self._turns.counts()
         figures = await anyio.to_thread.run_sync(self._figures.read, limiter=self._readers)
         counts = {"running": running, "waiting": waiting, "sessions": len(self._sessions)}
-        return _json({"model": self._options.name, **counts, **figures})
+        return json_response({"model": self._options.name, **counts, **figures})
 
     async def _show_page(self, _request: Request) -> Response:
         return page()
-
-
-class _Answer:
-    """The reader of one request's answers, which cancels their work when its client leaves."""
-
-    def __init__(self, server: Server, request: Request, asked: AnswerRequest) -> None:
-        self._server = server
-        self._asked = asked
-        self._channel = Channel(server.wake)
-        self._jobs = server.start(asked, self._channel)
-        self._watch = asyncio.create_task(_close_when_gone(request, self._channel))
-        self._spent: Spent | None = None
-        self._ended = False
-
-    async def whole(self, reply: Reply) -> Response:
-        """Return the response after all tokens."""
-        steps, ends = [], []
-        async with self._guarded():
-            async for events in self._batches():
-                steps += [event for event in events if isinstance(event, StepOf)]
-                ends += [event for event in events if isinstance(event, Ended)]
-        assert self._spent is not None  # all answers ended
-        return _json(reply.whole(steps, ends, self._spent))
-
-    async def streamed(self, reply: Reply) -> Response:
-        """Return a response that sends tokens as they come; its status knows how the first ones came."""
-        batches = self._batches()
-        try:
-            first = await anext(batches)
-        except BaseException as error:
-            self._end(error)
-            raise
-        return _EventStream(self._chunks(reply, first, batches), self._end)
-
-    async def _chunks(
-        self, reply: Reply, first: Sequence[Any], batches: AsyncIterator[Sequence[Any]]
-    ) -> AsyncGenerator[bytes, None]:
-        opened: set[int] = set()
-        try:
-            async with self._guarded():
-                yield _sse(_opened(reply, first, opened))
-                async for events in batches:
-                    yield _sse(_opened(reply, events, opened))
-            if self._asked.include_usage and self._spent is not None:
-                yield _sse([reply.usage(self._spent)])
-            yield b"data: [DONE]\n\n"
-        except _GoneError:
-            pass
-        except Exception as error:  # noqa: BLE001 - the client gets it in OpenAI's form
-            yield _sse([error_answer(error)[1]])
-
-    async def _batches(self) -> AsyncIterator[Sequence[Any]]:
-        """Yield events as they come, until all answers have ended."""
-        spent, left = Spent(), len(self._jobs)
-        while left:
-            events = await self._channel.read()
-            if events is None:
-                raise _GoneError
-            for event in events:
-                if isinstance(event, BaseException):
-                    raise event
-                if isinstance(event, Ended) and event.spent is not None:
-                    spent += event.spent
-                    left -= 1
-            if not left:
-                self._spent = spent
-            yield events
-
-    @asynccontextmanager
-    async def _guarded(self) -> AsyncIterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._end(error)
-            raise
-        self._end(None)
-
-    def _end(self, error: BaseException | None = None) -> None:
-        """End the request, once."""
-        if not self._ended:
-            self._ended = True
-            self._watch.cancel()
-            self._server.end(self._jobs, self._spent, error)
-
-
-class _EventStream(Response):
-    """Sends events; gives up on a client that does not read.
-
-    Args:
-        chunks: The events.
-        end: Ends the request, also one of which nothing could be sent.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, chunks: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._chunks = chunks
-        self._end = end
-
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for chunk in self._chunks:
-                async with asyncio.timeout(STALL_S):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (TimeoutError, OSError):
-            pass  # the client does not read, or has gone
-        finally:
-            await self._chunks.aclose()
-            self._end()
-
-
-def _opened(reply: Reply, events: Sequence[Any], opened: set[int]) -> list[dict[str, Any]]:
-    """Return the chunks of events, with an opening before the first of each answer."""
-    chunks = []
-    for event in events:
-        if event.choice not in opened:
-            opened.add(event.choice)
-            chunks.append(reply.opening(event.choice))
-        chunks.append(reply.step(event) if isinstance(event, StepOf) else reply.end(event))
-    return [chunk for chunk in chunks if chunk is not None]
-
-
-def _sse(chunks: Sequence[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
-
-
-async def _close_when_gone(request: Request, channel: Channel) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    channel.close()
 
 
 async def _body(request: Request) -> bytes:
@@ -395,13 +250,9 @@ async def _body(request: Request) -> bytes:
     return bytes(content)
 
 
-def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
-
-
 def _error_response(error: BaseException) -> Response:
     status, body, headers = error_answer(error)
-    response = _json(body, status)
+    response = json_response(body, status)
     response.headers.update(headers)
     return response
 

@@ -64,7 +64,7 @@ class FakeModel:
         self.plan = Named(level="gpu", precision="w4a16", attention=())
         self.notes = ("a note",)
         self.plan_notes = ("a note on the plan",)
-        self.failures = ("The NPU part failed.",)
+        self.failures = self.pass_notes = ("The NPU part failed.",)
         self.closed = False
         self.expert_reads = None
 
@@ -146,6 +146,7 @@ def test_options_reach_the_model(run, fake):
         "sync": "poll",
         "allow_fallback": True,
         "experts_gib": 1.5,
+        "lora": None,
         "trace": False,
         "request": None,
     }

@@ -107,9 +107,9 @@ def test_only_the_files_of_a_load_are_fetched(hub, run):
     assert not [one for one in hub.requests if one[0] == "GET"]
     [model] = stored_models()
     assert (model.name, model.kind, model.paths) == ("me/tiny", "fetched", (path,))
-    code, out, _ = run("list")
-    assert code == 0
-    assert "me/tiny" in out
+    assert "me/tiny" in run("list")[1]
+    [listed] = json.loads(run("list", "--json")[1])
+    assert set(listed) == {"name", "kind", "size_bytes", "paths"}
     assert run("rm", "me/other", "--yes")[0] == 1
     assert run("rm", "me/tiny", "--yes")[0] == 0
     assert not stored_models()
