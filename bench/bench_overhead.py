@@ -92,13 +92,14 @@ def load(folder: Path, level: str, *, traced: bool, merged: bool) -> tuple[Any, 
     """Return a loaded model whose passes are recorded from now on."""
     import heterollm.engine.merging
     import heterollm.llm
+    import heterollm.loading
 
     trace = Trace()
     if not merged:
         heterollm.engine.merging.merge_launches = lambda _runtime, calls: list(calls)
     if traced:
-        heterollm.llm.open_device = with_fixed(heterollm.llm.open_device, profiling=True)
-        heterollm.llm.start_engine = with_fixed(heterollm.llm.start_engine, observer=trace)
+        heterollm.loading.open_device = with_fixed(heterollm.loading.open_device, profiling=True)
+        heterollm.loading.start_engine = with_fixed(heterollm.loading.start_engine, observer=trace)
     threads = {"gpu_threads": CORES, "npu_threads": 0} if level == "gpu" else {}
     llm = heterollm.llm.LLM.load(folder, device="host", plan=level, context=CONTEXT, **threads)
     return llm, trace

@@ -33,14 +33,15 @@ CONTEXT: Final = 256
 def load(folder: Path, plan: Any, mode: str) -> Any:  # noqa: ANN401 - imported late, as in bench_sync
     """Return a loaded model of one mode."""
     import heterollm.llm
+    import heterollm.loading
     from heterollm.kernels.open import open_device
 
     stamps = with_fixed(open_device, profiling=True)
-    heterollm.llm.open_device = open_device if mode == "off" else stamps
+    heterollm.loading.open_device = open_device if mode == "off" else stamps
     try:
         return heterollm.llm.LLM.load(folder, device="host", plan=plan, context=CONTEXT, trace=mode == "on")
     finally:
-        heterollm.llm.open_device = open_device
+        heterollm.loading.open_device = open_device
 
 
 def calls_of(llm: Any, ids: list[int]) -> dict[str, Callable[[], list[float]]]:  # noqa: ANN401

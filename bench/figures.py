@@ -49,6 +49,7 @@ LLM_NPU: Final = "docs/llm-npu.md"
 SPARSE: Final = "docs/shadow-attention.md"
 CHECKPOINTS: Final = "docs/checkpoints.md"
 MIXTURES: Final = "docs/mixture-of-experts.md"
+SPECULATIVE: Final = "docs/speculative.md"
 
 Row = Mapping[str, Any]
 
@@ -537,6 +538,31 @@ def flights_table() -> str:
     return table(f"simulated | {' | '.join(columns)}", "lrrrrrrrr", lines)
 
 
+def guessed_passes_table() -> str:
+    """Simulated decode passes of several tokens under each plan level."""
+    rows, lengths = rows_of("speculation_simulated"), (1, 2, 3, 4, 6, 8, 12, 16)
+    lines = []
+    for level in ("gpu", "tensor", "block"):
+        found = [one(rows, kind="pass", level=level, tokens=tokens) for tokens in lengths]
+        lines.append((f"`{level}`, ms", *(f"{row['ms']:.0f}" for row in found)))
+        lines.append(("predicted", *(f"{row['predicted_ms']:.0f}" for row in found)))
+        lines.append(("runs graphs", *("yes" if row["npu"] else "no" for row in found)))
+    return table(f"simulated, tokens of the pass | {' | '.join(map(str, lengths))}", "lrrrrrrrr", lines)
+
+
+def simulated_guesses_table() -> str:
+    """Simulated gains of guesses by their assumed acceptance."""
+    rows, shares = rows_of("speculation_simulated"), (0.3, 0.5, 0.7, 0.8, 0.9)
+    lines = []
+    for by, level in product(("lookup", "llama-3.2-1b"), ("gpu", "tensor", "block")):
+        asked = {"kind": "gain", "guesses_by": by, "level": level}
+        found = [one(rows, **asked, assumed_acceptance=share) for share in shares]
+        plain = f"{found[0]['plain_tokens_per_s']:.2f}"
+        lines.append((f"{by}, `{level}`", plain, *(f"{row['gain']:.2f} ({row['guesses']})" for row in found)))
+    columns = " | ".join(f"{share:.0%} right" for share in shares)
+    return table(f"simulated | plain, tokens/s | {columns}", "lrrrrrr", lines)
+
+
 def llm_npu_table(name: str) -> str:
     """The tables of the pass llm.npu."""
     head, right = llm_npu_tables.HEADS[name]
@@ -847,6 +873,8 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (MIXTURES, "perplexity under overflow"): lambda: mixture_table(mixture_tables.overflow_lines, "lrrrrrr"),
     (MIXTURES, "bytes of a decoded token"): lambda: mixture_table(mixture_tables.bytes_lines, "lrrrrrrl"),
     (MIXTURES, "parity of mixtures"): parity_table,
+    (SPECULATIVE, "passes of several tokens"): guessed_passes_table,
+    (SPECULATIVE, "simulated gains of guesses"): simulated_guesses_table,
     (MIXTURES, "simulated steps"): lambda: expert_table("phone"),
     (MIXTURES, "simulated steps, unlimited"): lambda: expert_table("unlimited"),
     (MIXTURES, "simulated imbalance"): lambda: expert_table("imbalances"),

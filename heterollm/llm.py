@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,38 +20,16 @@ from heterollm.engine import (
     PreparedAnswer,
     Session,
     SessionSource,
+    Speculator,
     Stream,
     check_ids,
-    check_memory,
-    check_precision,
-    memory_need,
-    start_engine,
 )
 from heterollm.kernels.device import Device
-from heterollm.kernels.open import open_device
-from heterollm.kernels.ops import Group, OpSpec, Phase
-from heterollm.kernels.sim import Simulation
-from heterollm.model import (
-    Checkpoint,
-    ModelConfig,
-    ModelWeights,
-    expert_specs,
-    load_weights,
-    op_specs,
-)
-from heterollm.planning import (
-    CoreSplit,
-    LoadKeywords,
-    LoadOptions,
-    PlanTarget,
-    calibrated_experts,
-    calibrated_ranges,
-    calibrated_scales,
-    calibrated_shadows,
-    choose_context,
-    plan_for,
-)
-from heterollm.solver import Plan, check_plan
+from heterollm.kernels.ops import Phase
+from heterollm.loading import PlannedModel, SourceModel, open_for, planned_draft, speculator_of
+from heterollm.model import Checkpoint, ModelConfig, ModelWeights
+from heterollm.planning import CoreSplit, LoadKeywords, LoadOptions, choose_context
+from heterollm.solver import Plan
 from heterollm.text import (
     Generation,
     GenerationOptions,
@@ -62,13 +40,12 @@ from heterollm.text import (
     SamplingOptions,
     Tokenizer,
     TokenSource,
-    load_tokenizer,
     reusable_prefix,
 )
-from heterollm.trace import Tracer, take_trace
+from heterollm.trace import take_trace
 
 if TYPE_CHECKING:
-    from heterollm.engine import Engine, ExpertBudget, ExpertReads, Step
+    from heterollm.engine import Engine, ExpertReads, Step
     from heterollm.trace import Trace
 
 __all__ = ["LLM"]
@@ -94,6 +71,8 @@ class LLM:
         self._engine = engine
         self._thread = thread
         self._plan_notes = tuple(plan_notes)
+        self._speculator: Speculator | None = None
+        self._draft: Engine | None = None
         self._own_session: Session | None = None
         self._kept_grammar_tokens: GrammarTokens | None = None
 
@@ -114,7 +93,7 @@ class LLM:
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
                 ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
-                ``allow_fallback``, ``trace``, ``experts_gib`` and ``lora``.
+                ``allow_fallback``, ``trace``, ``experts_gib``, ``lora``, ``speculative`` and ``guesses``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
@@ -128,65 +107,33 @@ class LLM:
 
         check_keywords(options, LoadKeywords.__annotations__)
         asked = LoadOptions(**options)
-        checkpoint = Checkpoint(model, asked.lora)
-        config = ModelConfig.from_folder(checkpoint.folder)
-        context = choose_context(config, asked.context)
-        tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
+        source = SourceModel.of(Checkpoint(model, asked.lora))
+        context = choose_context(source.config, asked.context)
         thread = EngineThread()
         try:
-            cores = CoreSplit(asked, config, context)
+            cores = CoreSplit(asked, source.config, context)
             report("Opening the device", 0, 1)
-            opened = thread.run(lambda: _open(asked, cores))
+            opened = thread.run(lambda: open_for(asked, cores))
             report("Opening the device", 1, 1)
             if opened.power != "default" and opened.power_switch is not None:
                 thread.rest_when_idle(opened.power_switch)
-            specs = _specs(asked, config, opened)
-            check_precision(opened, asked.precision, specs)
-            target = PlanTarget.of(opened, cores.reason_for(opened))
-            report("Planning", 0, 1)
-            plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
-            report("Planning", 1, 1)
             # Before weights are read: quantising a model that cannot run would waste time.
-            held = {key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()}
-            budget = _expert_budget(asked, config, specs)
-            _check_fit(config, specs, plan, context, opened, held, budget)
-            weights = load_weights(
-                checkpoint,
-                config,
-                precision=asked.precision,
-                group_size=asked.group_size,
-                symmetric=asked.symmetric,
-                scales=asked.scales,
-                float_dtype=opened.activation_dtype,
-                progress=lambda done, total: report("Quantising weights", done, total),
-            )
-            ranges = calibrated_ranges(asked.weights_calibration, weights)
-            scales = {
-                buckets: calibrated_scales(asked.weights_calibration, buckets)
-                for buckets in {one.buckets for one in plan.sparse_attention}
-            }
-            observer = thread.run(lambda: Tracer(opened)) if asked.trace else None
-            engine = thread.run(
-                lambda: start_engine(
-                    opened,
-                    weights,
-                    plan,
-                    context,
-                    report,
-                    allow_fallback=asked.allow_fallback,
-                    allow_slow=asked.allow_slow,
-                    observer=observer,
-                    ranges=ranges,
-                    score_scales=scales,
-                    experts=budget,
-                )
-            )
+            report("Planning", 0, 1)
+            planned = PlannedModel.of(source, asked, opened, thread, context, cores.reason_for(opened))
+            drafting = planned_draft(planned, thread)
+            report("Planning", 1, 1)
+            weights, engine = planned.start(thread, report)
+            draft = None if drafting is None else drafting.start(thread, report)[1]
+            speculator = thread.run(lambda: speculator_of(planned, engine, draft, thread, report))
         except BaseException:
             # Ctrl-C interrupts this thread; the engine thread ends at its next report of progress.
             stopped.set()
             thread.close()
             raise
-        return cls(config, tokenizer, weights, engine, thread, notes)
+        notes = planned.notes if drafting is None else (*planned.notes, *drafting.draft_notes)
+        made = cls(source.config, source.tokenizer, weights, engine, thread, notes)
+        made._speculator, made._draft = speculator, draft
+        return made
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -255,6 +202,7 @@ class LLM:
             grammar: Lark grammar that the answer follows, in llguidance's dialect. These three exclude one
                 another and need the extra ``grammar``; the answer has all of its text if its
                 ``stop_reason`` is ``complete``.
+            speculate: Whether to guess tokens, if the model was loaded with ``speculative``.
 
         Raises:
             OptionError: An option is illegal.
@@ -282,6 +230,9 @@ class LLM:
         Arguments and errors are those of :meth:`stream`; ``session`` is not read.
         """
         asked = _generation_options(options)
+        speculate = options.get("speculate", True)
+        if not isinstance(speculate, bool):
+            raise OptionError(f"speculate is {speculate!r:.80}, but must be True or False.")
         # Stop strings need text.
         tokenizer = self.tokenizer if asked.stop else self._tokenizer
         given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -292,13 +243,18 @@ class LLM:
                 fix="Shorten the prompt or load the model with a larger context.",
             )
         constraint = self._grammar_tokens().constraint(asked) if asked.is_structured else None
+        speculator = self._speculator if speculate else None
 
         def start(source: TokenSource, reused: int, cancel: threading.Event) -> Generation:
             clock = self.device.now_s
+            speculation = None
+            if speculator is not None and isinstance(source, SessionSource):
+                speculation = speculator.begin(source, asked.sampling, clock)
             return Generation(
                 *(source, tokenizer, ids, asked),
                 reused=reused,
                 constraint=constraint,
+                speculation=speculation,
                 cancel=cancel,
                 clock=clock,
             )
@@ -370,7 +326,8 @@ class LLM:
     @property
     def failures(self) -> tuple[str, ...]:
         """Failures of the NPU after which the GPU continued alone, if ``allow_fallback`` allows it."""
-        return self._engine.notes
+        draft = () if self._draft is None else self._draft.notes
+        return (*self._engine.notes, *(f"Draft model: {note}" for note in draft))
 
     @property
     def expert_reads(self) -> ExpertReads | None:
@@ -421,7 +378,12 @@ class LLM:
 
     def close(self) -> None:
         """Finish the queued calls and free the model; later calls raise. May be called twice."""
-        self._thread.close(self._engine.close)
+        self._thread.close(self._close)
+
+    def _close(self) -> None:
+        if self._draft is not None:
+            self._draft.release()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -430,45 +392,13 @@ class LLM:
         self.close()
 
 
-def _open(options: LoadOptions, cores: CoreSplit) -> Device:
-    # A simulated device gives answers only if it computes them.
-    return open_device(
-        options.device,
-        gpu_threads=options.gpu_threads,
-        npu_threads=options.npu_threads,
-        profiling=options.trace,
-        simulation=Simulation(numerics=True),
-        power=options.power,
-        choose_threads=cores,
-    )
-
-
-def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[OpSpec, ...]:
-    float_bits: Literal[16, 32] = 32 if device.activation_dtype == np.float32 else 16
-    return op_specs(
-        config,
-        options.precision,
-        options.group_size,
-        options.symmetric,
-        float_bits=float_bits,
-        scales=options.scales,
-    )
-
-
-def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:
-    """Return the memory that experts may take; None for all of them."""
-    if asked.experts_gib is None:
-        return None
-    # A late import, as that of the engine.
-    from heterollm.engine import expert_budget
-
-    popular = calibrated_experts(asked.calibration)
-    return expert_budget(expert_specs(config, specs), asked.experts_gib, popular)
+_NO_LIMITS: Final = ("session", "speculate")
+"""Options of an answer that are no limits, stop conditions or sampling parameters."""
 
 
 def _generation_options(options: AnswerKeywords) -> GenerationOptions:
     check_keywords(options, AnswerKeywords.__annotations__)
-    given: dict[str, Any] = {name: value for name, value in options.items() if name != "session"}
+    given: dict[str, Any] = {name: value for name, value in options.items() if name not in _NO_LIMITS}
     sampling = {name: given.pop(name) for name in SamplingOptions.__annotations__ if name in given}
     stop = _stop_strings(given.pop("stop", ()))
     return GenerationOptions(sampling=SamplingOptions(**sampling), stop=stop, **given)
@@ -480,35 +410,3 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(stop, list | tuple):
         raise OptionError(f"stop is {stop!r}, but must be a text or a list of texts.")
     return tuple(stop)
-
-
-def _check_fit(
-    config: ModelConfig,
-    specs: Sequence[OpSpec],
-    plan: Plan,
-    context: int,
-    device: Device,
-    hot_channels: Mapping[tuple[int, Group], int],
-    experts: ExpertBudget | None,
-) -> None:
-    # A late import, as that of the engine.
-    from heterollm.engine import HEAD_ROWS, pool_sizes
-
-    check_plan(
-        plan,
-        (*specs, *expert_specs(config, specs)),
-        device.npu,
-        longest=config.max_positions,
-        head_rows=HEAD_ROWS,
-        activation=config.activation,
-        heads=(config.heads, config.kv_heads),
-    )
-    item_bytes = device.activation_dtype.itemsize
-    slots = pool_sizes(config, specs, plan, item_bytes, context)
-    need = memory_need(
-        *(config, specs, plan, context, slots, device.cache_dtype, device.npu),
-        hot_channels=hot_channels,
-        item_bytes=item_bytes,
-        experts_bytes=None if experts is None else experts.size_bytes,
-    )
-    check_memory(need)

@@ -122,7 +122,7 @@ def predict_pass(
         phase: Prefill or decode.
         tokens: Tokens of the pass.
         limits: Limits of the NPU: where the plan leaves the form to the backend, the fastest form counts.
-        logits: Whether the head computes one position.
+        logits: Whether the head computes positions.
 
     Raises:
         PlanError: The plan has no entry for the pass.
@@ -131,8 +131,10 @@ def predict_pass(
     layers = len({spec.layer for spec in specs if spec.group != "head"})
     own = [spec for spec in specs if spec.layer == first or (logits and spec.group == "head")]
     found = []
-    for spec, placement in plan.operators(phase, tokens, own):
-        rows = 1 if spec.group == "head" else tokens
+    # Decode computes the logits of every token, prefill those of the last one.
+    positions = tokens if phase == "decode" else 1
+    for spec, placement in plan.operators(phase, tokens, own, rows=positions):
+        rows = positions if spec.group == "head" else tokens
         decided = _with_form(placement, spec, costs, limits)
         option = evaluate(spec, rows, decided, costs)
         if option is None:

@@ -19,6 +19,7 @@ FLOORS = (
     ("heterollm.simulate",),
     ("heterollm",),
     ("heterollm.llm",),
+    ("heterollm.loading",),
     ("heterollm.planning",),
     ("heterollm.trace",),
     ("heterollm.calibration",),

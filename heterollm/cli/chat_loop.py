@@ -127,6 +127,8 @@ class ChatLoop:
         elif self._interactive:
             rate = result.decode_tokens_per_s
             speed = "" if rate is None else f", {rate:.1f} tokens/s"
+            if result.speculation is not None and result.speculation.passes:
+                speed += f", {result.speculation.tokens_per_pass:.2f} a pass"
             _note(f"{result.generated_tokens} tokens{speed}, ended by {result.stop_reason}")
 
     def _stream(self) -> GenerationResult:

@@ -64,6 +64,11 @@ def models(incomplete: str) -> list[str]:
     return [*_bundled(incomplete), *_folders(incomplete), *_hub(incomplete)]
 
 
+def drafts(incomplete: str) -> list[str]:
+    """Return the ways to guess tokens: from the text, or by a model."""
+    return [*beginning(incomplete, ("lookup",)), *models(incomplete)]
+
+
 def stored_models(incomplete: str) -> list[str]:
     """Return the names of the models on this machine."""
     from heterollm.base import CacheError

@@ -56,6 +56,8 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
             sync=run.sync,
             allow_fallback=run.allow_fallback,
             experts_gib=run.experts_gib,
+            speculative=run.speculative,
+            guesses=run.guesses,
             trace=trace,
             progress=progress,
         )

@@ -33,6 +33,7 @@ __all__ = [
     "Format",
     "FormatOption",
     "GroupSize",
+    "GuessesOption",
     "InFlightOption",
     "IntegerList",
     "JsonOption",
@@ -48,6 +49,7 @@ __all__ = [
     "RowsOption",
     "RunOptions",
     "ScalesOption",
+    "SpeculativeOption",
     "SyncOption",
     "ThreadOptions",
     "TokenOptions",
@@ -199,6 +201,19 @@ ExpertsGibOption = Annotated[
         help="Memory of a mixture's experts in GiB; others are read from storage when chosen. Default: all."
     ),
 ]
+SpeculativeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="lookup|MODEL",
+        help="Check several guessed tokens in one pass: those that followed the same text before (lookup), "
+        "or those of a smaller model with the same tokenizer. See docs/speculative.md.",
+        autocompletion=cli_complete.drafts,
+    ),
+]
+GuessesOption = Annotated[
+    int | None,
+    typer.Option(help="With --speculative: guesses in each pass, 1 to 15. Default: as many as pay."),
+]
 OverflowOption = Annotated[
     Literal["gpu", "drop", "pad"],
     typer.Option(
@@ -329,6 +344,8 @@ class RunOptions:
         bool, typer.Option("--allow-fallback", help="Continue on the GPU when the NPU fails.")
     ] = False
     experts_gib: ExpertsGibOption = None
+    speculative: SpeculativeOption = None
+    guesses: GuessesOption = None
     profile: Annotated[
         Literal["quick"] | None,
         typer.Option(help="Measure what plans lack of the device first, in about a minute."),

@@ -2,6 +2,7 @@ from .expert_residency import ExpertBudget as ExpertBudget
 from .expert_residency import ExpertReads as ExpertReads
 from .expert_residency import expert_budget as expert_budget
 from .experts import ExpertRows as ExpertRows
+from .memory import MemoryNeed as MemoryNeed
 from .memory import available_bytes as available_bytes
 from .memory import check_memory as check_memory
 from .memory import memory_need as memory_need
@@ -20,6 +21,11 @@ from .session import check_ids as check_ids
 from .shadows import ColdProduct as ColdProduct
 from .slots import HEAD_ROWS as HEAD_ROWS
 from .slots import pool_sizes as pool_sizes
+from .speculators import DraftSpeculator as DraftSpeculator
+from .speculators import LookupSpeculator as LookupSpeculator
+from .speculators import Speculator as Speculator
+from .speculators import longest_guessed_pass as longest_guessed_pass
+from .speculators import measured_pass_s as measured_pass_s
 from .start import start_engine as start_engine
 from .step import Action as Action
 from .step import Buffer as Buffer

@@ -47,6 +47,7 @@ class MemoryNeed:
         slots: Buffers that the processors exchange.
         hot_weights: Float weights of channels that often have outliers.
         scores: Codes, estimated scores and selected positions of sparse attention.
+        draft: All of a draft model.
     """
 
     gpu_weights: int
@@ -55,12 +56,13 @@ class MemoryNeed:
     slots: int
     hot_weights: int = 0
     scores: int = 0
+    draft: int = 0
 
     @property
     def total(self) -> int:
         """The sum."""
         own = self.gpu_weights + self.npu_graphs + self.kv_cache
-        return own + self.slots + self.hot_weights + self.scores
+        return own + self.slots + self.hot_weights + self.scores + self.draft
 
     def __str__(self) -> str:
         named = {
@@ -70,6 +72,7 @@ class MemoryNeed:
             "activations": self.slots,
             "weights of outliers": self.hot_weights,
             "scores of attention": self.scores,
+            "draft model": self.draft,
         }
         return " + ".join(f"{format_bytes(size)} {name}" for name, size in named.items() if size)
 

@@ -132,6 +132,11 @@ class Engine:
         return self._compiler.pool
 
     @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return self._config.vocab_size
+
+    @property
     def private(self) -> Mapping[str, DeviceMemory]:
         """The slots that only kernels read and write."""
         return self._compiler.private
@@ -242,7 +247,7 @@ class Engine:
             for first, length in flight:
                 tokens = ids[first : first + length]
                 rows = None if target is None else target[first : first + length]
-                last = first + length == len(ids)
+                last = int(first + length == len(ids))
                 try:
                     yield from self._chunk(cache, position + first, tokens, phase, rows, last, wanted)
                 except NPU_FAILURES as error:
@@ -262,22 +267,44 @@ class Engine:
             self._fall_back(error, position)
             self._one_token(cache, position, token)
 
-    def compile_ahead(self, cache: KvCache, chunks: Iterable[tuple[int, int]], progress: Progress) -> None:
+    def decode_several(self, cache: KvCache, position: int, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Run up to :data:`HEAD_ROWS` tokens in one pass; errors as for :meth:`prefill`.
+
+        Returns:
+            Their logits ``[n, vocab]``, which the next pass overwrites.
+        """
+        try:
+            self._several(cache, position, ids)
+        except NPU_FAILURES as error:
+            self._fall_back(error, position)
+            self._several(cache, position, ids)
+        return self._logits[: len(ids)]
+
+    def compile_ahead(
+        self,
+        cache: KvCache,
+        chunks: Iterable[tuple[int, int]],
+        progress: Progress,
+        *,
+        decode: Iterable[int] = (1,),
+    ) -> None:
         """Compile decode and passes of prefill, building or loading their NPU graphs.
 
         Args:
             cache: A session's KV cache to bind first.
             chunks: Position and length of each pass of prefill.
             progress: Called with a stage's name, steps done and steps in all.
+            decode: Tokens of each pass of decode.
         """
-        passes: list[tuple[Phase, int, int]] = [("decode", 0, 1), *(("prefill", *chunk) for chunk in chunks)]
+        passes: list[tuple[Phase, int, int]] = [("decode", 0, tokens) for tokens in decode]
+        passes += [("prefill", *chunk) for chunk in chunks]
         for done, (phase, position, length) in enumerate(passes):
             progress("Preparing graphs and kernels", done, len(passes))
             try:
-                self._passes.head(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
+                self._compile(phase, position, length, cache)
             except NPU_FAILURES as error:
                 self._fall_back(error, 0)
-                self._passes.head(self._pass(phase, self._lengths(phase, length), position, cache), phase, 1)
+                self._compile(phase, position, length, cache)
         progress("Preparing graphs and kernels", len(passes), len(passes))
 
     def steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
@@ -308,10 +335,14 @@ class Engine:
         head = self._compiler.compile_head(phase, rows, compiled, builds_graphs=False)
         return compiled.steps + head.steps
 
-    def close(self) -> None:
-        """Drop all compiled passes and packed weights, and close the device."""
+    def release(self) -> None:
+        """Drop all compiled passes and packed weights."""
         self._passes.clear()
         self._compiler.close()
+
+    def close(self) -> None:
+        """Drop all compiled passes and packed weights, and close the device."""
+        self.release()
         self.device.close()
 
     # -- helpers -------------------------------------------------------------------------------------
@@ -323,12 +354,13 @@ class Engine:
         tokens: NDArray[np.int32],
         phase: Phase,
         target: NDArray[np.float32] | None,
-        last: bool,
+        last: int,
         wanted: Callable[[], bool],
     ) -> Iterator[None]:
+        """Run a pass; without a target the logits of so many last tokens, or none, stay in their slot."""
         with self._observed_pass(phase, len(tokens), position):
             compiled = self._pass(phase, len(tokens), position, cache)
-            head_row = len(tokens) - 1 if target is None else 0
+            head_row = len(tokens) - (last or 1) if target is None else 0
             self._write_inputs(self._lanes[0], tokens, position, head_row)
             begin = 0
             if wanted is not _never and self.observer is None:
@@ -343,9 +375,13 @@ class Engine:
             if target is not None:
                 self._all_logits(compiled, phase, target)
             elif last:
-                self._head(compiled, phase, 1)
+                self._head(compiled, phase, last)
             else:
                 self.device.gpu.finish()
+
+    def _several(self, cache: KvCache, position: int, ids: NDArray[np.int32]) -> None:
+        for _ in self._chunk(cache, position, ids, "decode", None, len(ids), _never):
+            raise AssertionError("a pass paused that nobody asked to")
 
     def _paused(self, pause: Pause) -> Generator[None, None, None]:
         """Yield to other passes, and leave the slots of a pass as they were."""
@@ -405,6 +441,10 @@ class Engine:
             rows = min(HEAD_ROWS, len(target) - row)
             self._head(compiled, phase, rows)
             target[row : row + rows] = self._logits[:rows]
+
+    def _compile(self, phase: Phase, position: int, tokens: int, cache: KvCache) -> None:
+        compiled = self._pass(phase, self._lengths(phase, tokens), position, cache)
+        self._passes.head(compiled, phase, _head_rows(phase, tokens))
 
     def _lengths(self, phase: Phase, tokens: int) -> PassLength:
         """Return the tokens of a pass, or of each chunk of several at once."""

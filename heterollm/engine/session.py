@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
 
 __all__ = ["Session", "check_ids"]
+
+SHORT_PASS: Final = 16
+"""Tokens up to which plans have entries of their own for decode passes."""
 
 
 def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.int32]:
@@ -181,6 +184,25 @@ class Session:
         self._ids[self._position] = token
         self._position += 1
         return self._engine.last_logits
+
+    def decode_several_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Decode up to 32 tokens in one pass on the engine thread; the next call overwrites the rows."""
+        rows = self._engine.decode_several(self._cache, self._position, ids)
+        self._append(ids)
+        return rows
+
+    def append_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Append tokens on the engine thread, few of them as decode does; return the last one's row."""
+        phase: Phase = "decode" if len(ids) <= SHORT_PASS else "prefill"
+        self._engine.prefill(self._cache, self._position, ids, phase, None)
+        self._append(ids)
+        return self._engine.last_logits
+
+    def keep_common(self, ids: NDArray[np.int64]) -> None:
+        """Forget the tokens behind the beginning that these ids share."""
+        length = min(self._position, len(ids))
+        other = np.flatnonzero(self._ids[:length] != ids[:length])
+        self.truncate(int(other[0]) if len(other) else length)
 
     def _run_one(self, token: int) -> NDArray[np.float32]:
         self._check_room(1)

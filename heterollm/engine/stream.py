@@ -38,6 +38,7 @@ class AnswerKeywords(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     json_object: bool
     grammar: str | None
+    speculate: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class SessionSource:
         self._session = session
 
     @property
+    def session(self) -> Session:
+        """The session."""
+        return self._session
+
+    @property
     def position(self) -> int:
         """Number of tokens in the session."""
         return self._session.position
@@ -79,6 +85,14 @@ class SessionSource:
     def decode(self, token_id: int, /) -> NDArray[np.float32]:
         """Append one token and return the logits after it."""
         return self._session.decode_in_place(token_id)
+
+    def decode_several(self, token_ids: NDArray[np.int64], /) -> NDArray[np.float32]:
+        """Append tokens in one pass and return the logits after each."""
+        return self._session.decode_several_in_place(token_ids.astype(np.int32))
+
+    def truncate(self, position: int, /) -> None:
+        """Forget the tokens from a position on."""
+        self._session.truncate(position)
 
 
 class Stream:

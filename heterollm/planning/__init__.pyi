@@ -14,6 +14,7 @@ from .core_split import other_splits as other_splits
 from .experts import expert_loads as expert_loads
 from .experts import npu_bytes_left as npu_bytes_left
 from .lengths import LengthChoice as LengthChoice
+from .load_options import LOOKUP as LOOKUP
 from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions
 from .load_options import choose_context as choose_context
@@ -27,3 +28,4 @@ from .profiling import ProfilingResult as ProfilingResult
 from .profiling import ProfilingSession as ProfilingSession
 from .sparse_attention import assumed_heads as assumed_heads
 from .sparse_attention import dense_prompt_notes as dense_prompt_notes
+from .speculation import predicted_pass_s as predicted_pass_s

@@ -21,10 +21,14 @@ from heterollm.solver import (
     PlanRequest,
     expert_pass,
 )
+from heterollm.text import MOST_GUESSES
 
-__all__ = ["CHUNK_LENGTH", "LoadKeywords", "LoadOptions", "check_weights", "choose_context"]
+__all__ = ["CHUNK_LENGTH", "LOOKUP", "LoadKeywords", "LoadOptions", "check_weights", "choose_context"]
 
 DEFAULT_CONTEXT: Final = 4096
+LOOKUP: Final = "lookup"
+"""The name of guesses from the text, in place of a draft model's."""
+
 CHUNK_LENGTH: Final = 512
 """Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
 
@@ -69,6 +73,9 @@ class LoadOptions:
             quantised.
         experts_gib: Memory in GiB for the weights of a mixture's experts on the GPU; other experts are read
             from storage when they are chosen. None for all of them.
+        speculative: ``lookup`` to guess that the text repeats itself, or the folder, GGUF file or hub name of
+            a draft model with the same tokenizer, which guesses; None to decode one token at a time.
+        guesses: Guesses in each pass, 1 to 15; None for the number that pays most, possibly none.
 
     Raises:
         OptionError: An option is not legal; the message names it.
@@ -93,6 +100,8 @@ class LoadOptions:
     trace: bool = False
     experts_gib: float | None = None
     lora: str | Path | None = None
+    speculative: str | Path | None = None
+    guesses: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.plan, str | Path | Plan):
@@ -127,6 +136,7 @@ class LoadOptions:
                 "or choose plan gpu, which computes with float activations.",
             )
         check_experts_gib(self.experts_gib, self.device)
+        check_speculative(self.speculative, self.guesses)
         for what, given, legal in (
             ("power", self.power, POWERS),
             ("sync", self.sync, SYNC_OPTIONS),
@@ -166,6 +176,30 @@ class LoadKeywords(TypedDict, total=False):
     trace: bool
     experts_gib: float | None
     lora: str | Path | None
+    speculative: str | Path | None
+    guesses: int | None
+
+
+def check_speculative(speculative: object, guesses: object) -> None:
+    """Refuse a draft that is no name, and a number of guesses that no pass checks.
+
+    Raises:
+        OptionError: One is not legal; the message names it.
+    """
+    if speculative is not None and (not isinstance(speculative, str | Path) or not str(speculative)):
+        raise OptionError(
+            f"speculative is {speculative!r:.80}.", fix=f"Give {LOOKUP!r}, or the folder of a draft model."
+        )
+    if guesses is None:
+        return
+    if type(guesses) is not int or not 1 <= guesses <= MOST_GUESSES:
+        raise OptionError(
+            f"{guesses!r:.80} guesses cannot be checked in a pass.", fix=f"Give 1 to {MOST_GUESSES}."
+        )
+    if speculative is None:
+        raise OptionError(
+            f"There is nothing to make {guesses} guesses.", fix=f"Give --speculative {LOOKUP}, or a model."
+        )
 
 
 def check_experts_gib(experts_gib: float | None, device: str) -> None:

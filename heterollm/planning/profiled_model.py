@@ -131,7 +131,7 @@ class ProfiledModel:
             tokens: Tokens of the pass.
             position: Position where it begins; by default that of an empty session, or a typical one of
                 decode.
-            logits: Whether the head computes one position.
+            logits: Whether the head computes positions: the last one of prefill, all of decode.
 
         Raises:
             PlanError: The plan has no entry for the pass.

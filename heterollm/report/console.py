@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from heterollm.model import Conversion, StoredModel
     from heterollm.planning import Precompiled
     from heterollm.solver import Plan
-    from heterollm.text import GenerationResult, GenerationStep
+    from heterollm.text import GenerationResult, GenerationStep, SpeculationResult
 
 __all__ = [
     "SafeConsole",
@@ -267,6 +267,8 @@ def statistics_lines(
     parts.append(f"ended by {result.stop_reason}")
     where = f"device {device.name} ({device.time_kind} time), plan {plan.level}, {plan.precision}"
     lines = [", ".join(parts), where, *([] if experts is None else [f"experts: {experts}"])]
+    if result.speculation is not None:
+        lines.append(f"speculative: {_guesses(result.speculation)}")
     return note("\n".join(lines))
 
 
@@ -285,6 +287,18 @@ def token_table(steps: Sequence[GenerationStep], text_of: Callable[[int], str]) 
         own = math.exp(step.log_probability or 0.0)
         made.add_row(repr(text_of(step.token_id)), f"{own:.3f}", likeliest)
     return made
+
+
+def _guesses(counts: SpeculationResult) -> str:
+    """Return the guesses of an answer, and their gain."""
+    if not counts.passes:
+        return "no pass after the first token"
+    text = (
+        f"{counts.passes} passes, {counts.accepted} of {counts.guesses} guesses right, "
+        f"{counts.tokens_per_pass:.2f} tokens a pass"
+    )
+    gain = counts.estimated_gain
+    return text if gain is None else f"{text}, estimated {gain:.2f} times as fast as without"
 
 
 # -- tables ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.engine import PreparedAnswer, Session
+from heterollm.engine import PreparedAnswer, Session, SessionSource
 from heterollm.serve.sessions import SessionCache
 from heterollm.serve.status import Activity
 from heterollm.serve.turns import PromptJob, ServiceTier, Sink
@@ -80,31 +80,24 @@ class Ended:
     spent: Spent | None
 
 
-class _Prefilled:
+class _Prefilled(SessionSource):
     """The source of an answer whose prompt a session holds already."""
 
-    __slots__ = ("_begin", "_logits", "_session")
+    __slots__ = ("_begin", "_logits")
 
     def __init__(self, session: Session, begin: int, logits: NDArray[np.float32]) -> None:
-        self._session = session
+        super().__init__(session)
         self._begin: int | None = begin
         self._logits: NDArray[np.float32] | None = logits
 
     @property
     def position(self) -> int:
-        return self._session.position if self._begin is None else self._begin
-
-    @property
-    def context(self) -> int:
-        return self._session.context
+        return super().position if self._begin is None else self._begin
 
     def prefill(self, _ids: Sequence[int], /) -> NDArray[np.float32]:
         assert self._logits is not None  # an answer prefills once
         logits, self._begin, self._logits = self._logits, None, None
         return logits
-
-    def decode(self, token_id: int, /) -> NDArray[np.float32]:
-        return self._session.decode_in_place(token_id)
 
 
 @dataclass

@@ -217,6 +217,8 @@ def _request(
         )
     given: Any = {name: getattr(body, name) for name in SAMPLED if getattr(body, name) is not None}
     options = {"temperature": 1.0, **options, **given, "max_new_tokens": most}
+    # The number of guesses follows measured times, on which a seeded answer must not depend.
+    options["speculate"] = body.seed is None
     options |= {"log_probabilities": logprobs, "top_log_probabilities": top or 0}
     made = []
     for prompt in prompts:

@@ -13,7 +13,14 @@ from .likelihood import divergences as divergences
 from .likelihood import perplexity as perplexity
 from .likelihood import surprises as surprises
 from .likelihood import top_1_agreement as top_1_agreement
+from .lookup import LOOKUP_PRIORS as LOOKUP_PRIORS
+from .lookup import LookupProposer as LookupProposer
+from .sampling import Sampler as Sampler
 from .sampling import SamplingOptions as SamplingOptions
+from .speculation import MOST_GUESSES as MOST_GUESSES
+from .speculation import GuessPace as GuessPace
+from .speculation import Speculation as Speculation
+from .speculation import SpeculationResult as SpeculationResult
 from .tokenizer import Message as Message
 from .tokenizer import NoTokenizer as NoTokenizer
 from .tokenizer import Tokenizer as Tokenizer

@@ -12,6 +12,7 @@ import numpy as np
 
 from heterollm.base import EngineError, InputError, OptionError
 from heterollm.text.sampling import Logits, LogProbabilities, Sampler, SamplingOptions, TokenIds, TopTokens
+from heterollm.text.speculation import Speculation, SpeculationResult
 
 __all__ = [
     "Generation",
@@ -182,6 +183,7 @@ class GenerationResult:
         decode_tokens_per_s: Rate of the tokens after the first, without the caller's time between them.
         log_probabilities: One value for each token, if requested.
         top_log_probabilities: The likeliest tokens at the place of each token, if requested.
+        speculation: The guesses, if there were any to make.
     """
 
     text: str
@@ -194,6 +196,7 @@ class GenerationResult:
     decode_tokens_per_s: float | None
     log_probabilities: tuple[float, ...] | None = None
     top_log_probabilities: tuple[TopTokens, ...] | None = None
+    speculation: SpeculationResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -246,6 +249,7 @@ class Generation:
         options: Limits, sampling and stop conditions.
         reused: Number of leading prompt tokens in the source, fewer than the prompt has.
         constraint: Allows the tokens of the options' schema or grammar, and no others.
+        speculation: Decodes with guesses, in the same source; None to decode one token at a time.
         cancel: Ends the answer before the next token when any thread sets it. Text that is held back is lost.
         clock: Returns seconds from any fixed moment; the host's clock by default.
 
@@ -263,6 +267,7 @@ class Generation:
         *,
         reused: int = 0,
         constraint: TokenConstraint | None = None,
+        speculation: Speculation | None = None,
         cancel: threading.Event | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -273,6 +278,7 @@ class Generation:
         self._prompt_ids = prompt_ids
         self._reused = reused
         self._constraint = constraint
+        self._speculation = speculation
         self._cancel = cancel or threading.Event()
         self._eos_ids = frozenset() if options.ignore_eos else tokenizer.eos_ids
         self._decoder = tokenizer.stream_decoder()
@@ -311,6 +317,7 @@ class Generation:
             return self._step()
         except BaseException:
             self._closed = True
+            self._forget_guesses()
             raise
 
     @property
@@ -358,15 +365,24 @@ class Generation:
                 most = self._options.top_log_probabilities
                 self._probabilities = LogProbabilities(len(self._logits), most)
         else:
-            self._logits = self._source.decode(int(self._history[len(self._prompt_ids) + self._count - 1]))
+            end = len(self._prompt_ids) + self._count
+            if self._speculation is None:
+                self._logits = self._source.decode(int(self._history[end - 1]))
+            else:
+                most = self._limit - self._count - 1
+                self._logits = self._speculation.decode(self._history, end, most)
         return self._accept(self._sampler, self._logits, begin)
 
     def _accept(self, sampler: Sampler, logits: Logits, begin: float) -> GenerationStep:
         """Return the step, begun at ``begin``, of a token sampled from the logits."""
         end = len(self._prompt_ids) + self._count
         history = self._history[:end] if sampler.uses_history else self._history
-        constraint = self._constraint
-        token = sampler.sample(logits if constraint is None else constraint.allowed(logits), history)
+        constraint, speculation = self._constraint, self._speculation
+        allowed = logits if constraint is None else constraint.allowed(logits)
+        if speculation is None:
+            token = sampler.sample(allowed, history)
+        else:
+            token = speculation.sample(sampler, allowed, history)
         log_probability = top = None
         if self._probabilities is not None:
             self._probabilities.read(logits)
@@ -399,8 +415,14 @@ class Generation:
             self._finish(reason)
         return GenerationStep(text, token, log_probability, top)
 
+    def _forget_guesses(self) -> None:
+        """Leave in the source what plain decoding leaves: all tokens but the last one."""
+        if self._speculation is not None and self._count:
+            self._speculation.forget(len(self._prompt_ids) + self._count - 1)
+
     def _finish(self, reason: StopReason) -> None:
         self._closed = True
+        self._forget_guesses()
         prompt = len(self._prompt_ids)
         prefilled = prompt - self._reused
         wanted = self._options
@@ -417,6 +439,7 @@ class Generation:
             decode_tokens_per_s=(self._count - 1) / self._decode_s if self._decode_s > 0 else None,
             log_probabilities=tuple(values.tolist()) if wanted.wants_log_probabilities else None,
             top_log_probabilities=tops if wanted.top_log_probabilities else None,
+            speculation=None if self._speculation is None else self._speculation.result,
         )
 
 

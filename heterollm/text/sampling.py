@@ -80,16 +80,20 @@ class Sampler:
     Args:
         options: Sampling parameters.
         vocab_size: Length of the logits.
+        random: Source of random numbers; by default one of the options' seed.
     """
 
-    def __init__(self, options: SamplingOptions, vocab_size: int) -> None:
+    def __init__(
+        self, options: SamplingOptions, vocab_size: int, random: np.random.Generator | None = None
+    ) -> None:
         self._options = options
-        self._random = np.random.default_rng(options.seed)
+        self._random = random or np.random.default_rng(options.seed)
         self._greedy = options.temperature == 0
         self._penalized = options.repetition_penalty != 1
         self._scores = np.empty(0 if self._greedy and not self._penalized else vocab_size, np.float32)
         self._work = np.empty(0 if self._greedy else vocab_size, np.float32)
         self._weights = np.empty(0 if self._greedy else vocab_size, np.float64)
+        self._wanted: npt.NDArray[np.float64] | None = None
 
     @property
     def uses_history(self) -> bool:
@@ -116,15 +120,59 @@ class Sampler:
         chosen = int(cumulative.searchsorted(self._random.random() * cumulative[-1], side="right"))
         return chosen if ids is None else int(ids[chosen])
 
-    def distribution(self, logits: Logits, history: TokenIds) -> npt.NDArray[np.float64]:
-        """Return the probabilities ``[vocab]`` from which :meth:`sample` draws; it raises the same errors."""
-        result = np.zeros(len(logits), np.float64)
+    def distribution(
+        self, logits: Logits, history: TokenIds, out: npt.NDArray[np.float64] | None = None
+    ) -> npt.NDArray[np.float64]:
+        """Return the probabilities ``[vocab]`` from which :meth:`sample` draws; it raises the same errors.
+
+        Args:
+            logits: As for :meth:`sample`.
+            history: As for :meth:`sample`.
+            out: Array for the result; by default a new one.
+        """
+        result = np.empty(len(logits), np.float64) if out is None else out
+        result.fill(0)
         if self._greedy:
             result[self.sample(logits, history)] = 1
             return result
         ids, weights = self._candidates(logits, history)
         result[slice(None) if ids is None else ids] = weights / weights.sum()
         return result
+
+    def accept(
+        self, logits: Logits, history: TokenIds, guess: int, drawn_from: npt.NDArray[np.float64]
+    ) -> int:
+        """Return the guess or another token, which has the distribution of :meth:`sample` either way.
+
+        The guess stays with the probability p / q, and at most 1; in its place comes a token drawn from
+        max(p - q, 0), normalised (Leviathan and others, "Fast inference from transformers via speculative
+        decoding", 2023).
+
+        Args:
+            logits: As for :meth:`sample`.
+            history: As for :meth:`sample`.
+            guess: A token.
+            drawn_from: The probabilities q, ``[vocab]``, from which the guess was drawn, independently of
+                this sampler.
+
+        Raises:
+            EngineError: As for :meth:`sample`.
+        """
+        wanted = self._wanted = self.distribution(logits, history, self._wanted)
+        if self._random.random() * drawn_from[guess] < wanted[guess]:
+            return guess
+        np.subtract(wanted, drawn_from, out=wanted)
+        np.maximum(wanted, 0.0, out=wanted)
+        # p may equal q but for rounding.
+        return self._chosen(wanted) if wanted.any() else guess
+
+    def draw(self, logits: Logits, history: TokenIds, probabilities: npt.NDArray[np.float64]) -> int:
+        """Return the next token as :meth:`sample` does, and write the probabilities of all tokens."""
+        return self._chosen(self.distribution(logits, history, probabilities))
+
+    def _chosen(self, weights: npt.NDArray[np.float64]) -> int:
+        cumulative = np.cumsum(weights)
+        return int(cumulative.searchsorted(self._random.random() * cumulative[-1], side="right"))
 
     def _penalize(self, logits: Logits, history: TokenIds) -> Logits:
         scores = self._scores

@@ -107,6 +107,11 @@ class Tokenizer:
         return self._vocab_size
 
     @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The id of each token, special ones included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template; without one the dialogue has a plain form."""
         return self._wrapper.chat_template is not None

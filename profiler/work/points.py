@@ -75,11 +75,11 @@ FFN_ACTIVATION: Final[Activation] = "silu"
 
 GPU_TOKENS: Final[Mapping[int, Tier]] = {
     **dict.fromkeys((1, 64, 256), 0),
-    **dict.fromkeys((2, 4, 8, 16, 32, 128, 512), 1),
+    **dict.fromkeys((2, 3, 4, 8, 16, 32, 128, 512), 1),
     **dict.fromkeys((6, 12, 24, 44, 96, 192, 384, 1024), 2),
 }
-"""Tokens at which a whole group is measured on the GPU. Up to 8 a kernel has steps of its own; above, time is
-near linear."""
+"""Tokens at which a whole group is measured on the GPU. Up to 8 a kernel has steps of its own, and from some
+of them on computing takes longer than reading weights; above, time is near linear."""
 
 SPLIT_TOKENS: Final = (1, 64, 256)
 """Tokens at which the default run measures splits, and sees whether time is linear in rows. The narrowest

@@ -41,7 +41,7 @@ def test_a_model_rests_between_answers_and_asks_nothing_within_one(monkeypatch, 
         device.power, device.power_switch = power, switch
         return device
 
-    monkeypatch.setattr("heterollm.llm.open_device", open_awake)
+    monkeypatch.setattr("heterollm.loading.open_device", open_awake)
     monkeypatch.setattr("heterollm.engine.thread.IDLE_S", 0.05)
     with LLM.load(bundled_model, device="host", plan="gpu", power="balanced") as llm:
         assert opened == ["balanced"]

@@ -91,7 +91,7 @@ def test_options_of_loading(run, monkeypatch, bundled_model: Path) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise DeviceError("No device in this test.", fix="None.")
 
-    monkeypatch.setattr("heterollm.llm.open_device", refuse)
+    monkeypatch.setattr("heterollm.loading.open_device", refuse)
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     codes = set()
     for seed in range(80):

@@ -54,7 +54,7 @@ def load(
 ) -> Callable[..., LLM]:
     def loaded(kind: MemoryKind, plan: str | Plan, sync: str, **options: Any) -> LLM:
         opened = functools.partial(open_device, shared_memory=kind)
-        monkeypatch.setattr("heterollm.llm.open_device", opened)
+        monkeypatch.setattr("heterollm.loading.open_device", opened)
         return host_llm(checkpoint("llama"), plan=plan, sync=sync, **options)
 
     return loaded
@@ -162,7 +162,7 @@ def test_codes_of_integer_graphs_need_no_further_call(
         entries.append(structs.replace(entry, placement=placed))
     plan = structs.replace(half_rows_plan(plain), entries=tuple(entries))
     ranges = {(spec.layer, spec.group): LinearRanges(4.0) for spec in plain._weights.specs}
-    monkeypatch.setattr("heterollm.llm.calibrated_ranges", lambda *_: ranges)
+    monkeypatch.setattr("heterollm.loading.calibrated_ranges", lambda *_: ranges)
     monkeypatch.setattr(Plan, "has_integer_forms", False)  # else a calibration must be named
     llm = load("svm", plan, "event", scales="stepped")
     found, splits = count(llm, calls, tokens)

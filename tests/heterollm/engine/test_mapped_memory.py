@@ -125,7 +125,7 @@ def separate_memory(monkeypatch: pytest.MonkeyPatch) -> list[SeparateMemory]:
 
 def choose(monkeypatch: pytest.MonkeyPatch, kind: MemoryKind) -> None:
     """Open devices with a kind of shared memory from now on."""
-    monkeypatch.setattr("heterollm.llm.open_device", functools.partial(open_device, shared_memory=kind))
+    monkeypatch.setattr("heterollm.loading.open_device", functools.partial(open_device, shared_memory=kind))
 
 
 @pytest.fixture(params=[False, True], ids=["maps wait", "maps beside kernels"])

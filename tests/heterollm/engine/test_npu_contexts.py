@@ -86,7 +86,7 @@ def test_the_engine_packages_what_it_prepares(bundled_model: Path, monkeypatch: 
         device.npu, device.packager = Recording(device.npu), Packager()  # type: ignore[assignment]
         return device
 
-    monkeypatch.setattr("heterollm.llm.open_device", opened)
+    monkeypatch.setattr("heterollm.loading.open_device", opened)
     with LLM.load(bundled_model, device="host", plan="npu", context=64) as llm:
         llm.generate("import os", max_new_tokens=2)
     assert prepared

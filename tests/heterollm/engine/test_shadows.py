@@ -387,7 +387,7 @@ def test_a_shadow_without_outliers_is_refused_before_weights_are_read(
     key = load_calibration(path).key if "calibration" in options else None
     precision = options["precision"]
     plan = Plan("edited", "host", precision, model_shape(specs), 64, tuple(entries), calibration=key)
-    monkeypatch.setattr(heterollm.llm, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(heterollm.loading, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
     layer = 1 if group == "qkv" else 2
     expected = f"shadow of outliers for {group} of layer {layer}, and {reason}"
     with pytest.raises(PlanError, match=expected) as caught:

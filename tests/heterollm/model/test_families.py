@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import heterollm.llm
+import heterollm.loading
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
 from heterollm.kernels.ops import Routing
 from heterollm.llm import LLM
@@ -256,7 +256,7 @@ def test_a_feature_that_is_taken_away_is_seen(
     family, overrides = MODELS[name]
     folder, ids = checkpoint(family, **overrides), token_ids(PROMPT + STEPS)
     expected = oracle(folder, ids)
-    load_weights = heterollm.llm.load_weights
+    load_weights = heterollm.loading.load_weights
 
     def without_it(*arguments: Any, **options: Any) -> Any:
         weights = load_weights(*arguments, **options)
@@ -264,7 +264,7 @@ def test_a_feature_that_is_taken_away_is_seen(
         assert config != weights.config
         return dataclasses.replace(weights, config=config, experts=expert_specs(config, weights.specs))
 
-    monkeypatch.setattr(heterollm.llm, "load_weights", without_it)
+    monkeypatch.setattr(heterollm.loading, "load_weights", without_it)
     llm = host_llm(folder, plan="gpu")
     # Even the emulator's gate would see it.
     assert sqnr_db(all_logits(llm, ids), expected) < LOGITS_SQNR_DB["fp16"]

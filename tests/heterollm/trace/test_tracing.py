@@ -358,7 +358,7 @@ def test_cuts_of_every_kind_are_named(
     """A block, a sequence cut and a row cut in one pass of 40 tokens, and a merged one with a block."""
     if memory == "mapped":
         opened = functools.partial(open_device, shared_memory="mapped")
-        monkeypatch.setattr("heterollm.llm.open_device", opened)
+        monkeypatch.setattr("heterollm.loading.open_device", opened)
     specs = gpu_only._weights.specs
     entries = []
     for block in ffn_specs(specs):

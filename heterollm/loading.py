@@ -1,0 +1,350 @@
+"""Loads a model, and a draft model that guesses for it, on an opened device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self
+
+import numpy as np
+
+from heterollm.base import GIB, OptionError, PlanError, Progress
+from heterollm.engine import (
+    DraftSpeculator,
+    EngineThread,
+    LookupSpeculator,
+    Session,
+    Speculator,
+    check_memory,
+    check_precision,
+    longest_guessed_pass,
+    measured_pass_s,
+    memory_need,
+    start_engine,
+)
+from heterollm.kernels.device import Device
+from heterollm.kernels.open import open_device
+from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.sim import Simulation
+from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, load_weights, op_specs
+from heterollm.planning import (
+    LOOKUP,
+    CoreSplit,
+    LoadOptions,
+    PlanTarget,
+    calibrated_experts,
+    calibrated_ranges,
+    calibrated_scales,
+    calibrated_shadows,
+    choose_context,
+    plan_for,
+    predicted_pass_s,
+)
+from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest, check_plan
+from heterollm.text import NoTokenizer, Tokenizer, load_tokenizer
+from heterollm.trace import Tracer, take_trace
+
+if TYPE_CHECKING:
+    from heterollm.engine import Engine, ExpertBudget, MemoryNeed
+
+__all__ = ["PlannedModel", "SourceModel", "open_for", "planned_draft", "speculator_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceModel:
+    """A checkpoint, its configuration and its tokenizer, without its weights.
+
+    Args:
+        checkpoint: The files.
+        config: The model.
+        tokenizer: Its tokenizer, if it has one.
+    """
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    tokenizer: Tokenizer | NoTokenizer
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """Read the configuration and the tokenizer."""
+        config = ModelConfig.from_folder(checkpoint.folder)
+        return cls(checkpoint, config, load_tokenizer(checkpoint.folder, config.eos_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model that fits a device, ready to read its weights.
+
+    Args:
+        source: The checkpoint.
+        asked: Options of the load.
+        device: The opened device.
+        context: Positions of a session.
+        specs: Every group of the model.
+        plan: The plan.
+        notes: Differences of the plan from the request.
+        experts: Memory that experts may take; None for all of them.
+        need: Memory of the model.
+    """
+
+    source: SourceModel
+    asked: LoadOptions
+    device: Device
+    context: int
+    specs: tuple[OpSpec, ...]
+    plan: Plan
+    notes: tuple[str, ...]
+    experts: ExpertBudget | None
+    need: MemoryNeed
+
+    @classmethod
+    def of(
+        cls,
+        source: SourceModel,
+        asked: LoadOptions,
+        device: Device,
+        thread: EngineThread,
+        context: int,
+        chosen: str = "",
+    ) -> Self:
+        """Plan a model, and check that the device runs the plan.
+
+        Args:
+            source: The checkpoint.
+            asked: Options of the load.
+            device: The opened device.
+            thread: The engine thread.
+            context: Positions of a session.
+            chosen: Why ``auto`` split the device's cores.
+
+        Raises:
+            HeteroLLMError: The device, plan or an option is unusable.
+        """
+        config = source.config
+        specs = _specs(asked, config, device)
+        check_precision(device, asked.precision, specs)
+        target = PlanTarget.of(device, chosen)
+        plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
+        budget = _expert_budget(asked, config, specs)
+        need = _memory_need(asked, config, specs, plan, context, device, budget)
+        return cls(source, asked, device, context, specs, plan, notes, budget, need)
+
+    @property
+    def draft_notes(self) -> tuple[str, ...]:
+        """Remarks on the model as a draft."""
+        turns = f"The draft model guesses under plan {self.plan.level}, in turns with the model's passes."
+        return (turns, *(f"Draft model: {note}" for note in self.notes))
+
+    def start(self, thread: EngineThread, report: Progress) -> tuple[ModelWeights, Engine]:
+        """Read the weights and start the engine on its thread.
+
+        Raises:
+            HeteroLLMError: The checkpoint is damaged, or the device fails.
+        """
+        asked, device, plan = self.asked, self.device, self.plan
+        weights = load_weights(
+            self.source.checkpoint,
+            self.source.config,
+            precision=asked.precision,
+            group_size=asked.group_size,
+            symmetric=asked.symmetric,
+            scales=asked.scales,
+            float_dtype=device.activation_dtype,
+            progress=lambda done, total: report("Quantising weights", done, total),
+        )
+        ranges = calibrated_ranges(asked.weights_calibration, weights)
+        scales = {
+            buckets: calibrated_scales(asked.weights_calibration, buckets)
+            for buckets in {one.buckets for one in plan.sparse_attention}
+        }
+        observer = thread.run(lambda: Tracer(device)) if asked.trace else None
+        engine = thread.run(
+            lambda: start_engine(
+                device,
+                weights,
+                plan,
+                self.context,
+                report,
+                allow_fallback=asked.allow_fallback,
+                allow_slow=asked.allow_slow,
+                observer=observer,
+                ranges=ranges,
+                score_scales=scales,
+                experts=self.experts,
+            )
+        )
+        return weights, engine
+
+
+def open_for(options: LoadOptions, cores: CoreSplit) -> Device:
+    """Open the device of a load; called on the engine thread."""
+    # A simulated device gives answers only if it computes them.
+    return open_device(
+        options.device,
+        gpu_threads=options.gpu_threads,
+        npu_threads=options.npu_threads,
+        profiling=options.trace,
+        simulation=Simulation(numerics=True),
+        power=options.power,
+        choose_threads=cores,
+    )
+
+
+def planned_draft(main: PlannedModel, thread: EngineThread) -> PlannedModel | None:
+    """Return the planned draft model of a load, and check that both fit; None without one.
+
+    Both models take turns on the device. The draft's NPU graphs get the memory that the model's leave.
+
+    Raises:
+        OptionError: The draft has another tokenizer.
+        DeviceError: The memory does not suffice for both.
+        PlanError: The NPU cannot hold the graphs of both.
+    """
+    asked, device = main.asked, main.device
+    if asked.speculative in (None, LOOKUP):
+        check_memory(main.need)
+        return None
+    assert asked.speculative is not None
+    source = SourceModel.of(Checkpoint(asked.speculative))
+    _check_tokenizers(main.source, source)
+    level = asked.plan if asked.plan in (*LEVELS, *SOLVED_LEVELS) else "auto"
+    limit = None if device.npu is None else device.npu.addressable_bytes
+    left = None if limit is None else max(0, limit - main.need.npu_graphs)
+    own = replace(
+        asked,
+        speculative=None,
+        guesses=None,
+        plan=level,
+        request=None if left is None else PlanRequest(npu_gib=left / GIB),
+        precision="w4a16" if asked.precision == "w8a8" else asked.precision,
+        scales="free",
+        calibration=None,
+        experts_gib=None,
+        trace=False,
+    )
+    context = min(main.context, choose_context(source.config, None))
+    draft = PlannedModel.of(source, own, device, thread, context)
+    if left is not None and draft.need.npu_graphs > left:
+        raise PlanError(
+            f"The NPU holds {limit} bytes of graphs; the model's plan takes {main.need.npu_graphs} and the "
+            f"draft's {draft.need.npu_graphs}.",
+            fix="Choose plan auto or gpu, or a smaller draft.",
+        )
+    check_memory(replace(main.need, draft=draft.need.total))
+    return draft
+
+
+def speculator_of(
+    main: PlannedModel, engine: Engine, draft: Engine | None, thread: EngineThread, report: Progress
+) -> Speculator | None:
+    """Return the speculator of a loaded model; None without speculative decoding.
+
+    Without predictions from a profile it measures passes. Called on the engine thread.
+
+    Args:
+        main: The model.
+        engine: Its engine.
+        draft: The engine of its draft, if it has one.
+        thread: The thread of both.
+        report: Called while passes compile.
+    """
+    asked = main.asked
+    if asked.speculative is None:
+        return None
+    longest = longest_guessed_pass(engine)
+    engine.compile_ahead(engine.new_cache(), (), report, decode=range(1, longest + 1))
+    pass_s = predicted_pass_s(
+        asked, PlanTarget.of(main.device), main.source.config, main.specs, main.plan, longest
+    ) or measured_pass_s(engine, longest)
+    # Neither counts nor a trace know of these passes.
+    engine.reset_counts()
+    if engine.observer is not None:
+        take_trace(engine)
+    if draft is None:
+        return LookupSpeculator.of(pass_s, asked.guesses)
+    drafting, vocab_size = draft, draft.vocab_size
+
+    def new_session() -> Session:
+        return Session(drafting, thread, vocab_size)
+
+    guess_s = measured_pass_s(draft, 1)[0]
+    return DraftSpeculator(pass_s, guess_s, asked.guesses, new_session)
+
+
+def _check_tokenizers(main: SourceModel, draft: SourceModel) -> None:
+    """Refuse a draft whose ids stand for other texts.
+
+    Raises:
+        OptionError: One has no tokenizer, or they have different ones.
+    """
+    for one in (main, draft):
+        if isinstance(one.tokenizer, NoTokenizer):
+            raise OptionError(
+                f"{one.checkpoint.folder} has no tokenizer, so that model and draft cannot be compared.",
+                fix=f"Use --speculative {LOOKUP}.",
+            )
+    assert isinstance(main.tokenizer, Tokenizer)
+    assert isinstance(draft.tokenizer, Tokenizer)
+    ours, theirs = main.tokenizer.vocabulary, draft.tokenizer.vocabulary
+    if ours != theirs:
+        other = len(ours.items() ^ theirs.items())
+        raise OptionError(
+            f"The draft model {draft.checkpoint.folder} has another tokenizer: {len(theirs)} tokens beside "
+            f"{len(ours)}, of which {other} differ.",
+            fix=f"Give a smaller model of the same family, or --speculative {LOOKUP}.",
+        )
+
+
+def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[OpSpec, ...]:
+    float_bits: Literal[16, 32] = 32 if device.activation_dtype == np.float32 else 16
+    return op_specs(
+        config,
+        options.precision,
+        options.group_size,
+        options.symmetric,
+        float_bits=float_bits,
+        scales=options.scales,
+    )
+
+
+def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:
+    """Return the memory that experts may take; None for all of them."""
+    if asked.experts_gib is None:
+        return None
+    # A late import, as that of the engine.
+    from heterollm.engine import expert_budget
+
+    popular = calibrated_experts(asked.calibration)
+    return expert_budget(expert_specs(config, specs), asked.experts_gib, popular)
+
+
+def _memory_need(
+    asked: LoadOptions,
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    plan: Plan,
+    context: int,
+    device: Device,
+    experts: ExpertBudget | None,
+) -> MemoryNeed:
+    """Check that the device runs a plan, and return the memory of the model."""
+    # A late import, as that of the engine.
+    from heterollm.engine import HEAD_ROWS, pool_sizes
+
+    check_plan(
+        plan,
+        (*specs, *expert_specs(config, specs)),
+        device.npu,
+        longest=config.max_positions,
+        head_rows=HEAD_ROWS,
+        activation=config.activation,
+        heads=(config.heads, config.kv_heads),
+    )
+    item_bytes = device.activation_dtype.itemsize
+    slots = pool_sizes(config, specs, plan, item_bytes, context)
+    return memory_need(
+        *(config, specs, plan, context, slots, device.cache_dtype, device.npu),
+        hot_channels={key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()},
+        item_bytes=item_bytes,
+        experts_bytes=None if experts is None else experts.size_bytes,
+    )

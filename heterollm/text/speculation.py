@@ -1,0 +1,313 @@
+"""Speculative decoding: guesses of the next tokens, checked together in one pass.
+
+The token loop samples each token as ever. As long as it samples the guess, the logits after it are there
+already; otherwise the source forgets the wrong guesses and runs the next pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from heterollm.text.sampling import Logits, Sampler, TokenIds
+
+__all__ = ["MOST_GUESSES", "GuessPace", "Proposer", "Speculation", "SpeculationResult"]
+
+MOST_GUESSES: Final = 15
+"""Most guesses of a pass: plans have entries of their own for decode passes of up to 16 tokens."""
+
+PRIOR_TRIES: Final = 2.0
+"""Weight of the acceptance that is assumed before guesses were tried."""
+
+FORGET_TRIED: Final = 0.95
+FORGET_SKIPPED: Final = 0.98
+"""Factors on earlier counts of a kind of guesses, when it was tried and when it did not pay: after a while it
+is tried again."""
+
+NEWEST: Final = 0.2
+FIRST: Final = 0.5
+"""Weight of the latest pass in the mean time of passes of its length, and of the first one against the other
+lengths."""
+
+OUTLIER: Final = 3.0
+"""Largest factor on an expected time that counts: a slower pass was compiled, or another program ran."""
+
+
+PLAIN_EVERY: Final = 32
+"""Passes after which one has no guesses, so that the time to compare with is never old."""
+
+GUESS_EVERY: Final = 64
+LIKELY: Final = 0.5
+"""Passes without guesses after which some are tried although they seem not to pay, as times may have changed;
+only if more than this fraction of them is expected to be right."""
+
+
+class SeveralSource(Protocol):
+    """A token source that takes several tokens in one pass and can forget them, as a session does."""
+
+    @property
+    def position(self) -> int:
+        """Tokens that the source holds."""
+
+    def decode(self, token_id: int, /) -> Logits:
+        """Append one token and return the logits after it."""
+
+    def decode_several(self, token_ids: TokenIds, /) -> Logits:
+        """Append tokens and return the logits ``[n, vocab]`` after each, valid until the next call."""
+
+    def truncate(self, position: int, /) -> None:
+        """Forget the tokens from a position on."""
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of one answer."""
+
+    def propose(self, history: TokenIds, end: int, most: int, /) -> int:
+        """Write guesses of the tokens after ``history[:end]`` behind them.
+
+        Args:
+            history: Prompt and answer, with room for ``most`` tokens from ``end`` on.
+            end: Number of tokens that are known.
+            most: Largest number of guesses, at most :data:`MOST_GUESSES`.
+
+        Returns:
+            The number of guesses.
+        """
+
+    def drawn_from(self, index: int, /) -> npt.NDArray[np.float64] | None:
+        """Return the probabilities ``[vocab]`` that the guess was drawn from; None if it was not drawn."""
+
+    def learn(self, tried: int, right: int, /) -> None:
+        """Take the number of guesses of the latest proposal that were compared, and that were right.
+
+        The call is left out where an answer ends before a guess is wrong.
+        """
+
+
+class GuessPace:
+    """Chooses numbers of guesses, by the times of passes and the acceptance so far.
+
+    Args:
+        pass_s: Expected seconds of decode passes of 1, 2, … tokens; passes that run correct them.
+        priors: Expected acceptance of each kind of guesses.
+        guess_s: Expected seconds to make one guess.
+        fixed: Number of guesses wherever there are as many; None to choose.
+    """
+
+    def __init__(
+        self,
+        pass_s: Sequence[float],
+        priors: Sequence[float],
+        *,
+        guess_s: float = 0.0,
+        fixed: int | None = None,
+    ) -> None:
+        self._expected_s = list(pass_s)
+        self._ratios = [0.0] * len(self._expected_s)
+        self._ratio = 1.0
+        self._tried = [PRIOR_TRIES] * len(priors)
+        self._right = [PRIOR_TRIES * prior for prior in priors]
+        self._priors = tuple(priors)
+        self._guess_s = guess_s
+        self._fixed = fixed
+        # The first pass has none.
+        self._since_plain, self._since_guess = PLAIN_EVERY, 0
+
+    def pass_s(self, tokens: int) -> float:
+        """Return the expected seconds of a pass: by passes of its length, or else by the other ones."""
+        return self._expected_s[tokens - 1] * (self._ratios[tokens - 1] or self._ratio)
+
+    @property
+    def plain_pass_s(self) -> float | None:
+        """The seconds of a pass of one token; None if none ran yet."""
+        return self.pass_s(1) if self._ratios[0] else None
+
+    def acceptance(self, kind: int) -> float:
+        """Return the fraction of right guesses among those behind right ones."""
+        return self._right[kind] / self._tried[kind]
+
+    def guesses(self, kind: int, most: int) -> int:
+        """Return the number of guesses with the most expected tokens a second.
+
+        Args:
+            kind: The kind of the guesses.
+            most: Largest number; passes that no time is known of are not run, either.
+        """
+        most = min(most, len(self._expected_s) - 1)
+        if most <= 0:
+            return 0
+        if self._fixed is not None:
+            return min(self._fixed, most)
+        if self._since_plain >= PLAIN_EVERY:
+            return 0
+        acceptance = self.acceptance(kind)
+        best, best_rate, reach, tokens = 0, 0.0, 1.0, 1.0
+        for count in range(1, most + 1):
+            reach *= acceptance
+            tokens += reach
+            rate = tokens / (self.pass_s(count + 1) + count * self._guess_s)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if best_rate * self.pass_s(1) > 1.0:
+            return best
+        if self._since_guess >= GUESS_EVERY and acceptance > LIKELY:
+            return best
+        self._forget(kind, FORGET_SKIPPED)
+        return 0
+
+    def learn(self, kind: int, tried: int, right: int) -> None:
+        """Count guesses that were compared, and that were right."""
+        self._forget(kind, FORGET_TRIED)
+        self._tried[kind] += tried
+        self._right[kind] += right
+
+    def learn_pass(self, tokens: int, seconds: float) -> None:
+        """Take the time of a pass."""
+        if tokens > len(self._expected_s) or seconds <= 0.0:
+            return
+        if tokens == 1:
+            self._since_plain, self._since_guess = 0, self._since_guess + 1
+        else:
+            self._since_plain, self._since_guess = self._since_plain + 1, 0
+        own = self._ratios[tokens - 1]
+        old, weight = (own, NEWEST) if own else (self._ratio, FIRST)
+        ratio = min(seconds / self._expected_s[tokens - 1], OUTLIER * old)
+        self._ratios[tokens - 1] = old + weight * (ratio - old)
+        self._ratio += NEWEST * (ratio - self._ratio)
+
+    def learn_guesses(self, count: int, seconds: float) -> None:
+        """Take the time that a proposer computed for some guesses."""
+        each_s = seconds / count
+        each_s = min(each_s, OUTLIER * self._guess_s) if self._guess_s else each_s
+        self._guess_s += NEWEST * (each_s - self._guess_s)
+
+    def _forget(self, kind: int, factor: float) -> None:
+        """Move the acceptance of a kind towards the one that was assumed first."""
+        kept, prior = factor, self._priors[kind]
+        self._tried[kind] = kept * self._tried[kind] + (1.0 - kept) * PRIOR_TRIES
+        self._right[kind] = kept * self._right[kind] + (1.0 - kept) * PRIOR_TRIES * prior
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationResult:
+    """The guesses of one answer.
+
+    Args:
+        passes: Decode passes; each gave one token, and one more for each right guess.
+        guesses: Guesses that the passes checked.
+        accepted: Right guesses.
+        estimated_gain: Time of as many passes of one token, as long as such passes took lately, over the time
+            of the passes and guesses; None if no pass had one token.
+    """
+
+    passes: int
+    guesses: int
+    accepted: int
+    estimated_gain: float | None
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens of a pass; 0 without passes."""
+        return 1.0 + self.accepted / self.passes if self.passes else 0.0
+
+
+class Speculation:
+    """The decode passes of one answer, with guesses.
+
+    Args:
+        source: Holds the tokens.
+        proposer: Guesses tokens.
+        pace: Learns the times of passes.
+        clock: Returns seconds from any fixed moment.
+    """
+
+    def __init__(
+        self, source: SeveralSource, proposer: Proposer, pace: GuessPace, clock: Callable[[], float]
+    ) -> None:
+        self._source = source
+        self._proposer = proposer
+        self._pace = pace
+        self._clock = clock
+        self._rows: Logits = np.empty((0, 0), np.float32)
+        self._guesses: list[int] = []
+        self._row = 0
+        self._is_right = False
+        self._passes = self._guessed = self._accepted = 0
+        self._seconds = 0.0
+
+    @property
+    def result(self) -> SpeculationResult:
+        """The guesses so far."""
+        plain_s, tokens = self._pace.plain_pass_s, self._passes + self._accepted
+        gain = None if plain_s is None or self._seconds <= 0 else tokens * plain_s / self._seconds
+        return SpeculationResult(self._passes, self._guessed, self._accepted, gain)
+
+    def decode(self, history: TokenIds, end: int, most: int) -> Logits:
+        """Return the logits ``[vocab]`` after ``history[:end]``, whose last token was just sampled.
+
+        Args:
+            history: Prompt and answer, with room for ``most`` tokens from ``end`` on.
+            end: Number of tokens that are known.
+            most: Largest number of guesses behind them.
+        """
+        if self._is_right:
+            self._is_right = False
+            self._row += 1
+            next_row: Logits = self._rows[self._row]
+            return next_row
+        self.forget(end - 1)
+        begin = self._clock()
+        count = self._proposer.propose(history, end, min(most, MOST_GUESSES)) if most > 0 else 0
+        proposed = self._clock()
+        if count:
+            self._guesses = history[end : end + count].tolist()
+            rows = self._source.decode_several(history[end - 1 : end + count])
+            logits: Logits = rows[0]
+            # Another answer may run its passes between two tokens of this one, and overwrite the rows.
+            if len(self._rows) <= count:
+                self._rows = np.empty((max(count + 1, 2 * len(self._rows)), rows.shape[1]), np.float32)
+            np.copyto(self._rows[1 : count + 1], rows[1:])
+        else:
+            logits = self._source.decode(int(history[end - 1]))
+        now = self._clock()
+        self._pace.learn_pass(count + 1, now - proposed)
+        if count:
+            self._pace.learn_guesses(count, proposed - begin)
+        self._passes += 1
+        self._guessed += count
+        self._seconds += now - begin
+        return logits
+
+    def sample(self, sampler: Sampler, logits: Logits, history: TokenIds) -> int:
+        """Return the next token, sampled so that guesses do not change its distribution.
+
+        Args:
+            sampler: Samples tokens.
+            logits: Those that :meth:`decode` returned; a constraint may exclude tokens.
+            history: The tokens so far.
+        """
+        if self._row == len(self._guesses):
+            return sampler.sample(logits, history)
+        guess, drawn_from = self._guesses[self._row], self._proposer.drawn_from(self._row)
+        if drawn_from is None:
+            token = sampler.sample(logits, history)
+        else:
+            token = sampler.accept(logits, history, guess, drawn_from)
+        self._is_right = token == guess
+        if self._is_right:
+            self._accepted += 1
+        if not self._is_right or self._row + 1 == len(self._guesses):
+            self._proposer.learn(self._row + 1, self._row + self._is_right)
+        return token
+
+    def forget(self, position: int) -> None:
+        """Remove the tokens from ``position`` on, those of wrong guesses, from the source."""
+        self._guesses.clear()
+        self._row = 0
+        self._is_right = False
+        if self._source.position > position:
+            self._source.truncate(position)
