@@ -51,8 +51,8 @@ from heterollm.text.likelihood import perplexity, surprises, top_1_agreement
 
 WINDOW = 512
 CALIBRATION_WINDOWS = 8
-RANKED_WINDOWS = 2
-"""Calibration windows of each text on which each group alone loses its shadow."""
+RANKED_TOKENS = 256
+"""Tokens of calibration windows on which each group alone loses its shadow."""
 
 STRENGTHS = (1, 8, 32, 128)
 RUNTIME_STRENGTH = 32
@@ -102,7 +102,6 @@ class Model:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.groups: dict[Key, Linears] = {}
         self.losses: dict[Key, float] = {}
-        self.ranked_windows = 0
         self.method: Choice = methods.exact
         generator = np.random.default_rng(0)
         for number, layer in enumerate(self._model.model.layers):
@@ -167,12 +166,13 @@ class Model:
         """Measure what each group alone loses without its shadow."""
         self.losses = dict.fromkeys(self.groups, 0.0)
         for ids in windows:
-            states = self.states(ids, methods.shadow)
-            whole = surprises(self.logits(ids, methods.shadow).numpy(), ids).mean()
+            part = ids[:RANKED_TOKENS]
+            states = self.states(part, methods.shadow)
+            whole = surprises(self.logits(part, methods.shadow).numpy(), part).mean()
             for key in self.groups:
                 without = dict.fromkeys(self.groups, methods.shadow) | {key: methods.static}
-                logits = self.logits(ids, without, states[key[0]], key[0])
-                self.losses[key] += float(surprises(logits.numpy(), ids).mean() - whole) / len(windows)
+                logits = self.logits(part, without, states[key[0]], key[0])
+                self.losses[key] += float(surprises(logits.numpy(), part).mean() - whole) / len(windows)
 
     def ranked(self, measure: Callable[[Linears], float]) -> list[Key]:
         """Return the groups by a measure, the least first."""
@@ -241,9 +241,7 @@ class Plans:
     def pruned(self, share: int, ranking: str = "importance", scale: str = "maximum") -> Case:
         """Return the case without a share of the shadows."""
         instead = methods.static if scale == "maximum" else methods.clamped
-        options: dict[str, Any] = {"pruned": share, "ranking": ranking, "scale": scale}
-        if ranking == "loss":
-            options["ranked_windows"] = self._model.ranked_windows
+        options = {"pruned": share, "ranking": ranking, "scale": scale}
         return "shadow", options, self._plan(share, ranking, instead)
 
     def wide(self, share: int, limit_db: float) -> Case:
@@ -283,15 +281,12 @@ def rows(
     calibrated = {"model": folder.name, "strength": strength, "calibration_windows": CALIBRATION_WINDOWS}
     calibrated |= {"calibration_texts": list(known), "window_tokens": WINDOW}
     common = {**calibrated, "windows": count}
-    ranking = calibrating[-RANKED_WINDOWS * len(known) :]
-    model.ranked_windows = len(ranking)
-    ranked = _having(old, kind="outliers", **calibrated, ranked_windows=len(ranking))
+    ranked = _having(old, kind="outliers", **calibrated)
     if ranked:
         model.losses = {(one["layer"], one["group"]): one["loss"] for one in ranked[-1]["operators"]}
     else:
-        model.rank(ranking)
-        row = {"kind": "outliers", **common, "ranked_windows": len(ranking)}
-        yield row | {"operators": list(outliers(model))}
+        model.rank(calibrating[-len(known) :])
+        yield {"kind": "outliers", **common, "operators": list(outliers(model))}
     stated, floats = {}, {}
     for name in tested:
         windows = found[name][0]
