@@ -46,8 +46,9 @@ def calibration_report(found: Calibration, path: str) -> Group:
         lines += _int8(found)
     lines += _heads(found)
     lines += _routing(found)
-    options = f"{'--pass npumoe or ' if found.routing else ''}{found.load_options}"
-    lines.append(Text(f"Wrote {path}; load the model with {options}, and --calibration {path}."))
+    ways = [found.load_options, *(["--pass npumoe"] if found.routing else [])]
+    options = " or ".join(f"{way} --calibration {path}" for way in ways)
+    lines.append(Text(f"Wrote {path}; load the model with {options}."))
     if found.failed:
         what = "keep float activations" if found.decision is None else "have no ranges of 16 bits"
         lines.append(note(f"Below 60 dB (50 for a row or token), so they {what}: {_names(found.failed)}."))

@@ -134,6 +134,6 @@ def test_traces_of_generate_are_named(run, here, monkeypatch, device, written):
 
     checked = []
     monkeypatch.setattr("heterollm.base.check_target", checked.append)
-    monkeypatch.setattr(cli_generate, "_load", load)
+    monkeypatch.setattr(cli_generate, "load_model", load)
     assert run("generate", "model", "x", "--device", device, "--trace", "run.json")[0] == 1
     assert checked == [Path(written)]

@@ -59,14 +59,19 @@ def test_host_passes_every_check(diagnosis):
     assert all(check.error <= check.gate == 1e-10 for check in compared)
 
 
+ROUNDED = ("int4 block 32", "int8 block 32", "int4 block 32 with minimums")
+"""Weights whose linears are checked with rounded activations, too, in the order of the checks."""
+
+
 def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
     operators = {
         part: {check.operator for check in diagnosis.checks if check.part == part} for part in ("GPU", "NPU")
     }
     linears = {f"linear int4 block {block}{kind}" for block in (32, 64, 128) for kind in ("", " asymmetric")}
     linears |= {f"linear int8 block 32{kind}" for kind in ("", " asymmetric", ", one scale")}
+    linears |= {f"linear {kind} with minimums" for kind in ("int4 block 32", "int8 block 16")}
     linears |= {"linear f16", "linear f32"}
-    rounded = {"linear int4 block 32, w4a8", "linear int8 block 32, w4a8"}
+    rounded = {f"linear {kind}, w4a8" for kind in ROUNDED}
     assert operators["NPU"] == linears | rounded | {AGREEMENT, CLOCKS, EXPERTS, SCORES}
     assert operators["GPU"] == linears | rounded | {
         "embedding int8 block 32",
@@ -210,7 +215,7 @@ def test_parts_that_round_differently_do_not_agree(device, monkeypatch):
         GpuLinear, "pack", lambda *given, **options: pack(*given, **(options | {"integer_inputs": False}))
     )
     checks = [run_case(case, "fp32") for case in cases_of(device, AGREEMENT)]
-    assert len(checks) == 4
+    assert len(checks) == 2 * len(ROUNDED)
     assert {check.status for check in checks} == {"fail"}
 
 
@@ -221,13 +226,13 @@ def test_a_device_that_rounds_no_inputs_says_so_by_name(device, monkeypatch):
         "forms",
         lambda shape, length: () if getattr(shape, "integer_inputs", False) else forms(shape, length),
     )
-    operators = ("linear int4 block 32, w4a8", "linear int8 block 32, w4a8", AGREEMENT)
-    checks = [run_case(case, "fp32") for case in cases_of(device, *operators)]
+    operators = [f"linear {kind}, w4a8" for kind in ROUNDED]
+    checks = [run_case(case, "fp32") for case in cases_of(device, *operators, AGREEMENT)]
     npu = [check for check in checks if check.part == "NPU"]
     reason = f"cannot: {device.npu.name} has float activations only, so host refuses w4a8"
-    assert [check.operator for check in npu] == [operators[0], AGREEMENT, operators[1], AGREEMENT]
+    assert [check.operator for check in npu] == [name for one in operators for name in (one, AGREEMENT)]
     assert all((check.status, check.error, check.message) == ("not offered", None, reason) for check in npu)
-    assert [check.status for check in checks if check.part == "GPU"] == ["pass"] * 4
+    assert [check.status for check in checks if check.part == "GPU"] == ["pass"] * 2 * len(ROUNDED)
     found = Diagnosis("host", (), tuple(checks), (), ())
     assert found.passed
     shown = report.render(diagnosis_report(found), like=io.StringIO())
@@ -237,7 +242,7 @@ def test_a_device_that_rounds_no_inputs_says_so_by_name(device, monkeypatch):
 def test_without_an_npu_the_gpu_alone_is_checked(device, monkeypatch):
     monkeypatch.setattr(device, "npu", None)
     cases = [case for case in device_cases(device) if "w4a8" in case.operator]
-    assert [case.part for case in cases] == ["GPU"] * 4
+    assert [case.part for case in cases] == ["GPU"] * 2 * len(ROUNDED)
 
 
 def test_an_operator_that_raises_is_a_failed_check(device, monkeypatch):
