@@ -82,17 +82,22 @@ def predicted(
     return Candidate(plan, {length: time_us(length) for length in lengths}, threads)
 
 
-def compared(candidates: Sequence[Candidate], weights: Mapping[int, float]) -> list[tuple[float, Candidate]]:
-    """Return candidates with their times relative to the first one's, the fastest first.
+def compared(
+    candidates: Sequence[Candidate], weights: Mapping[int, float], margin: float = MARGIN
+) -> list[tuple[float, Candidate]]:
+    """Return candidates with their times relative to the first one's, the choice first, others by time.
 
-    An earlier candidate, which is the simpler one, goes before a later one that is not clearly faster.
+    Args:
+        candidates: Simpler ones first.
+        weights: Weights of lengths.
+        margin: Fraction of its time by which a later candidate must be faster than an earlier one.
     """
     if not candidates[0].known:
         return [(math.inf, one) for one in candidates]
     first = candidates[0].times_us
     timed = [(relative_time(weights, first, one.times_us.__getitem__), one) for one in candidates]
     least = min(time for time, _ in timed)
-    best = next(one for time, one in timed if time <= least / (1.0 - MARGIN))
+    best = next(one for time, one in timed if time <= least / (1.0 - margin))
     return sorted(timed, key=lambda entry: (entry[1] is not best, entry[0]))
 
 

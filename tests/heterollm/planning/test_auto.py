@@ -76,16 +76,23 @@ def test_the_gpu_on_all_cores_runs_everything_where_it_is_faster(profile):
     assert f"as fast as block on {HALVES[0]}+{HALVES[1]} cores" in reason
 
 
-def test_both_processors_share_the_work_where_they_are_faster(profile):
-    add_all_cores(profile, 0.9)
+def test_both_processors_share_the_work_where_they_are_much_faster(profile):
+    add_all_cores(profile, 2.0)
     threads, reason = choose()
     assert threads == HALVES
     assert f"as fast as gpu on all {CORES} cores" in reason
     assert "within the machine's drift" not in reason
 
 
+def test_a_small_gain_does_not_take_a_core_from_the_gpu(profile):
+    add_all_cores(profile, 0.65)
+    threads, reason = choose()
+    assert threads == (CORES, 0)
+    assert reason.endswith("; predictions of two splits of the cores are rough: only 1.5 x would count")
+
+
 def test_a_margin_within_the_drift_of_the_profiles_is_said(profile):
-    add_all_cores(profile, 0.6)
+    add_all_cores(profile, 0.4)
     assert choose()[1].endswith("; within the machine's drift while it was profiled, 50%")
 
 
