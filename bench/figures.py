@@ -801,6 +801,13 @@ def schedules_table() -> str:
     return table(f"{head} | shortest found", "rrrrr", lines)
 
 
+HOST_EXPERTS: Final = {
+    "gpu w4a16, 1+1": "`gpu`, one core",
+    "tensor w4a16, 1+1": "`tensor`, experts on the GPU, one core each",
+    "tensor npumoe:groups w4a16, 1+1": "`npumoe:groups`, one core each",
+    "tensor npumoe w4a16, 1+1": "`npumoe`, one core each",
+    "gpu w4a16, 2+0": "`gpu`, both cores",
+}
 HOST_PASSES: Final = {
     "gpu w8a8, 1+1": "`gpu`, one core",
     "layer padding w8a8, 1+1": "`layer`, one core each",
@@ -810,16 +817,21 @@ HOST_PASSES: Final = {
 }
 
 
-def llm_npu_host_table() -> str:
-    """The pass on ``host`` beside the GPU: rates, and ratios of rounds."""
-    rows = {row["label"]: row for row in rows_of("llm_npu_host")}
-    base = rows["gpu w8a8, 1+1"]["times"]["samples_ns"]
+def host_table(name: str, words: Mapping[str, str]) -> str:
+    """Configurations on ``host`` beside the first one: rates, and ratios of rounds.
+
+    Args:
+        name: The file of the rows.
+        words: What the table calls each configuration, by its label.
+    """
+    times = {row["label"]: row["times"] for row in rows_of(name)}
+    base = times[next(iter(words))]["samples_ns"]
     lines = []
-    for label, words in HOST_PASSES.items():
-        times = rows[label]["times"]
-        ratios = [one / own for one, own in zip(base, times["samples_ns"], strict=True)]
+    for label, called in words.items():
+        own = times[label]
+        ratios = [first / one for first, one in zip(base, own["samples_ns"], strict=True)]
         gain = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        lines.append([words, f"{times['median_ts']:.0f}", gain])
+        lines.append([called, f"{own['median_ts']:.0f}", gain])
     return table("configuration | tokens/s | over `gpu` on one core", "lrr", lines)
 
 
@@ -866,7 +878,8 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (LLM_NPU, "losses"): loss_table,
     (SPARSE, "share of a prompt"): prefill_table,
     (SPARSE, "kernels of a layer"): sparse_kernels_table,
-    (LLM_NPU, "the pass on host"): llm_npu_host_table,
+    (LLM_NPU, "the pass on host"): lambda: host_table("llm_npu_host", HOST_PASSES),
+    (MIXTURES, "mixture on host"): lambda: host_table("experts_host", HOST_EXPERTS),
     (MIXTURES, "popularity of experts"): lambda: mixture_table(mixture_tables.popularity_lines, "llllr"),
     (MIXTURES, "overlap of experts"): lambda: mixture_table(mixture_tables.overlap_lines, "lrrrr"),
     (MIXTURES, "padding and overflow"): lambda: mixture_table(mixture_tables.capacity_lines, "lrrrr"),
