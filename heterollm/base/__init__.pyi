@@ -58,6 +58,7 @@ from .terminal import quiet_libraries as quiet_libraries
 from .terminal import visible as visible
 from .terminal import write as write
 from .terminal import write_json as write_json
+from .text_file import read_text as read_text
 from .typed_json import Amount as Amount
 from .typed_json import Count as Count
 from .typed_json import Factor as Factor

@@ -12,7 +12,7 @@ from typing import Final, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import InputError, OptionError, Progress, silent
+from heterollm.base import InputError, OptionError, Progress, read_text, silent
 from heterollm.llm import LLM
 from heterollm.planning import LoadKeywords
 from heterollm.text import Tokenizer, divergences, perplexity, surprises, top_1_agreement
@@ -86,7 +86,7 @@ def evaluate(
             f"There cannot be {windows} windows of {window_tokens} tokens.",
             fix=f"Choose at least one, of at least {SHORTEST_WINDOW} tokens.",
         )
-    text = _text(texts)
+    text = "".join(map(read_text, texts))
     exact: NDArray[np.float32] | None = None
     with tempfile.TemporaryFile() as file:
         if compare and options.get("precision") != "fp16":
@@ -129,18 +129,6 @@ def _logits(llm: LLM, ids: NDArray[np.int32], progress: Progress) -> Iterator[ND
         session.reset()
         yield session.prefill(window, all_logits=True)
     progress(STAGE, len(ids), len(ids))
-
-
-def _text(texts: Sequence[Path]) -> str:
-    parts = []
-    for path in texts:
-        try:
-            parts.append(path.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"Cannot read {path}: {error}.", fix="Give files of plain UTF-8 text."
-            ) from error
-    return "".join(parts)
 
 
 def _windows(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> NDArray[np.int32]:

@@ -11,7 +11,15 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from heterollm.base import CalibrationError, InputError, OptionError, Progress, check_target, silent
+from heterollm.base import (
+    CalibrationError,
+    InputError,
+    OptionError,
+    Progress,
+    check_target,
+    read_text,
+    silent,
+)
 from heterollm.calibration.check import RangeCheck, largest_partial, silu
 from heterollm.calibration.decision import Policy, decide
 from heterollm.calibration.float_weights import FloatWeights, as_floats
@@ -297,15 +305,7 @@ def _continued(path: Path, fresh: Calibration) -> Calibration:
 def _text(texts: Sequence[Path]) -> str:
     if not texts:
         return (bundled_model() / "held_out.txt").read_text("utf-8")[-BUILT_IN_CHARACTERS:]
-    parts = []
-    for path in texts:
-        try:
-            parts.append(path.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"The text {str(path)!r:.200} cannot be read: {error}.", fix="Name files of UTF-8 text."
-            ) from error
-    return "\n\n".join(parts)
+    return "\n\n".join(map(read_text, texts))
 
 
 def _windows(ids: Sequence[int], tokens: int, windows: int) -> Ids:

@@ -67,15 +67,15 @@ class AnswerForm:
 
     def keywords(self) -> dict[str, Any]:
         """Return the options as those of :meth:`heterollm.LLM.stream`; reads their files."""
-        from heterollm.cli.prompts import read_file
+        from heterollm.base import read_text
 
         schema = self.json_schema
         if schema is not None and not schema.lstrip().startswith("{"):
-            schema = read_file(Path(schema))
+            schema = read_text(Path(schema))
         return {
             "stop": tuple(self.stop or ()),
             "json_schema": schema,
-            "grammar": None if self.grammar is None else read_file(self.grammar),
+            "grammar": None if self.grammar is None else read_text(self.grammar),
             "top_log_probabilities": self.top_logprobs,
         }
 

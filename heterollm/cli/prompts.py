@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from heterollm.base import HeteroLLMError, InputError, check_stdin, parse_json
+from heterollm.base import HeteroLLMError, InputError, check_stdin, parse_json, read_text
 
 if TYPE_CHECKING:
     from heterollm.text import Message
 
-__all__ = ["Prompt", "prompt_lines", "read_file", "single_prompt"]
+__all__ = ["Prompt", "prompt_lines", "single_prompt"]
 
 JSON_LINES: Final = (".jsonl", ".ndjson")
 FIELDS: Final = frozenset({"id", "prompt", "system", "messages"})
@@ -75,7 +75,7 @@ def single_prompt(words: str | None, files: Sequence[Path], system: str | None) 
             )
         return Prompt.of(text, system)
     parts = [] if words is None else [_stdin() if words == "-" else words]
-    parts += [_stdin() if str(path) == "-" else read_file(path).removesuffix("\n") for path in files]
+    parts += [_stdin() if str(path) == "-" else read_text(path).removesuffix("\n") for path in files]
     return Prompt.of("\n\n".join(part for part in parts if part), system)
 
 
@@ -89,7 +89,7 @@ def prompt_lines(path: Path, system: str | None) -> Iterator[tuple[int, Prompt |
     Raises:
         InputError: The file cannot be read.
     """
-    text = _stdin() if str(path) == "-" else read_file(path)
+    text = _stdin() if str(path) == "-" else read_text(path)
     for number, line in enumerate(text.split("\n"), 1):
         line = line.removesuffix("\r")
         if line.strip():
@@ -98,21 +98,6 @@ def prompt_lines(path: Path, system: str | None) -> Iterator[tuple[int, Prompt |
                 yield number, found
             except HeteroLLMError as error:
                 yield number, error
-
-
-def read_file(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        InputError: The file cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text("utf-8-sig")
-    except (OSError, ValueError) as error:  # also names that are no paths
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"{str(path)!r:.200} cannot be read: {reason}.", fix="Name a file of UTF-8 text."
-        ) from error
 
 
 def _stdin() -> str:
