@@ -871,6 +871,7 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (SPARSE, "needed keys"): sparse_table("needed"),
     (SPARSE, "loss of the published model"): sparse_table("loss", PUBLISHED, 2048),
     (SPARSE, "loss at 4096 tokens"): sparse_table("loss", PUBLISHED, 4096),
+    (SPARSE, "loss at 8192 tokens"): sparse_table("loss", PUBLISHED, 8192),
     (SPARSE, "loss of the bundled model"): sparse_table("loss", "tiny_python_lm", 512),
     (SPARSE, "agreement"): sparse_table("agreement"),
     (SPARSE, "simulated lengths"): lambda: shadow_attention_table("lengths"),
