@@ -9,6 +9,7 @@ from .cache_folder import CLEARED as CLEARED
 from .cache_folder import KINDS as KINDS
 from .cache_folder import CacheKind as CacheKind
 from .cache_folder import clear_cache as clear_cache
+from .cache_folder import delete_path as delete_path
 from .cache_folder import list_cache as list_cache
 from .durations import format_duration as format_duration
 from .durations import format_moment as format_moment

@@ -13,7 +13,7 @@ from heterollm.base.cache import cache_root
 from heterollm.base.errors import CacheError, OptionError
 from heterollm.base.output_file import LABEL
 
-__all__ = ["CLEARED", "KINDS", "CacheKind", "clear_cache", "list_cache"]
+__all__ = ["CLEARED", "KINDS", "CacheKind", "clear_cache", "delete_path", "list_cache"]
 
 KINDS: Final = {
     "weights": "quantised weights",
@@ -59,6 +59,18 @@ def list_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
     return [_measured(kind) for kind in dict.fromkeys(kinds or KINDS)]
 
 
+def delete_path(path: Path) -> None:
+    """Delete a file, a link, or a folder with its content; nothing happens if there is none.
+
+    Raises:
+        OSError: It cannot be deleted.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def clear_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
     """Delete heterollm's files in some subfolders, or in all but profiles, and return their old sizes.
 
@@ -72,10 +84,7 @@ def clear_cache(kinds: Sequence[str] = ()) -> list[CacheKind]:
     for kind in before:
         for entry in _own_entries(kind.path):
             try:
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink(missing_ok=True)
+                delete_path(entry)
             except OSError as error:
                 raise CacheError(
                     f"Cannot delete {entry}: {error.strerror or error}.",

@@ -123,9 +123,7 @@ def convert_model(
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise OptionError(
-            f"{folder} cannot be written: {error.strerror}.", fix="Name another place."
-        ) from error
+        raise _unwritable(folder, error) from error
     try:
         _write_settings(checkpoint.folder, scratch, block, symmetric=symmetric)
         size = _write_weights(scratch / "model.safetensors", checkpoint, config, linears)
@@ -133,9 +131,7 @@ def convert_model(
         scratch.chmod(0o755)
         scratch.rename(folder)
     except OSError as error:
-        raise OptionError(
-            f"{folder} cannot be written: {error.strerror}.", fix="Name another place."
-        ) from error
+        raise _unwritable(folder, error) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     worst = min(errors, key=lambda name: _decibels(*errors[name]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import CacheNotFound
 
-from heterollm.base import CacheError, CheckpointError, cache_root
+from heterollm.base import CacheError, CheckpointError, cache_root, delete_path
 from heterollm.model.stored import GGUF_FOLDERS
 from heterollm.model.tensor_file import TensorFile
 from heterollm.model.weights import WEIGHTS_FOLDER
@@ -63,10 +62,7 @@ def remove_models(models: Iterable[StoredModel]) -> None:
                 ).execute()
                 continue
             for path in model.paths:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+                delete_path(path)
         except OSError as error:
             raise CacheError(
                 f"Cannot delete the files of {model.name}: {error.strerror or error}.",
