@@ -23,6 +23,7 @@ from heterollm.engine import (
     start_engine,
 )
 from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import KV_CODES
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import Simulation
@@ -125,6 +126,11 @@ class PlannedModel:
         check_precision(device, asked.precision, specs)
         target = PlanTarget.of(device, chosen)
         plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
+        if plan.sparse_attention and asked.kv_bits is not None:
+            raise OptionError(
+                f"Sparse attention reads no KV cache of {asked.kv_bits} bits.",
+                fix="Leave --kv-bits out, or choose a plan without the pass shadowattn.",
+            )
         budget = _expert_budget(asked, config, specs)
         need = _memory_need(asked, config, specs, plan, context, device, budget)
         return cls(source, asked, device, context, specs, plan, notes, budget, need)
@@ -179,7 +185,7 @@ class PlannedModel:
 def open_for(options: LoadOptions, cores: CoreSplit) -> Device:
     """Open the device of a load; called on the engine thread."""
     # A simulated device gives answers only if it computes them.
-    return open_device(
+    device = open_device(
         options.device,
         gpu_threads=options.gpu_threads,
         npu_threads=options.npu_threads,
@@ -188,6 +194,9 @@ def open_for(options: LoadOptions, cores: CoreSplit) -> Device:
         power=options.power,
         choose_threads=cores,
     )
+    if options.kv_bits is not None:
+        device.cache_dtype = KV_CODES
+    return device
 
 
 def planned_draft(main: PlannedModel, thread: EngineThread) -> PlannedModel | None:

@@ -18,6 +18,7 @@ from heterollm.kernels.formats import CodeGrid, reference_layers
 from heterollm.kernels.gpu import (
     COUNT_WORDS,
     FACTOR_BYTES,
+    KV_CODES,
     STEP_HEAD_ROW,
     STEP_LENGTH,
     STEP_POSITION,
@@ -35,6 +36,7 @@ from heterollm.kernels.gpu import (
     Segments,
     SharedArray,
     head_stride,
+    scales_start,
 )
 from heterollm.kernels.ops import Activation, Join
 
@@ -47,6 +49,7 @@ __all__ = [
     "empty_cache",
     "fill_slot",
     "run_launches",
+    "scales_view",
     "slot_values",
     "split_segments",
     "step_slot",
@@ -115,16 +118,31 @@ def summed_segments(
 
 
 def empty_cache(gpu: GpuRuntime, shape: HeadShape, dtype: DTypeLike, layers: int = 2) -> SharedArray:
-    """Return a KV cache full of NaN."""
+    """Return a KV cache full of NaN, or of guard patterns if it has codes."""
     size = layers * 2 * shape.kv_heads * head_stride(shape.capacity, shape.head_dim, np.dtype(dtype))
-    return fill_slot(gpu, np.full(size, np.nan, dtype))
+    return fill_slot(gpu, np.full(size, _unused(dtype), dtype))
 
 
 def cache_view(memory: NDArray[Any], shape: HeadShape) -> NDArray[Any]:
     """Return ``[layer, k|v, kv_head, position, head_dim]`` of a cache's memory, as a view."""
-    stride = head_stride(shape.capacity, shape.head_dim, memory.dtype)
-    blocks = memory.reshape(-1, 2, shape.kv_heads, stride)[..., : shape.capacity * shape.head_dim]
+    blocks = _head_blocks(memory, shape)[..., : shape.capacity * shape.head_dim]
     return blocks.reshape(*blocks.shape[:3], shape.capacity, shape.head_dim)
+
+
+def scales_view(memory: NDArray[np.int8], shape: HeadShape) -> NDArray[np.float32]:
+    """Return the scales ``[layer, k|v, kv_head, position]`` of a cache of codes, as a view."""
+    start = scales_start(shape.capacity, shape.head_dim)
+    return _head_blocks(memory, shape)[..., start : start + 4 * shape.capacity].view(np.float32)
+
+
+def _head_blocks(memory: NDArray[Any], shape: HeadShape) -> NDArray[Any]:
+    stride = head_stride(shape.capacity, shape.head_dim, memory.dtype)
+    return memory.reshape(-1, 2, shape.kv_heads, stride)
+
+
+def _unused(dtype: DTypeLike) -> Any:  # noqa: ANN401 - of any type of cache
+    """Return the element that stands for an unwritten one: NaN, or the guard pattern, whose scale is tiny."""
+    return np.uint8(GUARD).view(np.int8) if np.dtype(dtype) == KV_CODES else np.nan
 
 
 class GuardedOutput:
@@ -342,9 +360,14 @@ class LayerCases:
         q, k = reference_layers.rotate(q, *angle), reference_layers.rotate(k, *angle)
         written = slot_values(cache)
         view = cache_view(written, shape)[1, :, :, position : position + tokens]
-        keys, values = view.transpose(0, 2, 1, 3).copy().reshape(2, tokens, -1)
-        view[...] = np.nan
-        if not np.isnan(written).all():
+        stored, unused = view.copy(), _unused(self.cache_dtype)
+        view[...] = unused
+        if self.cache_dtype == KV_CODES:
+            scales = scales_view(written, shape)[1, :, :, position : position + tokens]
+            stored = stored * scales[..., None]
+            scales.view(np.int8)[...] = unused
+        keys, values = stored.transpose(0, 2, 1, 3).reshape(2, tokens, -1)
+        if not np.array_equal(written, np.full_like(written, unused), equal_nan=unused != unused):
             raise KernelError("A kernel wrote other positions of the cache.")
         results = zip((queries.read(), keys, values), (q, k, v), strict=True)
         first, second, third = ((actual, part.reshape(tokens, -1)) for actual, part in results)
@@ -375,10 +398,18 @@ class LayerCases:
         scores = scores or Scores(shape.head_dim**-0.5)
         sizes = np.logspace(-spread, spread / 2, shape.heads).astype(np.float32)[:, None]
         queries = _random(self.generator, (tokens, shape.heads, shape.head_dim), scale=2.0) * sizes
-        content = np.full_like(slot_values(empty_cache(self.gpu, shape, self.cache_dtype)), np.nan)
-        held = cache_view(content, shape)[1]
-        seen = held[:, :, : position + tokens]
-        seen[...] = self.generator.standard_normal(seen.shape)
+        content = slot_values(empty_cache(self.gpu, shape, self.cache_dtype))
+        seen = cache_view(content, shape)[1, :, :, : position + tokens]
+        exact_cache = seen
+        if self.cache_dtype == KV_CODES:
+            all_scales = scales_view(content, shape)
+            all_scales[...] = np.nan
+            scales = all_scales[1, :, :, : position + tokens]
+            seen[...] = self.generator.integers(-127, 128, seen.shape)
+            scales[...] = self.generator.uniform(0.005, 0.02, scales.shape)
+            exact_cache = seen * scales.astype(np.float64)[..., None]
+        else:
+            seen[...] = self.generator.standard_normal(seen.shape)
         out = GuardedOutput(self.gpu, queries.shape, self.activation_dtype)
         launches = self.layers.attention(
             fill_slot(self.gpu, queries.reshape(tokens, -1)),
@@ -394,7 +425,7 @@ class LayerCases:
         run_launches(self.gpu, launches)
         exact = reference_layers.attention(
             queries,
-            *seen.astype(np.float64),
+            *exact_cache.astype(np.float64),
             position=position,
             scale=scores.scale,
             window=scores.window,

@@ -111,9 +111,7 @@ class SelfEngine:
         llm, plan = self._llm, self._llm.plan
         chunk, model = plan.chunk_length, self._profiled
         shares = shares_of(plan, self._specs, case, chunk=chunk)
-        work = work_of(
-            llm.config, self._specs, case, chunk=chunk, cache_itemsize=llm.device.cache_dtype.itemsize
-        )
+        work = work_of(llm.config, self._specs, case, chunk=chunk, cache_dtype=llm.device.cache_dtype)
         reasons: dict[str, str] = {}
         found: FoundFields = {
             "gpu_share": shares.gpu_share,

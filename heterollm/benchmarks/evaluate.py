@@ -65,7 +65,8 @@ def evaluate(
 ) -> Evaluation:
     """Run windows of text through a model, and before that through one with float weights on the GPU.
 
-    One model is in memory at a time; the logits of the first are in a temporary file meanwhile.
+    The latter's KV cache has floats, too. One model is in memory at a time; the logits of the first are in a
+    temporary file meanwhile.
 
     Args:
         model: A local folder, a GGUF file or a hub name.
@@ -91,7 +92,7 @@ def evaluate(
     with tempfile.TemporaryFile() as file:
         if compare and options.get("precision") != "fp16":
             own: LoadKeywords = {"precision": "fp16", "plan": "gpu", "scales": "free", "calibration": None}
-            floats: LoadKeywords = {**options, **own, "request": None}
+            floats: LoadKeywords = {**options, **own, "request": None, "kv_bits": None}
             with LLM.load(model, progress=progress, **floats) as llm:
                 ids = _windows(llm.tokenizer, text, windows, min(window_tokens, llm.context))
                 shape = (*ids.shape, llm.config.vocab_size)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import numpy as np
 
 from heterollm.benchmarks.cases import Case
+from heterollm.kernels.gpu import position_bytes
 from heterollm.model import expert_specs
 from heterollm.profiler.records import BandwidthKey, LinearKey, Processor
 
@@ -76,7 +79,7 @@ def work_of(
     case: Case,
     *,
     chunk: int,
-    cache_itemsize: int,
+    cache_dtype: np.dtype[Any],
     weight_itemsize: float | None = None,
 ) -> Work:
     """Return the bytes that a sample reads and its operations.
@@ -86,7 +89,7 @@ def work_of(
         specs: Its groups; the experts of a mixture follow from them.
         case: The test.
         chunk: Longest pass of the engine.
-        cache_itemsize: Bytes of a number in the KV cache.
+        cache_dtype: Type of the KV cache.
         weight_itemsize: Bytes of a weight if the engine has another format than the specs.
     """
     layers = [*(spec for spec in specs if spec.group != "head"), *expert_specs(config, specs)]
@@ -99,11 +102,11 @@ def work_of(
         return spec.flops(1) / 2 * share * weight_itemsize
 
     head_bytes = size(head, 1)
-    position_bytes = 2 * config.layers * config.kv_heads * config.head_dim * cache_itemsize
+    cached = 2 * config.layers * config.kv_heads * position_bytes(config.head_dim, cache_dtype)
     read_bytes = flops = 0.0
     for tokens, position, logits in passes_of(case, chunk):
         layer_bytes = sum(size(spec, tokens) for spec in layers)
-        read_bytes += layer_bytes + (head_bytes if logits else 0.0) + (position + tokens) * position_bytes
+        read_bytes += layer_bytes + (head_bytes if logits else 0.0) + (position + tokens) * cached
         flops += sum(spec.flops(tokens) for spec in layers) + (head.flops(1) if logits else 0.0)
         seen = tokens * position + tokens * (tokens + 1) / 2
         # Scores and the sum of values: two multiply-adds for each head, position and element.

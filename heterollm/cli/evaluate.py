@@ -11,6 +11,7 @@ import typer
 from heterollm.cli.options import (
     DeviceOption,
     JsonOption,
+    KvBitsOption,
     LoraOption,
     Model,
     ThreadOptions,
@@ -41,6 +42,7 @@ def evaluate_model(
     plan: Annotated[str, typer.Option(help="auto, a level, or the file of a plan.")] = "auto",
     weights: WeightOptions,
     lora: LoraOption = None,
+    kv_bits: KvBitsOption = None,
     threads: ThreadOptions,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,6 +66,7 @@ def evaluate_model(
             scales=weights.scales,
             calibration=weights.calibration,
             lora=lora,
+            kv_bits=kv_bits,
             gpu_threads=threads.gpu_threads,
             npu_threads=threads.npu_threads,
         )

@@ -56,6 +56,7 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
             sync=run.sync,
             allow_fallback=run.allow_fallback,
             experts_gib=run.experts_gib,
+            kv_bits=run.kv_bits,
             speculative=run.speculative,
             guesses=run.guesses,
             trace=trace,

@@ -330,6 +330,14 @@ class ModelOptions:
     overflow: OverflowOption = "gpu"
 
 
+KvBitsOption = Annotated[
+    Literal[8] | None,
+    typer.Option(
+        help="Bits of the KV cache's numbers in place of the device's floats. See docs/kv-cache.md."
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Options of running a loaded model."""
@@ -344,6 +352,7 @@ class RunOptions:
         bool, typer.Option("--allow-fallback", help="Continue on the GPU when the NPU fails.")
     ] = False
     experts_gib: ExpertsGibOption = None
+    kv_bits: KvBitsOption = None
     speculative: SpeculativeOption = None
     guesses: GuessesOption = None
     profile: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import DeviceMemory, KvMemory, head_stride
+from heterollm.kernels.gpu import DeviceMemory, KvMemory, head_stride, position_bytes, scales_start
 from heterollm.model import ModelConfig
 
 __all__ = ["KvCache"]
@@ -12,14 +12,18 @@ __all__ = ["KvCache"]
 class KvCache:
     """``[layer][k|v][kv_head][position][head_dim]`` of the device's cache type, each head page-aligned.
 
-    Layers that exceed the GPU's largest buffer together are in several memories.
+    In 8 bits the scales of a head's positions lie behind its codes. Layers that exceed the GPU's largest
+    buffer together are in several memories.
     """
 
-    __slots__ = ("__weakref__", "_gpu", "_position_bytes", "_stride_bytes", "memory")
+    __slots__ = ("__weakref__", "_gpu", "_position_parts", "_stride_bytes", "memory")
 
     def __init__(self, device: Device, config: ModelConfig, context: int) -> None:
-        item = device.cache_dtype.itemsize
-        self._position_bytes = config.head_dim * item
+        item, code_bytes = device.cache_dtype.itemsize, config.head_dim * device.cache_dtype.itemsize
+        # Where the parts of a head's positions begin, and their bytes: elements, and scales of codes.
+        self._position_parts = [(0, code_bytes)]
+        if scale_bytes := position_bytes(config.head_dim, device.cache_dtype) - code_bytes:
+            self._position_parts.append((scales_start(context, config.head_dim), scale_bytes))
         self._stride_bytes = head_stride(context, config.head_dim, device.cache_dtype) * item
         self._gpu = gpu = device.gpu
         layer_bytes = 2 * config.kv_heads * self._stride_bytes
@@ -40,10 +44,12 @@ class KvCache:
     def copy_from(self, other: KvCache, positions: int) -> None:
         """Copy the first ``positions`` positions of a cache of the same shape."""
         for target, source in zip(self.memory.memories, other.memory.memories, strict=True):
-            self._gpu.copy_rows(
-                target,
-                source,
-                rows=target.size_bytes // self._stride_bytes,
-                row_bytes=positions * self._position_bytes,
-                stride_bytes=self._stride_bytes,
-            )
+            for start_bytes, each_bytes in self._position_parts:
+                self._gpu.copy_rows(
+                    target,
+                    source,
+                    rows=target.size_bytes // self._stride_bytes,
+                    row_bytes=positions * each_bytes,
+                    stride_bytes=self._stride_bytes,
+                    start_bytes=start_bytes,
+                )

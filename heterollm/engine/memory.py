@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import psutil
 
-from heterollm.base import PAGE_BYTES, DeviceError, format_bytes, round_up
+from heterollm.base import DeviceError, format_bytes
+from heterollm.kernels.gpu import head_stride
 from heterollm.kernels.npu import graph_memory
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import expert_specs
@@ -110,7 +111,7 @@ def memory_need(
     head = next(spec for spec in specs if spec.group == "head")
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
-    one_head = round_up(context * config.head_dim * cache_dtype.itemsize, PAGE_BYTES)
+    head_bytes = head_stride(context, config.head_dim, cache_dtype) * cache_dtype.itemsize
     experts = expert_specs(config, specs)
     graphs = plan.npu_bytes((*specs, *experts), graph_memory(npu))
     if npu is not None and npu.io_by_graph:
@@ -122,7 +123,7 @@ def memory_need(
     return MemoryNeed(
         gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding + experts_bytes,
         npu_graphs=graphs,
-        kv_cache=config.layers * 2 * config.kv_heads * one_head,
+        kv_cache=config.layers * 2 * config.kv_heads * head_bytes,
         slots=sum(size for slot, size in slots.items() if slot not in SCORE_SLOTS),
         hot_weights=sum(
             hot_channels.get((spec.layer, spec.group), 0) * spec.rows * item_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypedDict, get_args
+from typing import Final, Literal, TypeAlias, TypedDict, get_args
 
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS, Sync
@@ -23,7 +23,18 @@ from heterollm.solver import (
 )
 from heterollm.text import MOST_GUESSES
 
-__all__ = ["CHUNK_LENGTH", "LOOKUP", "LoadKeywords", "LoadOptions", "check_weights", "choose_context"]
+__all__ = [
+    "CHUNK_LENGTH",
+    "LOOKUP",
+    "KvBits",
+    "LoadKeywords",
+    "LoadOptions",
+    "check_weights",
+    "choose_context",
+]
+
+KvBits: TypeAlias = Literal[8]
+"""Bits of a number of the KV cache in place of the device's floats."""
 
 DEFAULT_CONTEXT: Final = 4096
 LOOKUP: Final = "lookup"
@@ -67,6 +78,8 @@ class LoadOptions:
         length_policy: How levels ``npu`` and ``layer`` run lengths that the NPU has no graph for:
             ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (the
             faster policy for each group, by the device's profile). The solver needs none.
+        kv_bits: 8 to keep keys and values as int8 with a scale for each position of a head; None for the
+            device's floats. Not with sparse attention.
         allow_fallback: Go on with the GPU alone when the NPU fails, with a note.
         trace: Record every pass.
         lora: Folder of a LoRA adapter in PEFT's format, which is merged into the weights before they are
@@ -96,6 +109,7 @@ class LoadOptions:
     allow_slow: bool = False
     sync: Sync = "auto"
     length_policy: LengthPolicy = "padding"
+    kv_bits: KvBits | None = None
     allow_fallback: bool = False
     trace: bool = False
     experts_gib: float | None = None
@@ -135,6 +149,10 @@ class LoadOptions:
                 fix="Run `heterollm calibrate MODEL --precision w8a8 -o FILE` and give --calibration FILE, "
                 "or choose plan gpu, which computes with float activations.",
             )
+        if self.kv_bits is not None and (
+            isinstance(self.kv_bits, bool) or self.kv_bits not in get_args(KvBits)
+        ):
+            raise OptionError(f"kv_bits is {self.kv_bits!r:.80}.", fix="Give 8, or None for floats.")
         check_experts_gib(self.experts_gib, self.device)
         check_speculative(self.speculative, self.guesses)
         for what, given, legal in (
@@ -172,6 +190,7 @@ class LoadKeywords(TypedDict, total=False):
     allow_slow: bool
     sync: Sync
     length_policy: LengthPolicy
+    kv_bits: KvBits | None
     allow_fallback: bool
     trace: bool
     experts_gib: float | None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from heterollm.base import GIB, PlanError
 from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import position_bytes
 from heterollm.kernels.npu import graph_memory
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import soc_of
@@ -34,7 +35,8 @@ def check_memory(
     available = soc_of(device).memory.available_gib * GIB
     graphs = plan.npu_bytes(specs, graph_memory(device.npu))
     weights = shape_of_specs(config, [spec for spec in specs if spec.experts is None], name).weight_bytes
-    cache = 2 * positions * config.layers * config.kv_heads * config.head_dim * device.cache_dtype.itemsize
+    head_bytes = positions * position_bytes(config.head_dim, device.cache_dtype)
+    cache = 2 * config.layers * config.kv_heads * head_bytes
     if available and weights + graphs + cache > available:
         raise PlanError(
             f"{name} does not fit the phone's memory: {_gib(weights)} of weights + {_gib(graphs)} of NPU "

@@ -2,6 +2,10 @@ from .attention_tuning import AttentionClass as AttentionClass
 from .attention_tuning import TunedAttention as TunedAttention
 from .attention_tuning import suits_coalesced as suits_coalesced
 from .binding import OpenClError as OpenClError
+from .cache_layout import KV_CODES as KV_CODES
+from .cache_layout import head_stride as head_stride
+from .cache_layout import position_bytes as position_bytes
+from .cache_layout import scales_start as scales_start
 from .codes import COUNT_WORDS as COUNT_WORDS
 from .codes import FACTOR_BYTES as FACTOR_BYTES
 from .codes import LARGEST_CODE_BYTES as LARGEST_CODE_BYTES
@@ -19,7 +23,6 @@ from .heads import KvLayer as KvLayer
 from .heads import KvMemory as KvMemory
 from .heads import Rotation as Rotation
 from .heads import Scores as Scores
-from .heads import head_stride as head_stride
 from .launch import Argument as Argument
 from .launch import Launch as Launch
 from .linear import GpuLinear as GpuLinear

@@ -11,6 +11,7 @@ import numpy as np
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.attention_grid import AttentionGrid
 from heterollm.kernels.gpu.attention_tuning import AttentionClass, suits_coalesced
+from heterollm.kernels.gpu.cache_layout import KV_CODES, position_bytes, scales_start
 from heterollm.kernels.gpu.glue_kernels import Defines, GlueKernels, Segments
 from heterollm.kernels.gpu.heads import HeadShape, KvLayer, Rotation, Scores
 from heterollm.kernels.gpu.launch import Argument, Launch
@@ -92,7 +93,7 @@ class GpuAttention(GlueKernels):
         limit = (np.float32(rotation.limit),) if rotation.limit else ()
         arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon), *limit)
         read_bytes = self._item_bytes * qkv.reads
-        work = functools.partial(rope_work, shape, tokens, read_bytes, self._kv_dtype.itemsize)
+        work = functools.partial(rope_work, shape, tokens, read_bytes, self._position_bytes(shape))
         return self._runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
 
     def attention(
@@ -190,7 +191,7 @@ class GpuAttention(GlueKernels):
             step.array,
             tokens=grid.tokens,
             window=scores.window,
-            kv_bytes=self._kv_dtype.itemsize,
+            position_bytes=self._position_bytes(shape),
             output_bytes=self._item_bytes if parts == 1 else PARTIAL_BYTES,
         )
         size = grid.tiles(style) * items, shape.kv_heads, parts
@@ -198,7 +199,9 @@ class GpuAttention(GlueKernels):
         return style, partial, launch
 
     def _tuned_variants(self, shape: HeadShape, tokens: int) -> tuple[Variant, ...]:
-        """Return the tuned variant, unless it is the device's own."""
+        """Return the tuned variant, unless it is the device's own; caches of 8 bits have none."""
+        if self._kv_dtype == KV_CODES:
+            return ()
         kind = AttentionClass.of(shape.head_dim, shape.group, self._kv_dtype, tokens)
         tuned = self._runtime.tuning.attention_style(kind)
         return (Variant("coalesced"),) if tuned == "coalesced" and suits_coalesced(kind) else ()
@@ -257,7 +260,11 @@ class GpuAttention(GlueKernels):
             self._scratch[size_bytes] = self._runtime.scratch(size_bytes)
         return self._scratch[size_bytes]
 
-    def _cache_offsets(self, cache: KvLayer, shape: HeadShape) -> tuple[np.uint64, np.uint64, np.uint64]:
+    def _position_bytes(self, shape: HeadShape) -> int:
+        return position_bytes(shape.head_dim, self._kv_dtype)
+
+    def _cache_offsets(self, cache: KvLayer, shape: HeadShape) -> tuple[np.uint64, ...]:
         keys, values, stride, end = shape.layer_offsets(cache.layer, self._kv_dtype)
         cache.memory.require(end * self._kv_dtype.itemsize, f"KV cache of layer {cache.layer}")
-        return np.uint64(keys), np.uint64(values), np.uint64(stride)
+        scales = (scales_start(shape.capacity, shape.head_dim),) if self._kv_dtype == KV_CODES else ()
+        return tuple(map(np.uint64, (keys, values, stride, *scales)))

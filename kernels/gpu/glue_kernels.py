@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from heterollm.base import KernelError
+from heterollm.kernels.gpu.cache_layout import KV_CODES
 from heterollm.kernels.gpu.codes import NpuCodes
 from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.parameters import KernelStyle
@@ -77,7 +78,7 @@ class GlueKernels:
     Args:
         runtime: The OpenCL device.
         activation_dtype: float32 or float16, type of the linears' inputs and outputs.
-        kv_dtype: float32 or float16, type of the KV cache.
+        kv_dtype: Type of the KV cache: float32, float16, or int8 with scales.
         style: Kernel style; by default the device's.
 
     Raises:
@@ -97,9 +98,7 @@ class GlueKernels:
         self._kv_dtype = np.dtype(kv_dtype)
         self._variants = variants_for(is_cpu=runtime.traits.is_cpu, style=style)
         self._defines: dict[str, str | int] = {"ACT_HALF": 1} if self._item_bytes == 2 else {}
-        self._kv_defines: dict[str, str | int] = (
-            {"KV_HALF": 1} if _float_bytes(kv_dtype, "The KV cache") == 2 else {}
-        )
+        self._kv_defines = _cache_defines(self._kv_dtype)
 
     def _kernel(
         self,
@@ -145,6 +144,12 @@ class GlueKernels:
             bits = rounded.grid.bits if isinstance(rounded, NpuCodes) else 0
             what += f" with uint{bits} codes" if bits else " with int8 codes"
         return self._runtime.variants.first(what, variants or self._variants, build, test)
+
+
+def _cache_defines(kv_dtype: np.dtype[Any]) -> Defines:
+    if kv_dtype == KV_CODES:
+        return {"KV_CODES": 1}
+    return {"KV_HALF": 1} if _float_bytes(kv_dtype, "The KV cache without scales") == 2 else {}
 
 
 def _float_bytes(dtype: DTypeLike, what: str) -> int:

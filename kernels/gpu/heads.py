@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from numpy.typing import DTypeLike
 
-from heterollm.base import PAGE_BYTES, KernelError, round_up
+from heterollm.base import KernelError
+from heterollm.kernels.gpu.cache_layout import head_end, head_stride
 from heterollm.kernels.gpu.launch import Argument
 from heterollm.kernels.gpu.memory import DeviceMemory
 
-__all__ = ["HeadShape", "KvLayer", "KvMemory", "Rotation", "Scores", "head_stride"]
-
-
-def head_stride(capacity: int, head_dim: int, kv_dtype: DTypeLike) -> int:
-    """Return the elements between the starts of two heads in the KV cache; each head starts on a page."""
-    item_bytes = np.dtype(kv_dtype).itemsize
-    return round_up(capacity * head_dim * item_bytes, PAGE_BYTES) // item_bytes
+__all__ = ["HeadShape", "KvLayer", "KvMemory", "Rotation", "Scores"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,7 @@ class HeadShape:
         stride = head_stride(self.capacity, self.head_dim, kv_dtype)
         keys = layer * 2 * self.kv_heads * stride
         # The last head needs no padding.
-        end = keys + (2 * self.kv_heads - 1) * stride + self.capacity * self.head_dim
+        end = keys + (2 * self.kv_heads - 1) * stride + head_end(self.capacity, self.head_dim, kv_dtype)
         return keys, keys + self.kv_heads * stride, stride, end
 
 
@@ -74,7 +68,8 @@ class KvLayer:
 
     Args:
         memory: Memory of consecutive layers, ``[layer][k|v][kv_head][capacity][head_dim]``, with
-            :func:`head_stride` elements per head.
+            :func:`head_stride` elements per head. In 8 bits the scales ``[capacity]`` lie behind a head's
+            codes (:func:`scales_start`).
         layer: Index of the layer in it.
     """
 

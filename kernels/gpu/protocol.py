@@ -181,9 +181,16 @@ class GpuRuntime(Protocol):
         """
 
     def copy_rows(
-        self, target: DeviceMemory, source: DeviceMemory, *, rows: int, row_bytes: int, stride_bytes: int
+        self,
+        target: DeviceMemory,
+        source: DeviceMemory,
+        *,
+        rows: int,
+        row_bytes: int,
+        stride_bytes: int,
+        start_bytes: int = 0,
     ) -> None:
-        """Copy the first ``row_bytes`` of each row between two device memories, and wait.
+        """Copy ``row_bytes`` of each row from ``start_bytes`` on between two device memories, and wait.
 
         Raises:
             KernelError: The driver refuses.

@@ -320,9 +320,16 @@ class OpenClRuntime:
         return buffer
 
     def copy_rows(
-        self, target: DeviceMemory, source: DeviceMemory, *, rows: int, row_bytes: int, stride_bytes: int
+        self,
+        target: DeviceMemory,
+        source: DeviceMemory,
+        *,
+        rows: int,
+        row_bytes: int,
+        stride_bytes: int,
+        start_bytes: int = 0,
     ) -> None:
-        """Copy the first bytes of each row between two device memories, and wait.
+        """Copy ``row_bytes`` of each row from ``start_bytes`` on between two device memories, and wait.
 
         Raises:
             KernelError: The driver refuses.
@@ -334,8 +341,8 @@ class OpenClRuntime:
                 self.queue,
                 target.buffer,
                 source.buffer,
-                src_origin=(0, 0, 0),
-                dst_origin=(0, 0, 0),
+                src_origin=(start_bytes, 0, 0),
+                dst_origin=(start_bytes, 0, 0),
                 region=(row_bytes, rows, 1),
                 src_pitches=(stride_bytes,),
                 dst_pitches=(stride_bytes,),

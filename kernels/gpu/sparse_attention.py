@@ -17,6 +17,7 @@ import numpy as np
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.attention import LOG2_E, GpuAttention
 from heterollm.kernels.gpu.attention_grid import PREFILL_ROWS, AttentionGrid
+from heterollm.kernels.gpu.cache_layout import KV_CODES
 from heterollm.kernels.gpu.glue_kernels import Defines
 from heterollm.kernels.gpu.heads import KvLayer, Scores
 from heterollm.kernels.gpu.launch import Argument, Launch
@@ -72,12 +73,15 @@ class GpuSparseAttention(GpuAttention):
         heads = shape.heads
         q.require((tokens or shape.tokens) * heads.query_columns * 4, "attention query")
         memory.require(shape)
+        if self._kv_dtype == KV_CODES:
+            raise KernelError("Sparse attention reads no KV cache of 8 bits.")
         keys, _, stride = self._cache_offsets(cache, heads)
         buckets: Defines = {"BUCKETS": table.buckets} if table.buckets > 1 else {}
         defines = self._sparse_defines(shape) | self._kv_defines | buckets
         sizes = keys, stride, np.int32(shape.tokens), np.int32(shape.keys)
         inputs = q, cache.memory, step, table.order, table.numbers
-        work = functools.partial(score_codes_work, heads, step.array, shape.tokens, self._kv_dtype.itemsize)
+        position_bytes = self._position_bytes(heads)
+        work = functools.partial(score_codes_work, heads, step.array, shape.tokens, position_bytes)
 
         def launch(name: str, label: str, arguments: tuple[Argument, ...], written: int) -> Launch:
             files = (*CODE_FILES, "score_codes.cl")
@@ -240,7 +244,7 @@ class GpuSparseAttention(GpuAttention):
             block=shape.block,
             tokens=shape.tokens,
             window=scores.window,
-            kv_bytes=self._kv_dtype.itemsize,
+            position_bytes=self._position_bytes(heads),
             output_bytes=self._item_bytes,
         )
         size = -(-tokens // PREFILL_ROWS[chosen]) * items, count, 1

@@ -178,17 +178,18 @@ def rounding_work(elements: int, item_bytes: int, blocks: int) -> GpuWork:
     return GpuWork("elementwise", 4 * elements, item_bytes * elements, elements + BLOCK_BYTES * blocks)
 
 
-def rope_work(shape: HeadShape, tokens: int, read_bytes: float, kv_bytes: int) -> GpuWork:
+def rope_work(shape: HeadShape, tokens: int, read_bytes: float, position_bytes: int) -> GpuWork:
     """Return the work of RoPE and of the KV write.
 
     Args:
         shape: Sizes of the heads.
         tokens: Tokens of the pass.
         read_bytes: Bytes read for an element of the linear's output.
-        kv_bytes: Size of an element of the cache.
+        position_bytes: Bytes of the cache for one position of a head.
     """
-    queries, keys = tokens * shape.query_columns, 2 * tokens * shape.kv_heads * shape.head_dim
-    return GpuWork("elementwise", 6 * queries, read_bytes * (queries + keys), 4 * queries + kv_bytes * keys)
+    queries, stored = tokens * shape.query_columns, 2 * tokens * shape.kv_heads
+    read = read_bytes * (queries + stored * shape.head_dim)
+    return GpuWork("elementwise", 6 * queries, read, 4 * queries + position_bytes * stored)
 
 
 def attention_work(
@@ -197,7 +198,7 @@ def attention_work(
     *,
     tokens: int,
     window: int,
-    kv_bytes: int,
+    position_bytes: int,
     output_bytes: int,
 ) -> GpuWork:
     """Return the work of attention at the position that the step buffer holds.
@@ -207,17 +208,17 @@ def attention_work(
         step: The step buffer.
         tokens: Tokens of the pass.
         window: Positions that a token sees; 0 for all.
-        kv_bytes: Size of an element of the cache.
+        position_bytes: Bytes of the cache for one position of a head.
         output_bytes: Size of an element of the output, or of a partial result.
     """
     rows, seen, last = _visible(step, tokens, window)
     outputs = rows * shape.query_columns
-    read = 2 * last * shape.kv_heads * shape.head_dim * kv_bytes + 4 * outputs
+    read = 2 * last * shape.kv_heads * position_bytes + 4 * outputs
     return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
 
 
 def score_codes_work(
-    shape: HeadShape, step: NDArray[np.int32], tokens: int, kv_bytes: int, written_bytes: int
+    shape: HeadShape, step: NDArray[np.int32], tokens: int, position_bytes: int, written_bytes: int
 ) -> GpuWork:
     """Return the work of writing the codes of queries and keys, or of finding their maxima.
 
@@ -225,12 +226,13 @@ def score_codes_work(
         shape: Sizes of the heads.
         step: The step buffer.
         tokens: Tokens of the pass.
-        kv_bytes: Size of an element of the cache.
+        position_bytes: Bytes of the cache for one position of a head.
         written_bytes: Bytes of the codes, padding included.
     """
     rows, _, last = _visible(step, tokens, 0)
-    queries, keys = rows * shape.query_columns, last * shape.kv_heads * shape.head_dim
-    return GpuWork("elementwise", 4 * (queries + keys), 4 * queries + kv_bytes * keys, written_bytes)
+    queries, keys = rows * shape.query_columns, last * shape.kv_heads
+    flops = 4 * (queries + keys * shape.head_dim)
+    return GpuWork("elementwise", flops, 4 * queries + position_bytes * keys, written_bytes)
 
 
 def estimate_work(heads: int, rows: int, keys: int, head_dim: int) -> GpuWork:
@@ -270,7 +272,7 @@ def sparse_attention_work(
     block: int,
     tokens: int,
     window: int,
-    kv_bytes: int,
+    position_bytes: int,
     output_bytes: int,
 ) -> GpuWork:
     """Return the work of attention to selected positions; each block of queries reads its own.
@@ -283,13 +285,13 @@ def sparse_attention_work(
         block: Queries that share a selection.
         tokens: Tokens of the pass.
         window: Positions that a token sees; 0 for all.
-        kv_bytes: Size of an element of the cache.
+        position_bytes: Bytes of the cache for one position of a head.
         output_bytes: Size of an element of the output.
     """
     rows, seen, _ = _visible(step, tokens, window)
     outputs = heads * rows * shape.head_dim
     gathered = heads * -(-rows // block) * keep * seen / max(1, rows)
-    read = 2 * gathered * shape.head_dim * kv_bytes + 4 * (outputs + gathered)
+    read = 2 * gathered * position_bytes + 4 * (outputs + gathered)
     return GpuWork("attention", 4 * keep * seen * heads * shape.head_dim, read, outputs * output_bytes, rows)
 
 

@@ -253,11 +253,19 @@ class SimulatedRuntime:
         self.clock.copy()
 
     def copy_rows(
-        self, target: DeviceMemory, source: DeviceMemory, *, rows: int, row_bytes: int, stride_bytes: int
+        self,
+        target: DeviceMemory,
+        source: DeviceMemory,
+        *,
+        rows: int,
+        row_bytes: int,
+        stride_bytes: int,
+        start_bytes: int = 0,
     ) -> None:
-        """Copy the first bytes of each row between two device memories, and wait."""
+        """Copy ``row_bytes`` of each row from ``start_bytes`` on between two device memories, and wait."""
         if self.real is not None:
-            self.real.copy_rows(target, source, rows=rows, row_bytes=row_bytes, stride_bytes=stride_bytes)
+            sizes = {"row_bytes": row_bytes, "stride_bytes": stride_bytes, "start_bytes": start_bytes}
+            self.real.copy_rows(target, source, rows=rows, **sizes)
         self.clock.copy()
 
     # -- queue and time ------------------------------------------------------------------------------

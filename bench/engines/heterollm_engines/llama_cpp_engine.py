@@ -145,7 +145,7 @@ class LlamaCppEngine(SteppedEngine):
 
     def work(self, case: Case) -> Work:
         """Return what a sample computes and reads."""
-        return work_of(self._config, self._specs, case, chunk=CHUNK, cache_itemsize=2)
+        return work_of(self._config, self._specs, case, chunk=CHUNK, cache_dtype=np.dtype(np.float16))
 
     def close(self) -> None:
         """Free the model."""

@@ -99,7 +99,9 @@ class TransformersEngine(ForeignEngine):
     def work(self, case: Case) -> Work:
         """Return what a sample computes and reads."""
         chunk = max(1, case.n_prompt)
-        return work_of(self._config, self._specs, case, chunk=chunk, cache_itemsize=4, weight_itemsize=4)
+        return work_of(
+            self._config, self._specs, case, chunk=chunk, cache_dtype=np.dtype(np.float32), weight_itemsize=4
+        )
 
     def close(self) -> None:
         """Free the model."""

@@ -72,6 +72,13 @@
 #define PLACE_OF(key) (key)
 #endif
 
+// The scale of a work-item's key.
+#ifdef KV_CODES
+#define KEY_SCALED(sum) ((sum) * key_scale)
+#else
+#define KEY_SCALED(sum) (sum)
+#endif
+
 #define CLEAR_SCORE(r) float4 score##r = 0.0f;
 #define ADD_LOW(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4], piece.lo, score##r);
 #define ADD_HIGH(r) score##r = FMA(queries[r * QUERY_VECTORS + d / 4 + 1], piece.hi, score##r);
@@ -86,7 +93,7 @@
     const float sum = (score##r.x + score##r.y) + (score##r.z + score##r.w);                                 \
     const int token = tile.position + (uint)(tile.first_row + min(r, tile.rows - 1)) / GROUP;                \
     const bool seen = key < tile.stop && PLACE_OF(key) <= token && (window <= 0 || PLACE_OF(key) > token - window); \
-    score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(sum) : NO_SCORE;                                       \
+    score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(KEY_SCALED(sum)) : NO_SCORE;                           \
   }
 // Rows that only fill the last vector have scores, too: finite ones.
 #define CLEAR_LAST_SCORES                                                                                    \
@@ -115,8 +122,8 @@
 
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
-                                   ulong v_offset, ulong head_stride, int group, int window, int part_keys,
-                                   float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
+                                   ulong v_offset, ulong head_stride SCALES_ARGUMENT, int group, int window,
+                                   int part_keys, float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
   __local float4 queries[ROWS * QUERY_VECTORS], scores[WG * SCORE_VECTORS], decays[ROW_VECTORS];
   __local float *query_slots = (__local float *)queries, *score_slots = (__local float *)scores;
   __local float *decay = (__local float *)decays;
@@ -166,6 +173,9 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     const int key = first + lane, count = min(WG, tile.stop - first);
 #ifdef GATHERED
     const int place = list[min(key, tile.stop - 1)];
+#endif
+#ifdef KV_CODES
+    const float key_scale = SCALES_OF(keys)[min(key, tile.stop - 1)];
 #endif
     REPEAT(ROWS, CLEAR_SCORE)
 #ifdef COALESCED
@@ -248,7 +258,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #endif
       UNROLL for (int c = 0; c < COLUMNS; ++c) {
         // Work-items past the head's end read its last element and write nothing.
-        const float4 value = load_kv(value_row, min(lane + c * WG, HEAD_DIM - 1));
+        const float4 value = SCALED(load_kv(value_row, min(lane + c * WG, HEAD_DIM - 1)), SCALES_OF(values), first + i);
         UNROLL for (int v = 0; v < ROW_VECTORS; ++v)
           sums[v * COLUMNS + c] = FMA(scores[i * ROW_VECTORS + v], value, sums[v * COLUMNS + c]);
       }

@@ -68,20 +68,21 @@ static inline void transpose8(const float8 *r, float8 *to, int step) {
 
 // Reads the keys [first, stop) of a block, transposed: keys[d * KEY_VECTORS + key / 8]. Behind stop the last
 // key is repeated. With GATHERED they are keys of the list.
-static inline void load_keys(__global const kv_t *source, __global const int *list, int first, int stop,
-                             float8 *keys) {
+static inline void load_keys(__global const kv_t *source, __global const float *scales, __global const int *list,
+                             int first, int stop, float8 *keys) {
   for (int block = 0; block < KEY_VECTORS && first + block * 8 < stop; ++block) {
     for (int d = 0; d < HEAD_DIM; d += 8) {
       float8 r[8];
       UNROLL for (int i = 0; i < 8; ++i) {
-        __global const kv_t *key = source + (size_t)PLACE(list, min(first + block * 8 + i, stop - 1)) * HEAD_DIM;
+        const int place = PLACE(list, min(first + block * 8 + i, stop - 1));
+        __global const kv_t *key = source + (size_t)place * HEAD_DIM;
         if (d % LINE_ELEMENTS == 0)
           PREFETCH(key + d);
 #if TAIL
         LOAD_PART(load_kv8, load_kv, key, d, HEAD_DIM - d, value)
-        r[i] = value;
+        r[i] = SCALED(value, scales, place);
 #else
-        r[i] = load_kv8(key, d);
+        r[i] = SCALED(load_kv8(key, d), scales, place);
 #endif
       }
       transpose8(r, keys + d * KEY_VECTORS + block, KEY_VECTORS);
@@ -89,15 +90,16 @@ static inline void load_keys(__global const kv_t *source, __global const int *li
   }
 }
 
-static inline void load_values(__global const kv_t *source, __global const int *list, int first, int stop,
-                               float8 *values) {
+static inline void load_values(__global const kv_t *source, __global const float *scales, __global const int *list,
+                               int first, int stop, float8 *values) {
   for (int key = 0; key < min(KEYS, stop - first); ++key) {
-    __global const kv_t *value_row = source + (size_t)PLACE(list, first + key) * HEAD_DIM;
+    const int place = PLACE(list, first + key);
+    __global const kv_t *value_row = source + (size_t)place * HEAD_DIM;
     UNROLL for (int d = 0; d < HEAD_DIM; d += LINE_ELEMENTS) PREFETCH(value_row + d);
-    UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = load_kv8(value_row, d * 8);
+    UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = SCALED(load_kv8(value_row, d * 8), scales, place);
 #if TAIL
     LOAD_PART(load_kv8, load_kv, value_row, HEAD_DIM / 8 * 8, TAIL, last)
-    values[key * WIDE + HEAD_DIM / 8] = last;
+    values[key * WIDE + HEAD_DIM / 8] = SCALED(last, scales, place);
 #endif
   }
 }
@@ -181,8 +183,8 @@ static inline int places_up_to(__global const int *list, int count, int position
 
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
-                                   ulong v_offset, ulong head_stride, int group, int window, int part_keys,
-                                   float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
+                                   ulong v_offset, ulong head_stride SCALES_ARGUMENT, int group, int window,
+                                   int part_keys, float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
   // The row tiles that see most keys come first.
 #ifdef GATHERED
   // Rows are tokens of one head, as if it shared its key head with no other.
@@ -238,8 +240,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 
   for (int first = tile.start; first < tile.stop; first += KEYS) {
     int count = min(KEYS, tile.stop - first);
-    load_keys(key_source, list, first, tile.stop, keys);
-    load_values(value_source, list, first, tile.stop, values);
+    load_keys(key_source, SCALES_OF(key_source), list, first, tile.stop, keys);
+    load_values(value_source, SCALES_OF(value_source), list, first, tile.stop, values);
     for (int r = 0; r < tile.rows; r += MICRO) {
       for (int v = 0; v < KEY_VECTORS; v += VECTORS)
         if (v * 8 < count)

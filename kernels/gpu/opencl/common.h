@@ -7,6 +7,8 @@
 //   store_act(v, p, i)        float   into element i
 //   store_act8(v, p, i)       float8  into elements i .. i+7
 //   load_half[8], store_half[8], load_float8, store_float8, load_uint8: the same for a fixed type
+//   load_char8(p, i)          float8  from the signed bytes i .. i+7
+//   store_char8(v, p, i)      float8  rounded, into them; within -127.5 .. 127.5
 //   ROUND8(v)                 int8    the nearest integers, halves to the even one
 //   BYTES8(v)                 uchar8  the lowest bits of integers
 //   FMA(a, b, c), UNROLL, sum8(v), max8(v)
@@ -54,6 +56,7 @@
 typedef float8 loose_float8 __attribute__((aligned(4)));
 typedef uint8 loose_uint8 __attribute__((aligned(4)));
 typedef short8 loose_short8 __attribute__((aligned(2)));
+typedef char8 loose_char8 __attribute__((aligned(1)));
 typedef short half_bits8 __attribute__((__vector_size__(16)));
 typedef float half_values8 __attribute__((__vector_size__(32)));
 #define load_float8(p, i) (*(__global const loose_float8 *)((p) + (i)))
@@ -72,12 +75,18 @@ static inline short8 float8_to_half8(float8 value) {
 // The processor's conversion rounds halves to the even integer by default.
 #define ROUND8(v) __builtin_astype(__builtin_ia32_cvtps2dq256(__builtin_astype(v, half_values8)), int8)
 #define BYTES8(v) __builtin_convertvector(v, uchar8)
+#define load_char8(p, i) __builtin_convertvector(*(__global const loose_char8 *)((p) + (i)), float8)
+#define store_char8(v, p, i) (*(__global loose_char8 *)((p) + (i)) = __builtin_convertvector(ROUND8(v), char8))
 #else
 #ifdef WHOLE_EIGHTS
 // One access for eight elements; without the alignment a compiler may split it into eight.
 #define load_float8(p, i) (*(__global const float8 *)((p) + (i)))
 #define store_float8(v, p, i) (*(__global float8 *)((p) + (i)) = (v))
+#define load_char8(p, i) convert_float8(*(__global const char8 *)((p) + (i)))
+#define store_char8(v, p, i) (*(__global char8 *)((p) + (i)) = convert_char8_rte(v))
 #else
+#define load_char8(p, i) convert_float8(vload8(0, (p) + (i)))
+#define store_char8(v, p, i) vstore8(convert_char8_rte(v), 0, (p) + (i))
 #define load_float8(p, i) vload8(0, (p) + (i))
 #define store_float8(v, p, i) vstore8(v, 0, (p) + (i))
 #endif

@@ -2,6 +2,8 @@
 //
 //   WG          work-items of a work-group: 1 where one explicit vector loop is fastest (a CPU), else 64..256
 //   KV_HALF     the KV cache stores half instead of float
+//   KV_CODES    it stores int8, and for each position of a head a float scale: value = code * scale. The scales of a head
+//               lie `scales_at` elements behind its start, which is an argument behind `head_stride`.
 //   SUM         the segments of a linear's output are added (member_row)
 //
 // The step buffer, written by the host once a pass:
@@ -11,7 +13,13 @@
 
 #define GROUP_SIZE __attribute__((reqd_work_group_size(WG, 1, 1)))
 
-#ifdef KV_HALF
+#if defined(KV_CODES)
+typedef char kv_t;
+#define load_kv(p, i) (float)(p)[i]
+#define load_kv8(p, i) load_char8(p, i)
+#define store_kv(v, p, i) ((p)[i] = (char)ROUND8((float8)(v)).s0)
+#define store_kv8(v, p, i) store_char8(v, p, i)
+#elif defined(KV_HALF)
 typedef half kv_t;
 #ifdef HAS_HALF
 #define load_kv(p, i) (float)(p)[i]
@@ -27,6 +35,15 @@ typedef float kv_t;
 #define load_kv8(p, i) load_float8(p, i)
 #define store_kv(v, p, i) ((p)[i] = (v))
 #define store_kv8(v, p, i) store_float8(v, p, i)
+#endif
+#ifdef KV_CODES
+#define SCALES_ARGUMENT , ulong scales_at
+#define SCALES_OF(head) ((__global const float *)((head) + scales_at))
+#define SCALED(value, scales, position) ((value) * (scales)[position])
+#else
+#define SCALES_ARGUMENT
+#define SCALES_OF(head) 0
+#define SCALED(value, scales, position) (value)
 #endif
 
 #ifdef WHOLE_EIGHTS

@@ -4,6 +4,8 @@
 // With -DJOINT_NORM one norm spans all heads of q, another all of k, with weights for each element. With -DLIMITED the
 // magnitude of q, k and v is at most `limit` before the rotation.
 // With -DPIECES each work-item has one piece of a head (see below), PIECES of them.
+// With -DKV_CODES a head of k or v is scaled by its largest magnitude at a position, which each work-item finds for itself
+// as it does the factor of a norm. Bits of magnitudes are compared as integers, so that NaN is the largest.
 // Follows common.h and glue.h. Grid: work-items over runs of 8 elements of heads, tokens.
 
 // 1 / rms of one head, its bias (null for none) added.
@@ -22,6 +24,17 @@ static inline float head_factor(member_row row, __global const float *bias, int 
   return 1.0f / sqrt(sum8(squares) / head_dim + epsilon);
 }
 
+#ifdef KV_CODES
+// The larger of `largest` and all of sixteen magnitudes, as bits.
+static inline int largest_bits(int largest, float8 low, float8 high) {
+  int8 a = as_int8(low) & 0x7fffffff, b = as_int8(high) & 0x7fffffff;
+  a = a > b ? a : b;
+  int4 four = a.lo > a.hi ? a.lo : a.hi;
+  int2 two = four.lo > four.hi ? four.lo : four.hi;
+  return max(largest, max(two.x, two.y));
+}
+#endif
+
 #ifdef LIMITED
 #define LIMIT_ARGUMENT , float limit
 #else
@@ -32,8 +45,8 @@ GROUP_SIZE __kernel void rope_and_store(
     __global const act_t *a, __global const act_t *b, __global const float *bias,
     __global const float *norms, __global const float *cosines, __global const float *sines,
     __global float *q_out, __global kv_t *cache,
-    __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride, int q_split, int k_split,
-    int v_split, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
+    __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride SCALES_ARGUMENT, int q_split,
+    int k_split, int v_split, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
     int has_norm, float epsilon LIMIT_ARGUMENT) {
   int token = get_global_id(1);
   int position = step[STEP_POSITION] + token;
@@ -45,6 +58,9 @@ GROUP_SIZE __kernel void rope_and_store(
   // A piece is two runs of up to 8 elements, half the rotated (or the unrotated) part of a head apart.
   int normed_head = -1;
   float factor = 1.0f;
+#ifdef KV_CODES
+  int scaled_head = -1, largest = 0;
+#endif
 #ifdef PIECES
   // As many work-items as pieces, whose number of a head is known when compiling: no loop and no division.
   const uint pieces = PIECES, item = get_global_id(0);
@@ -57,6 +73,15 @@ GROUP_SIZE __kernel void rope_and_store(
 #endif
     int head = item / pieces, piece = item % pieces;
     bool is_q = head < heads, is_v = head >= heads + kv_heads;
+#ifdef KV_CODES
+    // All pieces of the head come before the work-item's own one, unless it has seen them.
+    const int own_piece = piece;
+    if (head != scaled_head)
+      largest = 0;
+    for (int turn = is_q || head == scaled_head ? pieces : 0; turn <= pieces; ++turn) {
+    piece = turn < pieces ? turn : own_piece;
+    scaled_head = head;
+#endif
     int rotated = is_v ? 0 : rotary;
     int turned = ((uint)rotated / 2 + 7) / 8;  // pieces
     bool rotate = piece < turned;
@@ -112,15 +137,31 @@ GROUP_SIZE __kernel void rope_and_store(
       high = high * c + low * s;
       low = turned;
     }
+#ifdef KV_CODES
+    if (turn < pieces) {
+      largest = largest_bits(largest, low, high);
+      continue;
+    }
+#endif
     if (is_q) {
       __global float *target = q_out + (size_t)token * q_rows + head * head_dim;
       STORE_PART(store_float8, store_float, low, target, low_at, count)
       STORE_PART(store_float8, store_float, high, target, high_at, count)
     } else {
-      __global kv_t *target = cache + (is_v ? v_offset : k_offset) + member_head * head_stride +
-                              (size_t)position * head_dim;
+      __global kv_t *head_start = cache + (is_v ? v_offset : k_offset) + member_head * head_stride;
+      __global kv_t *target = head_start + (size_t)position * head_dim;
+#ifdef KV_CODES
+      const float size = as_float(largest), inverse = size > 1e-30f ? 127.0f / size : 0.0f;
+      if (piece == 0)
+        ((__global float *)(head_start + scales_at))[position] = size / 127.0f;
+      low *= inverse;
+      high *= inverse;
+#endif
       STORE_PART(store_kv8, store_kv, low, target, low_at, count)
       STORE_PART(store_kv8, store_kv, high, target, high_at, count)
     }
+#ifdef KV_CODES
+    }
+#endif
   }
 }

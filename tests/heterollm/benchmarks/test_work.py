@@ -1,5 +1,6 @@
 """What a test computes and reads, who does it, and how near that comes to what the device can do."""
 
+import numpy as np
 import pytest
 
 from heterollm.benchmarks.cases import Case
@@ -19,6 +20,7 @@ SPECS = op_specs(CONFIG, "w4a16", 32, True, float_bits=32)
 STANDARD = (1, 32, 64, 128, 256, 512)
 LAYERS = [spec for spec in SPECS if spec.group != "head"]
 HEAD = SPECS[-1]
+FLOAT32 = np.dtype(np.float32)
 
 
 def level(name, policy="padding", chunk=512):
@@ -44,10 +46,12 @@ def test_passes_are_chunks_and_then_tokens():
 
 
 def test_a_token_reads_every_weight_once_and_the_cache():
-    work = work_of(CONFIG, SPECS, Case(0, 1, 99), chunk=512, cache_itemsize=4)
+    work = work_of(CONFIG, SPECS, Case(0, 1, 99), chunk=512, cache_dtype=FLOAT32)
     weights = sum(spec.weight_bytes() for spec in SPECS)
-    cache = 100 * CONFIG.layers * 2 * CONFIG.kv_heads * CONFIG.head_dim * 4
-    assert work.read_bytes == weights + cache
+    positions = 100 * CONFIG.layers * 2 * CONFIG.kv_heads
+    assert work.read_bytes == weights + positions * CONFIG.head_dim * 4
+    codes = work_of(CONFIG, SPECS, Case(0, 1, 99), chunk=512, cache_dtype=np.dtype(np.int8))
+    assert codes.read_bytes == weights + positions * (CONFIG.head_dim + 4)
     linear = sum(2 * spec.rows * spec.columns for spec in SPECS)
     attention = 4 * 100 * CONFIG.layers * CONFIG.heads * CONFIG.head_dim
     assert work.flops == linear + attention
@@ -55,11 +59,11 @@ def test_a_token_reads_every_weight_once_and_the_cache():
 
 def test_a_prompt_in_pieces_computes_the_same_and_reads_the_weights_again():
     whole, pieces = (
-        work_of(CONFIG, SPECS, Case(256, 0), chunk=chunk, cache_itemsize=4) for chunk in (256, 64)
+        work_of(CONFIG, SPECS, Case(256, 0), chunk=chunk, cache_dtype=FLOAT32) for chunk in (256, 64)
     )
     assert pieces.flops == whole.flops
     assert pieces.read_bytes > whole.read_bytes + 2 * sum(spec.weight_bytes() for spec in LAYERS)
-    floats = work_of(CONFIG, SPECS, Case(256, 0), chunk=256, cache_itemsize=4, weight_itemsize=4)
+    floats = work_of(CONFIG, SPECS, Case(256, 0), chunk=256, cache_dtype=FLOAT32, weight_itemsize=4)
     assert floats.read_bytes > 4 * whole.read_bytes
 
 
@@ -211,15 +215,15 @@ def test_a_token_of_a_mixture_reads_its_experts_alone():
     weights = sum(spec.weight_bytes() for spec in specs)
     expert = 3 * 256 * 64
     cache_bytes = 100 * config.layers * 2 * config.kv_heads * config.head_dim * 4
-    token = work_of(config, specs, Case(0, 1, 99), chunk=512, cache_itemsize=4)
+    token = work_of(config, specs, Case(0, 1, 99), chunk=512, cache_dtype=FLOAT32)
     # A scale of two bytes for each block of 32.
     assert token.read_bytes == weights + 2 * 4 * expert * (0.5 + 2 / 32) + cache_bytes
-    floats = work_of(config, specs, Case(0, 1, 99), chunk=512, cache_itemsize=4, weight_itemsize=4)
+    floats = work_of(config, specs, Case(0, 1, 99), chunk=512, cache_dtype=FLOAT32, weight_itemsize=4)
     assert (
         floats.read_bytes
         == 4 * sum(one.rows * one.columns for one in specs) + 32 * 4 * expert / 4 + cache_bytes
     )
     # Many tokens read nearly all experts, and each once.
-    prompt = work_of(config, specs, Case(256, 0), chunk=512, cache_itemsize=4)
+    prompt = work_of(config, specs, Case(256, 0), chunk=512, cache_dtype=FLOAT32)
     cache_bytes = 256 * config.layers * 2 * config.kv_heads * config.head_dim * 4
     assert prompt.read_bytes == pytest.approx(weights + 2 * 16 * expert * (0.5 + 2 / 32) + cache_bytes)

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from heterollm.kernels.cases import LayerCases
+from heterollm.kernels.cases import GuardedOutput, LayerCases
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR
-from heterollm.kernels.gpu import GpuGlue
+from heterollm.kernels.gpu import GpuGlue, HeadShape, Scores
 
 LAYERS: dict[tuple, GpuGlue] = {}
 
@@ -48,3 +48,25 @@ def check():
         assert np.all(rows <= SINGLE_FACTOR * gate), (label, rows.max())
 
     return within_gate
+
+
+@pytest.fixture
+def check_attention(runtime, check, monkeypatch):
+    """Run and check a case; what one part leaves to the next stays in its memory too."""
+
+    def run(made, *, shape, tokens, position, window=0, **options):
+        partials = []
+
+        def guarded_scratch(size_bytes):
+            partials.append(GuardedOutput(runtime, (size_bytes,), np.uint8))
+            return partials[-1].slot
+
+        monkeypatch.setattr(made.layers, "_partial", guarded_scratch)
+        full = HeadShape(*shape, position + tokens + 3)
+        scores = Scores(full.head_dim**-0.5, window)
+        numbers = made.attention(tokens, position, full, scores=scores, **options)
+        check(numbers, (full, tokens, position, window, options))
+        for partial in partials:
+            partial.read()
+
+    return run

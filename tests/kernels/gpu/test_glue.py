@@ -215,28 +215,6 @@ def run_attention(runtime, layers, cache, q, *, shape, position, length=None, sc
     return out.read()
 
 
-@pytest.fixture
-def check_attention(runtime, check, monkeypatch):
-    """Run and check a case; what one part leaves to the next stays in its memory too."""
-
-    def run(made, *, shape, tokens, position, window=0, **options):
-        partials = []
-
-        def guarded_scratch(size_bytes):
-            partials.append(GuardedOutput(runtime, (size_bytes,), np.uint8))
-            return partials[-1].slot
-
-        monkeypatch.setattr(made.layers, "_partial", guarded_scratch)
-        full = HeadShape(*shape, position + tokens + 3)
-        scores = Scores(full.head_dim**-0.5, window)
-        numbers = made.attention(tokens, position, full, scores=scores, **options)
-        check(numbers, (full, tokens, position, window, options))
-        for partial in partials:
-            partial.read()
-
-    return run
-
-
 SHAPES = [(8, 4, 32), (14, 2, 64), (6, 1, 80), (1, 1, 96), (8, 4, 128), (3, 1, 36)]
 
 

@@ -262,7 +262,7 @@ def test_the_work_of_all_positions_is_that_of_dense_attention():
     heads, step = HeadShape(9, 3, 64, 4096), np.zeros(STEP_WORDS, np.int32)
     step[[STEP_POSITION, STEP_LENGTH]] = 1000, 250
     for window in (0, 300):
-        common = {"tokens": 256, "window": window, "kv_bytes": 2, "output_bytes": 4}
+        common = {"tokens": 256, "window": window, "position_bytes": 128, "output_bytes": 4}
         dense = work.attention_work(heads, step, **common)
         whole, fifth = (
             work.sparse_attention_work(heads, step, 9, keep=keep, block=32, **common) for keep in (1.0, 0.2)

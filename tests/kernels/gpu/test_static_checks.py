@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterollm.kernels.cases import fill_slot
+from heterollm.kernels.cases import cache_view, fill_slot, scales_view
 from heterollm.kernels.formats import (
     CodeGrid,
     largest_code,
@@ -30,6 +30,7 @@ from heterollm.kernels.formats import (
 from heterollm.kernels.gpu import (
     COUNT_WORDS,
     COUNTED_PAIRS,
+    KV_CODES,
     SOURCES,
     STEP_HEAD_ROW,
     STEP_LENGTH,
@@ -135,6 +136,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DPIECES=4 -DJOINT_NORM -DLIMITED -DWHOLE_EIGHTS",
         "-DWG=64 -DKV_HALF",
         "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS",
+        "-DWG=1 -DKV_CODES -DJOINT_NORM",
+        "-DWG=64 -DPIECES=4 -DKV_CODES -DWHOLE_EIGHTS",
         "-DWG=64 -DSUM",
     ],
     (*LAYERS, "outliers.cl"): [
@@ -159,12 +162,15 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     (*ATTENTION, "attention_vector.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
+        "-DWG=1 -DHEAD_DIM=36 -DROWS=8 -DMICRO=4 -DVECTORS=2 -DKV_CODES",
         "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DGATHERED -DBLOCK=32 -DMEMBERS=3",
     ],
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP",
+        "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_CODES",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DKV_CODES -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DGROUP=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=1 -DGATHERED -DBLOCK=32 -DMEMBERS=3 -DWHOLE_EIGHTS",
@@ -504,6 +510,46 @@ def sum_launches(runtime: OpenClRuntime) -> Iterator[None]:
         assert linear_errors(q.array, members_of(qkv)[0]).within(gate)
 
 
+def code_cache_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """RoPE and attention with a KV cache of 8 bits of the exact size."""
+    rng, tokens = np.random.default_rng(0), 3
+    step = runtime.shared((STEP_WORDS,), np.int32)
+    for style, head_dim, dtype in (
+        ("vector", 20, np.float32),
+        ("simt", 20, np.float32),
+        ("simt", 64, np.float16),
+    ):
+        layers, shape = GpuGlue(runtime, dtype, KV_CODES, style=style), HeadShape(3, 1, head_dim, 70)
+        position, gate = shape.capacity - tokens, "fp32" if dtype == np.float32 else "fp16"
+        step.array[[STEP_POSITION, STEP_LENGTH]] = position, tokens
+        rows, (_, _, stride, end) = sum(shape.rows), shape.layer_offsets(0, KV_CODES)
+        whole = rng.integers(-127, 128, 2 * stride).astype(np.int8)
+        scales_view(whole, shape)[...] = rng.uniform(0.005, 0.02, (1, 2, 1, shape.capacity))
+        cache = fill_slot(runtime, whole[:end])
+        value = fill_slot(runtime, rng.standard_normal((tokens, rows)).astype(dtype))
+        tables = [
+            fill_slot(runtime, np.full((shape.capacity, head_dim // 2), one, np.float32)) for one in (1, 0)
+        ]
+        q = runtime.shared((tokens, shape.query_columns), np.float32)
+        qkv = Segments(value, value, shape.rows, (0, 0, 0))
+        options = {"shape": shape, "rotation": Rotation(*tables), "tokens": tokens}
+        layers.rope_and_store(qkv, None, q, KvLayer(cache, 0), step, **options)()
+        yield
+        whole[:end] = cache.array
+        exact = cache_view(whole, shape)[0] * scales_view(whole, shape)[0].astype(np.float64)[..., None]
+        stored = value.array[:, shape.query_columns :].astype(np.float64).reshape(tokens, 2, 1, head_dim)
+        assert np.abs(exact[:, :, position:] - stored.transpose(1, 2, 0, 3)).max() < 0.51 * 4 / 127
+        for parts in (1, 2):
+            out = runtime.shared(q.array.shape, dtype)
+            sizes = {"shape": shape, "scores": Scores(0.2), "tokens": tokens, "bucket": 128, "parts": parts}
+            for launch in layers.attention(q, KvLayer(cache, 0), out, step, **sizes):
+                launch()
+                yield
+            queries = q.array.reshape(tokens, 3, head_dim)
+            right = reference_layers.attention(queries, *exact, position=position, scale=0.2)
+            assert linear_errors(out.array, right.reshape(tokens, -1)).within(gate), (style, parts)
+
+
 def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Every kernel that rounds what it writes, on slots of the exact size."""
     rng = np.random.default_rng(0)
@@ -731,6 +777,7 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "layers": layer_launches,
     "sums": sum_launches,
     "rounding": rounding_launches,
+    "code cache": code_cache_launches,
     "NPU codes": npu_code_launches,
     "outliers": outlier_launches,
     "experts": expert_launches,

@@ -1,0 +1,210 @@
+"""What does a KV cache of 8 bits cost in accuracy, and what does it give in memory and time?
+
+`measured` loads a model twice on the GPU of `host`, with a cache of floats and one of 8 bits. It compares the
+logits of windows of code and of prose, and times tokens and chunks of a prompt behind contexts, in turns.
+`simulated` does the same with the times of a large model's tokens on the modelled phone, where nothing is
+computed; its floats have 16 bits, those of `host` 32.
+
+    python bench/published_model.py /tmp/smollm2
+    python bench/kv_bits.py measured /tmp/smollm2 --out bench/results/kv_bits.jsonl
+    python bench/kv_bits.py simulated --out bench/results/kv_bits.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from accuracy import TEXTS
+from conditions import conditions, wait_until_idle
+
+from heterollm.base import silent
+from heterollm.engine import Engine, Session
+from heterollm.kernels.formats.tolerances import sqnr_db
+from heterollm.kernels.gpu import KV_CODES
+from heterollm.kernels.open import open_device
+from heterollm.kernels.sim import SIMULATED
+from heterollm.llm import LLM
+from heterollm.model import find_model, op_specs, shape_only_weights
+from heterollm.solver import level_plan
+from heterollm.text import divergences, perplexity, surprises, top_1_agreement
+
+GROUP_SIZE: Final = 128
+CHUNK: Final = 256
+TOKENS: Final = 16
+"""Tokens that are decoded in a turn."""
+
+WINDOWS: Final = 4
+
+
+def accuracy_rows(floats: LLM, coded: LLM, window: int) -> Iterator[dict[str, Any]]:
+    """Yield the difference that the cache makes for each text."""
+    for kind, text in TEXTS.items():
+        name, content = text()
+        ids = floats.tokenizer.encode(content)
+        windows = [ids[first : first + window] for first in range(0, window * WINDOWS, window)]
+        surprise: tuple[list[Any], list[Any]] = ([], [])
+        agreed, diverged, exact_all, coded_all = [], [], [], []
+        for part in windows:
+            exact, actual = (llm.session().prefill(part, all_logits=True).copy() for llm in (floats, coded))
+            for found, logits in zip(surprise, (exact, actual), strict=True):
+                found.append(surprises(logits, np.array(part)))
+            agreed.append(top_1_agreement(actual, exact))
+            diverged.append(divergences(actual, exact).mean())
+            exact_all.append(exact)
+            coded_all.append(actual)
+        yield {
+            "kind": "accuracy",
+            "text": kind,
+            "text_name": name,
+            "windows": len(windows),
+            "window_tokens": window,
+            "perplexity": perplexity(surprise[0]),
+            "coded_perplexity": perplexity(surprise[1]),
+            "top_1_agreement": float(np.mean(agreed)),
+            "divergence": float(np.mean(diverged)),
+            "logits_db": float(sqnr_db(np.concatenate(coded_all), np.concatenate(exact_all))),
+        }
+
+
+def timed_s(session: Session, ids: list[int], position: int, tokens: int) -> float:
+    """Return the seconds of tokens, or of a chunk, behind a position; go back to it afterwards."""
+    begin = time.perf_counter()
+    if tokens == 1:
+        for token in ids[:TOKENS]:
+            session.decode(token)
+    else:
+        session.prefill(ids[:tokens])
+    seconds = time.perf_counter() - begin
+    session.truncate(position)
+    return seconds / (TOKENS if tokens == 1 else 1)
+
+
+def time_rows(floats: LLM, coded: LLM, contexts: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield the times of a token and of a chunk behind each context, in turns."""
+    ids = np.random.default_rng(0).integers(3, floats.config.vocab_size, max(contexts) + CHUNK).tolist()
+    for position in contexts:
+        sessions = [llm.session() for llm in (floats, coded)]
+        for session in sessions:
+            session.prefill(ids[:position])
+        for tokens in (1, CHUNK):
+            taken: list[list[float]] = [[], []]
+            for turn in range(rounds + 1):
+                for place, session in enumerate(sessions):
+                    seconds = timed_s(session, ids[-CHUNK:], position, tokens)
+                    if turn:  # passes are compiled in the first turn
+                        taken[place].append(seconds)
+            ratios = [first / second for first, second in zip(*taken, strict=True)]
+            yield {
+                "kind": "time",
+                "context": position,
+                "tokens": tokens,
+                "ms": statistics.median(taken[0]) * 1e3,
+                "coded_ms": statistics.median(taken[1]) * 1e3,
+                "gain": statistics.median(ratios),
+                "gains": [min(ratios), max(ratios)],
+                "session_bytes": sessions[0].memory_bytes,
+                "coded_session_bytes": sessions[1].memory_bytes,
+            }
+
+
+def measured_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a model on `host`."""
+    common: dict[str, Any] = {
+        "device": "host",
+        "plan": "gpu",
+        "gpu_threads": options.threads,
+        "npu_threads": 0,
+    }
+    common["context"] = max(*options.contexts, options.window) + CHUNK
+    if options.patience:
+        wait_until_idle(options.patience)
+    with LLM.load(options.model, **common) as floats, LLM.load(options.model, kv_bits=8, **common) as coded:
+        facts = {"time": "measured", "model": Path(options.model).name, "threads": options.threads}
+        for row in accuracy_rows(floats, coded, options.window):
+            yield facts | row
+        for row in time_rows(floats, coded, options.contexts, options.rounds):
+            yield facts | row
+
+
+def simulated_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the times of a large model's tokens on the modelled phone's GPU."""
+    found = find_model(options.model)
+    specs = op_specs(found.config, "w4a16", GROUP_SIZE, True)
+    times: dict[bool, list[float]] = {}
+    sizes = {}
+    for coded in (False, True):
+        device = open_device(f"{SIMULATED}{options.soc}")
+        if coded:
+            device.cache_dtype = KV_CODES
+        plan = level_plan(
+            "gpu",
+            specs,
+            device=device.name,
+            precision="w4a16",
+            standard_lengths=device.standard_lengths,
+            chunk_length=512,
+        )
+        weights = shape_only_weights(found.config, specs)
+        engine = Engine(device, weights, plan, max(options.contexts) + 1, silent)
+        cache = engine.new_cache()
+        sizes[coded] = cache.size_bytes
+        times[coded] = []
+        for position in options.contexts:
+            engine.decode(cache, position, 0)
+            begin = device.now_s()
+            engine.decode(cache, position, 0)
+            times[coded].append(device.now_s() - begin)
+    for position, exact, coded_s in zip(options.contexts, times[False], times[True], strict=True):
+        yield {
+            "kind": "time",
+            "time": "simulated",
+            "model": options.model,
+            "soc": options.soc,
+            "context": position,
+            "tokens": 1,
+            "ms": exact * 1e3,
+            "coded_ms": coded_s * 1e3,
+            "gain": exact / coded_s,
+            "session_bytes": sizes[False],
+            "coded_session_bytes": sizes[True],
+        }
+
+
+def main() -> None:
+    """Print and keep the rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    measured = commands.add_parser("measured")
+    measured.add_argument("model")
+    measured.add_argument("--threads", type=int, default=2)
+    measured.add_argument("--rounds", type=int, default=7)
+    measured.add_argument("--window", type=int, default=1024)
+    measured.add_argument("--patience", type=float, default=0.0, help="seconds to wait for idle cores")
+    measured.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 4096])
+    measured.set_defaults(rows=measured_rows)
+    simulated = commands.add_parser("simulated")
+    simulated.add_argument("--model", default="llama-3-8b")
+    simulated.add_argument("--soc", default="snapdragon-8gen3")
+    simulated.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 4096, 8000])
+    simulated.set_defaults(rows=simulated_rows)
+    for command in (measured, simulated):
+        command.add_argument("--out", type=Path, help="file of JSON lines to append to")
+    options = parser.parse_args()
+    for row in options.rows(options):
+        print(json.dumps(row))
+        if options.out is not None:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(conditions() | row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

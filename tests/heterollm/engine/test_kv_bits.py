@@ -1,0 +1,73 @@
+"""The KV cache in 8 bits: near the answers of floats, and as exact as they are in forks and going back."""
+
+import numpy as np
+import pytest
+
+from heterollm import LLM
+from heterollm.base import OptionError
+from heterollm.kernels.formats.tolerances import sqnr_db
+from heterollm.planning import LoadOptions
+
+CONTEXT = 320
+LEAST_DB = 30.0
+"""SQNR of the logits against those over floats; the bundled model has 36 dB."""
+
+
+@pytest.fixture(scope="module")
+def coded(bundled_model):
+    with LLM.load(bundled_model, device="host", plan="gpu", context=CONTEXT, kv_bits=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def floats(bundled_model):
+    with LLM.load(bundled_model, device="host", plan="gpu", context=CONTEXT) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def ids(floats):
+    return np.random.default_rng(3).integers(3, floats.config.vocab_size, 300).tolist()
+
+
+def test_logits_are_near_those_over_floats(coded, floats, ids):
+    sessions = coded.session(), floats.session()
+    for part in (ids[:257], ids[257:264]):
+        actual, expected = (session.prefill(part, all_logits=True) for session in sessions)
+        assert LEAST_DB < sqnr_db(actual, expected) < 60
+    for token in ids[264:270]:
+        assert LEAST_DB < sqnr_db(*(session.decode(token) for session in sessions)) < 60
+
+
+def test_forks_and_positions_are_exact(coded, ids):
+    session = coded.session()
+    logits = session.prefill(ids[:101]).copy()
+    fork = session.fork()
+    ahead = [session.decode(token).copy() for token in ids[101:106]]
+    assert np.array_equal([fork.decode(token) for token in ids[101:106]], ahead)
+    session.truncate(101)
+    other = session.fork()
+    assert np.array_equal(session.decode(ids[101]), ahead[0])
+    # The fork has copies of its own.
+    other.decode(ids[0])
+    session.decode(ids[102])
+    assert np.array_equal(session.decode(ids[103]), ahead[2])
+    assert np.array_equal(coded.session().prefill(ids[:101]), logits)
+
+
+def test_memory_is_that_of_codes_and_scales(coded, floats):
+    config = coded.config
+    heads = 2 * config.layers * config.kv_heads
+
+    def cache_bytes(llm):
+        return llm.session().memory_bytes
+
+    assert cache_bytes(floats) == heads * CONTEXT * config.head_dim * 4
+    exact = heads * CONTEXT * (config.head_dim + 4)
+    assert exact <= cache_bytes(coded) < exact + heads * 4096
+
+
+@pytest.mark.parametrize("bits", [4, 16, 8.5, True, "8"])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(OptionError, match="kv_bits"):
+        LoadOptions(kv_bits=bits)
