@@ -247,7 +247,7 @@ def answers(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
             base = f"{LLAMA} plain" if name.startswith(LLAMA) else "plain"
             yield {
                 "kind": "answers",
-                "model": options.model.resolve().name,
+                "model": options.model.name,
                 "draft": f"its first {options.draft_layers} layers" if options.draft_layers else str(draft),
                 "configuration": options.plan,
                 **ways.ran_as,
@@ -297,7 +297,7 @@ def passes(options: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
             middle_s = statistics.median(rounds.seconds[length])
             yield {
                 "kind": "pass",
-                "model": options.model.resolve().name,
+                "model": options.model.name,
                 "configuration": options.plan,
                 **ran_as(llm),
                 "position": options.position,
