@@ -13,8 +13,8 @@ within a process are of turns.
 `answers` continues code, prose, and code that is to be repeated: each prompt by plain decoding, by lookup and
 by a draft, in turns. The draft is another model of the same tokenizer (--draft), or the first layers of the
 model itself (--draft-layers), which nobody trained to guess: its acceptance is that of no real draft. With
---llama-cpp, llama-cpp-python's plain decoding, its prompt lookup, and its loop around a draft, both with 10
-guesses, take turns with the first configuration, with the same 4-bit weights.
+--llama-cpp, llama-cpp-python's plain decoding, its prompt lookup, and its loop around a draft, both with the 2
+guesses that it recommends for CPUs, take turns with the first configuration, with the same 4-bit weights.
 
 `passes` times decode passes of 1 to 16 tokens behind a context, in turns.
 """
@@ -43,8 +43,8 @@ from heterollm.benchmarks.plugins import load_plugin
 from heterollm.llm import LLM
 from heterollm.text import MOST_GUESSES, Tokenizer
 
-LLAMA_GUESSES: Final = 10
-"""llama-cpp-python's default for prompt lookup."""
+LLAMA_GUESSES: Final = 2
+"""llama-cpp-python recommends 2 for CPUs; its default is 10."""
 
 LLAMA: Final = "llama.cpp"
 PROMPT_TOKENS: Final = 192
@@ -252,6 +252,7 @@ def answers(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
                 "configuration": options.plan,
                 **ways.ran_as,
                 "llama_threads": options.threads,
+                "llama_guesses": LLAMA_GUESSES,
                 "text": kind,
                 "way": name,
                 "tokens": options.tokens,
