@@ -13,7 +13,7 @@ within a process are of turns.
 `answers` continues code, prose, and code that is to be repeated: each prompt by plain decoding, by lookup and
 by a draft, in turns. The draft is another model of the same tokenizer (--draft), or the first layers of the
 model itself (--draft-layers), which nobody trained to guess: its acceptance is that of no real draft. With
---llama-cpp, llama-cpp-python's plain decoding, its prompt lookup, and its loop around a draft, both with the 2
+--llama-cpp, llama-cpp-python's plain decoding, prompt lookup, and loop around a draft, both with the two
 guesses that it recommends for CPUs, take turns with the first configuration, with the same 4-bit weights.
 
 `passes` times decode passes of 1 to 16 tokens behind a context, in turns.
