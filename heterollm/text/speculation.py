@@ -200,19 +200,36 @@ class SpeculationResult:
         passes: Decode passes; each gave one token, and one more for each right guess.
         guesses: Guesses that the passes checked.
         accepted: Right guesses.
-        estimated_gain: Time of as many passes of one token, as long as such passes took lately, over the time
-            of the passes and guesses; None if no pass had one token.
+        seconds: Time of the passes and guesses.
+        estimated_gain: Time of as many passes of one token, as long as such passes took lately, over
+            ``seconds``; None if no pass had one token.
     """
 
     passes: int
     guesses: int
     accepted: int
+    seconds: float
     estimated_gain: float | None
 
     @property
     def tokens_per_pass(self) -> float:
         """Mean tokens of a pass; 0 without passes."""
         return 1.0 + self.accepted / self.passes if self.passes else 0.0
+
+    def __add__(self, other: SpeculationResult) -> SpeculationResult:
+        """Return the guesses of two answers."""
+        both, gain = [one for one in (self, other) if one.passes], None
+        seconds = self.seconds + other.seconds
+        gains = [one.estimated_gain for one in both]
+        if seconds and None not in gains:
+            gain = sum(one.seconds * (one.estimated_gain or 0.0) for one in both) / seconds
+        return SpeculationResult(
+            self.passes + other.passes,
+            self.guesses + other.guesses,
+            self.accepted + other.accepted,
+            seconds,
+            gain,
+        )
 
 
 class Speculation:
@@ -244,7 +261,7 @@ class Speculation:
         """The guesses so far."""
         plain_s, tokens = self._pace.plain_pass_s, self._passes + self._accepted
         gain = None if plain_s is None or self._seconds <= 0 else tokens * plain_s / self._seconds
-        return SpeculationResult(self._passes, self._guessed, self._accepted, gain)
+        return SpeculationResult(self._passes, self._guessed, self._accepted, self._seconds, gain)
 
     def decode(self, history: TokenIds, end: int, most: int) -> Logits:
         """Return the logits ``[vocab]`` after ``history[:end]``, whose last token was just sampled.
