@@ -15,10 +15,14 @@ import numpy.typing as npt
 
 from heterollm.text.sampling import Logits, Sampler, TokenIds
 
-__all__ = ["MOST_GUESSES", "GuessPace", "Proposer", "Speculation", "SpeculationResult"]
+__all__ = ["CHOSEN_GUESSES", "MOST_GUESSES", "GuessPace", "Proposer", "Speculation", "SpeculationResult"]
 
 MOST_GUESSES: Final = 15
 """Most guesses of a pass: plans have entries of their own for decode passes of up to 16 tokens."""
+
+CHOSEN_GUESSES: Final = (1, 2, 3, 5, 7, 11, 15)
+"""Numbers of guesses to choose from: each length of a pass is compiled for each range of positions, and its
+time is learnt. Kernels compute tokens by fours, so that a choice among few lengths loses little."""
 
 PRIOR_TRIES: Final = 2.0
 """Weight of the acceptance that is assumed before guesses were tried."""
@@ -33,9 +37,13 @@ FIRST: Final = 0.5
 """Weight of the latest pass in the mean time of passes of its length, and of the first one against the other
 lengths."""
 
-OUTLIER: Final = 3.0
-"""Largest factor on an expected time that counts: a slower pass was compiled, or another program ran."""
+OUTLIER: Final = 1.6
+"""A pass that takes longer than expected by this factor was compiled, or another program ran: its time counts
+only if the one before of its length took as long."""
 
+
+LONGEST_GUESS: Final = 3.0
+"""Largest factor on the expected time of a guess that counts."""
 
 PLAIN_EVERY: Final = 32
 """Passes after which one has no guesses, so that the time to compare with is never old."""
@@ -109,6 +117,7 @@ class GuessPace:
         self._expected_s = list(pass_s)
         self._ratios = [0.0] * len(self._expected_s)
         self._ratio = 1.0
+        self._was_slow = [False] * len(self._expected_s)
         self._tried = [PRIOR_TRIES] * len(priors)
         self._right = [PRIOR_TRIES * prior for prior in priors]
         self._priors = tuple(priors)
@@ -149,6 +158,8 @@ class GuessPace:
         for count in range(1, most + 1):
             reach *= acceptance
             tokens += reach
+            if count not in CHOSEN_GUESSES:
+                continue
             rate = tokens / (self.pass_s(count + 1) + count * self._guess_s)
             if rate > best_rate:
                 best, best_rate = count, rate
@@ -173,16 +184,24 @@ class GuessPace:
             self._since_plain, self._since_guess = 0, self._since_guess + 1
         else:
             self._since_plain, self._since_guess = self._since_plain + 1, 0
-        own = self._ratios[tokens - 1]
-        old, weight = (own, NEWEST) if own else (self._ratio, FIRST)
-        ratio = min(seconds / self._expected_s[tokens - 1], OUTLIER * old)
-        self._ratios[tokens - 1] = old + weight * (ratio - old)
-        self._ratio += NEWEST * (ratio - self._ratio)
+        place, own = tokens - 1, self._ratios[tokens - 1]
+        ratio, old = seconds / self._expected_s[place], own or self._ratio
+        is_slow = ratio > OUTLIER * old
+        if is_slow and not self._was_slow[place]:
+            self._was_slow[place] = True
+            return
+        self._was_slow[place] = is_slow
+        self._ratios[place] = old + (NEWEST if own else FIRST) * (ratio - old)
+        if not any(self._ratios[1:]):
+            self._ratio = self._ratios[0]
+        elif place:  # passes of one token use other kernels than those of several
+            known = [one for one in self._ratios[1:] if one]
+            self._ratio = sum(known) / len(known)
 
     def learn_guesses(self, count: int, seconds: float) -> None:
         """Take the time that a proposer computed for some guesses."""
         each_s = seconds / count
-        each_s = min(each_s, OUTLIER * self._guess_s) if self._guess_s else each_s
+        each_s = min(each_s, LONGEST_GUESS * self._guess_s) if self._guess_s else each_s
         self._guess_s += NEWEST * (each_s - self._guess_s)
 
     def _forget(self, kind: int, factor: float) -> None:
