@@ -51,7 +51,7 @@ PLAIN_EVERY: Final = 32
 GUESS_EVERY: Final = 64
 LIKELY: Final = 0.5
 """Passes without guesses after which some are tried although they seem not to pay, as times may have changed;
-only if more than this fraction of them is expected to be right."""
+only if more than this fraction of them is expected to be right. The number doubles until they pay."""
 
 
 class SeveralSource(Protocol):
@@ -73,6 +73,10 @@ class SeveralSource(Protocol):
 
 class Proposer(Protocol):
     """Guesses the next tokens of one answer."""
+
+    @property
+    def was_behind(self) -> bool:
+        """Whether the latest guesses took longer than usual, as the proposer had to read tokens first."""
 
     def propose(self, history: TokenIds, end: int, most: int, /) -> int:
         """Write guesses of the tokens after ``history[:end]`` behind them.
@@ -125,6 +129,7 @@ class GuessPace:
         self._fixed = fixed
         # The first pass has none.
         self._since_plain, self._since_guess = PLAIN_EVERY, 0
+        self._try_after = GUESS_EVERY
 
     def pass_s(self, tokens: int) -> float:
         """Return the expected seconds of a pass: by passes of its length, or else by the other ones."""
@@ -164,8 +169,10 @@ class GuessPace:
             if rate > best_rate:
                 best, best_rate = count, rate
         if best_rate * self.pass_s(1) > 1.0:
+            self._try_after = GUESS_EVERY
             return best
-        if self._since_guess >= GUESS_EVERY and acceptance > LIKELY:
+        if self._since_guess >= self._try_after and acceptance > LIKELY:
+            self._try_after *= 2
             return best
         self._forget(kind, FORGET_SKIPPED)
         return 0
@@ -311,7 +318,7 @@ class Speculation:
             logits = self._source.decode(int(history[end - 1]))
         now = self._clock()
         self._pace.learn_pass(count + 1, now - proposed)
-        if count:
+        if count and not self._proposer.was_behind:
             self._pace.learn_guesses(count, proposed - begin)
         self._passes += 1
         self._guessed += count

@@ -96,6 +96,8 @@ class Scripted:
         self.decide, self.drawn = decide, drawn
         self.learnt = []
 
+    was_behind = False
+
     def propose(self, history, end, most, /):
         guesses = self.decide(history[:end].tolist(), most)[:most]
         history[end : end + len(guesses)] = guesses
