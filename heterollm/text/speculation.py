@@ -41,7 +41,6 @@ OUTLIER: Final = 1.6
 """A pass that takes longer than expected by this factor was compiled, or another program ran: its time counts
 only if the one before of its length took as long."""
 
-
 LONGEST_GUESS: Final = 3.0
 """Largest factor on the expected time of a guess that counts."""
 
@@ -121,6 +120,7 @@ class GuessPace:
         self._expected_s = list(pass_s)
         self._ratios = [0.0] * len(self._expected_s)
         self._ratio = 1.0
+        self._follows_plain = True
         self._was_slow = [False] * len(self._expected_s)
         self._tried = [PRIOR_TRIES] * len(priors)
         self._right = [PRIOR_TRIES * prior for prior in priors]
@@ -196,14 +196,17 @@ class GuessPace:
         is_slow = ratio > OUTLIER * old
         if is_slow and not self._was_slow[place]:
             self._was_slow[place] = True
+            if tokens == 1 and not own:
+                self._since_plain = PLAIN_EVERY
             return
         self._was_slow[place] = is_slow
         self._ratios[place] = old + (NEWEST if own else FIRST) * (ratio - old)
-        if not any(self._ratios[1:]):
-            self._ratio = self._ratios[0]
-        elif place:  # passes of one token use other kernels than those of several
+        # Passes of one token use other kernels than those of several.
+        if tokens > 1:
             known = [one for one in self._ratios[1:] if one]
-            self._ratio = sum(known) / len(known)
+            self._ratio, self._follows_plain = sum(known) / len(known), False
+        elif self._follows_plain:
+            self._ratio = self._ratios[0]
 
     def learn_guesses(self, count: int, seconds: float) -> None:
         """Take the time that a proposer computed for some guesses."""

@@ -400,3 +400,10 @@ def test_acceptance_and_times_correct_the_number():
     assert once.pass_s(16) == once.pass_s(15) == 1.0
     once.learn_pass(16, 3.0)
     assert once.pass_s(16) == once.pass_s(15) == 2.0
+    # The time of one token is measured again at once.
+    first = GuessPace([1.0] * 16, (0.8,))
+    first.learn_pass(1, 9.0)
+    assert first.guesses(0, 15) == 0
+    first.learn_pass(1, 1.0)
+    assert first.plain_pass_s == 1.0
+    assert first.guesses(0, 15) == 15
