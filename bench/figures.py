@@ -28,6 +28,7 @@ import llm_npu_tables
 import mixture_tables
 import shadow_attention_tables
 import sparse_tables
+import speculation_tables
 import what_if
 
 from heterollm.benchmarks import BenchRow, best_of, read_rows
@@ -563,6 +564,20 @@ def simulated_guesses_table() -> str:
     return table(f"simulated | plain, tokens/s | {columns}", "lrrrrrr", lines)
 
 
+def measured_guesses_table() -> str:
+    """Plain decoding on ``host``, and the gains of guesses by lookup and by a draft."""
+    lines = list(speculation_tables.answer_lines(rows_of("speculation")))
+    return table(speculation_tables.ANSWERS_HEAD, "llrrrrrrrr", lines)
+
+
+def measured_passes_table() -> str:
+    """Decode passes of several tokens on ``host``, relative to one token."""
+    lengths = speculation_tables.LENGTHS
+    lines = list(speculation_tables.pass_lines(rows_of("speculation")))
+    head = f"model, plan, threads; tokens of the pass | {' | '.join(map(str, lengths))}"
+    return table(head, "l" + "r" * len(lengths), lines)
+
+
 def llm_npu_table(name: str) -> str:
     """The tables of the pass llm.npu."""
     head, right = llm_npu_tables.HEADS[name]
@@ -890,6 +905,8 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (MIXTURES, "parity of mixtures"): parity_table,
     (SPECULATIVE, "passes of several tokens"): guessed_passes_table,
     (SPECULATIVE, "simulated gains of guesses"): simulated_guesses_table,
+    (SPECULATIVE, "measured gains of guesses"): measured_guesses_table,
+    (SPECULATIVE, "measured passes of several tokens"): measured_passes_table,
     (MIXTURES, "simulated steps"): lambda: expert_table("phone"),
     (MIXTURES, "simulated steps, unlimited"): lambda: expert_table("unlimited"),
     (MIXTURES, "simulated imbalance"): lambda: expert_table("imbalances"),

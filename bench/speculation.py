@@ -1,17 +1,20 @@
 """Measures speculative decoding: answers with and without guesses, and the time of passes of several tokens.
 
     python bench/published_model.py /tmp/smollm2
-    python bench/speculation.py answers /tmp/smollm2 --draft-layers 8 --llama-cpp --out ROWS
-    python bench/speculation.py answers heterollm/data/tiny_python_lm --kinds code,again --out ROWS
+    python bench/speculation.py answers /tmp/smollm2 --draft-layers 8 --llama-cpp --profile-first --out ROWS
     python bench/random_model.py /tmp/tinyllama
-    python bench/speculation.py passes /tmp/tinyllama --out ROWS
+    python bench/speculation.py passes /tmp/tinyllama --profile-first --out ROWS
+
+A configuration is a plan and, behind an @, threads of GPU and NPU (tensor@1+1); auto chooses both itself. The
+threads of OpenCL are fixed in a process, so that each configuration has its own process, one after the other.
+If one fails, the others run, and the exit code is 1. Rows are appended as soon as they are there. Only ratios
+within a process are of turns.
 
 `answers` continues code, prose, and code that is to be repeated: each prompt by plain decoding, by lookup and
-by a draft, in turns, in one process. Plans other than gpu need `heterollm profile FOLDER` first. The draft is
-another model of the same tokenizer (--draft), or the first layers of the model itself (--draft-layers), which
-nobody trained to guess: its acceptance is that of no real draft. With --llama-cpp, llama-cpp-python's plain
-decoding, its prompt lookup, and its loop around a draft, both with 10 guesses, take the next turns with the
-same 4-bit weights.
+by a draft, in turns. The draft is another model of the same tokenizer (--draft), or the first layers of the
+model itself (--draft-layers), which nobody trained to guess: its acceptance is that of no real draft. With
+--llama-cpp, llama-cpp-python's plain decoding, prompt lookup, and loop around a draft, both with the two
+guesses that it recommends for CPUs, take turns with the first configuration, with the same 4-bit weights.
 
 `passes` times decode passes of 1 to 16 tokens behind a context, in turns.
 """
@@ -21,6 +24,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,15 +34,19 @@ from typing import Any, Final
 
 import numpy as np
 from accuracy import TEXTS
-from conditions import conditions, wait_until_idle
+from conditions import busy_s, conditions, undisturbed, wait_until_idle
 from sparse_prefill import first_layers
 
+from heterollm.benchmarks import expand, parse_threads, profile_splits
+from heterollm.benchmarks.conditions import versions
+from heterollm.benchmarks.plugins import load_plugin
 from heterollm.llm import LLM
 from heterollm.text import MOST_GUESSES, Tokenizer
 
-LLAMA_GUESSES: Final = 10
-"""llama-cpp-python's default for prompt lookup."""
+LLAMA_GUESSES: Final = 2
+"""llama-cpp-python recommends 2 for CPUs; its default is 10."""
 
+LLAMA: Final = "llama.cpp"
 PROMPT_TOKENS: Final = 192
 MEASURED: Final = 3
 """Passes in each turn, of which the fastest counts."""
@@ -54,24 +63,78 @@ def prompts_of(tokenizer: Tokenizer, kind: str, count: int) -> list[list[int]]:
     return [tokenizer.encode(f"{window}\n\n# The same again:\n{window[:20]}") for window in windows]
 
 
+def place_of(configuration: str) -> dict[str, Any]:
+    """Return a configuration's keywords of a load."""
+    plan, _, threads = configuration.partition("@")
+    keywords: dict[str, Any] = {"device": "host", "plan": plan}
+    if threads:
+        ((keywords["gpu_threads"], keywords["npu_threads"]),) = parse_threads(threads)
+    return keywords
+
+
+def ran_as(llm: LLM) -> dict[str, Any]:
+    """Return what a loaded model runs with, for every row."""
+    split = llm.device.split
+    threads = f"{len(split.gpu_cores)}+{len(split.npu_cores)}"
+    return {"level": llm.plan.level, "threads": threads, "notes": llm.plan_notes, "versions": versions()}
+
+
+class Rounds:
+    """Times of ways that take turns, in rounds; the first one compiles and learns, and does not count.
+
+    Args:
+        names: The ways.
+        patience_s: How long each round waits for an idle machine.
+    """
+
+    def __init__(self, names: Sequence[str], patience_s: float) -> None:
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        self._disturbed: list[bool] = []
+        self._patience_s = patience_s
+
+    def run(self, repetitions: int, timed: Callable[[str, bool], float]) -> None:
+        """Run the rounds; every second one in reverse.
+
+        Args:
+            repetitions: Rounds that count.
+            timed: Runs a way and returns its seconds; also told whether the round counts.
+        """
+        for turn in range(repetitions + 1):
+            wait_until_idle(time.monotonic() + self._patience_s)
+            begin_s, busy, own = time.perf_counter(), busy_s(), time.process_time()
+            for name in list(self.seconds)[:: -1 if turn % 2 else 1]:
+                took_s = timed(name, turn > 0)
+                if turn:
+                    self.seconds[name].append(took_s)
+            others_s = busy_s() - busy - (time.process_time() - own)
+            if turn:
+                self._disturbed.append(not undisturbed(others_s, time.perf_counter() - begin_s))
+
+    def times(self, name: str, base: str) -> dict[str, Any]:
+        """Return the times of a way, and its rounds over those of another."""
+        own = self.seconds[name]
+        over = [one / first for one, first in zip(own, self.seconds[base], strict=True)]
+        return {"time": "measured", "seconds": own, "over_base": over, "disturbed": self._disturbed}
+
+
 class Ways:
-    """The ways to decode of one model under one plan; each has a name and a function of a prompt.
+    """The ways to decode of one model in one configuration; each has a name and a function of a prompt.
 
     The functions return the tokens, the seconds after the first token, and the statistics of guesses.
     """
 
-    def __init__(self, model: Path, plan: str, draft: Path | None, tokens: int) -> None:
+    def __init__(self, model: Path, configuration: str, draft: Path | None, tokens: int) -> None:
         self._tokens = tokens
-        self._models = [LLM.load(model, device="host", plan=plan, speculative="lookup")]
-        lookup = self._models[0]
+        lookup = LLM.load(model, speculative="lookup", **place_of(configuration))
+        self._models = [lookup]
         self.run: dict[str, Callable[[list[int]], tuple[tuple[int, ...], float, dict[str, Any]]]] = {
             "plain": lambda ids: self._answer(lookup, ids, speculate=False),
             "lookup": lambda ids: self._answer(lookup, ids, speculate=True),
         }
         self.tokenizer = lookup.tokenizer
-        self.level = lookup.plan.level
+        self.ran_as = ran_as(lookup)
         if draft is not None:
-            drafted = LLM.load(model, device="host", plan=plan, speculative=draft)
+            drafted = LLM.load(model, speculative=draft, **place_of(configuration))
             self._models.append(drafted)
             self.run["draft"] = lambda ids: self._answer(drafted, ids, speculate=True)
 
@@ -101,6 +164,7 @@ class Ways:
 
 def llama_ways(model: Path, draft: Path | None, tokens: int, threads: int) -> dict[str, Callable[..., Any]]:
     """Return llama-cpp-python's ways to decode the same weights."""
+    load_plugin("llama.cpp")  # puts a checkout's engines on the path
     import llama_cpp
     from heterollm_engines.gguf_file import write_gguf
     from heterollm_engines.llama_cpp_engine import gguf_path
@@ -144,126 +208,166 @@ def llama_ways(model: Path, draft: Path | None, tokens: int, threads: int) -> di
         return run
 
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=LLAMA_GUESSES)
-    ways = {"llama.cpp plain": way(load(model)), "llama.cpp lookup": way(load(model, lookup))}
+    ways = {f"{LLAMA} plain": way(load(model)), f"{LLAMA} lookup": way(load(model, lookup))}
     if draft is not None:
-        ways["llama.cpp draft"] = way(load(model, Draft(draft)))
+        ways[f"{LLAMA} draft"] = way(load(model, Draft(draft)))
     return ways
 
 
 def answers(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each plan, kind of prompts and way to decode."""
+    """Yield a row for each kind of prompts and way to decode of one configuration."""
     draft: Path | None = options.draft
     if options.draft_layers:
         draft = first_layers(options.model, options.draft_layers, folder / "draft")
-    for plan in options.plan.split(","):
-        ways = Ways(options.model, plan, draft, options.tokens)
-        run = dict(ways.run)
-        if options.llama_cpp:
-            run |= llama_ways(options.model, draft, options.tokens, options.threads)
-        for kind in options.kinds.split(","):
-            prompts = prompts_of(ways.tokenizer, kind, options.prompts)
-            taken: dict[str, list[float]] = {name: [] for name in run}
-            told: dict[str, list[tuple[int, ...]]] = {name: [] for name in run}
-            counts: dict[str, dict[str, int]] = {name: {} for name in run}
-            for turn in range(options.repetitions + 1):
-                wait_until_idle(time.monotonic() + options.patience)
-                for name, decode in run.items():
-                    seconds = 0.0
-                    for ids in prompts:
-                        tokens, own_s, own = decode(ids)
-                        seconds += own_s
-                        if turn:
-                            told[name].append(tokens)
-                            for what, number in own.items():
-                                counts[name][what] = counts[name].get(what, 0) + number
-                    if turn:  # the first one compiles and learns
-                        taken[name].append(seconds)
-            plain_s = statistics.median(taken["plain"])
-            for name, times in taken.items():
-                middle_s, own = statistics.median(times), counts[name]
-                decoded = len(prompts) * (options.tokens - 1)
-                yield {
-                    "kind": "answers",
-                    "model": options.model.name,
-                    "draft": f"its first {options.draft_layers} layers"
-                    if options.draft_layers
-                    else str(draft),
-                    "plan": plan,
-                    "level": ways.level,
-                    "text": kind,
-                    "way": name,
-                    "time": "measured",
-                    "tokens": options.tokens,
-                    "prompts": len(prompts),
-                    "seconds": times,
-                    "tokens_per_s": decoded / middle_s,
-                    "gain": plain_s / middle_s,
-                    "tokens_per_pass": decoded * options.repetitions / own["passes"] if own else None,
-                    "acceptance": own["accepted"] / own["guesses"] if own.get("guesses") else None,
-                    "same_as_plain": told[name] == told["plain"],
-                }
-        ways.close()
+    ways = Ways(options.model, options.plan, draft, options.tokens)
+    decoders = dict(ways.run)
+    if options.llama_cpp:
+        decoders |= llama_ways(options.model, draft, options.tokens, options.threads)
+    for kind in options.kinds.split(","):
+        prompts = prompts_of(ways.tokenizer, kind, options.prompts)
+        told: dict[str, list[tuple[int, ...]]] = {name: [] for name in decoders}
+        counts: dict[str, dict[str, int]] = {name: {} for name in decoders}
+
+        def timed(name: str, counted: bool) -> float:
+            seconds = 0.0
+            for ids in prompts:  # noqa: B023
+                tokens, own_s, own = decoders[name](ids)
+                seconds += own_s
+                if counted:
+                    told[name].append(tokens)  # noqa: B023
+                    for what, number in own.items():
+                        counts[name][what] = counts[name].get(what, 0) + number  # noqa: B023
+            return seconds
+
+        rounds = Rounds(list(decoders), options.patience)
+        rounds.run(options.repetitions, timed)
+        decoded = len(prompts) * (options.tokens - 1)
+        middle_s = {name: statistics.median(times) for name, times in rounds.seconds.items()}
+        for name, own in counts.items():
+            base = f"{LLAMA} plain" if name.startswith(LLAMA) else "plain"
+            yield {
+                "kind": "answers",
+                "model": options.model.name,
+                "draft": f"its first {options.draft_layers} layers" if options.draft_layers else str(draft),
+                "configuration": options.plan,
+                **ways.ran_as,
+                "llama_threads": options.threads,
+                "llama_guesses": LLAMA_GUESSES,
+                "text": kind,
+                "way": name,
+                "tokens": options.tokens,
+                "prompts": len(prompts),
+                **rounds.times(name, base),
+                "tokens_per_s": decoded / middle_s[name],
+                "gain": middle_s[base] / middle_s[name],
+                "tokens_per_pass": decoded * options.repetitions / own["passes"] if own else None,
+                "acceptance": own["accepted"] / own["guesses"] if own.get("guesses") else None,
+                "same_as_plain": told[name] == told[base],
+            }
+    ways.close()
 
 
 def passes(options: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each plan and number of tokens."""
-    lengths = [int(length) for length in options.lengths.split(",")]
-    for plan in options.plan.split(","):
-        with LLM.load(options.model, device="host", plan=plan) as llm:
-            session = llm.session()
-            session.prefill(np.arange(options.position) % llm.config.vocab_size)
-            taken: dict[int, list[float]] = {length: [] for length in lengths}
+    """Yield a row for each number of tokens in one configuration."""
+    with LLM.load(options.model, **place_of(options.plan)) as llm:
+        session = llm.session()
+        session.prefill(np.arange(options.position) % llm.config.vocab_size)
 
-            def timed(length: int) -> float:
-                ids = np.arange(length, dtype=np.int32)
+        def timed_once(length: int) -> float:
+            ids = np.arange(length, dtype=np.int32)
 
-                def run() -> float:
-                    begin = time.perf_counter()
-                    if length == 1:
-                        session.decode_in_place(0)  # noqa: B023
-                    else:
-                        session.decode_several_in_place(ids)  # noqa: B023
-                    return time.perf_counter() - begin
+            def run() -> float:
+                begin = time.perf_counter()
+                if length == 1:
+                    session.decode_in_place(0)
+                else:
+                    session.decode_several_in_place(ids)
+                return time.perf_counter() - begin
 
-                found_s = llm.on_engine_thread(run)
-                session.truncate(options.position)  # noqa: B023
-                return found_s
+            found_s = llm.on_engine_thread(run)
+            session.truncate(options.position)
+            return found_s
 
-            for turn in range(options.repetitions + 1):
-                wait_until_idle(time.monotonic() + options.patience)
-                for length in lengths:
-                    best_s = min(timed(length) for _ in range(MEASURED))
-                    if turn:
-                        taken[length].append(best_s)
-            one_s = statistics.median(taken[lengths[0]])
-            for length, times in taken.items():
-                middle_s = statistics.median(times)
-                yield {
-                    "kind": "pass",
-                    "model": options.model.name,
-                    "plan": plan,
-                    "level": llm.plan.level,
-                    "time": "measured",
-                    "position": options.position,
-                    "tokens": length,
-                    "seconds": times,
-                    "ms": middle_s * 1e3,
-                    "ratio": middle_s / one_s,
-                }
+        lengths = options.lengths.split(",")
+        rounds = Rounds(lengths, options.patience)
+        rounds.run(
+            options.repetitions, lambda length, _: min(timed_once(int(length)) for _ in range(MEASURED))
+        )
+        one_s = statistics.median(rounds.seconds[lengths[0]])
+        for length in lengths:
+            middle_s = statistics.median(rounds.seconds[length])
+            yield {
+                "kind": "pass",
+                "model": options.model.name,
+                "configuration": options.plan,
+                **ran_as(llm),
+                "position": options.position,
+                "tokens": int(length),
+                "npu": any(step.processor == "npu" for step in llm.steps("decode", int(length))),
+                **rounds.times(length, lengths[0]),
+                "ms": middle_s * 1e3,
+                "ratio": middle_s / one_s,
+            }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row in words."""
+    where = f"{row['configuration']} ({row['level']}, {row['threads']} threads)"
+    disturbed = f", {sum(row['disturbed'])} of {len(row['disturbed'])} rounds disturbed"
+    if row["kind"] == "pass":
+        graphs = ", runs graphs" if row["npu"] else ""
+        return (
+            f"{where}: {row['tokens']:2} tokens {row['ms']:8.2f} ms, {row['ratio']:.2f} times one"
+            f"{graphs}{disturbed}"
+        )
+    share = "" if row["acceptance"] is None else f", {row['acceptance']:.0%} of guesses right"
+    each = "" if row["tokens_per_pass"] is None else f", {row['tokens_per_pass']:.2f} tokens a pass"
+    return (
+        f"{where}, {row['text']}, {row['way']}: {row['tokens_per_s']:.1f} tokens/s, {row['gain']:.2f} times "
+        f"plain{each}{share}, same tokens: {row['same_as_plain']}{disturbed}"
+    )
+
+
+def profile_first(options: argparse.Namespace, configurations: Sequence[str]) -> None:
+    """Measure what the profiles lack for the configurations."""
+    for configuration in configurations:
+        plan, _, threads = configuration.partition("@")
+        asked = expand(levels=(plan,), threads=parse_threads(threads) if threads else (), device="host")
+        for model in (options.model, options.draft):
+            for text in () if model is None else profile_splits(model, asked):
+                print(text, flush=True)
+
+
+def each_by_itself(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run each configuration in a process of its own; return 1 if one failed."""
+    configurations = options.plan.split(",")
+    if options.profile_first:
+        profile_first(options, configurations)
+    failed = []
+    for at, configuration in enumerate(configurations):
+        own = ["--no-profile-first", "--plan", configuration, *(["--no-llama-cpp"] if at else [])]
+        # The last of equal options counts.
+        command = [sys.executable, __file__, *arguments, *own, "--alone"]
+        if subprocess.run(command, check=False).returncode:  # noqa: S603 - this script
+            failed.append(configuration)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def main() -> int:
     """Run one of the two measurements."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("answers", "passes"))
     parser.add_argument("model", type=Path)
-    parser.add_argument("--plan", default="gpu,tensor,auto")
+    parser.add_argument("--plan", default="gpu@2+0,gpu@1+1,tensor@1+1,auto", help="configurations")
+    parser.add_argument("--profile-first", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--kinds", default="code,prose,again", help="kinds of prompts")
     parser.add_argument("--draft", type=Path, help="folder of a draft model")
     parser.add_argument("--draft-layers", type=int, default=0, help="layers of the model that guess")
-    parser.add_argument("--llama-cpp", action="store_true", help="measure llama-cpp-python, too")
+    parser.add_argument("--llama-cpp", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--threads", type=int, default=2, help="of llama.cpp")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--prompts", type=int, default=4, help="of each kind")
@@ -272,27 +376,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", default=",".join(map(str, range(1, MOST_GUESSES + 2))))
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for an idle machine")
     parser.add_argument("--out", type=Path, help="file of JSON lines to append to")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.alone:
+        return each_by_itself(options, sys.argv[1:])
+    run = f"{time.time_ns():x}"
     with tempfile.TemporaryDirectory() as folder:
         for row in (answers if options.what == "answers" else passes)(options, Path(folder)):
-            if row["kind"] == "pass":
-                print(
-                    f"{row['plan']}: {row['tokens']:2} tokens {row['ms']:8.2f} ms, "
-                    f"{row['ratio']:.2f} times one"
-                )
-            else:
-                share = "" if row["acceptance"] is None else f", {row['acceptance']:.0%} of guesses right"
-                each = (
-                    "" if row["tokens_per_pass"] is None else f", {row['tokens_per_pass']:.2f} tokens a pass"
-                )
-                print(
-                    f"{row['plan']}, {row['text']}, {row['way']}: {row['tokens_per_s']:.1f} tokens/s, "
-                    f"{row['gain']:.2f} times plain{each}{share}, same tokens: {row['same_as_plain']}"
-                )
+            print(line_of(row), flush=True)
             if options.out is not None:
                 with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(conditions() | row) + "\n")
+                    file.write(json.dumps(conditions() | {"run": run} | row) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

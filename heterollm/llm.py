@@ -299,6 +299,12 @@ class LLM:
         return self._engine.context
 
     @property
+    def session_bytes(self) -> int:
+        """Memory of a session, and of the draft's session that belongs to it."""
+        engines = (self._engine,) if self._draft is None else (self._engine, self._draft)
+        return self._thread.run(lambda: sum(engine.new_cache().size_bytes for engine in engines))
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Deviations from the request, the reason for the choice of device ``auto``, and :attr:`failures`."""
         reason = self.device.reason

@@ -42,7 +42,7 @@ from heterollm.planning import (
     predicted_pass_s,
 )
 from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest, check_plan
-from heterollm.text import NoTokenizer, Tokenizer, load_tokenizer
+from heterollm.text import CHOSEN_GUESSES, NoTokenizer, Tokenizer, load_tokenizer
 from heterollm.trace import Tracer, take_trace
 
 if TYPE_CHECKING:
@@ -261,7 +261,9 @@ def speculator_of(
     if asked.speculative is None:
         return None
     longest = longest_guessed_pass(engine)
-    engine.compile_ahead(engine.new_cache(), (), report, decode=range(1, longest + 1))
+    counts = CHOSEN_GUESSES if asked.guesses is None else range(1, asked.guesses + 1)
+    lengths = [1, *(count + 1 for count in counts if count < longest)]
+    engine.compile_ahead(engine.new_cache(), (), report, decode=lengths)
     pass_s = predicted_pass_s(
         asked, PlanTarget.of(main.device), main.source.config, main.specs, main.plan, longest
     ) or measured_pass_s(engine, longest)

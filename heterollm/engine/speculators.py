@@ -30,6 +30,10 @@ __all__ = ["DraftSpeculator", "LookupSpeculator", "Speculator", "longest_guessed
 DRAFT_PRIOR: Final = 0.7
 """Expected acceptance of a draft model's guesses before any was tried."""
 
+STEADY: Final = 2
+"""Most tokens that a draft reads before its guesses if it guessed before the last pass, too: the sampled one,
+and the last guess if all were right."""
+
 TIMED_LENGTHS: Final = (1, 2, 4, 8, 16)
 """Tokens of the decode passes that are timed; others lie between them."""
 
@@ -124,9 +128,15 @@ class DraftProposer:
         self._vocab_size = min(vocab_size, session.vocab_size)
         self._sampler = Sampler(sampling, self._vocab_size, np.random.default_rng(seed))
         self._pace = pace
+        self._read = 0
         # Tokens that the draft does not know have no probability.
         drawn = sampling.temperature > 0
         self._probabilities = np.zeros((MOST_GUESSES, vocab_size), np.float64) if drawn else None
+
+    @property
+    def was_behind(self) -> bool:
+        """Whether the draft read more than the tokens since the last pass."""
+        return self._read > STEADY
 
     def propose(self, history: NDArray[np.int64], end: int, most: int, /) -> int:
         """Write guesses behind the history; see :class:`heterollm.text.speculation.Proposer`."""
@@ -136,6 +146,7 @@ class DraftProposer:
         if not count or int(history[:end].max()) >= size:
             return 0
         session.keep_common(history[: end - 1])
+        self._read = end - session.position
         logits = session.append_in_place(history[session.position : end].astype(np.int32))
         for index in range(count):
             known = history[: end + index]

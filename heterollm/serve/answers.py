@@ -13,7 +13,7 @@ from heterollm.engine import PreparedAnswer, Session, SessionSource
 from heterollm.serve.sessions import SessionCache
 from heterollm.serve.status import Activity
 from heterollm.serve.turns import PromptJob, ServiceTier, Sink
-from heterollm.text import Generation, GenerationResult, GenerationStep
+from heterollm.text import Generation, GenerationResult, GenerationStep, SpeculationResult
 
 __all__ = ["Ended", "PromptWork", "Spent", "StepOf"]
 
@@ -43,6 +43,7 @@ class Spent:
         prefill_s: Time of the prompt's own turns.
         decode_s: Time of the turns of all tokens but the first of each answer.
         decoded: Number of these tokens.
+        speculation: The guesses of all answers; None if nothing guessed.
     """
 
     prompt_tokens: int = 0
@@ -52,6 +53,7 @@ class Spent:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decoded: int = 0
+    speculation: SpeculationResult | None = None
 
     def __iadd__(self, other: Spent) -> Spent:
         """Add the tokens and times of another prompt of the request, which waited at the same time."""
@@ -62,7 +64,13 @@ class Spent:
         self.prefill_s += other.prefill_s
         self.decode_s += other.decode_s
         self.decoded += other.decoded
+        self.guessed(other.speculation)
         return self
+
+    def guessed(self, counts: SpeculationResult | None) -> None:
+        """Add the guesses of an answer, if there were any to make."""
+        if counts is not None:
+            self.speculation = counts if self.speculation is None else self.speculation + counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +193,7 @@ class PromptWork:
             return True
         result = generation.result
         self.spent.answer_tokens += result.generated_tokens
+        self.spent.guessed(result.speculation)
         if result.decode_tokens_per_s:
             self.spent.decoded += result.generated_tokens - 1
             self.spent.decode_s += (result.generated_tokens - 1) / result.decode_tokens_per_s

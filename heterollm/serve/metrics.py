@@ -36,6 +36,11 @@ class Metrics:
         self._generated = Counter("heterollm_generated_tokens", "Tokens of answers.", registry=registry)
         self._prefill = Counter("heterollm_prefill_seconds", "Time of prompts.", registry=registry)
         self._decode = Counter("heterollm_decode_seconds", "Time of tokens.", registry=registry)
+        self._passes = Counter(
+            "heterollm_speculative_passes", "Passes of answers with guesses.", registry=registry
+        )
+        self._guesses = Counter("heterollm_guesses", "Guesses that passes checked.", registry=registry)
+        self._accepted = Counter("heterollm_accepted_guesses", "Right guesses.", registry=registry)
         self._queued = Histogram(
             "heterollm_queued_seconds", "Time until the first turn.", buckets=SECONDS, registry=registry
         )
@@ -65,6 +70,10 @@ class Metrics:
         self._prefill.inc(spent.prefill_s)
         self._decode.inc(spent.decode_s)
         self._queued.observe(spent.queued_s)
+        if (counts := spent.speculation) is not None:
+            self._passes.inc(counts.passes)
+            self._guesses.inc(counts.guesses)
+            self._accepted.inc(counts.accepted)
 
     def text(self) -> bytes:
         """Return the counters in Prometheus' text format."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from heterollm.serve.answers import Ended, Spent, StepOf
@@ -151,6 +152,9 @@ class Reply:
             "decode_tokens": spent.decoded,
             "decode_ms": round(1e3 * spent.decode_s, 3),
             "decode_tokens_per_s": spent.decoded / spent.decode_s if spent.decode_s else None,
+            "speculation": None
+            if spent.speculation is None
+            else {**asdict(spent.speculation), "tokens_per_pass": spent.speculation.tokens_per_pass},
             "plan": self._llm.plan.level,
             "precision": self._llm.plan.precision,
             "device": self._llm.device.name,

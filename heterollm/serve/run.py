@@ -76,7 +76,7 @@ def serve(llm: LLM, options: ServeOptions, bound: socket.socket, note: Callable[
     Raises:
         DeviceError: There is no memory for one session.
     """
-    each = llm.session().memory_bytes
+    each = llm.session_bytes
     places = _places(options, each)
     server = Server(llm, options, places)
     host, port = bound.getsockname()[:2]

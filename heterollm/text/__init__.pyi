@@ -17,6 +17,7 @@ from .lookup import LOOKUP_PRIORS as LOOKUP_PRIORS
 from .lookup import LookupProposer as LookupProposer
 from .sampling import Sampler as Sampler
 from .sampling import SamplingOptions as SamplingOptions
+from .speculation import CHOSEN_GUESSES as CHOSEN_GUESSES
 from .speculation import MOST_GUESSES as MOST_GUESSES
 from .speculation import GuessPace as GuessPace
 from .speculation import Speculation as Speculation

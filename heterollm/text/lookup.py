@@ -32,6 +32,8 @@ class LookupProposer:
         pace: Chooses numbers of guesses.
     """
 
+    was_behind = False
+
     def __init__(self, pace: GuessPace) -> None:
         self._pace = pace
         self._tokens: list[int] = []

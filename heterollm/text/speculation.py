@@ -15,10 +15,14 @@ import numpy.typing as npt
 
 from heterollm.text.sampling import Logits, Sampler, TokenIds
 
-__all__ = ["MOST_GUESSES", "GuessPace", "Proposer", "Speculation", "SpeculationResult"]
+__all__ = ["CHOSEN_GUESSES", "MOST_GUESSES", "GuessPace", "Proposer", "Speculation", "SpeculationResult"]
 
 MOST_GUESSES: Final = 15
 """Most guesses of a pass: plans have entries of their own for decode passes of up to 16 tokens."""
+
+CHOSEN_GUESSES: Final = (1, 2, 3, 5, 7, 11, 15)
+"""Numbers of guesses to choose from: each length of a pass is compiled for each range of positions, and its
+time is learnt. Kernels compute tokens by fours, so that a choice among few lengths loses little."""
 
 PRIOR_TRIES: Final = 2.0
 """Weight of the acceptance that is assumed before guesses were tried."""
@@ -33,9 +37,12 @@ FIRST: Final = 0.5
 """Weight of the latest pass in the mean time of passes of its length, and of the first one against the other
 lengths."""
 
-OUTLIER: Final = 3.0
-"""Largest factor on an expected time that counts: a slower pass was compiled, or another program ran."""
+OUTLIER: Final = 1.6
+"""A pass that takes longer than expected by this factor was compiled, or another program ran: its time counts
+only if the one before of its length took as long."""
 
+LONGEST_GUESS: Final = 3.0
+"""Largest factor on the expected time of a guess that counts."""
 
 PLAIN_EVERY: Final = 32
 """Passes after which one has no guesses, so that the time to compare with is never old."""
@@ -43,7 +50,7 @@ PLAIN_EVERY: Final = 32
 GUESS_EVERY: Final = 64
 LIKELY: Final = 0.5
 """Passes without guesses after which some are tried although they seem not to pay, as times may have changed;
-only if more than this fraction of them is expected to be right."""
+only if more than this fraction of them is expected to be right. The number doubles until they pay."""
 
 
 class SeveralSource(Protocol):
@@ -65,6 +72,10 @@ class SeveralSource(Protocol):
 
 class Proposer(Protocol):
     """Guesses the next tokens of one answer."""
+
+    @property
+    def was_behind(self) -> bool:
+        """Whether the latest guesses took longer than usual, as the proposer had to read tokens first."""
 
     def propose(self, history: TokenIds, end: int, most: int, /) -> int:
         """Write guesses of the tokens after ``history[:end]`` behind them.
@@ -109,6 +120,8 @@ class GuessPace:
         self._expected_s = list(pass_s)
         self._ratios = [0.0] * len(self._expected_s)
         self._ratio = 1.0
+        self._follows_plain = True
+        self._was_slow = [False] * len(self._expected_s)
         self._tried = [PRIOR_TRIES] * len(priors)
         self._right = [PRIOR_TRIES * prior for prior in priors]
         self._priors = tuple(priors)
@@ -116,6 +129,7 @@ class GuessPace:
         self._fixed = fixed
         # The first pass has none.
         self._since_plain, self._since_guess = PLAIN_EVERY, 0
+        self._try_after = GUESS_EVERY
 
     def pass_s(self, tokens: int) -> float:
         """Return the expected seconds of a pass: by passes of its length, or else by the other ones."""
@@ -149,12 +163,16 @@ class GuessPace:
         for count in range(1, most + 1):
             reach *= acceptance
             tokens += reach
+            if count not in CHOSEN_GUESSES:
+                continue
             rate = tokens / (self.pass_s(count + 1) + count * self._guess_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         if best_rate * self.pass_s(1) > 1.0:
+            self._try_after = GUESS_EVERY
             return best
-        if self._since_guess >= GUESS_EVERY and acceptance > LIKELY:
+        if self._since_guess >= self._try_after and acceptance > LIKELY:
+            self._try_after *= 2
             return best
         self._forget(kind, FORGET_SKIPPED)
         return 0
@@ -173,16 +191,27 @@ class GuessPace:
             self._since_plain, self._since_guess = 0, self._since_guess + 1
         else:
             self._since_plain, self._since_guess = self._since_plain + 1, 0
-        own = self._ratios[tokens - 1]
-        old, weight = (own, NEWEST) if own else (self._ratio, FIRST)
-        ratio = min(seconds / self._expected_s[tokens - 1], OUTLIER * old)
-        self._ratios[tokens - 1] = old + weight * (ratio - old)
-        self._ratio += NEWEST * (ratio - self._ratio)
+        place, own = tokens - 1, self._ratios[tokens - 1]
+        ratio, old = seconds / self._expected_s[place], own or self._ratio
+        is_slow = ratio > OUTLIER * old
+        if is_slow and not self._was_slow[place]:
+            self._was_slow[place] = True
+            if tokens == 1 and not own:
+                self._since_plain = PLAIN_EVERY
+            return
+        self._was_slow[place] = is_slow
+        self._ratios[place] = old + (NEWEST if own else FIRST) * (ratio - old)
+        # Passes of one token use other kernels than those of several.
+        if tokens > 1:
+            known = [one for one in self._ratios[1:] if one]
+            self._ratio, self._follows_plain = sum(known) / len(known), False
+        elif self._follows_plain:
+            self._ratio = self._ratios[0]
 
     def learn_guesses(self, count: int, seconds: float) -> None:
         """Take the time that a proposer computed for some guesses."""
         each_s = seconds / count
-        each_s = min(each_s, OUTLIER * self._guess_s) if self._guess_s else each_s
+        each_s = min(each_s, LONGEST_GUESS * self._guess_s) if self._guess_s else each_s
         self._guess_s += NEWEST * (each_s - self._guess_s)
 
     def _forget(self, kind: int, factor: float) -> None:
@@ -200,19 +229,36 @@ class SpeculationResult:
         passes: Decode passes; each gave one token, and one more for each right guess.
         guesses: Guesses that the passes checked.
         accepted: Right guesses.
-        estimated_gain: Time of as many passes of one token, as long as such passes took lately, over the time
-            of the passes and guesses; None if no pass had one token.
+        seconds: Time of the passes and guesses.
+        estimated_gain: Time of as many passes of one token, as long as such passes took lately, over
+            ``seconds``; None if no pass had one token.
     """
 
     passes: int
     guesses: int
     accepted: int
+    seconds: float
     estimated_gain: float | None
 
     @property
     def tokens_per_pass(self) -> float:
         """Mean tokens of a pass; 0 without passes."""
         return 1.0 + self.accepted / self.passes if self.passes else 0.0
+
+    def __add__(self, other: SpeculationResult) -> SpeculationResult:
+        """Return the guesses of two answers."""
+        both, gain = [one for one in (self, other) if one.passes], None
+        seconds = self.seconds + other.seconds
+        gains = [one.estimated_gain for one in both]
+        if seconds and None not in gains:
+            gain = sum(one.seconds * (one.estimated_gain or 0.0) for one in both) / seconds
+        return SpeculationResult(
+            self.passes + other.passes,
+            self.guesses + other.guesses,
+            self.accepted + other.accepted,
+            seconds,
+            gain,
+        )
 
 
 class Speculation:
@@ -244,7 +290,7 @@ class Speculation:
         """The guesses so far."""
         plain_s, tokens = self._pace.plain_pass_s, self._passes + self._accepted
         gain = None if plain_s is None or self._seconds <= 0 else tokens * plain_s / self._seconds
-        return SpeculationResult(self._passes, self._guessed, self._accepted, gain)
+        return SpeculationResult(self._passes, self._guessed, self._accepted, self._seconds, gain)
 
     def decode(self, history: TokenIds, end: int, most: int) -> Logits:
         """Return the logits ``[vocab]`` after ``history[:end]``, whose last token was just sampled.
@@ -275,7 +321,7 @@ class Speculation:
             logits = self._source.decode(int(history[end - 1]))
         now = self._clock()
         self._pace.learn_pass(count + 1, now - proposed)
-        if count:
+        if count and not self._proposer.was_behind:
             self._pace.learn_guesses(count, proposed - begin)
         self._passes += 1
         self._guessed += count

@@ -40,6 +40,8 @@ class Guesser:
     def __init__(self, guess: Callable[[int], int], count: int, drawn: np.ndarray | None = None) -> None:
         self._guess, self._count, self._drawn = guess, count, drawn
 
+    was_behind = False
+
     def propose(self, history: np.ndarray, end: int, most: int, /) -> int:
         count = min(self._count, most)
         history[end : end + count] = [self._guess(end + index) for index in range(count)]
