@@ -54,6 +54,7 @@ __all__ = [
     "devices_table",
     "error_line",
     "evaluation_table",
+    "message",
     "models_table",
     "note",
     "pairs_table",
@@ -265,6 +266,11 @@ def _line(title: str, message: str, advice: str) -> Text:
     # Messages of some libraries point at a place in several lines.
     between = "\n" if "\n" in message else " "
     return Text.assemble((f"{title}: ", "red"), message, (f"{between}{advice}" if advice else "", "bold"))
+
+
+def message(text: str) -> Text:
+    """Return a line that a user waits for."""
+    return Text(text)
 
 
 def note(text: str) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -57,21 +58,31 @@ def listen(options: ServeOptions) -> socket.socket:
         bound.bind(address)
         bound.listen()
     except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        taken = getattr(error, "errno", None) == errno.EADDRINUSE
         raise OptionError(
-            f"Cannot listen on {options.host} port {options.port}: {error}.",
-            fix="Choose another --host or --port.",
+            f"Cannot listen on {options.host} port {options.port}: {reason}.",
+            fix="--port 0 takes any free port." if taken else "Choose another --host or --port.",
         ) from error
     return bound
 
 
-def serve(llm: LLM, options: ServeOptions, bound: socket.socket, note: Callable[[str], None]) -> None:
+def serve(
+    llm: LLM,
+    options: ServeOptions,
+    bound: socket.socket,
+    *,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> None:
     """Serve a model until SIGINT or SIGTERM; running answers then have some seconds to end.
 
     Args:
         llm: The loaded model.
         options: The options.
         bound: The socket that :func:`listen` returned.
-        note: Takes sentences for the user.
+        say: Takes the addresses for the user.
+        note: Takes remarks.
 
     Raises:
         DeviceError: There is no memory for one session.
@@ -82,11 +93,13 @@ def serve(llm: LLM, options: ServeOptions, bound: socket.socket, note: Callable[
     host, port = bound.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     note(
-        f"{options.name} answers at http://{name}:{port}/v1; http://{name}:{port}/ is a page to chat. "
-        "Ctrl-C ends."
-    )
-    note(
         f"{places} sessions of {format_bytes(each)} at most; {options.queue} requests of each tier may wait."
+    )
+    if not llm.tokenizer.has_chat_template:
+        note("The model brings no chat template; a plain form is used.")
+    say(
+        f"{options.name} answers OpenAI's clients at http://{name}:{port}/v1\n"
+        f"Chat in a browser at http://{name}:{port}/ (Ctrl-C ends the server)"
     )
     if options.api_key is None and not is_loopback(options.host):
         note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")

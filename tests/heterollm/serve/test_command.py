@@ -37,7 +37,7 @@ def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to catch")
 def test_running_answers_end_before_the_server_does(child: tuple[subprocess.Popen[str], str, str]) -> None:
     process, port, said = child
-    assert "tiny-python-lm answers at" in said
+    assert "tiny-python-lm answers OpenAI's clients at" in said
     assert "Everybody who reaches this address" in said
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
     options: Any = {"model": "tiny-python-lm", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
