@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import EngineError, InputError, OptionError, Progress, check_keywords, silent
+from heterollm.base import (
+    ContextError,
+    EngineError,
+    InputError,
+    OptionError,
+    Progress,
+    check_keywords,
+    silent,
+)
 from heterollm.engine import (
     AnswerKeywords,
     EngineThread,
@@ -243,7 +251,7 @@ class LLM:
         given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
         if len(ids) > self.context:
-            raise InputError(
+            raise ContextError(
                 f"The prompt has {len(ids)} tokens, but the context holds {self.context}.",
                 fix="Shorten the prompt or load the model with a larger context.",
             )

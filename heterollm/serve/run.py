@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -26,10 +29,51 @@ __all__ = ["listen", "serve"]
 MOST_PLACES: Final = 16
 GRACE_S: Final = 15
 """Seconds for running answers after the signal to stop."""
+POLL_S: Final = 0.1
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that returns after a signal, instead of raising it again."""
+    """A server that returns after a signal, when running answers have ended or after :data:`GRACE_S`.
+
+    A second signal ends them at once.
+    """
+
+    def __init__(self, server: Server, note: Callable[[str], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                server.app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=2 * GRACE_S,
+            )
+        )
+        self._server = server
+        self._note = note
+        self._hurry = threading.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: the first one stops the server, the second one its answers, too."""
+        if self.should_exit and not self._hurry.is_set():
+            self._hurry.set()
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no new requests, and let the running ones end."""
+        if self._server.busy:
+            self._note(f"Running answers have {GRACE_S} s to end; Ctrl-C again ends them now.")
+        ending = asyncio.create_task(self._end_answers())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_answers(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            # The event is set by a signal's handler, which does not wake the loop.
+            async with asyncio.timeout(GRACE_S):
+                while not self._hurry.is_set():
+                    await asyncio.sleep(POLL_S)
+        self._server.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -103,14 +147,7 @@ def serve(
     )
     if options.api_key is None and not is_loopback(options.host):
         note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
-    config = uvicorn.Config(
-        server.app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    _Uvicorn(config).run(sockets=[bound])
+    _Uvicorn(server, note).run(sockets=[bound])
 
 
 def _places(options: ServeOptions, each: int) -> int:

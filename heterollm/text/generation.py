@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Protocol, Self
 
 import numpy as np
 
-from heterollm.base import EngineError, InputError, OptionError
+from heterollm.base import ContextError, EngineError, InputError, OptionError
 from heterollm.text.sampling import Logits, LogProbabilities, Sampler, SamplingOptions, TokenIds, TopTokens
 from heterollm.text.speculation import Speculation, SpeculationResult
 
@@ -455,7 +455,7 @@ def _check_prompt(source: TokenSource, prompt_ids: Sequence[int], reused: int) -
     if len(prompt_ids) == 0:
         raise InputError("The prompt has no tokens.", fix="Give at least one word.")
     if len(prompt_ids) > source.context:
-        raise InputError(
+        raise ContextError(
             f"The prompt has {len(prompt_ids)} tokens, but the context holds {source.context}.",
             fix="Shorten the prompt or load the model with a larger context.",
         )
