@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import EngineError, InputError, OptionError, Progress, check_keywords, silent
+from heterollm.base import (
+    ContextError,
+    EngineError,
+    InputError,
+    OptionError,
+    Progress,
+    check_keywords,
+    silent,
+)
 from heterollm.engine import (
     AnswerKeywords,
     EngineThread,
@@ -203,6 +211,8 @@ class LLM:
                 another and need the extra ``grammar``; the answer has all of its text if its
                 ``stop_reason`` is ``complete``.
             speculate: Whether to guess tokens, if the model was loaded with ``speculative``.
+            progress: Called on the engine's thread with the name of a stage, tokens read and tokens in all,
+                while a prompt of 128 tokens or more is read; not on a simulated device.
 
         Raises:
             OptionError: An option is illegal.
@@ -217,17 +227,20 @@ class LLM:
         if not target.belongs_to(self._engine):
             raise OptionError("The session was made by another model.", fix="Use this model's session().")
 
+        # Looking at the progress would take simulated time.
+        progress = None if self.device.time_kind == "simulated" else options.get("progress")
+
         def start(cancel: threading.Event) -> Generation:
             reused = reusable_prefix(target.ids.tolist(), answer.prompt_ids)
             target.truncate(reused)
-            return answer.start(SessionSource(target), reused, cancel)
+            return answer.start(SessionSource(target, cancel, progress), reused, cancel)
 
         return Stream(self._thread, start)
 
     def prepare(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> PreparedAnswer:
         """Check a prompt and the options of its answer, for a caller that runs answers in turns.
 
-        Arguments and errors are those of :meth:`stream`; ``session`` is not read.
+        Arguments and errors are those of :meth:`stream`; ``session`` and ``progress`` are not read.
         """
         asked = _generation_options(options)
         speculate = options.get("speculate", True)
@@ -238,7 +251,7 @@ class LLM:
         given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
         if len(ids) > self.context:
-            raise InputError(
+            raise ContextError(
                 f"The prompt has {len(ids)} tokens, but the context holds {self.context}.",
                 fix="Shorten the prompt or load the model with a larger context.",
             )
@@ -398,7 +411,7 @@ class LLM:
         self.close()
 
 
-_NO_LIMITS: Final = ("session", "speculate")
+_NO_LIMITS: Final = ("session", "speculate", "progress")
 """Options of an answer that are no limits, stop conditions or sampling parameters."""
 
 

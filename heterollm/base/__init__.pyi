@@ -17,6 +17,7 @@ from .durations import parse_duration as parse_duration
 from .errors import CacheError as CacheError
 from .errors import CalibrationError as CalibrationError
 from .errors import CheckpointError as CheckpointError
+from .errors import ContextError as ContextError
 from .errors import DeviceError as DeviceError
 from .errors import EngineError as EngineError
 from .errors import FenceError as FenceError

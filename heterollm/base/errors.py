@@ -13,6 +13,7 @@ __all__ = [
     "CacheError",
     "CalibrationError",
     "CheckpointError",
+    "ContextError",
     "DeviceError",
     "EngineError",
     "FenceError",
@@ -81,6 +82,10 @@ class OptionError(HeteroLLMError):
 
 class InputError(HeteroLLMError):
     """The model does not accept a prompt, token id or position."""
+
+
+class ContextError(InputError):
+    """A prompt is longer than the context."""
 
 
 class CalibrationError(HeteroLLMError):

@@ -33,13 +33,17 @@ def write_answer(llm: LLM, model: str, prompt: Prompt, options: dict[str, Any], 
         options: Those of :meth:`heterollm.LLM.stream`.
         as_json: Whether stdout gets JSON.
     """
-    stream = _start(llm, prompt, options)
+    waiting = report.Waiting("Reading the prompt")
+    stream = _start(llm, prompt, options | {"progress": waiting.progress})
     steps: list[GenerationStep] = []
     try:
         if as_json:
+            with report.progress_bars() as progress:
+                for done, _ in enumerate(waiting.until_first(stream), 1):
+                    progress("Answering", done, options["max_new_tokens"])
             write_json(_answer_json(model, llm, stream.result))
             return
-        for step in report.patiently(stream, "Reading the prompt"):
+        for step in waiting.until_first(stream):
             write(step.text)
             if step.top_log_probabilities is not None:
                 steps.append(step)

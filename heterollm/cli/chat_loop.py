@@ -142,16 +142,18 @@ class ChatLoop:
         choice = asdict(self._choice)
         if choice["seed"] is not None:
             choice["seed"] += self._again
+        waiting = report.Waiting("Reading the dialogue")
         stream = self._llm.stream(
             ids,
             session=self._session,
             stop=self._llm.tokenizer.chat_stop_strings,
             max_new_tokens=self._max_new_tokens,
+            progress=waiting.progress,
             **choice,
         )
         try:
             try:
-                for step in report.patiently(stream, "Reading the dialogue"):
+                for step in waiting.until_first(stream):
                     write(step.text)
             except KeyboardInterrupt:
                 stream.close()

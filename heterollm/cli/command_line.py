@@ -73,6 +73,7 @@ def _endings() -> Iterator[None]:
             raise
         _note(context.get_usage())
         message = error.format_message().replace("Value error, ", "")
+        message += "" if message.endswith((".", "?")) else "."
         _show_error(HeteroLLMError(message, fix=f"`{context.command_path} -h` shows the options."))
         raise typer.Exit(USAGE) from None
     except BrokenPipeError:

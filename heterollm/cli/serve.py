@@ -66,4 +66,10 @@ def serve(
         live=live,
     )
     with listen(options_of_server) as bound, load_model(model, options, run, trace=live) as llm:
-        serve(llm, options_of_server, bound, lambda text: report.show(report.note(text)))
+        serve(
+            llm,
+            options_of_server,
+            bound,
+            say=lambda text: report.show(report.message(text)),
+            note=lambda text: report.show(report.note(text)),
+        )

@@ -62,8 +62,13 @@ NPU_FAILURES: Final = (GraphError, FenceError, PassError, StalePassError)
 """Errors after which the GPU may continue alone: without graphs, fences, and their memory."""
 
 
-def _never() -> bool:
+def _never(_part: float) -> bool:
     return False
+
+
+def _within(wanted: Callable[[float], bool], first: int, length: int, tokens: int) -> Callable[[float], bool]:
+    """Return ``wanted`` for the parts of one chunk of a prompt."""
+    return lambda part: wanted((first + length * part) / tokens)
 
 
 class Engine:
@@ -216,7 +221,7 @@ class Engine:
         ids: NDArray[np.int32],
         phase: Phase,
         target: NDArray[Any] | None,
-        wanted: Callable[[], bool] = _never,
+        wanted: Callable[[float], bool] = _never,
     ) -> Iterator[None]:
         """Run tokens through the model as :meth:`prefill` does, and yield whenever others want the engine.
 
@@ -229,10 +234,11 @@ class Engine:
             ids: int32 ``[m]``.
             phase: Phase whose placements to use.
             target: Where the logits go, as for :meth:`prefill`.
-            wanted: Called at each place where a pause is possible; returns whether to pause.
+            wanted: Called at each place where a pause is possible, with the part of the prompt before it, 0
+                to 1, whose kernels are enqueued; returns whether to pause.
         """
         for flight in self.plan.flights(len(ids)):
-            if flight[0][0] and wanted():
+            if flight[0][0] and wanted(flight[0][0] / len(ids)):
                 could_fall_back = self._may_fall_back
                 yield
                 if self._may_fall_back != could_fall_back and self.plan.estimates_on_npu:
@@ -248,8 +254,9 @@ class Engine:
                 tokens = ids[first : first + length]
                 rows = None if target is None else target[first : first + length]
                 last = int(first + length == len(ids))
+                within = wanted if wanted is _never else _within(wanted, first, length, len(ids))
                 try:
-                    yield from self._chunk(cache, position + first, tokens, phase, rows, last, wanted)
+                    yield from self._chunk(cache, position + first, tokens, phase, rows, last, within)
                 except NPU_FAILURES as error:
                     changed = self.plan.estimates_on_npu or self.plan.drops_tokens
                     if first and phase == "prefill" and changed:
@@ -257,7 +264,7 @@ class Engine:
                         yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
                         return
                     self._fall_back(error, position + first)
-                    yield from self._chunk(cache, position + first, tokens, phase, rows, last, wanted)
+                    yield from self._chunk(cache, position + first, tokens, phase, rows, last, within)
 
     def decode(self, cache: KvCache, position: int, token: int) -> None:
         """Run one token and leave its logits in :attr:`last_logits`; errors as for :meth:`prefill`."""
@@ -355,7 +362,7 @@ class Engine:
         phase: Phase,
         target: NDArray[np.float32] | None,
         last: int,
-        wanted: Callable[[], bool],
+        wanted: Callable[[float], bool],
     ) -> Iterator[None]:
         """Run a pass; without a target the logits of so many last tokens, or none, stay in their slot."""
         with self._observed_pass(phase, len(tokens), position):
@@ -364,10 +371,11 @@ class Engine:
             self._write_inputs(self._lanes[0], tokens, position, head_row)
             begin = 0
             if wanted is not _never and self.observer is None:
-                for pause in compiled.find_pauses(self._lanes[0].names):
+                pauses = compiled.find_pauses(self._lanes[0].names)
+                for done, pause in enumerate(pauses, 1):
                     self._call(compiled.calls[begin : pause.index])
                     begin = pause.index
-                    if wanted():
+                    if wanted(done / (len(pauses) + 1)):
                         yield from self._paused(pause)
                         compiled.bind_cache(cache.memory)
                         self._write_inputs(self._lanes[0], tokens, position, head_row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -160,7 +160,9 @@ class Session:
         self._append(ids)
         return self._engine.last_logits
 
-    def prefill_in_turns(self, ids: NDArray[np.int32], wanted: Callable[[], bool]) -> Iterator[None]:
+    def prefill_in_turns(
+        self, ids: NDArray[np.int32], wanted: Callable[[float], bool]
+    ) -> Generator[None, None, None]:
         """Prefill on the engine thread, and yield whenever others want the engine.
 
         Other sessions may run meanwhile, this one may not. The tokens belong to the session at the end; an
@@ -168,10 +170,15 @@ class Session:
 
         Args:
             ids: int32 ``[m]``.
-            wanted: Called between chunks and layers; returns whether to pause.
+            wanted: Called between chunks and layers with the part of the prompt, 0 to 1, whose kernels are
+                enqueued; returns whether to pause.
         """
         yield from self._engine.prefill_in_turns(self._cache, self._position, ids, "prefill", None, wanted)
         self._append(ids)
+
+    def finish_kernels(self) -> None:
+        """Wait for the kernels that are enqueued; for the engine thread."""
+        self._engine.device.gpu.finish()
 
     @property
     def last_logits(self) -> NDArray[np.float32]:

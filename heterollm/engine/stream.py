@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import Progress
+from heterollm.engine.reading import PromptReading
 from heterollm.engine.session import Session, check_ids
 from heterollm.engine.thread import EngineThread
 from heterollm.text import Generation, GenerationResult, GenerationStep, TokenSource
@@ -39,6 +42,7 @@ class AnswerKeywords(TypedDict, total=False):
     json_object: bool
     grammar: str | None
     speculate: bool
+    progress: Progress | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +60,22 @@ class PreparedAnswer:
 
 
 class SessionSource:
-    """The token source of a session, for use on the engine thread only."""
+    """The token source of a session, for use on the engine thread only.
 
-    __slots__ = ("_session",)
+    Args:
+        session: The session.
+        cancel: Stops a prefill between layers or chunks when it is set; the session gets none of its tokens.
+        progress: Called with a stage's name, tokens read and tokens in all while a long prompt is read.
+    """
 
-    def __init__(self, session: Session) -> None:
+    __slots__ = ("_cancel", "_progress", "_session")
+
+    def __init__(
+        self, session: Session, cancel: threading.Event | None = None, progress: Progress | None = None
+    ) -> None:
         self._session = session
+        self._cancel = cancel or threading.Event()
+        self._progress = progress
 
     @property
     def session(self) -> Session:
@@ -79,8 +93,13 @@ class SessionSource:
         return self._session.context
 
     def prefill(self, ids: Sequence[int], /) -> NDArray[np.float32]:
-        """Append tokens and return the logits after the last one."""
-        return self._session.prefill_in_place(check_ids(ids, self._session.vocab_size))
+        """Append tokens and return the logits after the last one, which mean nothing if it was cancelled."""
+        session = self._session
+        checked = check_ids(ids, session.vocab_size)
+        reading = PromptReading(len(checked), self._cancel, self._progress, session.finish_kernels)
+        with contextlib.closing(session.prefill_in_turns(checked, reading)) as turns:
+            next(turns, None)
+        return session.last_logits
 
     def decode(self, token_id: int, /) -> NDArray[np.float32]:
         """Append one token and return the logits after it."""

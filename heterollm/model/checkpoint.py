@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -54,6 +55,8 @@ OTHER_FORMATS = (
 """Endings of file names, the format and the next step, for folders without a checkpoint."""
 
 LISTED_NAMES = 3
+ALIKE = 0.85
+"""Likeness from which on a name is a misspelt one of the bundled model."""
 HASH_BYTES = 16 * 1024 * 1024
 
 
@@ -85,6 +88,8 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
     if str(name) == BUNDLED_NAME:
         return bundled_model()
+    if difflib.get_close_matches(str(name), (BUNDLED_NAME,), cutoff=ALIKE):
+        raise CheckpointError(f"There is no model {name}.", fix=f"Did you mean {BUNDLED_NAME}?")
     if not is_hub_name(name):
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."

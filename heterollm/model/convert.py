@@ -5,6 +5,7 @@ Format: ``pack-quantized`` of https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -22,6 +23,7 @@ from heterollm.base import OptionError, Progress, UnsupportedModelError, round_u
 from heterollm.kernels.formats import QuantizedTensor, effective_block
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
+from heterollm.model.expert_layout import expert_specs, router_name
 from heterollm.model.hub import CONFIG_FILES, HUB_FILES
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, op_specs
@@ -78,7 +80,7 @@ def convert_model(
 ) -> Conversion:
     """Quantise the linears of a model's layers, and write a checkpoint that loads without quantising them.
 
-    Embedding, head and norms keep their values. The codes are those that a load of the source makes.
+    Embedding, head, norms and routers keep their values. The codes are those that a load of the source makes.
 
     Args:
         model: A local folder, a GGUF file of floats, or a hub name.
@@ -90,50 +92,37 @@ def convert_model(
 
     Raises:
         OptionError: The folder exists, or cannot be written; or the block is not legal.
-        UnsupportedModelError: The model is quantised already, or a mixture of experts.
+        UnsupportedModelError: The model is quantised already, or stacks its experts in one tensor.
         CheckpointError: The source, or the adapter, is not usable.
     """
     if folder.exists():
         raise OptionError(f"{folder} exists.", fix="Name a new folder.")
-    checkpoint = Checkpoint(model, lora)
-    config = ModelConfig.from_folder(checkpoint.folder)
-    if config.stored is not None:
-        raise UnsupportedModelError(
-            f"{model} is quantised already.",
-            fix="It loads as it is; or convert the model that it was made from.",
+    with _scratch_folder(folder) as scratch:
+        checkpoint = Checkpoint(model, lora)
+        config = ModelConfig.from_folder(checkpoint.folder)
+        _check_convertible(model, config)
+        block = _block(config, group_size, symmetric)
+        weights = load_weights(
+            checkpoint,
+            config,
+            group_size=block,
+            symmetric=symmetric,
+            progress=lambda done, total: progress("Quantising weights", done, total),
         )
-    if config.routing is not None:
-        raise UnsupportedModelError(f"{model} is a mixture of experts, which is not converted.")
-    layers = [spec for spec in op_specs(config, "w4a16", group_size, symmetric) if spec.group != "head"]
-    block = min(effective_block(spec.columns, group_size) for spec in layers)
-    weights = load_weights(
-        checkpoint,
-        config,
-        group_size=block,
-        symmetric=symmetric,
-        progress=lambda done, total: progress("Quantising weights", done, total),
-    )
-    floats = {embedding_name(config), head_name(config)}
-    linears = {
-        name: own
-        for name, own in weights.linears.items()
-        if name not in floats and isinstance(own, QuantizedTensor)
-    }
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
-        _write_settings(checkpoint.folder, scratch, block, symmetric=symmetric)
-        size = _write_weights(scratch / "model.safetensors", checkpoint, config, linears)
+        floats = {embedding_name(config), head_name(config)}
+        linears = {
+            name: own
+            for name, own in weights.linears.items()
+            if name not in floats and isinstance(own, QuantizedTensor)
+        }
         errors = _errors(checkpoint, linears, progress)
-        scratch.chmod(0o755)
-        scratch.rename(folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            _write_settings(checkpoint.folder, scratch, config, block, symmetric=symmetric)
+            size = _write_weights(scratch / "model.safetensors", checkpoint, config, linears)
+            scratch.chmod(0o755)
+            scratch.rename(folder)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
     worst = min(errors, key=lambda name: _decibels(*errors[name]))
     off, power = (sum(own[index] for own in errors.values()) for index in (0, 1))
     return Conversion(
@@ -149,11 +138,46 @@ def convert_model(
     )
 
 
+@contextlib.contextmanager
+def _scratch_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder beside a future one, before the work begins, and delete it afterwards unless renamed."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _check_convertible(model: str | Path, config: ModelConfig) -> None:
+    if config.stored is not None:
+        raise UnsupportedModelError(
+            f"{model} is quantised already.",
+            fix="It loads as it is; or convert the model that it was made from.",
+        )
+    if any(len(shape) > len(("rows", "columns")) for shape in expected_tensors(config).values()):
+        raise UnsupportedModelError(
+            f"{model} stacks its experts in one tensor, but compressed-tensors packs each linear by itself.",
+            fix="It loads as it is.",
+        )
+
+
+def _block(config: ModelConfig, group_size: int, symmetric: bool) -> int:
+    """Return the longest block that divides the inputs of all linears of the layers."""
+    specs = op_specs(config, "w4a16", group_size, symmetric)
+    layers = [spec for spec in (*specs, *expert_specs(config, specs)) if spec.group != "head"]
+    linears = [*layers, *(spec.then for spec in layers if spec.then is not None)]
+    return min(effective_block(spec.columns, group_size) for spec in linears)
+
+
 def _unwritable(folder: Path, error: OSError) -> OptionError:
     return OptionError(f"{folder} cannot be written: {error.strerror}.", fix="Name another place.")
 
 
-def _write_settings(source: Path, folder: Path, block: int, *, symmetric: bool) -> None:
+def _write_settings(source: Path, folder: Path, config: ModelConfig, block: int, *, symmetric: bool) -> None:
     """Copy tokenizer and settings, and state the format of the weights."""
     for pattern in (*HUB_FILES, *CONFIG_FILES):
         for path in source.glob(pattern):
@@ -174,10 +198,16 @@ def _write_settings(source: Path, folder: Path, block: int, *, symmetric: bool) 
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *_routers(config)],
     }
-    config = read_json_object(source / "config.json") | {"quantization_config": stated}
-    (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+    settings = read_json_object(source / "config.json") | {"quantization_config": stated}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2), "utf-8")
+
+
+def _routers(config: ModelConfig) -> list[str]:
+    """Return the modules of a mixture's routers, which stay floats."""
+    layers = range(config.layers if config.routing is not None else 0)
+    return [router_name(config, layer).removesuffix(".weight") for layer in layers]
 
 
 def _write_weights(

@@ -25,6 +25,9 @@ SHA_256: Final = re.compile("[0-9a-f]{64}")
 RESUMED_BYTES: Final = 16 << 20
 """Smaller files begin again after an interruption."""
 
+UNREACHED: Final = {"TransportError", "ConnectionError"}
+"""Errors of a connection, by the names that several libraries give them."""
+
 LISTED: Final = 12
 """Most GGUF files that a message lists."""
 
@@ -245,7 +248,8 @@ def _problem(name: str, error: Exception) -> tuple[str, str]:
         if isinstance(failed, errors.HfHubHTTPError):
             status = failed.response.status_code
             return f"the Hugging Face hub answered with status {status}", "Run the command again later."
-    if isinstance(error, errors.LocalEntryNotFoundError):
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, errors.LocalEntryNotFoundError) or kinds & UNREACHED:
         return (
             "the Hugging Face hub cannot be reached, and its cache here lacks the model",
             "Check the connection (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), or name a folder.",

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import CacheNotFound
 
 from heterollm.base import CacheError, CheckpointError, cache_root, delete_path
+from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.model.stored import GGUF_FOLDERS
 from heterollm.model.tensor_file import TensorFile
 from heterollm.model.weights import WEIGHTS_FOLDER
@@ -45,6 +46,7 @@ def stored_models() -> list[StoredModel]:
     """Return the models in both caches by name; repositories without readable weights are left out."""
     fetched = list(_fetched())
     names = {revision: model.name for model in fetched for revision in model.revisions}
+    names[bundled_model().name] = BUNDLED_NAME
     return sorted([*fetched, *_prepared(names)], key=lambda model: (model.name.lower(), model.kind))
 
 
@@ -96,7 +98,7 @@ def _prepared(names: Mapping[str, str]) -> Iterable[StoredModel]:
     """Yield the models of heterollm's own cache.
 
     Args:
-        names: Hub names by commit, which the folders of fetched models are named after.
+        names: Names of models by those of their folders, which are commits for the hub's.
     """
     found: dict[str, list[Path]] = defaultdict(list)
     for path in sorted((cache_root() / WEIGHTS_FOLDER).glob("*.safetensors")):

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SafeConsole",
     "TimeColumn",
+    "Waiting",
     "answer",
     "bars_with",
     "bug_line",
@@ -53,10 +54,10 @@ __all__ = [
     "devices_table",
     "error_line",
     "evaluation_table",
+    "message",
     "models_table",
     "note",
     "pairs_table",
-    "patiently",
     "precompile_report",
     "present",
     "progress_bars",
@@ -211,20 +212,39 @@ def progress_bars() -> Iterator[Progress]:
         bars.stop()
 
 
-def patiently(items: Iterable[T], stage: str) -> Iterator[T]:
-    """Yield items; the wait for the first shows its name and time, on a terminal and after a moment only."""
-    rest = iter(items)
-    with progress_bars() as progress:
-        timer = threading.Timer(PATIENCE_S, progress, (stage, 0, 1))
+class Waiting:
+    """A bar for the wait for the first of several items; it appears on a terminal and after a moment only.
+
+    Args:
+        stage: The name of the work.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._bars = bars_with(TimeColumn())
+        self._task = self._bars.add_task(stage, total=1)
+
+    @property
+    def progress(self) -> Progress | None:
+        """The callback by which the work reports its progress; None where nobody sees the bar."""
+        return None if self._bars.disable else self._report
+
+    def until_first(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items; the bar vanishes with the first."""
+        rest = iter(items)
+        timer = threading.Timer(PATIENCE_S, self._bars.start)
         timer.start()
         try:
             first = next(rest, None)
         finally:
             timer.cancel()
             timer.join()
-    if first is not None:
-        yield first
-        yield from rest
+            self._bars.stop()
+        if first is not None:
+            yield first
+            yield from rest
+
+    def _report(self, _stage: str, done: int, total: int) -> None:
+        self._bars.update(self._task, completed=done, total=total)
 
 
 # -- errors and notes --------------------------------------------------------------------------------
@@ -246,6 +266,11 @@ def _line(title: str, message: str, advice: str) -> Text:
     # Messages of some libraries point at a place in several lines.
     between = "\n" if "\n" in message else " "
     return Text.assemble((f"{title}: ", "red"), message, (f"{between}{advice}" if advice else "", "bold"))
+
+
+def message(text: str) -> Text:
+    """Return a line that a user waits for."""
+    return Text(text)
 
 
 def note(text: str) -> Text:

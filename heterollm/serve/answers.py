@@ -147,7 +147,7 @@ class PromptWork:
         spent.prompt_tokens, spent.cached_tokens = len(ids), reused
         try:
             rest = np.asarray(ids[reused:], np.int32)
-            turns = session.prefill_in_turns(rest, lambda: self.wanted(len(rest)))
+            turns = session.prefill_in_turns(rest, lambda _: self.wanted(len(rest)))
             while self._timed(turns):
                 yield
             self.cache.prefilled(held[0])

@@ -105,6 +105,15 @@ class Server:
         yield
         await asyncio.to_thread(self._turns.close)
 
+    @property
+    def busy(self) -> bool:
+        """Whether requests run or wait."""
+        return any(self._turns.counts())
+
+    def stop(self) -> None:
+        """End running and waiting answers with an error."""
+        self._turns.stop()
+
     def _endpoint(
         self, path: str, call: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:

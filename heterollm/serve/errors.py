@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from heterollm.base import HeteroLLMError, InputError, OptionError
+from heterollm.base import ContextError, HeteroLLMError, InputError, OptionError
 from heterollm.serve.turns import BusyError
 
 __all__ = ["RequestError", "error_answer"]
@@ -45,9 +45,10 @@ def error_answer(error: BaseException) -> tuple[int, dict[str, Any], dict[str, s
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return error.status, _body(str(error), kind, error.param, error.code), {}
     if isinstance(error, BusyError):
-        return 503, _body(str(error), "server_busy", code="queue_full"), {"Retry-After": str(error.retry_s)}
+        return 503, _body(str(error), "server_busy", code=error.code), {"Retry-After": str(error.retry_s)}
     if isinstance(error, InputError | OptionError):
-        return 400, _body(str(error), "invalid_request_error"), {}
+        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        return 400, _body(str(error), "invalid_request_error", code=code), {}
     if isinstance(error, HeteroLLMError):
         logger.warning("A request failed: %s", error)
         return 500, _body(str(error), "server_error", code=type(error).__name__), {}

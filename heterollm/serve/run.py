@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -25,10 +29,51 @@ __all__ = ["listen", "serve"]
 MOST_PLACES: Final = 16
 GRACE_S: Final = 15
 """Seconds for running answers after the signal to stop."""
+POLL_S: Final = 0.1
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that returns after a signal, instead of raising it again."""
+    """A server that returns after a signal, when running answers have ended or after :data:`GRACE_S`.
+
+    A second signal ends them at once.
+    """
+
+    def __init__(self, server: Server, note: Callable[[str], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                server.app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=2 * GRACE_S,
+            )
+        )
+        self._server = server
+        self._note = note
+        self._hurry = threading.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: the first one stops the server, the second one its answers, too."""
+        if self.should_exit and not self._hurry.is_set():
+            self._hurry.set()
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no new requests, and let the running ones end."""
+        if self._server.busy:
+            self._note(f"Running answers have {GRACE_S} s to end; Ctrl-C again ends them now.")
+        ending = asyncio.create_task(self._end_answers())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_answers(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            # The event is set by a signal's handler, which does not wake the loop.
+            async with asyncio.timeout(GRACE_S):
+                while not self._hurry.is_set():
+                    await asyncio.sleep(POLL_S)
+        self._server.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,21 +102,31 @@ def listen(options: ServeOptions) -> socket.socket:
         bound.bind(address)
         bound.listen()
     except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        taken = getattr(error, "errno", None) == errno.EADDRINUSE
         raise OptionError(
-            f"Cannot listen on {options.host} port {options.port}: {error}.",
-            fix="Choose another --host or --port.",
+            f"Cannot listen on {options.host} port {options.port}: {reason}.",
+            fix="--port 0 takes any free port." if taken else "Choose another --host or --port.",
         ) from error
     return bound
 
 
-def serve(llm: LLM, options: ServeOptions, bound: socket.socket, note: Callable[[str], None]) -> None:
+def serve(
+    llm: LLM,
+    options: ServeOptions,
+    bound: socket.socket,
+    *,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> None:
     """Serve a model until SIGINT or SIGTERM; running answers then have some seconds to end.
 
     Args:
         llm: The loaded model.
         options: The options.
         bound: The socket that :func:`listen` returned.
-        note: Takes sentences for the user.
+        say: Takes the addresses for the user.
+        note: Takes remarks.
 
     Raises:
         DeviceError: There is no memory for one session.
@@ -82,22 +137,17 @@ def serve(llm: LLM, options: ServeOptions, bound: socket.socket, note: Callable[
     host, port = bound.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     note(
-        f"{options.name} answers at http://{name}:{port}/v1; http://{name}:{port}/ is a page to chat. "
-        "Ctrl-C ends."
-    )
-    note(
         f"{places} sessions of {format_bytes(each)} at most; {options.queue} requests of each tier may wait."
+    )
+    if not llm.tokenizer.has_chat_template:
+        note("The model brings no chat template; a plain form is used.")
+    say(
+        f"{options.name} answers OpenAI's clients at http://{name}:{port}/v1\n"
+        f"Chat in a browser at http://{name}:{port}/ (Ctrl-C ends the server)"
     )
     if options.api_key is None and not is_loopback(options.host):
         note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
-    config = uvicorn.Config(
-        server.app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    _Uvicorn(config).run(sockets=[bound])
+    _Uvicorn(server, note).run(sockets=[bound])
 
 
 def _places(options: ServeOptions, each: int) -> int:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
-from heterollm.base import EngineError, HeteroLLMError
+from heterollm.base import HeteroLLMError
 
 __all__ = ["TIERS", "BusyError", "PromptJob", "ServiceTier", "Sink", "Turns"]
 
@@ -23,21 +23,26 @@ TURN_S: Final = 0.05
 SHORT_TOKENS: Final = 64
 """Tokens of a prompt that no request of its tier interrupts: it ends soon."""
 
+RESTART_S: Final = 10
+"""Seconds after which a client may look for a server that has stopped."""
+
 SLICE_S: Final = 0.25
 """Time after which other calls to the engine thread have a turn."""
 
 
 class BusyError(HeteroLLMError):
-    """Too many requests wait.
+    """Too many requests wait, or the server stops.
 
     Args:
         message: The number of requests.
         retry_s: Seconds after which a place is likely.
+        code: A word for programs.
     """
 
-    def __init__(self, message: str, *, retry_s: int) -> None:
+    def __init__(self, message: str, *, retry_s: int, code: str = "queue_full") -> None:
         super().__init__(message, fix=f"Try again in {retry_s} s.")
         self.retry_s = retry_s
+        self.code = code
 
 
 class Sink(Protocol):
@@ -145,8 +150,7 @@ class Turns:
         """Queue jobs, all of them or none.
 
         Raises:
-            BusyError: Too many wait.
-            EngineError: The server stops.
+            BusyError: Too many wait, or the server stops.
         """
         with self._changed:
             if self._closed:
@@ -184,8 +188,12 @@ class Turns:
 
     def close(self) -> None:
         """End all jobs early with an error, and then the thread. May be called twice."""
-        self._stop(_stops())
+        self.stop()
         self._thread.join()
+
+    def stop(self) -> None:
+        """Tell the readers of all jobs that the server stops, and take no others."""
+        self._stop(_stops())
 
     def _stop(self, error: Exception) -> None:
         with self._changed:
@@ -271,5 +279,5 @@ class Turns:
         return any(job.ready for jobs in self._active.values() for job in jobs)
 
 
-def _stops() -> EngineError:
-    return EngineError("The server stops.", fix="Send the request again later.")
+def _stops() -> BusyError:
+    return BusyError("The server stops.", retry_s=RESTART_S, code="server_stops")

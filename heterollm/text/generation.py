@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Protocol, Self
 
 import numpy as np
 
-from heterollm.base import EngineError, InputError, OptionError
+from heterollm.base import ContextError, EngineError, InputError, OptionError
 from heterollm.text.sampling import Logits, LogProbabilities, Sampler, SamplingOptions, TokenIds, TopTokens
 from heterollm.text.speculation import Speculation, SpeculationResult
 
@@ -44,7 +44,7 @@ class TokenSource(Protocol):
         """Tokens that the source can hold."""
 
     def prefill(self, ids: Sequence[int], /) -> Logits:
-        """Append tokens and return the logits after the last one."""
+        """Append tokens and return the logits after the last one; a cancelled answer does not read them."""
 
     def decode(self, token_id: int, /) -> Logits:
         """Append one token and return the logits after it."""
@@ -250,7 +250,8 @@ class Generation:
         reused: Number of leading prompt tokens in the source, fewer than the prompt has.
         constraint: Allows the tokens of the options' schema or grammar, and no others.
         speculation: Decodes with guesses, in the same source; None to decode one token at a time.
-        cancel: Ends the answer before the next token when any thread sets it. Text that is held back is lost.
+        cancel: Ends the answer before the next token, the first one too, when any thread sets it. Text that
+            is held back is lost.
         clock: Returns seconds from any fixed moment; the host's clock by default.
 
     Raises:
@@ -314,11 +315,15 @@ class Generation:
             self._finish(self._at_limit)
             raise StopIteration
         try:
-            return self._step()
+            step = self._step()
         except BaseException:
             self._closed = True
             self._forget_guesses()
             raise
+        if step is None:
+            self._finish("cancelled")
+            raise StopIteration
+        return step
 
     @property
     def finished(self) -> bool:
@@ -355,10 +360,13 @@ class Generation:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _step(self) -> GenerationStep:
+    def _step(self) -> GenerationStep | None:
+        """Return the next step; None if the answer was cancelled while the source read the prompt."""
         begin = self._clock()
         if self._logits is None or self._sampler is None:
             self._logits = self._source.prefill(self._prompt_ids[self._reused :])
+            if self._cancel.is_set():
+                return None
             self._prefill_s = self._clock() - begin
             self._sampler = Sampler(self._options.sampling, len(self._logits))
             if self._options.wants_log_probabilities:
@@ -447,7 +455,7 @@ def _check_prompt(source: TokenSource, prompt_ids: Sequence[int], reused: int) -
     if len(prompt_ids) == 0:
         raise InputError("The prompt has no tokens.", fix="Give at least one word.")
     if len(prompt_ids) > source.context:
-        raise InputError(
+        raise ContextError(
             f"The prompt has {len(prompt_ids)} tokens, but the context holds {source.context}.",
             fix="Shorten the prompt or load the model with a larger context.",
         )

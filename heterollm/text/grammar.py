@@ -140,7 +140,7 @@ def _check(matcher: llguidance.LLMatcher) -> None:
 
 def _refusal(message: str) -> InputError:
     return InputError(
-        f"The schema or grammar cannot be used: {message.strip()}",
+        f"The schema or grammar cannot be used: {message.strip().rstrip('.')}.",
         fix="Leave that part out, or write it in another way.",
     )
 

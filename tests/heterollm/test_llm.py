@@ -418,6 +418,30 @@ def test_a_stream_cancelled_before_it_began(llm: LLM) -> None:
     assert second.result.token_ids == ()
 
 
+def test_a_long_prompt_reports_its_progress_and_ends_where_it_is_cancelled(llm: LLM) -> None:
+    prompt, session, told, opened = list(range(1, 201)), llm.session(), [], threading.Event()
+    expected = llm.generate(prompt, max_new_tokens=3)
+
+    def cancel(*report: Any) -> None:
+        assert opened.wait(60)
+        told.append(report)
+        stream.close()
+
+    stream = llm.stream(prompt, session=session, max_new_tokens=3, progress=cancel)
+    opened.set()
+    result = stream.result
+    assert (result.stop_reason, result.token_ids, result.prefill_tokens_per_s) == ("cancelled", (), None)
+    assert session.position == 0
+    ((stage, done, total),) = told
+    assert (stage, total) == ("Reading the prompt", 200)
+    assert 0 < done < 200
+    answer = llm.generate(
+        prompt, session=session, max_new_tokens=3, progress=lambda *report: told.append(report)
+    )
+    assert len(told) > 1
+    assert answer.token_ids == expected.token_ids
+
+
 def test_a_dropped_stream_ends(llm: LLM) -> None:
     session = llm.session()
     stream = llm.stream(CODE, session=session, **LONG)

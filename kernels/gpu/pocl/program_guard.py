@@ -37,13 +37,15 @@ _marker: FileLock | None = None
 
 
 def guard_programs(folder: Path) -> None:
-    """Check PoCL's cache folder before PoCL opens it, and create this process's marker.
+    """Check PoCL's cache folder before PoCL opens it, and create this process's marker, once.
 
     Raises:
         DeviceError: The disk has too little room to compile; PoCL would abort the process.
         OSError: The folder cannot be written.
     """
     global _guarded, _marker
+    if _marker is not None and folder == _guarded:  # PoCL was not found, and is looked for again
+        return
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < ROOM_BYTES:
         raise DeviceError(

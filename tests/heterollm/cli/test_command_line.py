@@ -154,6 +154,7 @@ def test_options_reach_the_model(run, fake):
     }
     assert fake.prompt == "hello"
     assert fake.options == {
+        "progress": None,  # stderr is no terminal
         "max_new_tokens": 7,
         "temperature": 0.5,
         "top_k": 3,

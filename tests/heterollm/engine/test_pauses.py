@@ -41,7 +41,7 @@ def in_turns(llm: LLM, meanwhile: Callable[[], object]) -> tuple[np.ndarray, int
 
     def prefill() -> None:
         nonlocal pauses
-        for _ in session.prefill_in_turns(make_ids(PROMPT, 1), lambda: True):
+        for _ in session.prefill_in_turns(make_ids(PROMPT, 1), lambda _: True):
             pauses += 1
             meanwhile()
 
@@ -69,7 +69,7 @@ def test_a_prompt_that_pauses_at_every_layer_computes_the_same(llm: LLM) -> None
 def test_a_prompt_that_is_dropped_in_a_pause_leaves_its_session_usable(llm: LLM) -> None:
     expected = llm.session().prefill(make_ids(OTHER, 2))
     session = llm.session()
-    turns = session.prefill_in_turns(make_ids(PROMPT, 1), lambda: True)
+    turns = session.prefill_in_turns(make_ids(PROMPT, 1), lambda _: True)
     llm.on_engine_thread(lambda: next(turns))
     llm.on_engine_thread(turns.close)
     assert session.position == 0

@@ -332,6 +332,9 @@ def test_a_folder_without_safetensors(tmp_path):
 def test_a_path_that_is_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="There is no folder"):
         Checkpoint(tmp_path / "nowhere" / "at all")
+    with pytest.raises(CheckpointError, match="no model tiny-pyhton-lm") as caught:
+        Checkpoint("tiny-pyhton-lm")
+    assert caught.value.fix == "Did you mean tiny-python-lm?"
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is a file"):
         Checkpoint(tmp_path / "file")

@@ -20,7 +20,10 @@ def loaded(folder, **options):
     return load_weights(Checkpoint(folder), ModelConfig.from_folder(folder), **options)
 
 
-@pytest.mark.parametrize(("family", "symmetric"), [("llama", True), ("qwen2", False), ("phi3", True)])
+@pytest.mark.parametrize(
+    ("family", "symmetric"),
+    [("llama", True), ("qwen2", False), ("phi3", True), ("olmoe", False), ("mixtral", True)],
+)
 def test_a_written_model_has_the_weights_of_its_source(family, symmetric, checkpoint, tmp_path):
     source = checkpoint(family)
     found = convert_model(source, tmp_path / "small", symmetric=symmetric)
@@ -86,7 +89,9 @@ def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path):
     folder = convert_model(checkpoint("llama"), tmp_path / "small").folder
     with pytest.raises(HeteroLLMError, match="quantised already"):
         convert_model(folder, tmp_path / "again")
-    with pytest.raises(HeteroLLMError, match="mixture of experts"):
-        convert_model(checkpoint("olmoe"), tmp_path / "experts")
+    with pytest.raises(HeteroLLMError, match="stacks its experts"):
+        convert_model(checkpoint("granitemoe"), tmp_path / "experts")
+    # Before the model is looked at.
     with pytest.raises(HeteroLLMError, match="cannot be written"):
-        convert_model(checkpoint("llama"), folder / "config.json" / "below")
+        convert_model(tmp_path / "no model", folder / "config.json" / "below")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "small"]

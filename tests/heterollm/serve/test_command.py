@@ -37,7 +37,7 @@ def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to catch")
 def test_running_answers_end_before_the_server_does(child: tuple[subprocess.Popen[str], str, str]) -> None:
     process, port, said = child
-    assert "tiny-python-lm answers at" in said
+    assert "tiny-python-lm answers OpenAI's clients at" in said
     assert "Everybody who reaches this address" in said
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
     options: Any = {"model": "tiny-python-lm", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
@@ -48,6 +48,28 @@ def test_running_answers_end_before_the_server_does(child: tuple[subprocess.Pope
     assert process.wait(600) == 0
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
+def test_a_second_signal_ends_running_answers_with_an_error(
+    child: tuple[subprocess.Popen[str], str, str],
+) -> None:
+    process, port, _ = child
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
+    options: Any = {"model": "tiny-python-lm", "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+    chunks = iter(client.completions.create(prompt="import ", n=8, stream=True, **options))
+    next(chunks)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "Ctrl-C again" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="The server stops") as caught:
+        list(chunks)
+    assert caught.value.code == "server_stops"
+    assert process.wait(600) == 0
+    assert process.stderr.read() == ""
 
 
 def test_a_server_without_its_libraries_says_what_to_install(

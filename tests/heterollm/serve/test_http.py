@@ -110,7 +110,8 @@ def test_the_page_loads_nothing_and_the_metrics_count(address: str) -> None:
 
 
 def test_an_address_that_is_taken_is_an_error_before_a_model_is_loaded() -> None:
-    with listen(ServeOptions(port=0)) as bound, pytest.raises(OptionError, match="Cannot listen"):
+    with listen(ServeOptions(port=0)) as bound, pytest.raises(OptionError, match="Cannot listen") as caught:
         listen(ServeOptions(port=bound.getsockname()[1]))
+    assert "--port 0" in caught.value.fix
     with pytest.raises(OptionError, match="--port"):
         ServeOptions(port=70000)

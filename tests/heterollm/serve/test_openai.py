@@ -118,7 +118,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
         None,
     ),
     "no messages": ({"messages": []}, "messages", None),
-    "too long": ({"messages": [{"role": "user", "content": "x " * 5000}]}, None, None),
+    "too long": (
+        {"messages": [{"role": "user", "content": "x " * 5000}]},
+        None,
+        "context_length_exceeded",
+    ),
 }
 
 

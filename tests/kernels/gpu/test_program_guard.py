@@ -85,6 +85,18 @@ def test_a_process_that_is_loading_keeps_its_programs(cache, monkeypatch):
     assert set(before) <= set(programs(cache))
 
 
+def test_one_process_has_one_marker(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(program_guard, "_marker", None)
+    monkeypatch.setattr(program_guard, "_guarded", None)
+    monkeypatch.setattr(program_guard.atexit, "register", lambda _: None)
+    program_guard.guard_programs(tmp_path)
+    program_guard.guard_programs(tmp_path)
+    assert len(list(tmp_path.glob(f"{program_guard.MARKER}*"))) == 1
+    program_guard.programs_are_sound()
+    assert not list(tmp_path.glob(f"{program_guard.MARKER}*"))
+    assert not caplog.records
+
+
 def test_room_is_checked_before_anything_is_compiled(tmp_path, monkeypatch):
     usage = namedtuple("usage", "free")(program_guard.ROOM_BYTES - 1)
     monkeypatch.setattr(program_guard.shutil, "disk_usage", lambda _: usage)
