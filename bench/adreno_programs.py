@@ -17,6 +17,7 @@ import numpy as np
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor, buckets, score_scales
 from heterollm.kernels.gpu import (
     STEP_WORDS,
+    KV_CODES,
     ExpertLists,
     ExpertShape,
     GpuExperts,
@@ -244,6 +245,18 @@ def _record_glue(
             runtime.programs[name] = replace(half, name=name, defines=tuple(sorted(defines)))
 
 
+def _record_code_cache(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:
+    layers, shape = GpuGlue(runtime, np.float16, KV_CODES, style="simt"), HeadShape(*heads, 512)
+    step, cache = runtime.shared((STEP_WORDS,), np.int32), KvLayer(slot, 0)
+    qkv, rotation = Segments(slot, slot, shape.rows, shape.rows), Rotation(slot, slot)
+    runtime.label = f"rope_and_store f16 kv8 hd{shape.head_dim}"
+    layers.rope_and_store(qkv, None, slot, cache, step, shape=shape, rotation=rotation, tokens=16)
+    for tokens in (1, 64):
+        runtime.label = f"attention f16 kv8 hd{shape.head_dim} group{shape.group} T{tokens}"
+        options = {"tokens": tokens, "bucket": 512, "parts": 1}
+        layers.attention(slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
+
+
 def _record_outliers(runtime: ProgramRecorder, slot: SharedArray) -> None:
     outliers = GpuOutliers(runtime, np.float16, np.float16, style="simt")
     found, hot = OutlierList(slot, slot, slot), HotWeights(slot, slot, (ROWS,), COLUMNS, -1.0, 1.0)
@@ -328,6 +341,7 @@ def programs() -> tuple[Program, ...]:
     for heads in HEADS:
         _record_glue(runtime, slot, heads, rounds=False)
     _record_glue(runtime, slot, HEADS[0], rounds=True)
+    _record_code_cache(runtime, slot, HEADS[0])
     _record_outliers(runtime, slot)
     _record_experts(runtime, slot)
     for heads in HEADS[:2]:

@@ -51,6 +51,7 @@ SPARSE: Final = "docs/shadow-attention.md"
 CHECKPOINTS: Final = "docs/checkpoints.md"
 MIXTURES: Final = "docs/mixture-of-experts.md"
 SPECULATIVE: Final = "docs/speculative.md"
+KV_CACHE: Final = "docs/kv-cache.md"
 
 Row = Mapping[str, Any]
 
@@ -426,6 +427,52 @@ def adreno_table() -> str:
         lines.append(cells)
     columns = "registers | waves | private B | slots"
     return table(f"program | Mesa: {columns} | LLVM: {columns}", "lrrrrrrrr", lines)
+
+
+# -- KV cache in 8 bits ------------------------------------------------------------------------------------
+
+
+def kv_accuracy_table() -> str:
+    """What a KV cache of 8 bits changes in logits."""
+    lines = []
+    for row in rows_of("kv_bits"):
+        if row["kind"] != "accuracy":
+            continue
+        change = row["coded_perplexity"] / row["perplexity"] - 1
+        lines.append(
+            [
+                f"{row['model']}, {row['text']}, {row['windows']} x {row['window_tokens']} tokens",
+                f"{row['perplexity']:.3f}",
+                f"{row['coded_perplexity']:.3f} ({change:+.3%})",
+                f"{row['top_1_agreement']:.1%}",
+                f"{row['divergence']:.5f}",
+                f"{row['logits_db']:.1f}",
+            ]
+        )
+    head = "model and text | perplexity, floats | 8 bits | same top token | KL, nats | logits, dB"
+    return table(head, "lrrrrr", lines)
+
+
+def kv_time_table() -> str:
+    """What it gives in time and memory."""
+    lines = []
+    for row in rows_of("kv_bits"):
+        if row["kind"] != "time":
+            continue
+        device = "host, FP32" if row["time"] == "measured" else "phone, FP16"
+        spread = f" ({row['gains'][0]:.2f} to {row['gains'][1]:.2f})" if "gains" in row else ""
+        lines.append(
+            [
+                f"{row['time']}, {device}, {row['model']}",
+                f"{row['tokens']} behind {row['context']}",
+                f"{row['ms']:.2f}",
+                f"{row['coded_ms']:.2f}",
+                f"{row['gain']:.2f}{spread}",
+                f"{row['coded_session_bytes'] / row['session_bytes']:.3f}",
+            ]
+        )
+    head = "where, floats of the cache, model | tokens | ms, floats | ms, 8 bits | gain | memory of a session"
+    return table(head, "llrrrr", lines)
 
 
 # -- simulated -------------------------------------------------------------------------------------------
@@ -871,6 +918,8 @@ BLOCKS: Final[Mapping[tuple[str, str], Callable[[], str]]] = {
     (CHECKPOINTS, "stored formats"): stored_formats_table,
     (CHECKPOINTS, "published GGUF file"): published_file_table,
     (DEVICES, "Adreno"): adreno_table,
+    (KV_CACHE, "accuracy of 8 bits"): kv_accuracy_table,
+    (KV_CACHE, "time of 8 bits"): kv_time_table,
     (LLM_NPU, "llm.npu, steps"): lambda: llm_npu_table("steps"),
     (LLM_NPU, "llm.npu, lengths"): lambda: llm_npu_table("lengths"),
     (LLM_NPU, "llm.npu, splits"): lambda: llm_npu_table("splits"),
