@@ -16,8 +16,8 @@ import numpy as np
 
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor, buckets, score_scales
 from heterollm.kernels.gpu import (
-    STEP_WORDS,
     KV_CODES,
+    STEP_WORDS,
     ExpertLists,
     ExpertShape,
     GpuExperts,

@@ -37,6 +37,7 @@ from heterollm.planning import (
     calibrated_ranges,
     calibrated_scales,
     calibrated_shadows,
+    check_kv_bits,
     choose_context,
     plan_for,
     predicted_pass_s,
@@ -126,11 +127,7 @@ class PlannedModel:
         check_precision(device, asked.precision, specs)
         target = PlanTarget.of(device, chosen)
         plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
-        if plan.sparse_attention and asked.kv_bits is not None:
-            raise OptionError(
-                f"Sparse attention reads no KV cache of {asked.kv_bits} bits.",
-                fix="Leave --kv-bits out, or choose a plan without the pass shadowattn.",
-            )
+        check_kv_bits(asked.kv_bits, is_sparse=bool(plan.sparse_attention))
         budget = _expert_budget(asked, config, specs)
         need = _memory_need(asked, config, specs, plan, context, device, budget)
         return cls(source, asked, device, context, specs, plan, notes, budget, need)

@@ -17,6 +17,7 @@ from .lengths import LengthChoice as LengthChoice
 from .load_options import LOOKUP as LOOKUP
 from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions
+from .load_options import check_kv_bits as check_kv_bits
 from .load_options import choose_context as choose_context
 from .passes import fastest_in_flight as fastest_in_flight
 from .planner import Solved as Solved

@@ -29,6 +29,7 @@ __all__ = [
     "KvBits",
     "LoadKeywords",
     "LoadOptions",
+    "check_kv_bits",
     "check_weights",
     "choose_context",
 ]
@@ -149,10 +150,7 @@ class LoadOptions:
                 fix="Run `heterollm calibrate MODEL --precision w8a8 -o FILE` and give --calibration FILE, "
                 "or choose plan gpu, which computes with float activations.",
             )
-        if self.kv_bits is not None and (
-            isinstance(self.kv_bits, bool) or self.kv_bits not in get_args(KvBits)
-        ):
-            raise OptionError(f"kv_bits is {self.kv_bits!r:.80}.", fix="Give 8, or None for floats.")
+        check_kv_bits(self.kv_bits, is_sparse=SHADOW_ATTENTION in passes)
         check_experts_gib(self.experts_gib, self.device)
         check_speculative(self.speculative, self.guesses)
         for what, given, legal in (
@@ -218,6 +216,23 @@ def check_speculative(speculative: object, guesses: object) -> None:
     if speculative is None:
         raise OptionError(
             f"There is nothing to make {guesses} guesses.", fix=f"Give --speculative {LOOKUP}, or a model."
+        )
+
+
+def check_kv_bits(kv_bits: object, *, is_sparse: bool) -> None:
+    """Refuse bits of the KV cache that it cannot have, or that sparse attention cannot read.
+
+    Raises:
+        OptionError: The number is not legal, or attention is sparse.
+    """
+    if kv_bits is None:
+        return
+    if type(kv_bits) is not int or kv_bits not in get_args(KvBits):
+        raise OptionError(f"kv_bits is {kv_bits!r:.80}.", fix="Give 8, or None for floats.")
+    if is_sparse:
+        raise OptionError(
+            f"Sparse attention reads no KV cache of {kv_bits} bits.",
+            fix="Leave --kv-bits out, or choose a plan without the pass shadowattn.",
         )
 
 

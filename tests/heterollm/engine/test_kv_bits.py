@@ -7,6 +7,7 @@ from heterollm import LLM
 from heterollm.base import OptionError
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.planning import LoadOptions
+from heterollm.solver import PlanRequest
 
 CONTEXT = 320
 LEAST_DB = 30.0
@@ -71,3 +72,11 @@ def test_memory_is_that_of_codes_and_scales(coded, floats):
 def test_other_bits_are_refused(bits):
     with pytest.raises(OptionError, match="kv_bits"):
         LoadOptions(kv_bits=bits)
+
+
+def test_the_pass_of_sparse_attention_is_refused():
+    sparse = PlanRequest(passes=("shadowattn",))
+    with pytest.raises(OptionError, match="Sparse attention reads no KV cache of 8 bits"):
+        LoadOptions(
+            kv_bits=8, request=sparse, plan="tensor", scales="stepped", calibration="calibration.json"
+        )

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 import heterollm
-from heterollm.base import CalibrationError, EngineError, GraphError, PlanError, silent
+from heterollm.base import CalibrationError, EngineError, GraphError, OptionError, PlanError, silent
 from heterollm.calibration import calibrate, load_calibration
 from heterollm.engine import HEAD_ROWS, Engine, memory_need, pool_sizes
 from heterollm.engine.builder import PassBuilder
@@ -100,6 +100,11 @@ def load(bundled_model: Path, file: Path, host_llm: Callable[..., LLM]) -> Calla
 def ids(dense: LLM, bundled_model: Path) -> list[int]:
     text = (bundled_model / "held_out.txt").read_text("utf-8")
     return dense.tokenizer.encode(text[:6000])[:CONTEXT]
+
+
+def test_a_plan_with_sparse_attention_refuses_a_cache_of_codes(load, plans) -> None:
+    with pytest.raises(OptionError, match="no KV cache of 8 bits"):
+        load(plan=plans(), kv_bits=8)
 
 
 LENGTHS = (1, 5, 31, 33, 100, 257, 300)
