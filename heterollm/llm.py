@@ -101,7 +101,8 @@ class LLM:
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
                 ``gpu_threads``, ``npu_threads``, ``power``, ``allow_slow``, ``sync``, ``length_policy``,
-                ``allow_fallback``, ``trace``, ``experts_gib``, ``lora``, ``speculative`` and ``guesses``.
+                ``kv_bits``, ``allow_fallback``, ``trace``, ``experts_gib``, ``lora``, ``speculative`` and
+                ``guesses``.
 
         Raises:
             HeteroLLMError: The checkpoint, device, plan or an option is unusable.
