@@ -125,7 +125,8 @@ def test_options_reach_the_model(run, fake):
     words += " --scales stepped"
     words += " --gpu-threads 1 --npu-threads 2 --allow-slow --max-new-tokens 7 --temperature 0.5 --top-k 3"
     words += " --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 5 --stop END --stop ;"
-    words += " --sync poll --allow-fallback --experts-gib 1.5 --speculative lookup --guesses 3"
+    words += " --sync poll --allow-fallback --experts-gib 1.5 --kv-bits 8"
+    words += " --speculative lookup --guesses 3"
     assert run("generate", "folder", "hello", *words.split())[0] == 0
     model, loaded = fake.loads[0]
     loaded.pop("progress")
@@ -146,6 +147,7 @@ def test_options_reach_the_model(run, fake):
         "sync": "poll",
         "allow_fallback": True,
         "experts_gib": 1.5,
+        "kv_bits": 8,
         "speculative": "lookup",
         "guesses": 3,
         "lora": None,

@@ -14,6 +14,7 @@ from scipy import stats
 from heterollm.base import DeviceError, OptionError
 from heterollm.engine import MemoryNeed, Session, SessionSource, check_memory
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.gpu import head_stride, position_bytes
 from heterollm.llm import LLM
 from heterollm.text import (
     Generation,
@@ -70,15 +71,16 @@ def answer(
 def cache_bytes(llm: LLM, session: Session, positions: int) -> bytes:
     """Return the keys and values of the first positions of all heads."""
     cache = session._cache
-    gpu = llm.device.gpu
+    gpu, head_dim, dtype = llm.device.gpu, llm.config.head_dim, llm.device.cache_dtype
+    stride_bytes = head_stride(llm.context, head_dim, dtype) * dtype.itemsize
 
     def read() -> bytes:
         found = []
         for memory in cache.memory.memories:
             data = np.empty(memory.size_bytes, np.uint8)
             gpu.copy(data, memory.buffer)
-            heads = data.reshape(-1, cache._stride_bytes)
-            found.append(heads[:, : positions * cache._position_bytes].tobytes())
+            heads = data.reshape(-1, stride_bytes)
+            found.append(heads[:, : positions * position_bytes(head_dim, dtype)].tobytes())
         return b"".join(found)
 
     return llm.on_engine_thread(read)
