@@ -128,13 +128,13 @@ class CoreSplit:
         """Return what the comparison lacks, in words: splits without a profile, and machines that drift."""
         known = {one.threads for _, one in ranked}
         split = split_threads()
-        needed = [(len(split.gpu_cores), len(split.npu_cores)), *other_splits(HOST)]
-        left = [f"{gpu}+{npu}" for gpu, npu in needed if (gpu, npu) not in known]
+        splits = [(len(split.gpu_cores), len(split.npu_cores)), *other_splits(HOST)]
+        left = [f"{gpu}+{npu}" for gpu, npu in splits if (gpu, npu) not in known]
         if left:
             return f"; {', '.join(left)} cores are not profiled: `heterollm profile MODEL` measures them"
         if ranked[0][0] > min(time for time, _ in ranked):
-            needed_gain = 1.0 / (1.0 - SPLIT_MARGIN)
-            return f"; predictions of two splits of the cores are rough: only {needed_gain:.1f} x would count"
+            needed = f"{1.0 / (1.0 - SPLIT_MARGIN):.1f} x as fast, as predictions are rough"
+            return f"; another split of the cores must be predicted {needed}"
         drift = max(map(_drift, profiles_here().values()), default=0.0)
         margin = ranked[1][0] / ranked[0][0] - 1.0 if len(ranked) > 1 else math.inf
         return "" if drift <= margin else f"; within the machine's drift while it was profiled, {drift:.0%}"

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from heterollm.base import LABEL, OptionError, Progress, cache_name, cache_root
 from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import kernel_source_hash, source_hash
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.kernels.sim import SIMULATED, clock_of, soc_of
@@ -252,8 +253,11 @@ def profile_of(
         CacheError: The profile cannot be written.
     """
     shape = shape_of_specs(config, specs, model)
-    # A file for each model and purpose: predictors are fitted to all records of a file.
-    key = hashlib.sha256(repr(shape.specs).encode()).hexdigest()[:16]
+    # A file for each model, purpose and version of what measures and is measured: predictors are fitted to
+    # all records of a file.
+    measuring = [source_hash(f"heterollm.{name}", (".py",)) for name in ("profiler.measure", "kernels.sim")]
+    made_by = (shape.specs, kernel_source_hash(), *measuring)
+    key = hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]
     sparse, experts = SHADOW_ATTENTION in passes, expert_pass(passes) is not None
     measured = [name for name, asked in ((SHADOW_ATTENTION, sparse), (NPU_EXPERTS, experts)) if asked]
     words = " ".join((model, *measured, LABEL, device.name.removeprefix(SIMULATED)))

@@ -88,7 +88,9 @@ def test_a_small_gain_does_not_take_a_core_from_the_gpu(profile):
     add_all_cores(profile, 0.65)
     threads, reason = choose()
     assert threads == (CORES, 0)
-    assert reason.endswith("; predictions of two splits of the cores are rough: only 2.0 x would count")
+    assert reason.endswith(
+        "; another split of the cores must be predicted 2.0 x as fast, as predictions are rough"
+    )
 
 
 def test_a_margin_within_the_drift_of_the_profiles_is_said(profile):
