@@ -63,6 +63,11 @@ def rows_of(name: str) -> tuple[Row, ...]:
     return tuple(json.loads(line) for line in path.read_text("utf-8").splitlines())
 
 
+def of_kind(name: str, kind: str) -> list[Row]:
+    """Return the rows of a file that are of a kind."""
+    return [row for row in rows_of(name) if row["kind"] == kind]
+
+
 def one(rows: Sequence[Row], **asked: object) -> Row:
     """Return the last row that has these values; a bench that was run again appends."""
     found = [row for row in rows if all(row[key] == value for key, value in asked.items())]
@@ -323,7 +328,7 @@ def memory_table() -> str:
 
 def stored_formats_table() -> str:
     """The block types of GGUF: equality with gguf's values, and the error of the canonical tensor."""
-    rows = {row["type"]: row for row in rows_of("checkpoint_formats") if row["kind"] == "blocks"}
+    rows = {row["type"]: row for row in of_kind("checkpoint_formats", "blocks")}
     lines = [
         (
             name,
@@ -338,7 +343,7 @@ def stored_formats_table() -> str:
 
 def published_file_table() -> str:
     """Logits and greedy text of published GGUF files against their own values."""
-    files = [row for row in rows_of("checkpoint_formats") if row["kind"] == "file"]
+    files = of_kind("checkpoint_formats", "file")
     lines = [
         (
             f"`{name}`",
@@ -435,9 +440,7 @@ def adreno_table() -> str:
 def kv_accuracy_table() -> str:
     """What a KV cache of 8 bits changes in logits."""
     lines = []
-    for row in rows_of("kv_bits"):
-        if row["kind"] != "accuracy":
-            continue
+    for row in of_kind("kv_bits", "accuracy"):
         change = row["coded_perplexity"] / row["perplexity"] - 1
         lines.append(
             [
@@ -456,11 +459,12 @@ def kv_accuracy_table() -> str:
 def kv_time_table() -> str:
     """What it gives in time and memory."""
     lines = []
-    for row in rows_of("kv_bits"):
-        if row["kind"] != "time":
-            continue
+    for row in of_kind("kv_bits", "time"):
         device = "host, FP32" if row["time"] == "measured" else "phone, FP16"
-        spread = f" ({row['gains'][0]:.2f} to {row['gains'][1]:.2f})" if "gains" in row else ""
+        spread, rounds = "", "-"
+        if row["time"] == "measured":
+            spread = f" ({row['gains'][0]:.2f} to {row['gains'][1]:.2f})"
+            rounds = f"{sum(row['disturbed'])} of {len(row['disturbed'])}"
         lines.append(
             [
                 f"{row['time']}, {device}, {row['model']}",
@@ -468,11 +472,12 @@ def kv_time_table() -> str:
                 f"{row['ms']:.2f}",
                 f"{row['coded_ms']:.2f}",
                 f"{row['gain']:.2f}{spread}",
+                rounds,
                 f"{row['coded_session_bytes'] / row['session_bytes']:.3f}",
             ]
         )
-    head = "where, floats of the cache, model | tokens | ms, floats | ms, 8 bits | gain | memory of a session"
-    return table(head, "llrrrr", lines)
+    head = "where, floats of the cache, model | tokens | ms, floats | ms, 8 bits | gain | disturbed | memory"
+    return table(head, "llrrrrr", lines)
 
 
 # -- simulated -------------------------------------------------------------------------------------------
@@ -680,7 +685,7 @@ INTEGER_FORMS: Final = {
 
 def integer_forms_table() -> str:
     """Accuracy and emulated cost of the forms of a linear."""
-    rows = [row for row in rows_of("integer_forms") if row["kind"] == "emulated linear"]
+    rows = of_kind("integer_forms", "emulated linear")
     lines = []
     for weights in ("normal", "student t3"):
         for activations in dict.fromkeys(row["activations"] for row in rows):
@@ -710,7 +715,7 @@ def codes_table() -> str:
 
 def integer_perplexity_table() -> str:
     """Perplexity of models with float and integer graphs."""
-    rows = [row for row in rows_of("integer_forms") if row["kind"] == "perplexity"]
+    rows = of_kind("integer_forms", "perplexity")
     kinds = list(dict.fromkeys(row["weights"] for row in rows))
     lines = []
     for model, device in dict.fromkeys((row["model"], row["device"]) for row in rows):
@@ -725,7 +730,7 @@ def integer_perplexity_table() -> str:
 
 def w8a8_table() -> str:
     """Perplexity of models at precision w8a8."""
-    rows = [row for row in rows_of("integer_forms") if row["kind"] == "w8a8 perplexity"]
+    rows = of_kind("integer_forms", "w8a8 perplexity")
     kinds = list(dict.fromkeys(row["weights"] for row in rows))
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -1167,14 +1172,14 @@ def _other_phrases() -> Iterator[tuple[str, str]]:
     yield "docs/soc-model.md", f"fast synchronisation, and simulated as {driver_gains()} times."
     decision = one(rows_of("schedule"), kind="decision")
     yield FLIGHTS, f"A decision takes {decision['decision_us']:.0f} µs of processor time in Python"
-    own = [row for row in rows_of("accuracy") if row["kind"] == "runtime"]
+    own = of_kind("accuracy", "runtime")
     kept, gone = (one(own, method="shadow", pruned=share) for share in (0, 100))
     yield (
         LLM_NPU,
         f"the perplexity of {kept['windows']} windows rises by {kept['change_percent']:.1f} % with all "
         f"shadows, and by {gone['change_percent']:.1f} % with none.",
     )
-    own = [row for row in rows_of("sparse_accuracy") if row["kind"] == "runtime"]
+    own = of_kind("sparse_accuracy", "runtime")
     mass, uniform = (one(own, rule=rule, estimator="npu") for rule in ("mass", "uniform"))
     yield (
         SPARSE,

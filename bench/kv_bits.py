@@ -22,7 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 from accuracy import TEXTS
-from conditions import conditions, wait_until_idle
+from conditions import conditions
+from rounds import Rounds
 
 from heterollm.base import silent
 from heterollm.engine import Engine, Session
@@ -86,31 +87,33 @@ def timed_s(session: Session, ids: list[int], position: int, tokens: int) -> flo
     return seconds / (TOKENS if tokens == 1 else 1)
 
 
-def time_rows(floats: LLM, coded: LLM, contexts: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+def time_rows(floats: LLM, coded: LLM, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the times of a token and of a chunk behind each context, in turns."""
-    ids = np.random.default_rng(0).integers(3, floats.config.vocab_size, max(contexts) + CHUNK).tolist()
-    for position in contexts:
-        sessions = [llm.session() for llm in (floats, coded)]
-        for session in sessions:
+    generator, longest = np.random.default_rng(0), max(options.contexts)
+    ids = generator.integers(3, floats.config.vocab_size, longest + CHUNK).tolist()
+    for position in options.contexts:
+        sessions = {"floats": floats.session(), "codes": coded.session()}
+        for session in sessions.values():
             session.prefill(ids[:position])
         for tokens in (1, CHUNK):
-            taken: list[list[float]] = [[], []]
-            for turn in range(rounds + 1):
-                for place, session in enumerate(sessions):
-                    seconds = timed_s(session, ids[-CHUNK:], position, tokens)
-                    if turn:  # passes are compiled in the first turn
-                        taken[place].append(seconds)
-            ratios = [first / second for first, second in zip(*taken, strict=True)]
+
+            def timed(name: str, _counted: bool) -> float:
+                return timed_s(sessions[name], ids[-CHUNK:], position, tokens)  # noqa: B023
+
+            rounds = Rounds(list(sessions), options.patience)
+            rounds.run(options.rounds, timed)
+            times = rounds.times("floats", "codes")
             yield {
                 "kind": "time",
                 "context": position,
                 "tokens": tokens,
-                "ms": statistics.median(taken[0]) * 1e3,
-                "coded_ms": statistics.median(taken[1]) * 1e3,
-                "gain": statistics.median(ratios),
-                "gains": [min(ratios), max(ratios)],
-                "session_bytes": sessions[0].memory_bytes,
-                "coded_session_bytes": sessions[1].memory_bytes,
+                "ms": statistics.median(rounds.seconds["floats"]) * 1e3,
+                "coded_ms": statistics.median(rounds.seconds["codes"]) * 1e3,
+                "gain": statistics.median(times["over_base"]),
+                "gains": [min(times["over_base"]), max(times["over_base"])],
+                "disturbed": times["disturbed"],
+                "session_bytes": sessions["floats"].memory_bytes,
+                "coded_session_bytes": sessions["codes"].memory_bytes,
             }
 
 
@@ -123,13 +126,11 @@ def measured_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "npu_threads": 0,
     }
     common["context"] = max(*options.contexts, options.window) + CHUNK
-    if options.patience:
-        wait_until_idle(options.patience)
     with LLM.load(options.model, **common) as floats, LLM.load(options.model, kv_bits=8, **common) as coded:
         facts = {"time": "measured", "model": Path(options.model).name, "threads": options.threads}
         for row in accuracy_rows(floats, coded, options.window):
             yield facts | row
-        for row in time_rows(floats, coded, options.contexts, options.rounds):
+        for row in time_rows(floats, coded, options):
             yield facts | row
 
 
@@ -188,7 +189,9 @@ def main() -> None:
     measured.add_argument("--threads", type=int, default=2)
     measured.add_argument("--rounds", type=int, default=7)
     measured.add_argument("--window", type=int, default=1024)
-    measured.add_argument("--patience", type=float, default=0.0, help="seconds to wait for idle cores")
+    measured.add_argument(
+        "--patience", type=float, default=0.0, help="seconds that a round waits for idleness"
+    )
     measured.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 4096])
     measured.set_defaults(rows=measured_rows)
     simulated = commands.add_parser("simulated")

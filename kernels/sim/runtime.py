@@ -264,8 +264,14 @@ class SimulatedRuntime:
     ) -> None:
         """Copy ``row_bytes`` of each row from ``start_bytes`` on between two device memories, and wait."""
         if self.real is not None:
-            sizes = {"row_bytes": row_bytes, "stride_bytes": stride_bytes, "start_bytes": start_bytes}
-            self.real.copy_rows(target, source, rows=rows, **sizes)
+            self.real.copy_rows(
+                target,
+                source,
+                rows=rows,
+                row_bytes=row_bytes,
+                stride_bytes=stride_bytes,
+                start_bytes=start_bytes,
+            )
         self.clock.copy()
 
     # -- queue and time ------------------------------------------------------------------------------
