@@ -33,6 +33,7 @@ FLOORS = (
     ("heterollm.profiler.records",),
     ("heterollm.model",),
     ("heterollm.model.stored", "heterollm.data"),
+    ("heterollm.model.fields",),
     ("heterollm.kernels.open",),
     ("heterollm.kernels.sim",),
     ("heterollm.kernels.device",),

@@ -1,0 +1,94 @@
+"""A field of a file, and a table of fields that a reader checks a file against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from heterollm.base import UnsupportedModelError
+
+Effect = Literal["read", "none", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field that the format's own reader knows.
+
+    Args:
+        name: Name, with a dot before a field of a section; ``*`` stands for any characters.
+        effect: Whether it is read, has no effect on the results here, or is refused.
+        meaning: Meaning of the field; for ``none`` and ``refused`` the reason.
+        source: Place where the format's own reader defines it.
+        neutral: Values with which a refused field changes nothing, as null and a missing one.
+        only: Model types or architectures whose reader knows the field; empty for all.
+    """
+
+    name: str
+    effect: Effect
+    meaning: str
+    source: str
+    neutral: tuple[object, ...] = ()
+    only: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class FieldTable:
+    """The fields of one format.
+
+    Args:
+        title: Name of the format.
+        fields: Its fields.
+    """
+
+    title: str
+    fields: tuple[Field, ...]
+
+    def find(self, name: str, kind: str = "") -> Field | None:
+        """Return the row of a field.
+
+        Args:
+            name: Name as in the file, with a dot before a field of a section.
+            kind: Model type or architecture of the file.
+        """
+        known = (one for one in self.fields if not one.only or kind in one.only)
+        return next((one for one in known if one.name == name or fnmatchcase(name, one.name)), None)
+
+    def check(self, values: Mapping[str, Any], where: str, kind: str = "") -> tuple[str, ...]:
+        """Refuse a file with a field that would be computed wrongly; return a note about unknown fields.
+
+        Args:
+            values: Content of the file.
+            where: Name of the file, for messages.
+            kind: Model type or architecture of the file.
+
+        Raises:
+            UnsupportedModelError: A refused field has a value that is not neutral.
+        """
+        unknown = []
+        for name, value in self._leaves(values, kind):
+            row = self.find(name, kind)
+            if row is None:
+                unknown.append(name)
+            elif row.effect == "refused" and value is not None and not _among(value, row.neutral):
+                raise UnsupportedModelError(
+                    f"{where}: {name} = {value!r:.40} is not supported: {row.meaning}."
+                )
+        if not unknown:
+            return ()
+        return (f"{where}: no table of heterollm has {', '.join(sorted(unknown))}; ignored.",)
+
+    def _leaves(self, values: Mapping[str, Any], kind: str, prefix: str = "") -> Iterator[tuple[str, object]]:
+        """Yield fields by name, and those of a section where the table has no row for the section itself."""
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and self.find(name, kind) is None:
+                yield from self._leaves(value, kind, f"{name}.")
+            else:
+                yield name, value
+
+
+def _among(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return whether a value is one of those listed; true and 1 differ."""
+    return any(type(value) is type(one) and value == one for one in neutral)
