@@ -1,0 +1,183 @@
+"""Names the formats of models that heterollm does not read, by the first bytes and names of files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from heterollm.base import CheckpointError, UnsupportedModelError
+
+__all__ = ["foreign_format", "refuse_foreign_weights"]
+
+
+class Format(NamedTuple):
+    """A format by the marks of its files.
+
+    Args:
+        what: Its name.
+        fix: The user's next step.
+        endings: Ends of file names.
+        magic: First bytes, from a position in the file.
+        at: That position.
+    """
+
+    what: str
+    fix: str
+    endings: tuple[str, ...] = ()
+    magic: tuple[bytes, ...] = ()
+    at: int = 0
+
+
+HUGGING_FACE: Final = (
+    "Take the Hugging Face checkpoint of the model (config.json and safetensors), or a GGUF file."
+)
+OLD_GGML: Final = "a GGML file (GGML, GGMF or GGJT), llama.cpp's format before GGUF"
+SAVE: Final = "Convert it with transformers: from_pretrained, then save_pretrained."
+WITH_LORA: Final = "Name the model, and the adapter's folder with --lora."
+
+ZIP: Final = (b"PK\x03\x04",)
+FORMATS: Final = (
+    Format(OLD_GGML, HUGGING_FACE, (".ggml", ".ggjt"), (b"lmgg", b"fmgg", b"tjgg")),
+    Format("a GGLA file, a LoRA adapter in llama.cpp's format before GGUF", WITH_LORA, (), (b"algg",)),
+    Format("a GGUF file, llama.cpp's format", "Name the file itself.", (".gguf",), (b"GGUF",)),
+    Format(
+        "part of a LoRA adapter",
+        "Name the model, and the adapter with --lora.",
+        ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
+    ),
+    Format("a LiteRT-LM file, Google's format", HUGGING_FACE, (".litertlm",), (b"LITERTLM",)),
+    Format("a TensorFlow Lite (LiteRT) file", HUGGING_FACE, (".tflite",), (b"TFL3",), 4),
+    Format("a MediaPipe bundle, Google's format", HUGGING_FACE, (".task",)),
+    Format("an ExecuTorch program", HUGGING_FACE, (".pte",), (b"ET12",), 4),
+    Format("an MNN model", HUGGING_FACE, (".mnn", ".mnn.weight")),
+    Format("an ONNX model", HUGGING_FACE, (".onnx", ".onnx.data", ".onnx_data", "genai_config.json")),
+    Format("an OpenVINO model", HUGGING_FACE, ("openvino_model.xml", "openvino_model.bin")),
+    Format("a model of MLC LLM", HUGGING_FACE, ("mlc-chat-config.json", "params_shard_0.bin")),
+    Format("a Core ML model", HUGGING_FACE, (".mlmodel", ".mlpackage", ".mlmodelc")),
+    Format("a TensorRT engine", HUGGING_FACE, (".engine",)),
+    Format("a QNN context binary", HUGGING_FACE, (".dlc", ".serialized.bin")),
+    Format("a TensorFlow or Keras file", SAVE, (".h5", ".keras"), (b"\x89HDF\r\n\x1a\n",)),
+    Format("a Flax file", SAVE, (".msgpack",)),
+    Format("a NeMo archive", HUGGING_FACE, (".nemo",)),
+    Format("a checkpoint in Meta's own form", HUGGING_FACE, ("consolidated.00.pth",)),
+    Format("a checkpoint in Mistral's own form", HUGGING_FACE, ("consolidated.safetensors",)),
+    Format("a PyTorch file", SAVE, (".bin", ".pt", ".pth", ".ckpt", ".distcp")),
+    Format("a zip archive", HUGGING_FACE, (".zip",), ZIP),
+)
+"""Formats, the narrower ones first; first bytes count before endings."""
+
+SAFETENSORS: Final = Format(
+    "a safetensors file, which holds no configuration",
+    "Name the folder that holds it and config.json.",
+    (".safetensors",),
+)
+"""The format of one file; a folder with it and its configuration is read."""
+
+FOLDERS: Final = (".mlpackage", ".mlmodelc")
+"""Endings of folders that are one model."""
+
+HEAD_BYTES: Final = 16
+LISTED_NAMES: Final = 4
+
+QUANTIZERS: Final[Mapping[str, str]] = {
+    "exl2": "ExLlamaV2 (EXL2)",
+    "exl3": "ExLlamaV3 (EXL3)",
+    "bitsandbytes": "bitsandbytes",
+    "bitsandbytes_4bit": "bitsandbytes",
+    "bitsandbytes_8bit": "bitsandbytes",
+    "hqq": "HQQ",
+    "fp8": "FP8",
+    "finegrained_fp8": "FP8",
+    "fbgemm_fp8": "FBGEMM FP8",
+    "modelopt": "NVIDIA ModelOpt (FP8 or NVFP4)",
+    "modelopt_fp4": "NVIDIA ModelOpt (NVFP4)",
+    "nvfp4": "NVFP4",
+    "mxfp4": "MXFP4",
+    "fp_quant": "FP-Quant (MXFP4 or NVFP4)",
+    "quanto": "Quanto",
+    "torchao": "torchao",
+    "aqlm": "AQLM",
+    "eetq": "EETQ",
+    "higgs": "HIGGS",
+    "vptq": "VPTQ",
+    "spqr": "SpQR",
+    "bitnet": "BitNet",
+    "auto-round": "AutoRound",
+    "intel/auto-round": "AutoRound",
+    "quark": "AMD Quark",
+    "mlx": "MLX",
+}
+"""Names of the methods of ``quantization_config`` that heterollm does not read."""
+
+OWN_FILES: Final[Mapping[str, str]] = {
+    "quantize_config.json": "AutoGPTQ of before quantization_config",
+    "quant_config.json": "AutoAWQ of before quantization_config",
+    "hf_quant_config.json": "NVIDIA ModelOpt (FP8 or NVFP4)",
+    "mlc-chat-config.json": "MLC LLM",
+}
+"""Files of folders whose ``config.json`` does not say how their weights are stored."""
+FLOATS: Final = "Take the checkpoint with floats, or one in GGUF, GPTQ, AWQ or compressed-tensors."
+
+
+def foreign_format(path: Path) -> CheckpointError | None:
+    """Return the error of a file or folder with a model in a format that is not read; None for any other."""
+    if not path.is_dir() or path.suffix in FOLDERS:
+        return _error(path, _format(path) or (SAFETENSORS if path.suffix == ".safetensors" else None))
+    try:
+        files = sorted(path.iterdir())
+        models = [file for file in (*files, *sorted(path.glob("*/*"))) if file.suffix.lower() == ".gguf"]
+    except OSError:
+        return None
+    if models:
+        listed = ", ".join(str(file.relative_to(path)) for file in models[:LISTED_NAMES])
+        more = f" and {len(models) - LISTED_NAMES} more" if len(models) > LISTED_NAMES else ""
+        return CheckpointError(
+            f"{path} holds GGUF files ({listed}{more}), no checkpoint of safetensors.",
+            fix=f"Name the file itself, such as {models[0]}.",
+        )
+    return next((_error(file, found) for file in files if (found := _format(file)) is not None), None)
+
+
+def _format(path: Path) -> Format | None:
+    """Return the format of a file by its first bytes, else by its name; an archive's by its name."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:
+        head = b""
+    named = next((one for one in FORMATS if path.name.lower().endswith(one.endings)), None)
+    known = next((one for one in FORMATS if head[one.at :].startswith(one.magic)), named)
+    return named if known is not None and known.magic == ZIP and named is not None else known
+
+
+def _error(path: Path, found: Format | None) -> CheckpointError | None:
+    if found is None:
+        return None
+    return CheckpointError(f"{path} is {found.what}. Only safetensors and GGUF are read.", fix=found.fix)
+
+
+def refuse_foreign_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose weights are stored in a way that heterollm does not read, by its name.
+
+    Args:
+        folder: The checkpoint.
+        config: Content of its ``config.json``.
+
+    Raises:
+        UnsupportedModelError: The weights are stored so.
+    """
+    stated = config.get("quantization_config")
+    stated = stated if isinstance(stated, dict) else {}
+    method = str(stated.get("quant_method") or "").lower()
+    kind = QUANTIZERS.get(method)
+    if not method and isinstance(config.get("quantization"), dict):
+        kind = QUANTIZERS["mlx"]
+    elif not method and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
+        kind = QUANTIZERS["bitsandbytes"]
+    elif not stated:
+        kind = next((own for name, own in OWN_FILES.items() if (folder / name).is_file()), None)
+    if kind is not None:
+        raise UnsupportedModelError(
+            f"The weights in {folder} are quantised by {kind}, which heterollm does not read.", fix=FLOATS
+        )
