@@ -80,40 +80,10 @@ FOLDERS: Final = (".mlpackage", ".mlmodelc")
 HEAD_BYTES: Final = 16
 LISTED_NAMES: Final = 4
 
-QUANTIZERS: Final[Mapping[str, str]] = {
-    "exl2": "ExLlamaV2 (EXL2)",
-    "exl3": "ExLlamaV3 (EXL3)",
-    "bitsandbytes": "bitsandbytes",
-    "bitsandbytes_4bit": "bitsandbytes",
-    "bitsandbytes_8bit": "bitsandbytes",
-    "hqq": "HQQ",
-    "fp8": "FP8",
-    "finegrained_fp8": "FP8",
-    "fbgemm_fp8": "FBGEMM FP8",
-    "modelopt": "NVIDIA ModelOpt (FP8 or NVFP4)",
-    "modelopt_fp4": "NVIDIA ModelOpt (NVFP4)",
-    "nvfp4": "NVFP4",
-    "mxfp4": "MXFP4",
-    "fp_quant": "FP-Quant (MXFP4 or NVFP4)",
-    "quanto": "Quanto",
-    "torchao": "torchao",
-    "aqlm": "AQLM",
-    "eetq": "EETQ",
-    "higgs": "HIGGS",
-    "vptq": "VPTQ",
-    "spqr": "SpQR",
-    "bitnet": "BitNet",
-    "auto-round": "AutoRound",
-    "intel/auto-round": "AutoRound",
-    "quark": "AMD Quark",
-    "mlx": "MLX",
-}
-"""Names of the methods of ``quantization_config`` that heterollm does not read."""
-
 OWN_FILES: Final[Mapping[str, str]] = {
-    "quantize_config.json": "AutoGPTQ of before quantization_config",
-    "quant_config.json": "AutoAWQ of before quantization_config",
-    "hf_quant_config.json": "NVIDIA ModelOpt (FP8 or NVFP4)",
+    "quantize_config.json": "an AutoGPTQ that did not write quantization_config",
+    "quant_config.json": "an AutoAWQ that did not write quantization_config",
+    "hf_quant_config.json": "NVIDIA's ModelOpt (FP8 or NVFP4)",
     "mlc-chat-config.json": "MLC LLM",
 }
 """Files of folders whose ``config.json`` does not say how their weights are stored."""
@@ -141,11 +111,13 @@ def foreign_format(path: Path) -> CheckpointError | None:
 
 def _format(path: Path) -> Format | None:
     """Return the format of a file by its first bytes, else by its name; an archive's by its name."""
+    head = b""
     try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
+        if path.is_file():  # no pipe, which would wait for a writer
+            with path.open("rb") as file:
+                head = file.read(HEAD_BYTES)
     except OSError:
-        head = b""
+        pass
     named = next((one for one in FORMATS if path.name.lower().endswith(one.endings)), None)
     known = next((one for one in FORMATS if head[one.at :].startswith(one.magic)), named)
     return named if known is not None and known.magic == ZIP and named is not None else known
@@ -167,15 +139,10 @@ def refuse_foreign_weights(folder: Path, config: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModelError: The weights are stored so.
     """
-    stated = config.get("quantization_config")
-    stated = stated if isinstance(stated, dict) else {}
-    method = str(stated.get("quant_method") or "").lower()
-    kind = QUANTIZERS.get(method)
-    if not method and isinstance(config.get("quantization"), dict):
-        kind = QUANTIZERS["mlx"]
-    elif not method and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
-        kind = QUANTIZERS["bitsandbytes"]
-    elif not stated:
+    kind = None
+    if isinstance(config.get("quantization"), dict):
+        kind = "MLX (`quantization` in config.json)"
+    elif config.get("quantization_config") is None:
         kind = next((own for name, own in OWN_FILES.items() if (folder / name).is_file()), None)
     if kind is not None:
         raise UnsupportedModelError(

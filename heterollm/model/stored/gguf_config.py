@@ -79,13 +79,13 @@ LARGEST_GEMMA_LAYERS: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the largest Gemmas, whose attention llama.cpp scales by the share of a head in the width."""
 
 SAMPLING: Final = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
+    "temp": ("temperature", 0.8),
+    "top_k": ("top_k", 40),
+    "top_p": ("top_p", 0.95),
+    "min_p": ("min_p", 0.05),
+    "penalty_repeat": ("repetition_penalty", 1.0),
 }
-"""Fields of ``generation_config.json`` by those of ``general.sampling``."""
+"""Fields of ``generation_config.json`` by those of ``general.sampling``, with llama.cpp's defaults."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -111,8 +111,9 @@ def check_metadata(file: GgufFile) -> tuple[str, ...]:
     """Refuse a file with metadata that would be computed wrongly; return notes about what is ignored.
 
     Raises:
-        UnsupportedModelError: The metadata has a field that the table refuses.
+        UnsupportedModelError: The architecture is not supported, or the table refuses a field.
     """
+    architecture_of(file)
     stated = str(file.metadata["general.architecture"])
     spaces = (stated, "general", "split", "tokenizer")
     harmless = _repeated(file)
@@ -205,11 +206,13 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 def gguf_generation(file: GgufFile) -> dict[str, Any]:
     """Return the sampling that the file recommends, as ``generation_config.json``; empty if there is none."""
-    found = {name: file.metadata.get(f"general.sampling.{own}") for own, name in SAMPLING.items()}
-    stated: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    if stated:
-        stated["do_sample"] = stated.get("temperature") != 0
-    return stated
+    if not any(f"general.sampling.{own}" in file.metadata for own in SAMPLING):
+        return {}
+    found = {
+        name: file.metadata.get(f"general.sampling.{own}", default)
+        for own, (name, default) in SAMPLING.items()
+    }
+    return found | {"do_sample": found["temperature"] != 0}
 
 
 def _gemma(file: GgufFile, stated: str, head_dim: int) -> dict[str, Any]:
@@ -223,6 +226,8 @@ def _gemma(file: GgufFile, stated: str, head_dim: int) -> dict[str, Any]:
         found["final_logit_softcapping"] = file.own("final_logit_softcapping") or None
         found["rope_local_base_freq"] = file.own("rope.freq_base_swa", ROPE_BASE)
     pattern = file.own("attention.sliding_window_pattern")
+    if stated == "gemma3" and not file.own("attention.sliding_window"):
+        pattern = None  # all layers see all positions
     if isinstance(pattern, list):
         found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
     elif pattern is not None:

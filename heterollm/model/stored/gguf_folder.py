@@ -62,8 +62,8 @@ def open_gguf(folder: Path) -> GgufTensors | None:
 
 def _write(file: GgufFile, folder: Path) -> None:
     """Write all files, the source last: a folder that has it is whole."""
-    config, generation = gguf_config(file), gguf_generation(file)
     notes = check_metadata(file)
+    config, generation = gguf_config(file), gguf_generation(file)
     GgufTensors(file)
     found = gguf_tokenizer(file.path, file.metadata)
     if found.tokenizer is not None:
