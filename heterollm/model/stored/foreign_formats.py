@@ -40,7 +40,7 @@ ZIP: Final = (b"PK\x03\x04",)
 FORMATS: Final = (
     Format(OLD_GGML, HUGGING_FACE, (".ggml", ".ggjt"), (b"lmgg", b"fmgg", b"tjgg")),
     Format("a GGLA file, a LoRA adapter in llama.cpp's format before GGUF", WITH_LORA, (), (b"algg",)),
-    Format("a GGUF file, llama.cpp's format", "Name the file itself.", (".gguf",), (b"GGUF",)),
+    Format("a GGUF file, llama.cpp's format", "Name the file itself.", (), (b"GGUF",)),
     Format(
         "part of a LoRA adapter",
         "Name the model, and the adapter with --lora.",

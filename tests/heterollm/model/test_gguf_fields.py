@@ -1,9 +1,12 @@
-"""Every row of the table of GGUF metadata: read ones against transformers, refused ones by name, others by no change."""
+"""Every row of the table of GGUF metadata: read against transformers, refused by name, or without effect."""
 
 import dataclasses
 import json
 import math
+import struct
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +18,7 @@ from heterollm.model.fields import GGUF_FIELDS
 from heterollm.model.stored.gguf_config import check_metadata, gguf_config
 from heterollm.model.stored.gguf_file import GgufFile
 from tests.heterollm.model.test_gguf import ARCHITECTURES, OVERRIDES, PLAIN, write_gguf
+from tests.heterollm.model.test_gguf_tokens import ID_CASES, TEXT_CASES
 
 gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
@@ -51,14 +55,14 @@ class Case(NamedTuple):
         value: Value of the field; None for a file without it.
         twin: Fields of ``config.json`` that differ from the checkpoint's.
         base: Other metadata of the file, also of that without the change.
-        base_value: Value of the field in the file to compare with; None for a file without it, ``...`` for that
-            of the checkpoint.
+        base_value: Value in the file to compare with; None for a file without the field, ``...`` for the
+            checkpoint's.
     """
 
     family: str
     value: Any
     twin: dict[str, Any]
-    base: dict[str, Any] = {}
+    base: Mapping[str, Any] = MappingProxyType({})
     base_value: Any = ...
 
 
@@ -250,6 +254,18 @@ def db(found: np.ndarray, wanted: np.ndarray) -> float:
     return math.inf if error == 0 else 10 * math.log10(np.square(wanted, dtype=np.float64).sum() / error)
 
 
+SAMPLING = {
+    "general.sampling.temp": ("temperature", 0.25),
+    "general.sampling.top_k": ("top_k", 7),
+    "general.sampling.top_p": ("top_p", 0.5),
+    "general.sampling.min_p": ("min_p", 0.125),
+    "general.sampling.penalty_repeat": ("repetition_penalty", 1.5),
+}
+"""Entries of ``generation_config.json``, and values."""
+PLACES = {*SAMPLING, "general.architecture", "general.alignment"}
+"""Fields with tests of their own below."""
+
+
 def read_rows() -> list[tuple[str, frozenset[str]]]:
     return [(row.name, row.only) for row in GGUF_FIELDS.fields if row.effect == "read"]
 
@@ -257,7 +273,7 @@ def read_rows() -> list[tuple[str, frozenset[str]]]:
 @pytest.mark.parametrize(("name", "only"), read_rows())
 def test_every_field_that_is_read_has_a_case(name, only):
     own = name.removeprefix("{arch}.")
-    assert own in CASES or own in SIZES or own in OBSERVED
+    assert own in CASES or own in SIZES or own in TEXT_CASES or own in ID_CASES or own in PLACES
     if only and own in CASES:
         assert {ARCHITECTURES.get(case.family, case.family) for case in CASES[own]} == only
 
@@ -286,11 +302,14 @@ def test_a_field_that_is_read_has_the_logits_of_transformers(
 @pytest.mark.parametrize(("name", "family", "value"), [(name, *size) for name, size in SIZES.items()])
 def test_a_size_that_contradicts_the_tensors_is_refused(name, family, value, sources, tmp_path):
     path = rewritten(sources(family)[1], tmp_path / "odd.gguf", {name: value})
-    with pytest.raises(
-        (CheckpointError, UnsupportedModelError), match="shape|place|lacks|value_length|rotates"
-    ):
+
+    def opened() -> None:
         found = Checkpoint(path)
         found.validate(ModelConfig.from_folder(found.folder))
+
+    wrong = r"of another shape|no place for|lacks tensors|value_length|rotates"
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=wrong):
+        opened()
 
 
 def logits_of(path: Path, host_llm: Any, ids: list[int]) -> np.ndarray:
@@ -495,3 +514,95 @@ def test_unknown_fields_are_named_in_one_note(sources, tmp_path):
 def test_fields_of_other_programs_are_no_business_of_the_reader(sources, tmp_path):
     path = rewritten(sources("llama")[1], tmp_path / "other.gguf", {"mradermacher.quantize_version": 2})
     assert notes_of(path) == []
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_recommended_sampling_is_that_of_the_generation_configuration(name, sources, tmp_path):
+    entry, value = SAMPLING[name]
+    source = sources("llama")[1]
+    found = config_of(rewritten(source, tmp_path / "sampled.gguf", {name: value}))
+    defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
+    wanted = {**defaults, entry: value, "do_sample": True}
+    generation = found.pop("generation_config.json")
+    assert {name: generation[name] for name in wanted} == wanted
+    assert generation["eos_token_id"] == found["config.json"]["eos_token_id"]
+    assert found == config_of(source)
+    greedy = rewritten(source, tmp_path / "greedy.gguf", {"general.sampling.temp": 0.0})
+    assert config_of(greedy)["generation_config.json"]["do_sample"] is False
+
+
+def test_the_alignment_places_the_tensors(sources, tmp_path):
+    source = sources("llama")[1]
+    found = Checkpoint(rewritten(source, tmp_path / "wide.gguf", {"general.alignment": 4096}))
+    for name in found.names:
+        assert np.array_equal(found.read(name), Checkpoint(source).read(name))
+    data = (
+        (tmp_path / "wide.gguf")
+        .read_bytes()
+        .replace(struct.pack("<II", 4, 4096), struct.pack("<II", 4, 8192), 1)
+    )
+    (tmp_path / "wide.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"wide\.gguf"):
+        Checkpoint(tmp_path / "wide.gguf")
+
+
+def test_the_architecture_chooses_the_model(sources, tmp_path):
+    path = sources("llama")[1]
+    changed = tmp_path / "qwen2.gguf"
+    changed.write_bytes(path.read_bytes().replace(b"llama", b"qwen2"))
+    assert config_of(changed)["config.json"]["model_type"] == "qwen2"
+    changed.write_bytes(path.read_bytes().replace(b"llama", b"mamba"))
+    with pytest.raises(UnsupportedModelError, match="architecture 'mamba'"):
+        Checkpoint(changed)
+
+
+def package_names() -> list[str]:
+    """Every field that the package knows, with the architecture's place as in the table."""
+    found: list[str] = []
+
+    def collect(space: type) -> None:
+        for value in (value for name, value in vars(space).items() if name[0] != "_"):
+            if isinstance(value, str) and "." in value and " " not in value:
+                found.append(
+                    value.replace("{id}", "0").replace("{dense}", "dense_2").replace("{name}", "tool_use")
+                )
+            elif isinstance(value, type):
+                collect(value)
+
+    collect(gguf.Keys)
+    return found
+
+
+LOADER_NAMES = (
+    *("{arch}.hidden_activation", "{arch}.attention.value_scale", "{arch}.attention.output_group_count"),
+    *("{arch}.attention.output_lora_rank", "{arch}.attention.compress_rope_freq_base"),
+    *("{arch}.attention.compress_ratios", "{arch}.attention.recurrent_layers", "{arch}.hash_layer_count"),
+    *("{arch}.hyper_connection.count", "{arch}.hyper_connection.epsilon", "{arch}.deepstack_mapping"),
+    *("{arch}.hyper_connection.sinkhorn_iterations", "{arch}.target_layers", "{arch}.target_hidden_size"),
+    *("{arch}.norm_before_residual", "{arch}.rope.scale_linear", "{arch}.embedding_length_per_layer_input"),
+    *("general.source.huggingface.repository", "tokenizer.ggml.cls_token_id"),
+    *("tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.normalizer.strip_accents"),
+    "tokenizer.ggml.suppress_tokens",
+)
+"""Fields of llama.cpp's llama-arch.cpp that the package lacks."""
+
+
+@pytest.mark.parametrize("stated", [*FILES, "olmoe", "smollm3", "qwen2", "qwen3"])
+def test_the_table_has_every_field_of_llama_cpp_and_of_the_package(stated):
+    names = [*package_names(), *LOADER_NAMES]
+    assert len(names) > 200
+    assert [name for name in names if GGUF_FIELDS.find(name.replace("{arch}", stated), stated) is None] == []
+
+
+@pytest.mark.parametrize("kept", ["token_embd.weight", "output.weight"])
+def test_a_tied_embedding_has_either_name(kept, sources, host_llm, token_ids, tmp_path):
+    source = sources("llama")[1]
+    file = GgufFile.open(source)
+    values = file.bits("token_embd.weight").view("<f4").reshape(file.entries["token_embd.weight"].shape)
+    ids = token_ids(20)
+
+    def logits(name: str, tensors: dict[str, Any]) -> np.ndarray:
+        return logits_of(rewritten(source, tmp_path / f"{name}.gguf", {}, tensors), host_llm, ids)
+
+    alone = {"token_embd.weight": None, "output.weight": None, kept: values}
+    assert np.array_equal(logits("alone", alone), logits("both", {"output.weight": values}))

@@ -55,6 +55,10 @@ def pieces(metadata: dict[str, Any], text: str, folder: Path) -> list[str]:
     return [metadata["tokenizer.ggml.tokens"][index] for index in loaded(metadata, folder).encode(text)]
 
 
+PLAIN_USER = ["<s>", "\u2581", *(f"<0x{code:02X}>" for code in b"<|user|>")]
+"""The mark as text."""
+
+
 class Seen(NamedTuple):
     """The pieces of a text in a file without a field, or with another value, and with it.
 
@@ -79,7 +83,7 @@ def less(base: dict[str, Any], *names: str) -> dict[str, Any]:
 
 TEXT_CASES: dict[str, list[Seen]] = {
     "tokenizer.ggml.tokens": [
-        Seen(SPM, [*SPM_TOKENS[:-1], "<seal>"], "<seal>", ["<s>", "\u2581"], ["<s>", "<seal>"]),
+        Seen(SPM, [*SPM_TOKENS[:-1], "\u2581b"], "b", ["<s>", "\u2581", "b"], ["<s>", "\u2581b"]),
     ],
     "tokenizer.ggml.scores": [
         Seen(
@@ -91,16 +95,31 @@ TEXT_CASES: dict[str, list[Seen]] = {
         )
     ],
     "tokenizer.ggml.token_type": [
-        Seen(SPM, [2, 3, 3] + [6] * 256 + [1] * (len(PIECES) + 4), "<mark>", ["<s>", "<mark>"], ["<s>", "\u2581"]),
-        Seen(less(SPM, "token_type"), SPM["tokenizer.ggml.token_type"], "<unk>", ["<s>", "\u2581"], ["<s>", "<unk>"]),
+        Seen(
+            less(SPM, "token_type"),
+            SPM["tokenizer.ggml.token_type"],
+            "<|user|>",
+            PLAIN_USER,
+            ["<s>", "<|user|>"],
+        ),
+        Seen(SPM, [1] * len(SPM_TOKENS), "<|user|>", ["<s>", "<|user|>"], PLAIN_USER),
+        # By its text llama.cpp knows that it ends an answer.
+        Seen(
+            SPM,
+            [1] * len(SPM_TOKENS),
+            "<|end|>h",
+            ["<s>", "<|end|>", "\u2581h"],
+            ["<s>", "<|end|>", "\u2581h"],
+        ),
     ],
     "tokenizer.ggml.merges": [Seen(BPE, ["1 2"], "ab", ["ab"], ["a", "b"])],
     "tokenizer.ggml.pre": [
         Seen(BPE, "llama-bpe", "123", ["1", "2", "3"], ["<s>", "123"]),
         Seen(less(BPE, "pre"), "qwen2", "123", ["123"], ["1", "2", "3"]),
-        Seen(less(BPE, "pre"), "default", "(ab", ["(", "ab"], ["(", "ab"]),
     ],
-    "tokenizer.ggml.model": [Seen({**SPM, "tokenizer.ggml.merges": []}, "gpt2", "hi", ["<s>", "\u2581hi"], [])],
+    "tokenizer.ggml.model": [
+        Seen({**SPM, "tokenizer.ggml.merges": ["h i"]}, "gpt2", "hi", ["<s>", "\u2581", "hi"], ["hi"]),
+    ],
     "tokenizer.ggml.bos_token_id": [
         Seen(SPM, 2, "hi", ["<s>", "\u2581hi"], ["</s>", "\u2581hi"]),
         Seen(
@@ -120,18 +139,227 @@ TEXT_CASES: dict[str, list[Seen]] = {
         Seen(SPM, False, "hi", ["<s>", "\u2581hi"], ["<s>", "hi"]),
         Seen({**SPM, "general.architecture": "gemma2"}, True, "hi", ["<s>", "hi"], ["<s>", "\u2581hi"]),
     ],
-    "tokenizer.ggml.unknown_token_id": [
-        Seen(less(SPM, "token_type"), 2, "x", ["<s>", "\u2581", "<0x78>"], ["<s>", "\u2581", "<0x78>"]),
-    ],
     "general.name": [
         Seen(
             SPM,
             name,
             "<|user|>\nhi<|end|>\n<|endoftext|>\n",
-            ["<s>", "<|user|>", "\u2581", "\n", "hi", "<|end|>", "\u2581", "\n", "<|endoftext|>", "\u2581", "\n"],
+            [
+                "<s>",
+                "<|user|>",
+                "\u2581",
+                "\n",
+                "hi",
+                "<|end|>",
+                "\u2581",
+                "\n",
+                "<|endoftext|>",
+                "\u2581",
+                "\n",
+            ],
             ["<s>", "<|user|>", "\u2581hi", "<|end|>", "<|endoftext|>", "\u2581", "\n"],
         )
         for name in ("Phi-3-mini", "a PHI3 finetune", "Phi 3.5 Mini Instruct")
     ],
 }
 """Fields that change the pieces of a text."""
+
+AT = SPM_TOKENS.index
+ID_CASES: dict[str, tuple[dict[str, Any], int, str, Any, Any]] = {
+    "tokenizer.ggml.eos_token_id": (
+        SPM,
+        AT("h"),
+        "eos_token_id",
+        [2, AT("<|end|>"), AT("<|endoftext|>")],
+        [AT("h")],
+    ),
+    **{
+        f"tokenizer.ggml.{name}_token_id": (SPM, AT("h"), "eos_token_id", [2, AT("<|end|>")], [2, AT("h")])
+        for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    },
+    "tokenizer.ggml.padding_token_id": (SPM, AT("h"), "pad_token_id", None, AT("h")),
+    "tokenizer.ggml.unknown_token_id": (SPM, AT("h"), "unk_token", "<unk>", "h"),
+    "tokenizer.chat_template": (SPM, "{{ messages }}", "chat_template", None, "{{ messages }}"),
+    "tokenizer.chat_template.*": (
+        {**SPM, "tokenizer.chat_template": "a"},
+        "b",
+        "chat_template",
+        "a",
+        [{"name": "default", "template": "a"}, {"name": "x", "template": "b"}],
+    ),
+}
+"""Fields that change an entry: file, value, entry, its first values without the field, and with it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, id=f"{name}-{case.value!s:.20}")
+        for name, cases in TEXT_CASES.items()
+        for case in cases
+    ],
+)
+def test_a_field_changes_the_pieces_of_a_text(name, case, tmp_path):
+    assert pieces(case.base, case.text, tmp_path / "without") == case.without
+    assert pieces({**case.base, name: case.value}, case.text, tmp_path / "with") == case.found
+
+
+@pytest.mark.parametrize("name", ID_CASES)
+def test_a_field_changes_an_entry(name):
+    base, value, entry, without, found = ID_CASES[name]
+    for metadata, wanted in ((base, without), ({**base, name.replace("*", "x"): value}, found)):
+        own = read(metadata)
+        stated = {**own.ids, **own.config}.get(entry)
+        if entry == "eos_token_id":
+            stated = stated[: len(wanted)] if wanted != [2, AT("h")] else stated[:2]
+        assert stated == wanted
+
+
+def test_named_chat_templates_load(tmp_path):
+    metadata = {**SPM, "tokenizer.chat_template": "hi", "tokenizer.chat_template.tool_use": "ab"}
+    own = loaded(metadata, tmp_path)
+    assert own.apply_chat_template([{"role": "user", "content": "x"}]) == own.encode("hi", add_bos=False)
+
+
+@pytest.mark.parametrize("pre", [None, "", "default"])
+def test_a_file_without_a_rule_has_llama_cpps_and_a_note(pre, tmp_path):
+    metadata = {**less(BPE, "pre"), **({} if pre is None else {"tokenizer.ggml.pre": pre})}
+    found = read(metadata)
+    assert len(found.notes) == 1
+    assert "tokenizer.ggml.pre" in found.notes[0]
+    assert found.tokenizer == read({**BPE, "tokenizer.ggml.pre": "default"}).tokenizer
+    assert not read(BPE).notes
+    assert not read(SPM).notes  # sentencepiece divides no text
+
+
+TEXT = "Hello, it's  x`y 1234567\n\nü!"
+DIVIDED = {
+    "default": [
+        "Hello",
+        ",",
+        " it",
+        "'",
+        "s",
+        " ",
+        " x",
+        "`",
+        "y",
+        " ",
+        "123",
+        "456",
+        "7",
+        "\n",
+        "\n",
+        "ü",
+        "!",
+    ],
+    "falcon": [
+        "Hello",
+        ",",
+        " it",
+        "'",
+        "s",
+        " ",
+        " x",
+        "`",
+        "y",
+        " ",
+        "123",
+        "456",
+        "7",
+        "\n",
+        "\n",
+        "ü",
+        "!",
+    ],
+    "gpt-2": ["Hello", ",", " it", "'s", " ", " x", "`", "y", " 1234567", "\n", "\n", "ü", "!"],
+    "smollm": ["Hello", ",", " it", "'s", " ", " x", "`", "y", " ", *"1234567", "\n", "\n", "ü", "!"],
+    "llama-bpe": ["Hello", ",", " it", "'s", " ", " x", "`y", " ", "123", "456", "7", "\n\n", "ü", "!"],
+    "qwen2": ["Hello", ",", " it", "'s", " ", " x", "`y", " ", *"1234567", "\n\n", "ü", "!"],
+    "qwen35": ["Hello", ",", " it", "'s", " ", " x", "`y", " ", *"1234567", "\n\n", "ü", "!"],
+    "seed-coder": ["Hello", ",", " it", "'s", " ", " x", "`y", " ", *"1234567", "\n\n", "ü", "!"],
+    "tekken": ["Hello", ",", " it", "'s", " ", " x", "`y", " ", *"1234567", "\n\n", "ü", "!"],
+    "gpt-4o": ["Hello", ",", " it's", " ", " x", "`y", " ", "123", "456", "7", "\n\n", "ü", "!"],
+    "bailingmoe": ["Hello", ",", " it", "'s", " ", " x", "`y", " ", *"1234567", "\n\n", "ü", "!"],
+    "deepseek-v3": ["Hello", ",", " it", "'s", " ", " x", "`y", " ", "123", "456", "7", "\n\n", "ü", "!"],
+    "deepseek-coder": [
+        "Hello",
+        ",",
+        " it",
+        "'",
+        "s",
+        " ",
+        " x",
+        "`",
+        "y",
+        " ",
+        *"1234567",
+        "\n",
+        "\n",
+        "ü",
+        "!",
+    ],
+}
+"""The pieces of TEXT by each rule, taken from its patterns by hand."""
+
+
+def divided(pre: str, text: str) -> list[str]:
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in RULES[pre].patterns]
+    return [piece for piece, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("pre", DIVIDED)
+def test_a_rule_divides_a_text(pre):
+    assert divided(pre, TEXT) == DIVIDED[pre]
+
+
+def test_every_rule_has_such_a_test():
+    tested = {RULES[name].patterns for name in DIVIDED}
+    assert {rule.patterns for rule in RULES.values()} == tested
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "LLAMA-BPE", "viking", 3])
+def test_names_of_rules_are_compared_letter_by_letter(name):
+    with pytest.raises(UnsupportedModelError, match="does not know"):
+        read({**BPE, "tokenizer.ggml.pre": name})
+
+
+def test_merges_are_required_where_tokens_need_them():
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        read(less(BPE, "merges"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (["<|end|>", "<|return|>"], ["<|end|>", "<|return|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),
+        (["<|end|>", "<|flush|>", "<|calls|>"], ["<|flush|>", "<|calls|>"]),
+        (["</s>", "<|tool_response>"], ["<|tool_response>"]),
+        (["</s>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"], ...),
+    ],
+)
+def test_tokens_end_an_answer_by_their_text(texts, ends):
+    tokens = [*LETTERS, *texts]
+    metadata = {
+        **less(BPE, "eos_token_id", "bos_token_id"),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": [],
+    }
+    wanted = texts[:-1] if ends is ... else ends
+    assert [tokens[index] for index in read(metadata).ids["eos_token_id"]] == wanted
+
+
+def test_marks_of_other_models_keep_white_space(tmp_path):
+    for name in ("Phi-4", "Phi", None):
+        metadata = {**SPM, "tokenizer.ggml.pre": "default", **({"general.name": name} if name else {})}
+        assert pieces(metadata, "<|user|>\n", tmp_path / str(name)) == ["<s>", "<|user|>", "\u2581", "\n"]
+
+
+def test_masks_strip_the_white_space_before_them(tmp_path):
+    tokens = [*SPM_TOKENS[:-1], "<mask>"]
+    metadata = {**SPM, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.pre": "jina-v2-de"}
+    assert pieces(metadata, "hi <mask>", tmp_path) == ["<s>", "\u2581hi", "<mask>"]
