@@ -138,7 +138,7 @@ class Checkpoint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the reader of a GGUF file's metadata assumed or ignored."""
+        """Assumptions about a GGUF file's metadata, and fields that have no effect here."""
         return self._stored.notes if isinstance(self._stored, GgufTensors) else ()
 
     @property

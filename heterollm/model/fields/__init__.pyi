@@ -1,2 +1,1 @@
 from .gguf import GGUF_FIELDS as GGUF_FIELDS
-from .table import FieldTable as FieldTable

@@ -11,7 +11,7 @@ from heterollm.base import CheckpointError, UnsupportedModelError
 __all__ = ["foreign_format", "refuse_foreign_weights"]
 
 
-class Format(NamedTuple):
+class ForeignFormat(NamedTuple):
     """A format by the marks of its files.
 
     Args:
@@ -38,36 +38,36 @@ WITH_LORA: Final = "Name the model, and the adapter's folder with --lora."
 
 ZIP: Final = (b"PK\x03\x04",)
 FORMATS: Final = (
-    Format(OLD_GGML, HUGGING_FACE, (".ggml", ".ggjt"), (b"lmgg", b"fmgg", b"tjgg")),
-    Format("a GGLA file, a LoRA adapter in llama.cpp's format before GGUF", WITH_LORA, (), (b"algg",)),
-    Format("a GGUF file, llama.cpp's format", "Name the file itself.", (), (b"GGUF",)),
-    Format(
+    ForeignFormat(OLD_GGML, HUGGING_FACE, (".ggml", ".ggjt"), (b"lmgg", b"fmgg", b"tjgg")),
+    ForeignFormat("a GGLA file, a LoRA adapter in llama.cpp's format before GGUF", WITH_LORA, (), (b"algg",)),
+    ForeignFormat("a GGUF file, llama.cpp's format", "Name the file itself.", (), (b"GGUF",)),
+    ForeignFormat(
         "part of a LoRA adapter",
         "Name the model, and the adapter with --lora.",
         ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
     ),
-    Format("a LiteRT-LM file, Google's format", HUGGING_FACE, (".litertlm",), (b"LITERTLM",)),
-    Format("a TensorFlow Lite (LiteRT) file", HUGGING_FACE, (".tflite",), (b"TFL3",), 4),
-    Format("a MediaPipe bundle, Google's format", HUGGING_FACE, (".task",)),
-    Format("an ExecuTorch program", HUGGING_FACE, (".pte",), (b"ET12",), 4),
-    Format("an MNN model", HUGGING_FACE, (".mnn", ".mnn.weight")),
-    Format("an ONNX model", HUGGING_FACE, (".onnx", ".onnx.data", ".onnx_data", "genai_config.json")),
-    Format("an OpenVINO model", HUGGING_FACE, ("openvino_model.xml", "openvino_model.bin")),
-    Format("a model of MLC LLM", HUGGING_FACE, ("mlc-chat-config.json", "params_shard_0.bin")),
-    Format("a Core ML model", HUGGING_FACE, (".mlmodel", ".mlpackage", ".mlmodelc")),
-    Format("a TensorRT engine", HUGGING_FACE, (".engine",)),
-    Format("a QNN context binary", HUGGING_FACE, (".dlc", ".serialized.bin")),
-    Format("a TensorFlow or Keras file", SAVE, (".h5", ".keras"), (b"\x89HDF\r\n\x1a\n",)),
-    Format("a Flax file", SAVE, (".msgpack",)),
-    Format("a NeMo archive", HUGGING_FACE, (".nemo",)),
-    Format("a checkpoint in Meta's own form", HUGGING_FACE, ("consolidated.00.pth",)),
-    Format("a checkpoint in Mistral's own form", HUGGING_FACE, ("consolidated.safetensors",)),
-    Format("a PyTorch file", SAVE, (".bin", ".pt", ".pth", ".ckpt", ".distcp")),
-    Format("a zip archive", HUGGING_FACE, (".zip",), ZIP),
+    ForeignFormat("a LiteRT-LM file, Google's format", HUGGING_FACE, (".litertlm",), (b"LITERTLM",)),
+    ForeignFormat("a TensorFlow Lite (LiteRT) file", HUGGING_FACE, (".tflite",), (b"TFL3",), 4),
+    ForeignFormat("a MediaPipe bundle, Google's format", HUGGING_FACE, (".task",)),
+    ForeignFormat("an ExecuTorch program", HUGGING_FACE, (".pte",), (b"ET12",), 4),
+    ForeignFormat("an MNN model", HUGGING_FACE, (".mnn", ".mnn.weight")),
+    ForeignFormat("an ONNX model", HUGGING_FACE, (".onnx", ".onnx.data", ".onnx_data", "genai_config.json")),
+    ForeignFormat("an OpenVINO model", HUGGING_FACE, ("openvino_model.xml", "openvino_model.bin")),
+    ForeignFormat("a model of MLC LLM", HUGGING_FACE, ("mlc-chat-config.json", "params_shard_0.bin")),
+    ForeignFormat("a Core ML model", HUGGING_FACE, (".mlmodel", ".mlpackage", ".mlmodelc")),
+    ForeignFormat("a TensorRT engine", HUGGING_FACE, (".engine",)),
+    ForeignFormat("a QNN context binary", HUGGING_FACE, (".dlc", ".serialized.bin")),
+    ForeignFormat("a TensorFlow or Keras file", SAVE, (".h5", ".keras"), (b"\x89HDF\r\n\x1a\n",)),
+    ForeignFormat("a Flax file", SAVE, (".msgpack",)),
+    ForeignFormat("a NeMo archive", HUGGING_FACE, (".nemo",)),
+    ForeignFormat("a checkpoint in Meta's own form", HUGGING_FACE, ("consolidated.00.pth",)),
+    ForeignFormat("a checkpoint in Mistral's own form", HUGGING_FACE, ("consolidated.safetensors",)),
+    ForeignFormat("a PyTorch file", SAVE, (".bin", ".pt", ".pth", ".ckpt", ".distcp")),
+    ForeignFormat("a zip archive", HUGGING_FACE, (".zip",), ZIP),
 )
 """Formats, the narrower ones first; first bytes count before endings."""
 
-SAFETENSORS: Final = Format(
+SAFETENSORS: Final = ForeignFormat(
     "a safetensors file, which holds no configuration",
     "Name the folder that holds it and config.json.",
     (".safetensors",),
@@ -109,7 +109,7 @@ def foreign_format(path: Path) -> CheckpointError | None:
     return next((_error(file, found) for file in files if (found := _format(file)) is not None), None)
 
 
-def _format(path: Path) -> Format | None:
+def _format(path: Path) -> ForeignFormat | None:
     """Return the format of a file by its first bytes, else by its name; an archive's by its name."""
     head = b""
     try:
@@ -123,7 +123,7 @@ def _format(path: Path) -> Format | None:
     return named if known is not None and known.magic == ZIP and named is not None else known
 
 
-def _error(path: Path, found: Format | None) -> CheckpointError | None:
+def _error(path: Path, found: ForeignFormat | None) -> CheckpointError | None:
     if found is None:
         return None
     return CheckpointError(f"{path} is {found.what}. Only safetensors and GGUF are read.", fix=found.fix)

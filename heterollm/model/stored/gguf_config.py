@@ -108,7 +108,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def check_metadata(file: GgufFile) -> tuple[str, ...]:
-    """Refuse a file with metadata that would be computed wrongly; return notes about what is ignored.
+    """Refuse a file with metadata that would be computed wrongly; return notes about ignored fields.
 
     Raises:
         UnsupportedModelError: The architecture is not supported, or the table refuses a field.

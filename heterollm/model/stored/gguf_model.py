@@ -34,7 +34,7 @@ class GgufTensors:
 
     Args:
         file: The file.
-        notes: What the reader of its metadata assumed or ignored.
+        notes: Assumptions about its metadata, and fields that have no effect here.
 
     Raises:
         UnsupportedModelError: The architecture is not supported.
