@@ -89,7 +89,9 @@ TOKENIZER: Final = (
         "rule that divides texts, of gpt2 alone; absent or default: llama.cpp's rule for these, and a note",
         VOCABULARY,
     ),
-    read("tokenizer.ggml.tokens", "texts of the tokens", VOCABULARY),
+    read(
+        "tokenizer.ggml.tokens", "texts of the tokens, all different; an empty one is [EMPTY_n]", VOCABULARY
+    ),
     read("tokenizer.ggml.scores", "order of merges of llama; 0 if absent", VOCABULARY),
     read(
         "tokenizer.ggml.token_type",
@@ -97,7 +99,11 @@ TOKENIZER: Final = (
         "whole; tokens that llama.cpp knows by their text are special too",
         VOCABULARY,
     ),
-    read("tokenizer.ggml.merges", "merges; required by gpt2 with tokens of several characters", VOCABULARY),
+    read(
+        "tokenizer.ggml.merges",
+        "merges of gpt2, required with tokens of several characters; llama merges by scores",
+        VOCABULARY,
+    ),
     read("tokenizer.ggml.bos_token_id", "token that begins a text; 1 in llama if absent", VOCABULARY),
     read("tokenizer.ggml.eos_token_id", "token that ends an answer; 2 in llama if absent", VOCABULARY),
     read(

@@ -6,8 +6,10 @@ the file's own rule, and its function is private.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
@@ -92,7 +94,10 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         index = ids[own]
         if index is not None:
             config[f"{name}_token"] = vocabulary.tokens[index]
-    if metadata.get("tokenizer.ggml.add_bos_token", begins) and ids["bos"] is not None:
+    begins = metadata.get("tokenizer.ggml.add_bos_token", begins)
+    if begins and ids["bos"] is None and "tokenizer.ggml.add_bos_token" in metadata:
+        raise CheckpointError(f"{path} has tokenizer.ggml.add_bos_token, but no tokenizer.ggml.bos_token_id.")
+    if begins and ids["bos"] is not None:
         _begin_with(tokenizer, config["bos_token"], ids["bos"])
     template = _chat_template(metadata)
     if template is not None:
@@ -126,16 +131,21 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | 
 
 
 def _vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
-    def listed(name: str, kind: type, default: list[Any] | None) -> list[Any]:
+    def listed(name: str, kind: type | UnionType, default: list[Any] | None) -> list[Any]:
         value = metadata.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
-            raise CheckpointError(f"{path}: tokenizer.ggml.{name} is not a list of {kind.__name__}.")
+            raise CheckpointError(f"{path}: tokenizer.ggml.{name} is not a list of {kind}.")
         return value
 
-    tokens = listed("tokens", str, None)
-    scores, kinds = listed("scores", float, [0.0] * len(tokens)), listed("token_type", int, [1] * len(tokens))
+    # llama.cpp gives empty texts this one, too.
+    tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(listed("tokens", str, None))]
+    scores = listed("scores", float | int, [0.0] * len(tokens))
+    kinds = listed("token_type", int, [NORMAL] * len(tokens))
     if not tokens or {len(scores), len(kinds)} != {len(tokens)}:
         raise CheckpointError(f"{path}: {len(tokens)} tokens, {len(scores)} scores and {len(kinds)} types.")
+    if len(set(tokens)) != len(tokens):
+        twice = next(text for text, count in Counter(tokens).items() if count > 1)
+        raise CheckpointError(f"{path}: tokenizer.ggml.tokens has {twice!r:.40} twice.")
     merges = listed("merges", str, None) if "tokenizer.ggml.merges" in metadata else None
     return Vocabulary(path, tokens, scores, kinds, merges)
 
@@ -190,12 +200,7 @@ def _sentencepiece(
 ) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    merges = vocabulary.merges
-    pairs = (
-        list(_implied_merges(vocabulary, gemma))
-        if merges is None
-        else [tuple(one.split(" ")) for one in merges]
-    )
+    pairs = list(_implied_merges(vocabulary, gemma))
     options: dict[str, Any] = {"fuse_unk": True, "byte_fallback": True}
     if unknown is not None:
         options["unk_token"] = vocabulary.tokens[unknown]
@@ -242,9 +247,7 @@ def _add_special_tokens(
     for of_kind, special in ((SPECIAL, True), ((USER_DEFINED,), False)):
         texts = (text for text, kind in zip(vocabulary.tokens, kinds, strict=True) if kind in of_kind)
         added = [
-            AddedToken(text, normalized=False, special=special, **stripping(metadata, text))
-            for text in texts
-            if text
+            AddedToken(text, normalized=False, special=special, **stripping(metadata, text)) for text in texts
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
 

@@ -499,7 +499,7 @@ def test_a_field_without_effect_changes_no_file(row, stated, sources, tmp_path):
     assert any(name in note for note in said) == name.startswith("general.sampling.")
 
 
-def test_unknown_fields_are_named_in_one_note(sources, tmp_path):
+def test_unknown_fields_are_named_in_one_note(sources, host_llm, tmp_path):
     fields = {
         "llama.brand_new": 1,
         "tokenizer.ggml.brand_new": 2,
@@ -509,6 +509,7 @@ def test_unknown_fields_are_named_in_one_note(sources, tmp_path):
     path = rewritten(sources("llama")[1], tmp_path / "new.gguf", {**fields, "llama.block_count": 2})
     (note,) = notes_of(path)
     assert all(name in note for name in fields)
+    assert host_llm(path, plan="gpu", precision="fp16", context=64).notes.count(note) == 1
 
 
 def test_fields_of_other_programs_are_no_business_of_the_reader(sources, tmp_path):

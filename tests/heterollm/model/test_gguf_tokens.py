@@ -1,6 +1,7 @@
 """The tokenizer of GGUF files: fields that change it, and properties of tokens that files do not store."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ TEXT_CASES: dict[str, list[Seen]] = {
         Seen(less(BPE, "pre"), "qwen2", "123", ["123"], ["1", "2", "3"]),
     ],
     "tokenizer.ggml.model": [
-        Seen({**SPM, "tokenizer.ggml.merges": ["h i"]}, "gpt2", "hi", ["<s>", "\u2581", "hi"], ["hi"]),
+        Seen({**SPM, "tokenizer.ggml.merges": ["h i"]}, "gpt2", "hi", ["<s>", "\u2581hi"], ["hi"]),
     ],
     "tokenizer.ggml.bos_token_id": [
         Seen(SPM, 2, "hi", ["<s>", "\u2581hi"], ["</s>", "\u2581hi"]),
@@ -363,3 +364,32 @@ def test_masks_strip_the_white_space_before_them(tmp_path):
     tokens = [*SPM_TOKENS[:-1], "<mask>"]
     metadata = {**SPM, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.pre": "jina-v2-de"}
     assert pieces(metadata, "hi <mask>", tmp_path) == ["<s>", "\u2581hi", "<mask>"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer.ggml.tokens": [*BPE_TOKENS[:-1], "ab"]}, "'ab' twice"),
+        ({"tokenizer.ggml.tokens": [*BPE_TOKENS, "c"]}, "scores"),
+        ({"tokenizer.ggml.tokens": [7]}, "not a list"),
+        ({"tokenizer.ggml.eos_token_id": 10_000}, "eos_token_id 10000 is none of"),
+        (
+            {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True},
+            "no tokenizer.ggml.bos",
+        ),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_refused(changes, said):
+    metadata = {name: value for name, value in {**BPE, **changes}.items() if value is not None}
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        read(metadata)
+
+
+def test_empty_texts_and_whole_scores_are_read():
+    tokens = [*SPM_TOKENS[:-2], "", ""]
+    scores = [int(score) for score in SPM["tokenizer.ggml.scores"]]
+    found = read({**SPM, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores})
+    vocabulary = json.loads(str(found.tokenizer))["model"]["vocab"]
+    last = len(tokens) - 1
+    assert vocabulary[f"[EMPTY_{last}]"] == last
+    assert len(vocabulary) == len(tokens)
