@@ -26,7 +26,7 @@ from heterollm.kernels.ops import Precision
 from heterollm.llm import LLM
 from heterollm.model.stored.affine_blocks import AffineBlocks, canonical
 from heterollm.model.stored.gguf_blocks import BLOCK_TYPES, BlockType
-from heterollm.model.stored.gguf_model import smallest_format
+from heterollm.model.stored.gguf_config import smallest_format
 from heterollm.text.likelihood import top_1_agreement
 
 ROOT: Final = Path(__file__).resolve().parents[1]

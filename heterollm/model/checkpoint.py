@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 from collections.abc import Callable, Iterable
@@ -21,10 +22,12 @@ from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
 from heterollm.model.lora import LoraAdapter
 from heterollm.model.stored import (
+    GgufTensors,
     PackedLinears,
     PackedTensor,
     StoredTensors,
     canonical,
+    foreign_format,
     gguf_folder,
     is_gguf,
     open_gguf,
@@ -36,23 +39,9 @@ __all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
 
+HEAD = "lm_head.weight"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-OTHER_FORMATS = (
-    (".gguf", "a GGUF file, llama.cpp's format", "Name the file itself."),
-    (
-        ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
-        "part of a LoRA adapter",
-        "Name the model, and the adapter with --lora.",
-    ),
-    (
-        (".bin", ".pt", ".pth", ".ckpt"),
-        "a PyTorch file",
-        "Convert it with transformers: from_pretrained, then save_pretrained.",
-    ),
-)
-"""Endings of file names, the format and the next step, for folders without a checkpoint."""
 
 LISTED_NAMES = 3
 ALIKE = 0.85
@@ -97,22 +86,9 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
     return hub_folder(str(name), weights=weights)
 
 
-def other_format(path: Path) -> CheckpointError | None:
-    """Return the error of a file, or of a folder with one, whose format heterollm does not read."""
-    try:
-        found = sorted(path.iterdir()) if path.is_dir() else [path]
-    except OSError:
-        found = []
-    for file in found:
-        for ending, kind, convert in OTHER_FORMATS:
-            if file.name.endswith(ending):
-                return CheckpointError(f"{file} is {kind}. Only safetensors are read.", fix=convert)
-    return None
-
-
 def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
     """Return the error of a file, or of a folder without weights; it names another format found there."""
-    return other_format(path) or CheckpointError(f"{path} {lack}", fix=fix)
+    return foreign_format(path) or CheckpointError(f"{path} {lack}", fix=fix)
 
 
 class Checkpoint:
@@ -153,11 +129,17 @@ class Checkpoint:
                 "Only safetensors are read: convert other formats with transformers' save_pretrained.",
             )
         if self._stored is None:
+            self._name_tied_embedding()
             self._add_packed()
         self.adapter = None if lora is None else LoraAdapter(lora)
         if self.adapter is not None:
             self.adapter.check({name: self.shape(name) for name in self.names})
             self._hashed_paths += self.adapter.paths
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Assumptions about a GGUF file's metadata, and fields that have no effect here."""
+        return self._stored.notes if isinstance(self._stored, GgufTensors) else ()
 
     @property
     def file_bytes(self) -> int:
@@ -276,6 +258,12 @@ class Checkpoint:
                 "changes tensors that the model does not compute with",
                 set(self.adapter.factors) - set(expected),
             )
+        head = head_name(config)
+        if config.tie_word_embeddings and head in self.names and not self._harmless(config, head):
+            raise CheckpointError(
+                f"{self.folder} ties {head} to {embedding_name(config)}, but holds two different tensors.",
+                fix="Set tie_word_embeddings to false in config.json; transformers does not tie them either.",
+            )
         _refuse(
             self.folder,
             "has tensors that a model as in its config.json has no place for",
@@ -351,6 +339,20 @@ class Checkpoint:
             shards.setdefault(shard, []).append(name)
         for shard, names in sorted(shards.items()):
             self._add_file(shard, names)
+
+    def _name_tied_embedding(self) -> None:
+        """Give an embedding that a file has under the name of the tied head alone its own name.
+
+        transformers loads such checkpoints too: it ties in either direction.
+        """
+        if HEAD not in self._files or not (self.folder / "config.json").is_file():
+            return
+        config = ModelConfig.from_folder(self.folder)
+        name = embedding_name(config)
+        if config.tie_word_embeddings and name not in self._files:
+            file = self._files.pop(HEAD)
+            entries = {**file.entries, name: file.entries[HEAD]}
+            self._files[name] = dataclasses.replace(file, entries=entries)
 
     def _add_packed(self) -> None:
         """Replace the packed tensors of quantised linears by the weights that they stand for."""

@@ -20,6 +20,7 @@ from heterollm.model.families import FAMILIES, unsupported
 from heterollm.model.family import Family
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.rope_config import RopeConfig, read_ropes, read_rotary_dim
+from heterollm.model.stored import refuse_foreign_weights
 from heterollm.model.stored_formats import StoredFormats, read_stored_formats
 
 __all__ = ["LayerConfig", "ModelConfig"]
@@ -156,7 +157,9 @@ class ModelConfig:
             )
         generation_path = path.with_name("generation_config.json")
         generation = read_json_object(generation_path) if generation_path.is_file() else {}
-        return cls.from_dict(read_json_object(path), generation)
+        values = read_json_object(path)
+        refuse_foreign_weights(path.parent, values)
+        return cls.from_dict(values, generation)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -14,13 +14,13 @@ from typing import Any, Final, Literal, NamedTuple
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.data import BUNDLED_NAME
 from heterollm.kernels.ops import Precision, Scales
-from heterollm.model.checkpoint import checkpoint_folder, other_format
+from heterollm.model.checkpoint import checkpoint_folder
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import unsupported
 from heterollm.model.hub import is_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.shape import ModelShape, model_shape, read_config
-from heterollm.model.stored import gguf_folder, is_gguf
+from heterollm.model.stored import foreign_format, gguf_folder, is_gguf
 
 __all__ = ["KNOWN_MODELS", "KnownModel", "ModelSize", "default_shapes", "find_model"]
 
@@ -286,7 +286,7 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
         by_name = not path.exists() and (text == BUNDLED_NAME or ("/" in text and is_hub_name(text)))
         if by_name:
             path = checkpoint_folder(name_or_path, weights=False)
-        if path.exists() and not (path / "config.json").is_file() and (other := other_format(path)):
+        if path.exists() and not (path / "config.json").is_file() and (other := foreign_format(path)):
             raise other
         if path.is_dir():
             name = text if by_name else path.resolve().name

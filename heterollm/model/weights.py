@@ -212,9 +212,9 @@ def load_weights(
     dtype = np.dtype(float_dtype)
     float_bits: Literal[16, 32] = 32 if dtype == np.float32 else 16
     specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)
-    notes: tuple[str, ...] = ()
+    notes = checkpoint.notes
     if stored_formats(config, precision, scales) is None:
-        notes = tuple(shortened_blocks((*specs, *_expert_linears(config, specs)), group_size))
+        notes += tuple(shortened_blocks((*specs, *_expert_linears(config, specs)), group_size))
     for note in notes:
         logger.warning("%s", note)
     formats = _formats(config, specs)

@@ -1,0 +1,1 @@
+from .gguf import GGUF_FIELDS as GGUF_FIELDS

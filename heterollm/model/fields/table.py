@@ -17,7 +17,8 @@ class Field:
     """A field that the format's own reader knows.
 
     Args:
-        name: Name, with a dot before a field of a section; ``*`` stands for any characters.
+        name: Name, with a dot before a field of a section; ``*`` stands for any characters, ``{arch}`` for
+            the architecture of the file.
         effect: Whether it is read, has no effect on the results here, or is refused.
         meaning: Meaning of the field; for ``none`` and ``refused`` the reason.
         source: Place where the format's own reader defines it.
@@ -53,7 +54,7 @@ class FieldTable:
             kind: Model type or architecture of the file.
         """
         known = (one for one in self.fields if not one.only or kind in one.only)
-        return next((one for one in known if one.name == name or fnmatchcase(name, one.name)), None)
+        return next((one for one in known if fnmatchcase(name, one.name.replace("{arch}", kind))), None)
 
     def check(self, values: Mapping[str, Any], where: str, kind: str = "") -> tuple[str, ...]:
         """Refuse a file with a field that would be computed wrongly; return a note about unknown fields.

@@ -1,9 +1,12 @@
 from .affine_blocks import STORED_VERSION as STORED_VERSION
 from .affine_blocks import canonical as canonical
+from .foreign_formats import foreign_format as foreign_format
+from .foreign_formats import refuse_foreign_weights as refuse_foreign_weights
 from .gguf_file import is_gguf as is_gguf
 from .gguf_folder import GGUF_FOLDERS as GGUF_FOLDERS
 from .gguf_folder import gguf_folder as gguf_folder
 from .gguf_folder import open_gguf as open_gguf
+from .gguf_model import GgufTensors as GgufTensors
 from .packed_linears import PackedLinears as PackedLinears
 from .packed_linears import PackedTensor as PackedTensor
 from .stored_tensors import StoredTensors as StoredTensors

@@ -170,6 +170,8 @@ OTHER_TYPES: Final[Mapping[int, str]] = MappingProxyType(
         34: "TQ1_0",
         35: "TQ2_0",
         39: "MXFP4",
+        40: "NVFP4",
+        41: "Q1_0",
     }
 )
 """Names of other types, for the message that refuses them."""

@@ -7,6 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, UnsupportedModelError, round_up
+from heterollm.model.stored.foreign_formats import foreign_format
 from heterollm.model.stored.gguf_blocks import BLOCK_TYPES, OTHER_TYPES
 
 __all__ = ["GgufEntry", "GgufFile", "is_gguf"]
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
+VERSIONS_BIG_ENDIAN: Final = (0x0100, 0x0200, 0x0300)
+"""Upper halves of versions 1 to 3, read in the wrong order of bytes."""
+PART: Final = re.compile(r"-\d{5}-of-(\d{5})$")
 SCALARS: Final[Mapping[int, struct.Struct]] = MappingProxyType(
     {
         number: struct.Struct(f"<{kind}")
@@ -82,10 +87,11 @@ class GgufFile:
         reader = _Reader(path, data)
         try:
             metadata = reader.metadata()
-            if metadata.get("split.count", 1) not in (0, 1):
+            parts = metadata.get("split.count", 1)
+            if parts not in (0, 1):
                 raise UnsupportedModelError(
-                    f"{path} is one of {metadata['split.count']!r:.20} parts of a GGUF file.",
-                    fix="Join them with `llama-gguf-split --merge`.",
+                    f"{path} is one of {parts!r:.20} parts of a GGUF file (split.count).",
+                    fix=f"Join them: `llama-gguf-split --merge {_first_part(path)} WHOLE.gguf`.",
                 )
             entries = reader.entries(metadata.get("general.alignment", 32))
         except struct.error:
@@ -93,6 +99,39 @@ class GgufFile:
         except UnicodeDecodeError:
             reader.fail("a text in it is not UTF-8")
         return cls(path, metadata, entries, reader.position, data)
+
+    def own(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 - any metadata
+        """Return the metadata ``<architecture>.<name>``."""
+        return self.metadata.get(f"{self.metadata['general.architecture']}.{name}", default)
+
+    def count(self, name: str, other: str = "", default: int | None = None) -> int:
+        """Return a whole number above 0 of the architecture; a list, one for each layer, must repeat it.
+
+        Raises:
+            CheckpointError: The number is missing or not possible.
+        """
+        value = self.own(name, self.own(other, default))
+        if isinstance(value, list) and value and all(one == value[0] for one in value):
+            value = value[0]
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise self._wrong(name, value, "a whole number above 0")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a finite number of the architecture that is not negative.
+
+        Raises:
+            CheckpointError: The number is missing or not possible.
+        """
+        value = self.own(name, default)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise self._wrong(name, value, "a number that is not negative")
+        return float(value)
+
+    def _wrong(self, name: str, value: object, expected: str) -> CheckpointError:
+        said = "is missing" if value is None else f"is {value!r:.40}"
+        stated = self.metadata["general.architecture"]
+        return CheckpointError(f"{self.path}: {stated}.{name} {said}; expected {expected}.")
 
     def bits(self, name: str) -> NDArray[np.uint8]:
         """Return a read-only view of the bytes of a tensor, ``[rows, bytes of a row]``."""
@@ -109,6 +148,11 @@ def is_gguf(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False
+
+
+def _first_part(path: Path) -> str:
+    """Return the name of the first of the parts of a split file."""
+    return PART.sub(r"-00001-of-\1", path.stem) + path.suffix
 
 
 class _Reader:
@@ -128,9 +172,23 @@ class _Reader:
 
     def metadata(self) -> dict[str, Any]:
         if bytes(self._buffer[:4]) != MAGIC:
+            foreign = foreign_format(self._path)
+            if foreign is not None:
+                raise foreign
             self.fail("it does not begin with GGUF")
         self.position = 4
         version = self._number("I")
+        if version >> 16 in VERSIONS_BIG_ENDIAN and not version & 0xFFFF:
+            raise UnsupportedModelError(
+                f"{self._path} is a big-endian GGUF file, for machines such as IBM Z; only little-endian "
+                "ones are read.",
+                fix="Convert it with `gguf-convert-endian FILE little`, or take a file for common machines.",
+            )
+        if version == 1:
+            raise UnsupportedModelError(
+                f"{self._path} is a GGUF file of version 1, of August 2023; versions 2 and 3 are read.",
+                fix="Take a newer file of the model, or the Hugging Face checkpoint.",
+            )
         if version not in VERSIONS:
             self.fail(f"its version is {version}, not one of {VERSIONS}")
         self._tensors, pairs = self._number("Q"), self._number("Q")
@@ -138,7 +196,7 @@ class _Reader:
         self._check_count("pairs", pairs, SMALLEST_PAIR)
         found: dict[str, Any] = {}
         for _ in range(pairs):
-            name = self._text(LONGEST_NAME)
+            name = self._name()
             if name in found:
                 self.fail(f"it states {name!r:.80} twice")
             found[name] = self._value(self._number("I"), name)
@@ -164,7 +222,7 @@ class _Reader:
         return found
 
     def _tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
-        name = self._text(LONGEST_NAME)
+        name = self._name()
         count = self._number("I")
         if not 1 <= count <= MOST_DIMENSIONS:
             self.fail(f"tensor {name!r:.80} has {count} dimensions")
@@ -208,6 +266,12 @@ class _Reader:
         (value,) = struct.unpack_from(f"<{kind}", self._buffer, self.position)
         self.position += struct.calcsize(f"<{kind}")
         return int(value)
+
+    def _name(self) -> str:
+        name = self._text(LONGEST_NAME)
+        if not name.isprintable():  # messages show it
+            self.fail(f"it has the name {name!r:.80}")
+        return name
 
     def _text(self, longest: int | None = None) -> str:
         (length,) = LENGTH.unpack_from(self._buffer, self.position)

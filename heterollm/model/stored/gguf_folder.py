@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from heterollm.base import CheckpointError, atomic_path, cache_root, parse_json
+from heterollm.model.stored.gguf_config import check_metadata, gguf_config, gguf_generation
 from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_model import GgufTensors, gguf_config
+from heterollm.model.stored.gguf_model import GgufTensors
 from heterollm.model.stored.gguf_tokenizer import gguf_tokenizer
 
 __all__ = ["GGUF_FOLDERS", "gguf_folder", "open_gguf"]
@@ -22,7 +23,7 @@ GGUF_FOLDERS: Final = "gguf"
 """Subfolder of the cache."""
 
 SOURCE: Final = "gguf.json"
-FOLDER_VERSION: Final = 3
+FOLDER_VERSION: Final = 4
 """Part of each folder's name; raise it when equal files would give other files."""
 
 
@@ -53,26 +54,28 @@ def open_gguf(folder: Path) -> GgufTensors | None:
     if not source.is_file():
         return None
     try:
-        return GgufTensors(GgufFile.open(Path(parse_json(source.read_bytes())["file"])))
+        stated = parse_json(source.read_bytes())
+        return GgufTensors(GgufFile.open(Path(stated["file"])), tuple(map(str, stated["notes"])))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{source} is damaged: {error}.", fix="Delete its folder.") from error
 
 
 def _write(file: GgufFile, folder: Path) -> None:
     """Write all files, the source last: a folder that has it is whole."""
-    config = gguf_config(file)
+    notes = check_metadata(file)
+    config, generation = gguf_config(file), gguf_generation(file)
     GgufTensors(file)
     found = gguf_tokenizer(file.path, file.metadata)
-    if found is not None:
-        tokenizer, tokenizer_config, ends = found
-        config["eos_token_id"] = list(dict.fromkeys([*config["eos_token_id"], *ends]))
-        _put(folder / "tokenizer.json", tokenizer)
-        _put(folder / "tokenizer_config.json", tokenizer_config)
+    if found.tokenizer is not None:
+        _put(folder / "tokenizer.json", found.tokenizer)
+        _put(folder / "tokenizer_config.json", found.config)
     try:
-        _put(folder / "config.json", config)
+        _put(folder / "config.json", config | found.ids)
+        if generation:
+            _put(folder / "generation_config.json", generation | found.ids)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: a number in its metadata is not finite.") from error
-    _put(folder / SOURCE, {"file": str(file.path)})
+    _put(folder / SOURCE, {"file": str(file.path), "notes": [*notes, *found.notes]})
 
 
 def _put(path: Path, content: str | dict[str, Any]) -> None:

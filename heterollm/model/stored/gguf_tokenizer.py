@@ -6,71 +6,49 @@ the file's own rule, and its function is private.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.model.stored.gguf_text_rules import DEFAULT_RULE, RULES, Rule
+from heterollm.model.stored.gguf_tokens import (
+    NORMAL,
+    SPECIAL,
+    USER_DEFINED,
+    end_texts,
+    stripping,
+    token_kinds,
+)
 
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["gguf_tokenizer"]
+__all__ = ["GgufTokenizer", "gguf_tokenizer"]
 
-CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-ENDING: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LETTERS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-LLAMA3: Final = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{SIGNS}|{ENDING}"
-QWEN2: Final = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{SIGNS}|{ENDING}"
-UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-WORDS: Final = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*")
-SYMBOLS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-TEKKEN: Final = rf"{WORDS[0]}|{WORDS[1]}|\p{{N}}|{SYMBOLS}|{ENDING}"
-GPT4O: Final = rf"{WORDS[0]}{CONTRACTIONS}?|{WORDS[1]}{CONTRACTIONS}?|\p{{N}}{{1,3}}|{SYMBOLS}|{ENDING}"
+SPACE: Final = "\u2581"
+ENDS: Final = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Metadata with the ids of tokens that end an answer."""
+SENTENCEPIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}
+"""Ids that llama.cpp takes where a file of kind ``llama`` states none."""
 
 
-class Rule(NamedTuple):
-    """The division of a text before byte-pair encoding.
+class GgufTokenizer(NamedTuple):
+    """The tokenizer of a file.
 
     Args:
-        pattern: Pieces that it finds.
-        digits: Whether digits are separated first.
-        whole: Whether pieces of the vocabulary stay whole, whatever the merges.
-        begins: Whether a text begins with BOS if the metadata does not say.
+        tokenizer: Content of ``tokenizer.json``; None without tokens.
+        config: Content of ``tokenizer_config.json``.
+        ids: Fields of ``config.json`` and ``generation_config.json``.
+        notes: Assumptions, for the user.
     """
 
-    pattern: str
-    digits: bool = False
-    whole: bool = False
-    begins: bool = False
-
-
-RULES: Final[Mapping[str, Rule]] = MappingProxyType(
-    {
-        **dict.fromkeys(("gpt-2", "phi-2", "olmo"), Rule(GPT2)),
-        **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Rule(GPT2, digits=True)),
-        **dict.fromkeys(
-            ("llama3", "llama-v3", "llama-bpe", "falcon3"), Rule(LLAMA3, whole=True, begins=True)
-        ),
-        **dict.fromkeys(("smaug-bpe", "dbrx"), Rule(LLAMA3)),
-        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Rule(QWEN2)),
-        "tekken": Rule(TEKKEN, whole=True, begins=True),
-        **dict.fromkeys(("gpt-4o", "llama4"), Rule(GPT4O)),
-    }
-)
-"""Values of ``tokenizer.ggml.pre``, as in llama.cpp's ``llama-vocab.cpp``."""
-
-CONTROL: Final = 3
-USER_DEFINED: Final = 4
-SPACE: Final = "\u2581"
-END_TEXTS: Final = frozenset(
-    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
-)
-"""Control tokens that end an answer, whatever the metadata says, as in llama.cpp."""
+    tokenizer: str | None
+    config: dict[str, Any]
+    ids: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 class Vocabulary(NamedTuple):
@@ -83,8 +61,8 @@ class Vocabulary(NamedTuple):
     merges: Sequence[str] | None
 
 
-def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[int]] | None:
-    """Return ``tokenizer.json``, ``tokenizer_config.json`` and the ids of END_TEXTS; None without tokens.
+def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
+    """Return the tokenizer in a file's metadata.
 
     Raises:
         CheckpointError: The metadata contradicts itself.
@@ -92,57 +70,91 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> tuple[str, dict[s
     """
     model = metadata.get("tokenizer.ggml.model", "none")
     if model in ("none", "no_vocab"):
-        return None
+        stated = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", *ENDS)}
+        return GgufTokenizer(None, {}, _ids(stated, []))
     vocabulary = _vocabulary(path, metadata)
+    names = ("bos", "unknown", "padding", *ENDS)
+    ids = {name: _id(vocabulary, metadata, name, model) for name in names}
+    notes: tuple[str, ...] = ()
     if model == "gpt2":
-        rule = _rule(path, metadata.get("tokenizer.ggml.pre"))
+        rule, notes = _rule(path, metadata.get("tokenizer.ggml.pre"))
         tokenizer, begins = _byte_level(vocabulary, rule), rule.begins
     elif model == "llama":
         gemma = str(metadata.get("general.architecture", "")).startswith("gemma")
         prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", not gemma))
-        tokenizer, begins = (
-            _sentencepiece(vocabulary, _id(vocabulary, metadata, "unknown"), prefix, gemma),
-            True,
-        )
+        tokenizer, begins = _sentencepiece(vocabulary, ids["unknown"], prefix, gemma), True
     else:
         raise UnsupportedModelError(f"{path}: a tokenizer of kind {model!r:.40} is not supported.")
-    _add_special_tokens(tokenizer, vocabulary)
+    _add_special_tokens(tokenizer, vocabulary, metadata)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     for name, own in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = _id(vocabulary, metadata, own)
+        index = ids[own]
         if index is not None:
             config[f"{name}_token"] = vocabulary.tokens[index]
-    if metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in config:
-        _begin_with(tokenizer, config["bos_token"], int(metadata["tokenizer.ggml.bos_token_id"]))
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str) and template:
+    begins = metadata.get("tokenizer.ggml.add_bos_token", begins)
+    if begins and ids["bos"] is None and "tokenizer.ggml.add_bos_token" in metadata:
+        raise CheckpointError(f"{path} has tokenizer.ggml.add_bos_token, but no tokenizer.ggml.bos_token_id.")
+    if begins and ids["bos"] is not None:
+        _begin_with(tokenizer, config["bos_token"], ids["bos"])
+    template = _chat_template(metadata)
+    if template is not None:
         config["chat_template"] = template
-    ends = [index for index, text in enumerate(vocabulary.tokens) if text in END_TEXTS]
-    return tokenizer.to_str(), config, ends
+    texts = end_texts(vocabulary.tokens)
+    ends = [index for index, text in enumerate(vocabulary.tokens) if text in texts]
+    return GgufTokenizer(tokenizer.to_str(), config, _ids(ids, ends), notes)
+
+
+def _ids(stated: Mapping[str, int | None], ends: Sequence[int]) -> dict[str, Any]:
+    """Return the token ids of ``config.json``."""
+    found = [stated[name] for name in ENDS if stated[name] is not None]
+    return {
+        "bos_token_id": stated["bos"],
+        "pad_token_id": stated["padding"],
+        "eos_token_id": list(dict.fromkeys([*found, *ends])),
+    }
+
+
+def _chat_template(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """Return the chat template, or all of them by name, as in ``tokenizer_config.json``."""
+    key = "tokenizer.chat_template"
+    named = {
+        name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")
+    }
+    template = metadata.get(key)
+    if not named:
+        return template if isinstance(template, str) and template else None
+    templates = {**({"default": template} if template else {}), **named}
+    return [{"name": name, "template": str(text)} for name, text in templates.items()]
 
 
 def _vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
-    def listed(name: str, kind: type, default: list[Any] | None) -> list[Any]:
+    def listed(name: str, kind: type | UnionType, default: list[Any] | None) -> list[Any]:
         value = metadata.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
-            raise CheckpointError(f"{path}: tokenizer.ggml.{name} is not a list of {kind.__name__}.")
+            raise CheckpointError(f"{path}: tokenizer.ggml.{name} is not a list of {kind}.")
         return value
 
-    tokens = listed("tokens", str, None)
-    scores, kinds = listed("scores", float, [0.0] * len(tokens)), listed("token_type", int, [1] * len(tokens))
+    # llama.cpp gives empty texts this one, too.
+    tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(listed("tokens", str, None))]
+    scores = listed("scores", float | int, [0.0] * len(tokens))
+    kinds = listed("token_type", int, [NORMAL] * len(tokens))
     if not tokens or {len(scores), len(kinds)} != {len(tokens)}:
         raise CheckpointError(f"{path}: {len(tokens)} tokens, {len(scores)} scores and {len(kinds)} types.")
+    if len(set(tokens)) != len(tokens):
+        twice = next(text for text, count in Counter(tokens).items() if count > 1)
+        raise CheckpointError(f"{path}: tokenizer.ggml.tokens has {twice!r:.40} twice.")
     merges = listed("merges", str, None) if "tokenizer.ggml.merges" in metadata else None
     return Vocabulary(path, tokens, scores, kinds, merges)
 
 
-def _id(vocabulary: Vocabulary, metadata: Mapping[str, Any], name: str) -> int | None:
+def _id(vocabulary: Vocabulary, metadata: Mapping[str, Any], name: str, model: object) -> int | None:
     index = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if index is None:
-        return None
+        default = SENTENCEPIECE_IDS.get(name) if model == "llama" else None
+        return default if default is not None and default < len(vocabulary.tokens) else None
     if type(index) is not int or not 0 <= index < len(vocabulary.tokens):
         raise CheckpointError(
             f"{vocabulary.path}: {name}_token_id {index!r:.40} is none of {len(vocabulary.tokens)} tokens."
@@ -150,25 +162,35 @@ def _id(vocabulary: Vocabulary, metadata: Mapping[str, Any], name: str) -> int |
     return index
 
 
-def _rule(path: Path, name: object) -> Rule:
+def _rule(path: Path, name: object) -> tuple[Rule, tuple[str, ...]]:
+    """Return a rule, and a note about one that the file does not state."""
+    if name in (None, "", "default"):
+        return DEFAULT_RULE, (
+            f"{path.name} does not say how its tokenizer divides texts (tokenizer.ggml.pre): llama.cpp's "
+            "default rule is used, and answers may be worse.",
+        )
     rule = RULES.get(name) if isinstance(name, str) else None
     if rule is None:
         raise UnsupportedModelError(
             f"{path}: its tokenizer divides texts by the rule {name!r:.40}, which heterollm does not know.",
             fix=f"Known are {', '.join(RULES)}. Take another file, or the Hugging Face checkpoint.",
         )
-    return rule
+    return rule, ()
 
 
 def _byte_level(vocabulary: Vocabulary, rule: Rule) -> tokenizers.Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+    if vocabulary.merges is None and any(
+        kind == NORMAL and len(text) > 1
+        for text, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    ):
+        raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.merges.", fix="Download it again.")
     pairs = [tuple(merge.split(" ")) for merge in vocabulary.merges or ()]
     tokenizer = Tokenizer(_bpe(models, vocabulary, pairs, ignore_merges=rule.whole))
-    split = pre_tokenizers.Split(Regex(rule.pattern), behavior="isolated")
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if rule.digits else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, split, bytes_only])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -178,12 +200,7 @@ def _sentencepiece(
 ) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    merges = vocabulary.merges
-    pairs = (
-        list(_implied_merges(vocabulary, gemma))
-        if merges is None
-        else [tuple(one.split(" ")) for one in merges]
-    )
+    pairs = list(_implied_merges(vocabulary, gemma))
     options: dict[str, Any] = {"fuse_unk": True, "byte_fallback": True}
     if unknown is not None:
         options["unk_token"] = vocabulary.tokens[unknown]
@@ -221,12 +238,17 @@ def _implied_merges(vocabulary: Vocabulary, gemma: bool) -> Iterator[tuple[str, 
         yield from sorted(found, key=lambda pair: (places[pair[0]], places[pair[1]]))
 
 
-def _add_special_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+def _add_special_tokens(
+    tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any]
+) -> None:
     from tokenizers import AddedToken
 
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        texts = (text for text, own in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if own == kind)
-        added = [AddedToken(text, normalized=False, special=special) for text in texts if text]
+    kinds = tuple(token_kinds(vocabulary.tokens, vocabulary.kinds))
+    for of_kind, special in ((SPECIAL, True), ((USER_DEFINED,), False)):
+        texts = (text for text, kind in zip(vocabulary.tokens, kinds, strict=True) if kind in of_kind)
+        added = [
+            AddedToken(text, normalized=False, special=special, **stripping(metadata, text)) for text in texts
+        ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
 
 

@@ -36,3 +36,9 @@ def test_a_refused_field_is_named_with_value_and_reason(value: object) -> None:
 def test_a_field_of_some_kinds_is_refused_for_these() -> None:
     with pytest.raises(UnsupportedModelError, match="alibi"):
         TABLE.check({"alibi": 1}, "a.json", "bloom")
+
+
+def test_the_architecture_is_part_of_a_name() -> None:
+    table = FieldTable("made up", (Field("{arch}.size", "read", "the size", "a page"),))
+    assert table.check({"llama.size": 3}, "a.gguf", "llama") == ()
+    assert "qwen2.size" in table.check({"qwen2.size": 3}, "a.gguf", "llama")[0]

@@ -462,9 +462,9 @@ def test_a_sentencepiece_tokenizer_joins_the_best_tokens(checkpoint, tmp_path):
     writer.close()
     from heterollm.model.stored.gguf_tokenizer import gguf_tokenizer
 
-    tokenizer, config, _ = gguf_tokenizer(path, GgufFile.open(path).metadata)
-    (tmp_path / "tokenizer.json").write_text(tokenizer)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = gguf_tokenizer(path, GgufFile.open(path).metadata)
+    (tmp_path / "tokenizer.json").write_text(found.tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(found.config))
     own = Tokenizer.from_folder(tmp_path)
     known = {token: scores[tokens.index(token)] for token in pieces}
     for _ in range(50):
@@ -531,7 +531,7 @@ def written(path, data):
         ({"general.architecture": "phimoe", "phimoe.expert_count": 8}, "architecture 'phimoe' with experts"),
         (
             {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_gating_func": 2},
-            "function 2",
+            "llama.expert_gating_func = 2",
         ),
         ({"split.count": 3}, "one of 3 parts"),
         ({"llama.rope.scaling.type": "su"}, "RoPE scaling 'su'"),

@@ -1,0 +1,337 @@
+"""The hyperparameters of GGUF files, for each architecture."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from heterollm.model.fields.gguf_rows import ARCHITECTURE, CONTEXT, MODEL, NAMES, PACKAGE, read, rows
+
+GEMMAS: Final = frozenset({"gemma2", "gemma3"})
+WINDOWED: Final = GEMMAS | {"phi3"}
+NORMALIZED: Final = frozenset({"llama", "qwen3moe"})
+OFF: Final = (0, 0.0, False)
+ONE: Final = (*OFF, 1, 1.0)
+
+SIZES: Final = (
+    read(".context_length", "longest context"),
+    read(".embedding_length", "width of the residual stream"),
+    read(".block_count", "layers"),
+    read(".feed_forward_length", "width of the feed-forward network; a list must repeat one number"),
+    read(".attention.head_count", "query heads; a list must repeat one number"),
+    read(".attention.head_count_kv", "key heads, the query heads if absent; a list must repeat one number"),
+    read(".attention.key_length", "width of a head, embedding_length / head_count if absent"),
+    read(".attention.value_length", "width of a value, which must be key_length"),
+    read(".attention.layer_norm_rms_epsilon", "number added in norms; required", ARCHITECTURE),
+    *rows("none", "rows of the token embedding, whose shape states it", MODEL, ".vocab_size"),
+    *rows(
+        "refused",
+        "heads of another width in layers with a window; key_length passes",
+        MODEL,
+        ".attention.key_length_swa",
+        ".attention.value_length_swa",
+    ),
+    *rows(
+        "refused", "an output of another width than the stream", MODEL, ".embedding_length_out", neutral=OFF
+    ),
+)
+
+ATTENTION: Final = (
+    read(
+        ".attention.sliding_window",
+        "window; 0 for none. llama.cpp ignores Phi-3's, whose older files have "
+        "wrong numbers; absent in Gemma 2: 4096",
+        ARCHITECTURE,
+        WINDOWED,
+    ),
+    read(
+        ".attention.sliding_window_pattern",
+        "every n-th layer sees all positions, or a flag for each layer; "
+        "2 in Gemma 2 and 6 in Gemma 3 if absent",
+        ARCHITECTURE,
+        GEMMAS,
+    ),
+    *rows(
+        "refused",
+        "a window that llama.cpp ignores in this architecture; one of context_length passes",
+        ARCHITECTURE,
+        ".attention.sliding_window",
+        neutral=OFF,
+    ),
+    *rows(
+        "refused",
+        "windows in some layers, which llama.cpp ignores in this architecture",
+        ARCHITECTURE,
+        ".attention.sliding_window_pattern",
+    ),
+    read(
+        ".attn_logit_softcapping",
+        "soft cap of attention scores, 50 if absent",
+        "models/gemma2.cpp",
+        frozenset({"gemma2"}),
+    ),
+    read(
+        ".final_logit_softcapping",
+        "soft cap of the logits; absent: 30 in Gemma 2, none in Gemma 3",
+        "models/gemma2.cpp, gemma3.cpp",
+        GEMMAS,
+    ),
+    *rows(
+        "refused",
+        "soft caps that llama.cpp ignores in this architecture",
+        NAMES,
+        ".attn_logit_softcapping",
+        ".final_logit_softcapping",
+        ".router_logit_softcapping",
+        neutral=OFF,
+    ),
+    *rows("refused", "attention in both directions", MODEL, ".attention.causal", neutral=(True,)),
+    *rows(
+        "refused",
+        "a scale that no supported architecture has; Gemma's follows from the layers' count",
+        NAMES,
+        ".attention.scale",
+        ".attention.output_scale",
+        ".attention.value_scale",
+        ".embedding_scale",
+        ".residual_scale",
+        ".logit_scale",
+        neutral=ONE,
+    ),
+    *rows(
+        "refused",
+        "a change of attention that no supported architecture has",
+        NAMES,
+        ".attention.clamp_kqv",
+        ".attention.max_alibi_bias",
+        ".attention.temperature_length",
+        ".attention.temperature_scale",
+        ".attention.shared_kv_layers",
+        ".attention.relative_buckets_count",
+        ".attention.q_lora_rank",
+        ".attention.kv_lora_rank",
+        ".attention.decay_lora_rank",
+        ".attention.iclr_lora_rank",
+        ".attention.value_residual_mix_lora_rank",
+        ".attention.gate_lora_rank",
+        ".attention.output_lora_rank",
+        ".attention.output_group_count",
+        ".attention.key_length_mla",
+        ".attention.value_length_mla",
+        ".attention.indexer.*",
+        ".attention.compress_rope_freq_base",
+        ".attention.compress_ratios",
+        ".attention.recurrent_layers",
+        ".full_attention_interval",
+        neutral=OFF,
+    ),
+    *rows(
+        "none",
+        "number added in norms of another kind than RMS, which no supported architecture has",
+        NAMES,
+        ".attention.layer_norm_epsilon",
+        ".attention.group_norm_epsilon",
+        ".attention.group_norm_groups",
+    ),
+)
+
+ROPE: Final = (
+    read(".rope.dimension_count", "elements of a head that RoPE rotates, key_length if absent"),
+    read(".rope.freq_base", "base of the frequencies, 10000 if absent"),
+    read(
+        ".rope.freq_base_swa",
+        "base in layers with a window, 10000 if absent",
+        "models/gemma3.cpp",
+        frozenset({"gemma3"}),
+    ),
+    read(".rope.scaling.type", "none, linear, yarn or longrope; linear if absent"),
+    read(".rope.scaling.factor", "factor of linear and yarn; absent or 0: 1"),
+    read(".rope.scale_linear", "older name of rope.scaling.factor, which comes first"),
+    read(".rope.scaling.original_context_length", "context before the extension, context_length if absent"),
+    read(".rope.scaling.attn_factor", "factor of cosine and sine, beside YaRN's own; 1 if absent", CONTEXT),
+    read(
+        ".rope.scaling.yarn_beta_fast",
+        "beta_fast of the checkpoint, 32 if absent; llama.cpp ignores it in "
+        "these architectures, whose converter writes it",
+        "conversion/base.py",
+    ),
+    read(
+        ".rope.scaling.yarn_beta_slow",
+        "beta_slow of the checkpoint, 1 if absent; as yarn_beta_fast",
+        "conversion/base.py",
+    ),
+    read(
+        ".rope.scaling.yarn_attn_factor",
+        "attention_factor of the checkpoint, in place of YaRN's own; as yarn_beta_fast",
+        "conversion/base.py",
+    ),
+    *rows(
+        "refused",
+        "an extrapolation by a part, of which transformers and llama.cpp know none here",
+        CONTEXT,
+        ".rope.scaling.yarn_ext_factor",
+        neutral=(1, 1.0, -1, -1.0),
+    ),
+    *rows(
+        "refused",
+        "an attention factor of DeepSeek's form",
+        CONTEXT,
+        ".rope.scaling.yarn_log_multiplier",
+        neutral=OFF,
+    ),
+    *rows("none", "whether the model was trained with the scaling", MODEL, ".rope.scaling.finetuned"),
+    *rows("refused", "NTK scaling of Hunyuan", MODEL, ".rope.scaling.alpha", neutral=OFF),
+    *rows(
+        "refused",
+        "RoPE over several axes",
+        NAMES,
+        ".rope.dimension_sections",
+        neutral=([], [0, 0, 0], [0, 0, 0, 0]),
+    ),
+    *rows(
+        "refused",
+        "RoPE that differs between layers; the value of all layers passes",
+        MODEL,
+        ".rope.dimension_count_swa",
+        ".rope.freq_base_swa",
+    ),
+)
+
+EXPERTS: Final = (
+    read(".expert_count", "experts; 0 for none"),
+    read(".expert_used_count", "experts that compute a token"),
+    read(
+        ".expert_feed_forward_length",
+        "width of an expert, feed_forward_length / expert_used_count if absent",
+        "models/qwen3moe.cpp",
+        frozenset({"qwen3moe"}),
+    ),
+    *rows(
+        "none",
+        "width of an expert, which the shapes of its tensors state",
+        NAMES,
+        ".expert_feed_forward_length",
+    ),
+    *rows(
+        "refused",
+        "weights of experts that are not divided by their sum",
+        "models: build_moe_ffn",
+        ".expert_weights_norm",
+        neutral=(True,),
+        only=NORMALIZED,
+    ),
+    *rows(
+        "refused",
+        "weights of experts that are divided by their sum",
+        "models: build_moe_ffn",
+        ".expert_weights_norm",
+        neutral=(False,),
+    ),
+    *rows(
+        "refused",
+        "scores of experts by another function than softmax",
+        "models: build_moe_ffn",
+        ".expert_gating_func",
+        neutral=(0, 1),
+    ),
+    *rows(
+        "refused",
+        "a scale of the experts' weights",
+        "models: build_moe_ffn",
+        ".expert_weights_scale",
+        neutral=ONE,
+    ),
+    *rows("refused", "groups of experts", MODEL, ".expert_group_count", neutral=(0, 1)),
+    *rows(
+        "none", "groups that are used, where expert_group_count states any", MODEL, ".expert_group_used_count"
+    ),
+    *rows(
+        "refused",
+        "layers or experts of further kinds",
+        NAMES,
+        ".expert_shared_count",
+        ".expert_shared_feed_forward_length",
+        ".expert_chunk_feed_forward_length",
+        ".expert_group_scale",
+        ".experts_per_group",
+        ".leading_dense_block_count",
+        ".moe_latent_size",
+        neutral=OFF,
+    ),
+    *rows(
+        "refused",
+        "experts in some layers alone",
+        NAMES,
+        ".moe_every_n_layers",
+        ".interleave_moe_layer_step",
+        neutral=ONE,
+    ),
+)
+
+OTHER: Final = (
+    *rows(
+        "none",
+        "order of the rows of q and k, which is that of every Llama file",
+        "convert.py",
+        ".tensor_data_layout",
+    ),
+    *rows(
+        "refused",
+        "another activation than the architecture's",
+        NAMES,
+        ".hidden_activation",
+        neutral=("gelu", "geglu", "gelu_pytorch_tanh"),
+        only=GEMMAS,
+    ),
+    *rows(
+        "refused",
+        "another activation than the architecture's",
+        NAMES,
+        ".hidden_activation",
+        neutral=("silu", "swish", "swiglu"),
+    ),
+    *rows("none", "pooling of embeddings, of which a language model computes none", MODEL, ".pooling_type"),
+    *rows("none", "names of a classifier's outputs", MODEL, ".classifier.*"),
+    *rows(
+        "refused",
+        "a part of models that no supported architecture has",
+        NAMES,
+        ".use_parallel_residual",
+        ".nextn_predict_layers",
+        ".n_deepstack_layers",
+        ".deepstack_mapping",
+        ".features_length",
+        ".embedding_length_per_layer_input",
+        ".decoder_block_count",
+        ".decoder_start_token_id",
+        ".swin_norm",
+        ".rescale_every_n_layers",
+        ".time_mix_extra_dim",
+        ".time_decay_extra_dim",
+        ".token_shift_count",
+        ".activation_sparsity_scale",
+        ".altup.*",
+        ".swiglu_clamp_exp",
+        ".swiglu_clamp_shexp",
+        ".dense_*_feat_in",
+        ".dense_*_feat_out",
+        ".hyper_connection.*",
+        ".hash_layer_count",
+        ".ssm.*",
+        ".kda.*",
+        ".wkv.*",
+        ".posnet.*",
+        ".convnext.*",
+        ".shortconv.*",
+        ".target_layers",
+        ".target_hidden_size",
+        ".norm_before_residual",
+        "xielu.*",
+        "diffusion.*",
+        neutral=OFF,
+    ),
+    *rows(
+        "refused", "a part of a file that is no language model", PACKAGE, "adapter.*", "clip.*", "imatrix.*"
+    ),
+)
+
+HYPERPARAMETERS: Final = (*SIZES, *ATTENTION, *ROPE, *EXPERTS, *OTHER)
