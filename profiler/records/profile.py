@@ -153,8 +153,10 @@ class Profile:
         """
         if other.fingerprint != self.fingerprint:
             raise ProfileError(_difference(self.description, other.description), fix=FIX)
-        for record in other.records.values():
-            self.add(record)
+        for key, record in other.records.items():
+            held = self.records.get(key)
+            if held is None or held.taken_s != record.taken_s:  # marks of ours stay
+                self.add(record)
         self.runs = {**other.runs, **self.runs}
 
     def of_kind(self, kind: type[K]) -> Iterator[tuple[K, Record]]:
@@ -163,6 +165,10 @@ class Profile:
         for key, record in sorted(found, key=lambda item: item[0]):
             if not record.failed:
                 yield key, record
+
+    def disturbed(self) -> list[Record]:
+        """Return the records that lie far off their neighbours; no plan counts on them."""
+        return [record for record in self.records.values() if record.disturbed]
 
     def failures(self) -> list[Record]:
         """Return the failed records."""
