@@ -253,22 +253,28 @@ def _check_level(model: ProfiledModel, request: PlanRequest) -> None:
         raise model.unmeasured("feed-forward networks")
 
 
-def stored_profile(device: Device) -> Profile | None:
+def stored_profile(device: Device, file: str | Path | None = None) -> Profile | None:
     """Return the profile of an opened device; None if it has none, or none that can plan yet.
 
     A first profile that was stopped, or that another process is still measuring, holds too few linear layers
     to predict others from at first. From then on it counts, whatever its last run did.
 
+    Args:
+        device: The device.
+        file: A file in place of the device's own.
+
     Raises:
-        ProfileError: The file is damaged.
+        ProfileError: The file is damaged, or of another device.
     """
-    from heterollm.profiler.predict import fitted_predictor
+    from heterollm.profiler.predict import checked, fitted_predictor
     from heterollm.profiler.records import Profile, profile_path
 
+    if file is not None:
+        return checked(Profile.load(Path(file), expected=device.description()))
     path: Path = profile_path(device.name, device.fingerprint())
     if not path.exists():
         return None
-    profile = Profile.load(path)
+    profile = checked(Profile.load(path))
     if not any(run["finished"] for run in profile.runs.values()):
         try:
             fitted_predictor(profile)

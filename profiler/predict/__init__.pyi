@@ -2,6 +2,7 @@ from .curves import nonnegative_fit as nonnegative_fit
 from .fitted import fitted_predictor as fitted_predictor
 from .fitted import profile_digest as profile_digest
 from .outliers import AGAIN_FACTOR as AGAIN_FACTOR
+from .outliers import checked as checked
 from .outliers import far_off as far_off
 from .outliers import mark as mark
 from .outliers import series_of as series_of

@@ -34,11 +34,14 @@ from heterollm.kernels.sim import name_in_words
 from heterollm.profiler.records.record_json import KIND_NAMES, RecordLine, record_line
 from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Processor, Record
 
-__all__ = ["SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
+__all__ = ["DEMO", "SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 2
+DEMO: Final = "demo"
+"""Purpose of profiles that no other command reads: the demo's, of a few seconds and half of the cores."""
+
 FIX: Final = "Run `heterollm profile` again."
 
 K = TypeVar("K", bound=Key)
@@ -283,14 +286,22 @@ class Profile:
                 temporary.write_text(self.to_json(), "utf-8")
 
 
-def profile_path(device: str, fingerprint: str) -> Path:
-    """Return the path of a device's profile; the name says whether the device is simulated."""
-    return cache_root() / "profiles" / f"{cache_name(name_in_words(device), fingerprint)}.json"
+def profile_path(device: str, fingerprint: str, purpose: str = "") -> Path:
+    """Return the path of a device's profile; the name says whether the device is simulated.
+
+    Args:
+        device: Name of the device.
+        fingerprint: Its fingerprint.
+        purpose: :data:`DEMO`, or empty for the profile that all commands read.
+    """
+    name = f"{cache_name(name_in_words(device), fingerprint)}.json"
+    return cache_root() / "profiles" / (f"{purpose}-{name}" if purpose else name)
 
 
 def stored_profiles() -> list[Path]:
-    """Return the profile files of the cache, in order of their names."""
-    return sorted((cache_root() / "profiles").glob("*.json"))
+    """Return the profile files of the cache that all commands read, in order of their names."""
+    found = (cache_root() / "profiles").glob("*.json")
+    return sorted(path for path in found if not path.name.startswith(f"{DEMO}-"))
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
