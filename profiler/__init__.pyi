@@ -1,5 +1,6 @@
 from .comparison import ProfileComparison as ProfileComparison
 from .comparison import compare as compare
+from .comparison import describe as describe
 from .runner import RunSummary as RunSummary
 from .session import SessionOptions as SessionOptions
 from .session import budget_of as budget_of

@@ -302,7 +302,7 @@ def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
 
 
 def profile_layer(device: str, layer: Path, progress: Progress) -> Path:
-    """Measure the points that a plan for a layer needs, unless an earlier demo has; return the profile's file.
+    """Measure what a plan for a layer needs, unless an earlier demo has; return the profile's file.
 
     No other command reads that file: a few seconds on a part of the cores are no base for plans.
 

@@ -87,7 +87,7 @@ class ProfilingSession:
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out.
         power: Clocks and cores to ask for on ``snapdragon``.
-        purpose: Purpose of the profile, which has a file of its own; empty for the one that all commands read.
+        purpose: Purpose of a profile with a file of its own; empty for the one that all commands read.
 
     Raises:
         OptionError: An option is not legal.

@@ -11,6 +11,7 @@ from .predictor import CANDIDATES as CANDIDATES
 from .predictor import Predictor as Predictor
 from .time_model import Hull as Hull
 from .time_model import Kind as Kind
+from .time_model import Prediction as Prediction
 from .validation import HIGH as HIGH
 from .validation import PointTimes as PointTimes
 from .validation import Score as Score
