@@ -21,7 +21,8 @@ class ProfileErrors:
     """The errors of one model's times on a profiled device; see :class:`heterollm.solver.costs.Errors`.
 
     The error of a time is half the width of its interval: the quartiles of a measured one, and the
-    cross-validated interval of a predicted one. It is at least the usual one of the processor: a few samples agree by chance.
+    cross-validated interval of a predicted one. It is at least the usual one of the processor: a few samples
+    agree by chance.
 
     Args:
         profile: The measurements.

@@ -97,7 +97,7 @@ def test_no_note_contradicts_its_plan(measured, seed, tmp_path, monkeypatch):
 
 
 def test_unmeasured_weights_stay_on_the_gpu_as_the_note_says(measured, tmp_path, monkeypatch):
-    """Times of other formats made level ``layer`` look fast, under a note that the GPU computes everything."""
+    """Times of other formats made ``layer`` look fast, under a note that the GPU computes everything."""
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     solved = solve_plan(model_of(measured, group_size=64), PlanRequest(context=512))
     assert solved.plan.level == "gpu"
