@@ -125,7 +125,7 @@ class PlannedModel:
         config = source.config
         specs = _specs(asked, config, device)
         check_precision(device, asked.precision, specs)
-        target = PlanTarget.of(device, chosen)
+        target = PlanTarget.of(device, chosen, asked.profile)
         plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
         check_kv_bits(asked.kv_bits, is_sparse=bool(plan.sparse_attention))
         budget = _expert_budget(asked, config, specs)
@@ -262,7 +262,12 @@ def speculator_of(
     lengths = [1, *(count + 1 for count in counts if count < longest)]
     engine.compile_ahead(engine.new_cache(), (), report, decode=lengths)
     pass_s = predicted_pass_s(
-        asked, PlanTarget.of(main.device), main.source.config, main.specs, main.plan, longest
+        asked,
+        PlanTarget.of(main.device, profile=asked.profile),
+        main.source.config,
+        main.specs,
+        main.plan,
+        longest,
     ) or measured_pass_s(engine, longest)
     # Neither counts nor a trace know of these passes.
     engine.reset_counts()

@@ -1,5 +1,6 @@
 from .comparison import ProfileComparison as ProfileComparison
 from .comparison import compare as compare
+from .comparison import describe as describe
 from .runner import RunSummary as RunSummary
 from .session import SessionOptions as SessionOptions
 from .session import budget_of as budget_of
@@ -7,6 +8,7 @@ from .session import essential_work as essential_work
 from .session import profile_device as profile_device
 from .session import profile_for as profile_for
 from .summary import summarize as summarize
+from .summary_rows import WIDE_FRACTION as WIDE_FRACTION
 from .summary_rows import GraphRow as GraphRow
 from .summary_rows import LinearRow as LinearRow
 from .summary_rows import ProfileSummary as ProfileSummary

@@ -2,7 +2,10 @@
 
 The file is written while the work goes on, so that an interruption loses a few seconds of it. The next run of
 an interrupted profile goes on where it stopped; a run after a finished one measures everything again, or with
-``update`` only missing records.
+``update`` only missing and disturbed records. Disturbed ones come first.
+
+Where times are real, a point that lies far off its neighbours is measured again at once, and marked as
+disturbed if it stays there.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from heterollm.base import HeteroLLMError, OptionError, Progress
-from heterollm.profiler.measure import BuildPace, Task
+from heterollm.profiler.measure import BuildPace, Task, correct_drift, with_reference
+from heterollm.profiler.predict import AGAIN_FACTOR, far_off, mark, series_of
 from heterollm.profiler.records import DriftKey, Key, LinearKey, Processor, Profile, Record
 
 __all__ = ["ProfileOptions", "Ranking", "Reference", "RunSummary", "run_tasks"]
@@ -29,6 +33,7 @@ Clock: TypeAlias = Callable[[], float]
 SAVE_EVERY_S: Final = 3.0
 RANK_EVERY_S: Final = 10.0
 DRIFT_EVERY_S: Final = 20.0
+CLOCK_STEP_S: Final = 0.001
 
 
 class Reference(Protocol):
@@ -51,7 +56,7 @@ class ProfileOptions:
 
     Args:
         budget_s: Seconds after which only essential work begins; None measures everything.
-        update: Whether to measure only points that the profile does not have.
+        update: Whether to measure only points that the profile does not have, and disturbed ones.
     """
 
     budget_s: float | None = 240.0
@@ -83,6 +88,8 @@ class RunSummary:
         seconds: Duration.
         drift_fraction: Slowest over fastest reference time of a processor, minus 1.
         skipped: Number of points left out by rule, by reason.
+        again: Number of points that were measured again, since they lay far off their neighbours.
+        disturbed: Number of records of the profile that lie there still.
         finished: Whether it came to its end.
     """
 
@@ -99,6 +106,8 @@ class RunSummary:
     seconds: float = 0.0
     drift_fraction: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+    again: int = 0
+    disturbed: int = 0
     finished: bool = False
 
 
@@ -137,7 +146,9 @@ def run_tasks(
     Raises:
         CacheError: The profile cannot be written.
     """
-    now_s = time.time()
+    # Records must not be older than earlier ones, even if the system's clock was set back.
+    newest_s = max((record.taken_s for record in profile.records.values()), default=0.0)
+    now_s = max(time.time(), newest_s + CLOCK_STEP_S)
     last = max(profile.runs.values(), key=lambda run: run["started_s"], default=None)
     resumes = last is not None and not last["finished"]
     since_s = float(last["since_s"]) if last is not None and resumes else now_s
@@ -155,9 +166,15 @@ def run_tasks(
     )
     try:
         run.keep()
+        run.drift()  # shows which earlier records are from a busy machine
+        run.keep()
+        disturbed = [task for task in ranked if run.disturbed(task)]
+        tasks = sorted([*tasks, *disturbed], key=lambda task: not run.disturbed(task))
+        ranked = [task for task in ranked if task not in disturbed]
         run.ordered(tasks, ranked)
         run.by_worth(ranked, ranking)
-        run.drift()
+        if run.unreferenced:
+            run.drift()
         summary.finished = True
     finally:
         run.keep()
@@ -184,6 +201,10 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.name = f"{self.summary.started_s:.3f}"
+        self.is_real = self.profile.time_kind == "real"
+        self.tasks: dict[Key, Task] = {}
+        self.unreferenced: list[Key] = []
+        self.reference_us: dict[Processor, float] = {}
         self.begun_s = self.kept_s = self.clock()
         self.essential = self.other = _Ahead()
 
@@ -207,7 +228,10 @@ class _Run:
             self.summary.left_out[name] = self.summary.left_out.get(name, 0) + 1
 
     def keep(self) -> None:
-        """Note the state of the run and write the profile."""
+        """Note the state of the run, mark disturbed records and write the profile."""
+        if self.is_real:
+            correct_drift(self.profile)
+            self.summary.disturbed = mark(self.profile)
         self.summary.seconds = round(self.elapsed_s, 3)
         self.summary.skipped = dict(self.skipped())
         self.profile.runs[self.name] = {**self.details, **asdict(self.summary)}
@@ -219,9 +243,16 @@ class _Run:
         """Whether a task's records are there already, of this run or, with ``update``, of any."""
         held = [self.profile.records.get(key) for key in task.keys]
         return all(
-            record is not None and (self.options.update or record.taken_s >= self.summary.since_s)
+            record is not None
+            and (record.taken_s >= self.summary.started_s or not record.disturbed)
+            and (self.options.update or record.taken_s >= self.summary.since_s)
             for record in held
         )
+
+    def disturbed(self, task: Task) -> bool:
+        """Whether an earlier run left a disturbed record of a task."""
+        held = [self.profile.records.get(key) for key in task.keys]
+        return any(record is not None and record.disturbed for record in held)
 
     def ordered(self, tasks: Sequence[Task], later: Sequence[Task]) -> None:
         self.essential = _Ahead.of(task for task in tasks if task.essential)
@@ -262,27 +293,63 @@ class _Run:
             done, own_s = self.done_s, self.estimate_s(task)
             total = done + own_s + self.ahead_s(self.left_s - own_s)
             self.progress(task.stage, round(1000 * done), round(1000 * total))
-        records = _records_of(task)
+        records = [self.stamped(record) for record in _records_of(task)]
         for record in records:
-            self.profile.add(record)
+            self.add(record)
+            self.tasks[record.key] = task
             self.summary.measured += 1
             self.summary.failed += record.failed
         self.pace.learn(task, records)
+        if self.is_real:
+            self.repeat({series_of(record.key) for record in records})
         self.summary.graphs = self.pace.graphs
         self.summary.build_seconds = round(self.pace.seconds, 3)
         self.done_s += self.estimate_s(task)
         if self.clock() - self.kept_s >= SAVE_EVERY_S:
             self.keep()
 
+    def stamped(self, record: Record) -> Record:
+        """Return a record with its moment by the monotonic clock since the start of the run."""
+        return replace(record, taken_s=round(self.summary.started_s + self.elapsed_s, 3))
+
+    def add(self, record: Record) -> None:
+        """Add a record to the profile, and note that its reference operator is yet to be measured."""
+        self.profile.add(record)
+        self.unreferenced.append(record.key)
+
+    def repeat(self, series: Collection[Hashable]) -> None:
+        """Measure points of this run again that lie far off their neighbours, each once.
+
+        Of both times the one nearer to the neighbours stays.
+        """
+        found = far_off(self.profile, series, factor=AGAIN_FACTOR)
+        for task in dict.fromkeys(self.tasks.pop(key) for key in found if key in self.tasks):
+            if not task.essential and task.estimate_s > self.left_s:
+                continue
+            for record in map(self.stamped, _records_of(task)):
+                expected_us, held = found.get(record.key), self.profile.records.get(record.key)
+                if expected_us is None or held is None or record.failed:
+                    continue
+                self.tasks.pop(record.key, None)
+                self.summary.again += 1
+                if _distance(record.median_us, expected_us) < _distance(held.median_us, expected_us):
+                    self.add(record)
+
     def drift(self, every_s: float = 0.0) -> None:
-        """Measure the reference operators, unless that was done less than ``every_s`` ago."""
+        """Measure the reference operators, unless that was done less than ``every_s`` ago.
+
+        Records since the last time get the faster of both times: a slowdown that lasted as long as they.
+        """
         if self.reference is None or self.clock() - self.drift_s < every_s:
             return
+        before_us = dict(self.reference_us)
         for processor in self.reference.processors:
             key = DriftKey(processor, self.name, self.drifts)
             measure = functools.partial(_measure_reference, self.reference, key)
-            for record in _records_of(Task("drift", (key,), measure, 0.0)):
+            for record in map(self.stamped, _records_of(Task("drift", (key,), measure, 0.0))):
                 self.profile.add(record)
+                if not record.failed:
+                    self.reference_us[processor] = record.median_us
             times_us = [
                 record.median_us
                 for other, record in self.profile.of_kind(DriftKey)
@@ -290,6 +357,13 @@ class _Run:
             ]
             if times_us:
                 self.summary.drift_fraction[processor] = round(max(times_us) / min(times_us) - 1.0, 4)
+        around_us = {
+            processor: min(before_us.get(processor, time_us), time_us)
+            for processor, time_us in self.reference_us.items()
+        }
+        for key in self.unreferenced:
+            self.profile.records[key] = with_reference(self.profile.records[key], around_us)
+        self.unreferenced.clear()
         self.drifts += 1
         self.drift_s = self.clock()
 
@@ -321,6 +395,10 @@ class _Ahead:
 
     def without(self, task: Task) -> _Ahead:
         return _Ahead(max(0.0, self.task_s - task.estimate_s), max(0.0, self.build_s - task.build_s))
+
+
+def _distance(time_us: float, expected_us: float) -> float:
+    return abs(math.log(time_us / expected_us))
 
 
 def _name_of(task: Task, key: Key) -> str:

@@ -31,6 +31,7 @@ from heterollm.profiler.measure import (
     SharedLoad,
     Task,
     bandwidth_tasks,
+    code_of,
     copy_costs,
     expert_tasks,
     fence_latencies,
@@ -164,6 +165,7 @@ def profile_device(
         "update": options.update,
         "clocks_mhz": [] if device.is_simulated else _clocks_mhz(),
         "power": [source.name for source in sources],
+        "code": {processor: code_of(processor) for processor in ("gpu", "npu")},
     }
     if options.tune and device.gpu.is_tunable and not (options.update and profile.records):
         details["tuning"] = _tune(device, shapes, options.budget_s, progress)

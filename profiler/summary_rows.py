@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 from msgspec import Struct
@@ -14,6 +14,7 @@ from heterollm.profiler.predict import HIGH, Score, percentile
 from heterollm.profiler.records import ContentionBound, LinearPoint, Processor, Record
 
 __all__ = [
+    "WIDE_FRACTION",
     "AccuracyRow",
     "BandwidthRow",
     "ContentionRow",
@@ -33,6 +34,9 @@ __all__ = [
     "SweepRow",
 ]
 
+WIDE_FRACTION: Final = 0.5
+"""Distance between the quartiles, as a fraction of the median, from which on samples lie far apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordTimes:
@@ -45,6 +49,7 @@ class RecordTimes:
         high_tail_us: Nine in ten samples are below it.
         spread_fraction: Distance between the quartiles as a fraction of the median.
         samples: Number of samples.
+        expected_us: Time that its neighbours explain, where it is disturbed; else 0.
     """
 
     median_us: float
@@ -53,6 +58,12 @@ class RecordTimes:
     high_tail_us: float
     spread_fraction: float
     samples: int
+    expected_us: float = 0.0
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether it lies far off its neighbours, or its samples far apart."""
+        return self.expected_us > 0.0 or self.spread_fraction > WIDE_FRACTION
 
     @classmethod
     def of(cls, record: Record) -> RecordTimes | None:
@@ -61,7 +72,8 @@ class RecordTimes:
             return None
         taken = Measurement(record.samples_us)
         tail = percentile(record.samples_us, HIGH)
-        return cls(taken.median_us, *taken.quartiles_us, tail, taken.spread_fraction, len(record.samples_us))
+        spread, samples = taken.spread_fraction, len(record.samples_us)
+        return cls(taken.median_us, *taken.quartiles_us, tail, spread, samples, record.expected_us)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ __all__ = [
     "WRITTEN_BY_NORMS",
     "CachedCosts",
     "Costs",
+    "Errors",
     "Overheads",
     "ShadowTimes",
     "Slowdown",
@@ -154,6 +155,24 @@ class Costs(Protocol):
 
         The tokens choose all experts evenly. The norm before the experts counts where no group has it.
         """
+        ...
+
+
+class Errors(Protocol):
+    """Microseconds by which predicted times of a device may be off, with the names of :class:`Costs`."""
+
+    sync_us: float
+
+    def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
+        """Return the error of the GPU's time for some rows of each member."""
+        ...
+
+    def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
+        """Return the error of the time of one NPU graph."""
+        ...
+
+    def between_us(self, spec: OpSpec, tokens: int) -> float:
+        """Return the error of the time of the glue operators before a group."""
         ...
 
 

@@ -39,7 +39,8 @@ def annotated(
             kind = other.placement.kind(choice.spec, tokens)
             if len(others) < MAX_REJECTED and kind not in others and other.placement != own:
                 text = describe(other.placement, choice.spec, tokens)
-                others[kind] = RejectedOption(text, round(other.time_us, 3))
+                error_us = round(other.error_us, 3) if other.is_split else 0.0
+                others[kind] = RejectedOption(text, round(other.time_us, 3), error_us=error_us)
     first = () if rejected_path is None else (rejected_path,)
     return replace(own, predicted_us=round(choice.chosen.time_us, 3), rejected=(*first, *others.values()))
 

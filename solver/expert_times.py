@@ -235,7 +235,7 @@ def _lines(records: Mapping[ExpertsKey, Record]) -> tuple[dict[int, float], dict
     """Return the time without experts and that of each expert by tokens, from the fewest and most experts."""
     times: dict[int, dict[int, float]] = defaultdict(dict)
     for key, record in records.items():
-        times[key.tokens][key.experts] = record.median_us
+        times[key.tokens][key.experts] = record.planned_us
     starts, more = {}, {}
     for tokens, own in times.items():
         few, many = min(own), max(own)

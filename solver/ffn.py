@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.work import ffn_alignment
-from heterollm.solver.costs import Costs
+from heterollm.solver.costs import Costs, Errors
 
 __all__ = ["ffn_groups", "ffn_shard", "first_group", "gpu_shard_us", "split_alignment"]
 
@@ -41,8 +41,8 @@ def split_alignment(spec: OpSpec, row_alignment: int) -> int:
     return row_alignment if spec.then is None else ffn_alignment(spec.then.weight, row_alignment)
 
 
-def gpu_shard_us(costs: Costs, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
-    """Return the GPU's time for some rows of each member of a group, or some width of an ffn."""
+def gpu_shard_us(costs: Costs | Errors, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
+    """Return the GPU's time or its error: for some rows of a group's members, or some width of an ffn."""
     if spec.then is None:
         return costs.gpu_us(spec, member_rows, tokens)
     gate_up, _ = ffn_groups(spec)

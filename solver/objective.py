@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from heterollm.base import OptionError
 from heterollm.kernels.ops import OpSpec
+from heterollm.solver.costs import Errors
 from heterollm.solver.placements import Placement
 from heterollm.solver.request import check_forbidden
 
@@ -49,6 +50,8 @@ class Objective:
             smooth; refills count as time of the operator.
         margin_fraction: Fraction by which a split must be cheaper than the best option on one processor.
         forbidden: Processors that must not compute linear layers, and kinds of splits to avoid.
+        errors: Errors of the predicted times: a split must gain more than they can explain. None where times
+            are exact.
 
     Raises:
         OptionError: A number is out of range, a name is unknown, or energy counts and power is not known.
@@ -59,6 +62,7 @@ class Objective:
     gpu_share: float = 1.0
     margin_fraction: float = 0.03
     forbidden: tuple[str, ...] = ()
+    errors: Errors | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.energy_weight <= 1.0 or not 0.0 < self.gpu_share <= 1.0:

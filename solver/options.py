@@ -17,7 +17,7 @@ from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.profiler.work import rest_rows
 from heterollm.solver.candidates import NpuLimits, Rows, Splits, candidates
-from heterollm.solver.costs import NO_SHADOW, Costs, ShadowTimes, Slowdown, joint_time_us
+from heterollm.solver.costs import NO_SHADOW, Costs, Errors, ShadowTimes, Slowdown, joint_time_us
 from heterollm.solver.ffn import gpu_shard_us
 from heterollm.solver.objective import Objective
 from heterollm.solver.placements import Placement
@@ -63,6 +63,7 @@ class Option(Struct, frozen=True, gc=False):
         read_us: Time of the GPU, counted above, to read their output codes.
         shadow: Times of the GPU, counted above, of shadow outliers, in the mean layer.
         alone_us: Time of each processor's shard, GPU first, while the other is idle.
+        error_us: Error of the predicted gain over the GPU alone; the cost of a split counts it as time.
     """
 
     placement: Placement
@@ -76,6 +77,7 @@ class Option(Struct, frozen=True, gc=False):
     read_us: float = 0.0
     shadow: ShadowTimes = NO_SHADOW
     alone_us: tuple[float, float] = (0.0, 0.0)
+    error_us: float = 0.0
 
     @property
     def ahead_us(self) -> float:
@@ -150,10 +152,23 @@ def evaluate(
     # Both processors wait for codes and lists of the input; the output is read behind the GPU's shard.
     alone = write_us, read_us, shadow.find_us, shadow.join_us
     time_us, gpu_us = sum(alone, start=time_us), sum(alone, start=shard_us)
-    cost = goal.cost(time_us, gpu_us, npu_us)
-    is_split = bool(left_tokens)
-    return Option(
-        *(placement, time_us, gpu_us, npu_us, cost, is_split, shard_us, write_us, read_us, shadow, alone_us)
+    is_split, error_us = bool(left_tokens), _error_us(spec, tokens, placement, goal.errors)
+    cost = goal.cost(time_us + (error_us if is_split else 0.0), gpu_us, npu_us)
+    times = time_us, gpu_us, npu_us, cost, is_split, shard_us, write_us, read_us, shadow, alone_us, error_us
+    return Option(placement, *times)
+
+
+def _error_us(spec: OpSpec, tokens: int, placement: Placement, errors: Errors | None) -> float:
+    """Return the error of the predicted gain of a placement over the GPU alone; 0 where times are exact."""
+    if errors is None:
+        return 0.0
+    left_rows, left_tokens = _left_to_gpu(spec, tokens, placement)
+    form = placement.form or ""
+    return math.hypot(
+        gpu_shard_us(errors, spec, spec.member_rows, tokens),
+        gpu_shard_us(errors, spec, left_rows, left_tokens) if left_tokens else 0.0,
+        sum(errors.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths),
+        errors.sync_us,
     )
 
 
@@ -185,8 +200,8 @@ def group_options(
 ) -> tuple[list[Option], list[Option]]:
     """Return the allowed and the rejected options of a group, each cheapest first.
 
-    A split is rejected unless it beats the best option on one processor by the objective's margin: a split
-    without gain keeps the other processor busy for nothing.
+    A split is rejected unless it beats the best option on one processor by the objective's margin and by the
+    error of its prediction: a split without gain keeps the other processor busy for nothing.
 
     Args:
         spec: The group.

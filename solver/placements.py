@@ -39,11 +39,13 @@ class RejectedOption(Struct, frozen=True, forbid_unknown_fields=True):
         predicted_us: Its predicted time.
         of_ffn: Whether ``predicted_us`` is the time of the other path through the feed-forward network
             (as one ffn, or as two groups) instead of that of the operator alone.
+        error_us: Error of the predicted gain of a split, which it would have to exceed.
     """
 
     description: str
     predicted_us: Amount
     of_ffn: bool = False
+    error_us: Amount = 0.0
 
 
 class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="rows", gc=False):

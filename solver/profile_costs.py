@@ -38,11 +38,12 @@ from heterollm.profiler.records import (
     Profile,
 )
 from heterollm.solver.candidates import NpuLimits
-from heterollm.solver.costs import NO_SHADOW, Overheads, ShadowTimes, Slowdown
+from heterollm.solver.costs import NO_SHADOW, Errors, Overheads, ShadowTimes, Slowdown
 from heterollm.solver.expert_prices import ExpertPrices
 from heterollm.solver.expert_times import FLAT_FACTOR, MEMORY_BOUND_FRACTION, expert_times
 from heterollm.solver.ffn import ffn_groups, first_group
 from heterollm.solver.objective import Power
+from heterollm.solver.profile_errors import ProfileErrors
 from heterollm.solver.shadows import GroupShadow
 from heterollm.solver.sparse_costs import SparseTimes, sparse_times
 
@@ -112,6 +113,7 @@ class ProfileCosts:
         shadows: The shadows of outliers, by group.
 
     Attributes:
+        errors: The errors of the times; None where they are not real, and so exact.
         experts: The times of the model's experts; None if it has none, or the profile no times of them.
         missing: Operators without times in the profile: predictions leave them out.
 
@@ -135,6 +137,10 @@ class ProfileCosts:
         self._predictor = predictor or fitted_predictor(profile)
         self._shape = shape
         self._streamed = shape.streamed(profile.cache_bytes)
+        self.errors: Errors | None = None
+        if profile.time_kind == "real":
+            strategy = best_strategy(profile)
+            self.errors = ProfileErrors(profile, self._predictor, streamed=self._streamed, strategy=strategy)
         self._gap_us = _median(profile, LaunchKey("chained"))
         self.experts = expert_times(profile, shape, self._streamed, self._gap_us)
         self.missing: set[str] = set() if shape.experts is None or self.experts else {"experts"}

@@ -174,7 +174,9 @@ class SolvedLayer:
         """Return options of a layer with their time and cost."""
         time_us = layer_us(groups, chosen, overheads)
         gpu_us, npu_us = sum(item.gpu_us for item in chosen), sum(item.npu_us for item in chosen)
-        return cls(tuple(groups), tuple(chosen), time_us, goal.cost(time_us, gpu_us, npu_us), overheads, goal)
+        unsure_us = time_us + sum(item.error_us for item in chosen if item.is_split)
+        cost = goal.cost(unsure_us, gpu_us, npu_us)
+        return cls(tuple(groups), tuple(chosen), time_us, cost, overheads, goal)
 
     def chosen_with(self, number: int, item: Option) -> tuple[Option, ...]:
         """Return the options with another one of one group."""

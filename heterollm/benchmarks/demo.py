@@ -214,8 +214,8 @@ def _measured(
     cases = cases_of((PREFILL_TOKENS,), (DECODE_TOKENS,))
     with ExitStack() as stack:
         layer = _layer_folder(stack, progress)
-        _profile(device, layer, progress)
-        options = BenchOptions(layer, configurations, cases, REPETITIONS, trace=False)
+        profile = profile_layer(device, layer, progress)
+        options = BenchOptions(layer, configurations, cases, REPETITIONS, trace=False, profile=profile)
         rows = run_bench(options, progress=progress).rows
     own = [row for row in rows if not row.asked.baseline]
 
@@ -301,14 +301,27 @@ def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
     return folder
 
 
-def _profile(device: str, layer: Path, progress: Progress) -> None:
-    """Measure the points that a plan for the layer needs, unless an earlier run has."""
+def profile_layer(device: str, layer: Path, progress: Progress) -> Path:
+    """Measure what a plan for a layer needs, unless an earlier demo has; return the profile's file.
+
+    No other command reads that file: a few seconds on a part of the cores are no base for plans.
+
+    Args:
+        device: Name of the device.
+        layer: Folder of the checkpoint.
+        progress: Called with a stage's name, steps done and steps in all.
+
+    Raises:
+        HeteroLLMError: The device cannot be opened, or the profile not be written.
+    """
     from heterollm.planning import ProfilingSession
     from heterollm.profiler import SessionOptions
+    from heterollm.profiler.records import DEMO
 
     options = SessionOptions.of(quick=True, update=True, budget_s=PROFILE_BUDGET_S)
-    with ProfilingSession(device, models=(layer,)) as profiling:
+    with ProfilingSession(device, models=(layer,), purpose=DEMO) as profiling:
         profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
+    return profiling.path
 
 
 def write_layer_checkpoint(folder: Path) -> None:

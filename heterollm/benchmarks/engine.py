@@ -51,12 +51,14 @@ class Job:
         configuration: Its options.
         context: Positions that its session needs.
         trace: Whether to record every pass, which costs time.
+        profile: A profile's file, in place of that of the device.
     """
 
     model: Path
     configuration: Configuration
     context: int
     trace: bool = False
+    profile: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

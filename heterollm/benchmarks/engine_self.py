@@ -45,6 +45,7 @@ class SelfEngine:
         asked = job.configuration
         self._asked = asked
         options: LoadKeywords = {**asked.load_keywords, "context": job.context, "trace": job.trace}
+        options["profile"] = self._profile = job.profile
         self._llm = LLM.load(job.model, **options)
         self._sessions: dict[int, Session] = {}
         device = self._llm.device
@@ -197,7 +198,7 @@ class SelfEngine:
     @cached_property
     def _profiled(self) -> ProfiledModel | None:
         """The model on the device's profile, which predicts its passes; None without a profile."""
-        profile = stored_profile(self._llm.device)
+        profile = stored_profile(self._llm.device, self._profile)
         if profile is None:
             return None
         return ProfiledModel(

@@ -31,6 +31,7 @@ class BenchOptions:
         warm_up_s: Tests that are expected to take longer get no warm-up, if their model has run another
             test: the extra time of a first run, which compiles a list of calls, is then negligible.
         time_limit_s: Time after which no further sample is taken; the rows so far are the result.
+        profile: A profile's file, in place of that of the device.
     """
 
     model: str | Path
@@ -46,6 +47,7 @@ class BenchOptions:
     left_out: frozenset[tuple[Configuration, Case]] = frozenset()
     warm_up_s: float = math.inf
     time_limit_s: float | None = None
+    profile: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.configurations or not self.cases:

@@ -318,7 +318,7 @@ def run_bench(
     memory_bytes = int(MEMORY_FRACTION * free if limit is None else limit * GIB)
     ids = random_ids(options.seed, config.vocab_size, context)
     start = start or (lambda configuration: Child(configuration.label))
-    pool = WorkerPool(start, folder, ids, memory_bytes)
+    pool = WorkerPool(start, folder, ids, memory_bytes, options.profile)
     sampler = sampler or UndisturbedSampler(options.patience_s)
     bench = _Bench(options, pool, sampler, progress or silent, on_row or (lambda _row: None))
     try:

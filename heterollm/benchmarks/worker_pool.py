@@ -25,6 +25,7 @@ class WorkerPool:
         model: Folder of the checkpoint.
         ids: The token at every position of a session.
         memory_bytes: Limit for all models together.
+        profile: A profile's file, in place of that of the device; the baseline on all cores has none.
 
     Attributes:
         facts: The engine's facts of each configuration.
@@ -33,8 +34,14 @@ class WorkerPool:
     """
 
     def __init__(
-        self, start: Callable[[Configuration], Child], model: Path, ids: Ids, memory_bytes: int
+        self,
+        start: Callable[[Configuration], Child],
+        model: Path,
+        ids: Ids,
+        memory_bytes: int,
+        profile: Path | None = None,
     ) -> None:
+        self._profile = profile
         self._start = start
         self._model = model
         self._ids = ids
@@ -54,7 +61,7 @@ class WorkerPool:
         if configuration in self._workers:
             return True
         self.in_turns |= self._make_room()
-        job = Job(self._model, configuration, len(self._ids))
+        job = self._job(configuration)
         worker = self._start(configuration)
         try:
             self.facts[configuration], need = worker.ask("load", job, self._ids)
@@ -64,6 +71,10 @@ class WorkerPool:
         self._workers[configuration] = worker
         self.need_bytes[configuration] = max(need, self.need_bytes.get(configuration, 0))
         return False
+
+    def _job(self, configuration: Configuration, *, trace: bool = False) -> Job:
+        profile = None if configuration.baseline else self._profile
+        return Job(self._model, configuration, len(self._ids), trace, profile)
 
     def ask(self, configuration: Configuration, method: str, *arguments: object) -> Any:  # noqa: ANN401
         """Call a method in the process of a loaded model.
@@ -93,7 +104,7 @@ class WorkerPool:
             HeteroLLMError: The model cannot be loaded.
         """
         self._make_room()
-        job = Job(self._model, configuration, len(self._ids), trace=True)
+        job = self._job(configuration, trace=True)
         found: list[FoundFields]
         if configuration in self._workers:
             found = self.ask(configuration, "trace", job, self._ids, cases, files)

@@ -100,7 +100,7 @@ class EffortOptions:
         typer.Option("--quick", help="Measure only the points that one model's plan needs, in a minute."),
     ] = False
     update: Annotated[
-        bool, typer.Option("--update", help="Measure only the points that the profile lacks.")
+        bool, typer.Option("--update", help="Measure only disturbed points and those that the profile lacks.")
     ] = False
     characterise: Annotated[
         bool,
@@ -243,12 +243,18 @@ def profile_show(
 ) -> None:
     """Print the measurements of a device, and the accuracy of predictions from them."""
     from heterollm.profiler import summarize
-    from heterollm.profiler.records import find_profile
+    from heterollm.profiler.predict import checked
+    from heterollm.profiler.records import find_profile, list_profiles
     from heterollm.report import console as report
     from heterollm.report import profile as report_profile
 
     found, path = find_profile(name)
-    summary = summarize(found)
+    summary = summarize(checked(found))
+    if name is None:
+        others = [one for one in list_profiles() if one.device == found.device and one.path != path]
+        for one in others:
+            command = f"heterollm profile show {one.fingerprint}"
+            report.show(report.note(f"Another profile of {one.device}, of other threads: `{command}`"))
     if plots is not None or html is not None:
         from heterollm.report import write_outputs
 

@@ -55,8 +55,8 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
-DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0)
-"""Limits of the wait for the queue after a failed pass."""
+DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0, compiling_s=270.0)
+"""Limits of the wait for the queue after a failed pass, whose kernels may still be compiled."""
 
 NPU_FAILURES: Final = (GraphError, FenceError, PassError, StalePassError)
 """Errors after which the GPU may continue alone: without graphs, fences, and their memory."""

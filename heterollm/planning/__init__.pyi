@@ -19,6 +19,7 @@ from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions
 from .load_options import check_kv_bits as check_kv_bits
 from .load_options import choose_context as choose_context
+from .notes import profile_words as profile_words
 from .passes import fastest_in_flight as fastest_in_flight
 from .planner import Solved as Solved
 from .planner import solve_plan as solve_plan

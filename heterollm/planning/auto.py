@@ -104,12 +104,14 @@ def compared(
 def rule_plans(model: ProfiledModel, request: PlanRequest, solver: Solver) -> list[Plan]:
     """Return the plans of the levels that follow a rule, as far as the NPU's memory holds them.
 
-    None where the request or the weights ask for more than these levels know.
+    None where the request or the weights ask for more than these levels know. Those that place a group on the
+    NPU that was not measured there are left out: times of other formats say nothing about it.
     """
-    limits = model.limits
+    limits = solver.limits
     plain = request.energy_weight == 0.0 and request.gpu_share >= 1.0 and not request.forbidden
     if limits is None or not plain or request.passes or model.calibration is not None:
         return []
+    measured = {spec.group for spec in model.specs if limits.runs(spec)}
     plans = (
         level_plan(
             level,
@@ -119,11 +121,14 @@ def rule_plans(model: ProfiledModel, request: PlanRequest, solver: Solver) -> li
             standard_lengths=limits.standard_lengths,
             chunk_length=solver.chunk_length,
         )
-        for level in LEVELS
+        for level in (LEVELS if limits.standard_lengths else ("gpu",))
     )
     shape = model_shape(model.every_spec)
     return [
-        structs.replace(plan, shape=shape) for plan in plans if solver.budget.holds(model.npu_bytes(plan))
+        structs.replace(plan, shape=shape)
+        for plan in plans
+        if solver.budget.holds(model.npu_bytes(plan))
+        and all(entry.group in measured for entry in plan.placed if entry.placement.npu_lengths)
     ]
 
 

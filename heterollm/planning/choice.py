@@ -79,8 +79,8 @@ class PlanTarget:
     chosen: str = ""
 
     @classmethod
-    def of(cls, device: Device, chosen: str = "") -> PlanTarget:
-        """Return an opened device, and why ``auto`` split its cores."""
+    def of(cls, device: Device, chosen: str = "", profile: str | Path | None = None) -> PlanTarget:
+        """Return an opened device, why ``auto`` split its cores, and a profile in place of its own."""
         # A late import: rule levels need neither profile nor solver.
         from heterollm.engine import default_sync
         from heterollm.planning.planner import stored_profile
@@ -88,7 +88,7 @@ class PlanTarget:
         return cls(
             device.name,
             device.standard_lengths,
-            lambda: stored_profile(device),
+            lambda: stored_profile(device, profile),
             lambda best: default_sync(device, best),
             chosen,
         )

@@ -18,6 +18,7 @@ from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
 from heterollm.planning.profiled_model import ProfiledModel
+from heterollm.profiler.predict import checked
 from heterollm.profiler.records import Profile
 from heterollm.solver import PlanRequest
 
@@ -42,7 +43,7 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     cores = CoreSplit(options, config, context)
     reason = ""
     if profile is not None:
-        found: Profile | None = Profile.load(profile)
+        found: Profile | None = checked(Profile.load(profile))
     else:
         opened = open_device(
             options.device,

@@ -1,7 +1,8 @@
 """The split of the cores on ``host``, chosen by the profiles of this machine before the device is opened.
 
 OpenCL on a CPU fixes its threads with its first call, so that the choice cannot wait for the device. A
-profile is of one split: a split without one is never chosen, and the note says that it was not compared.
+profile is of one split. Without one of all cores for the GPU, nothing shows that another split is faster, and
+the GPU gets all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.choice import read_plan
 from heterollm.planning.load_options import LoadOptions
 from heterollm.planning.passes import shadows_under
+from heterollm.profiler.predict import checked
 from heterollm.profiler.records import Profile, stored_profiles
 from heterollm.solver import LEVELS, SOLVED_LEVELS, PlanRequest
 
@@ -84,11 +86,10 @@ class CoreSplit:
         if self.options.plan != "auto":
             threads = read_plan(self.options.plan).threads
             return threads if threads is not None and gpu_threads in (None, threads[0]) else (None, None)
-        candidates = list(self._candidates(gpu_threads))
-        if not candidates:
-            # Nothing is known: the GPU's kernels run everything, and no core shall idle. The device itself
+        candidates, cores = list(self._candidates(gpu_threads)), len(allowed_cores())
+        if not candidates or (gpu_threads is None and not self._compared_with_all_cores(candidates)):
+            # Little is known: the GPU's kernels run everything, and no core shall idle. The device itself
             # refuses threads that do not fit the cores, and says more.
-            cores = len(allowed_cores())
             if gpu_threads is None:
                 return cores, 0
             return (gpu_threads, None) if gpu_threads <= cores else (None, None)
@@ -123,6 +124,11 @@ class CoreSplit:
                 continue
             if found.known:
                 yield found
+
+    @staticmethod
+    def _compared_with_all_cores(candidates: Sequence[Candidate]) -> bool:
+        known = {one.threads for one in candidates}
+        return all(threads in known for threads in other_splits(HOST))
 
     def _doubts(self, ranked: Sequence[tuple[float, Candidate]]) -> str:
         """Return what the comparison lacks, in words: splits without a profile, and machines that drift."""
@@ -178,7 +184,7 @@ def profiles_here() -> dict[Threads, Profile]:
         if not path.name.startswith(f"{HOST}-"):
             continue
         try:
-            profile = Profile.load(path)
+            profile = checked(Profile.load(path))
         except ProfileError:  # damaged; the load reports the one that it uses
             continue
         described = profile.description

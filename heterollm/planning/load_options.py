@@ -70,6 +70,7 @@ class LoadOptions:
         context: Positions of a session; the model's own limit, at most 4096, by default.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out, on ``snapdragon`` too.
+        profile: A profile's file, in place of that of the device.
         power: Clocks and cores to ask for on ``snapdragon``: ``burst``, ``balanced`` or ``default``, which
             asks for none. Other devices ignore it.
         allow_slow: Run a model on the emulator that takes it more than a few seconds a pass.
@@ -106,6 +107,7 @@ class LoadOptions:
     context: int | None = None
     gpu_threads: int | None = None
     npu_threads: int | None = None
+    profile: str | Path | None = None
     power: Power = "burst"
     allow_slow: bool = False
     sync: Sync = "auto"
@@ -125,6 +127,8 @@ class LoadOptions:
             )
         if self.request is not None and not isinstance(self.request, PlanRequest):
             raise OptionError(f"The request is {self.request!r:.80}.", fix="Give a PlanRequest.")
+        if self.profile is not None and not isinstance(self.profile, str | Path):
+            raise OptionError(f"profile is {self.profile!r:.80}.", fix="Give the path of a profile.")
         if self.lora is not None and not isinstance(self.lora, str | Path):
             raise OptionError(f"lora is {self.lora!r:.80}.", fix="Give the folder of an adapter.")
         check_weights(self.precision, self.group_size, self.symmetric, self.scales)
@@ -184,6 +188,7 @@ class LoadKeywords(TypedDict, total=False):
     context: int | None
     gpu_threads: int | None
     npu_threads: int | None
+    profile: str | Path | None
     power: Power
     allow_slow: bool
     sync: Sync

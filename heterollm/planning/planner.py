@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
@@ -16,9 +16,10 @@ from msgspec import structs
 from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import ffn_specs
-from heterollm.planning.additions import addition_notes, with_additions
+from heterollm.planning.additions import with_additions
 from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, weights_of, words
 from heterollm.planning.load_options import CHUNK_LENGTH
+from heterollm.planning.notes import plan_notes
 from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.planning.profiled_model import ProfiledModel
 from heterollm.solver import (
@@ -45,11 +46,6 @@ __all__ = ["Solved", "solve_plan", "stored_profile"]
 
 logger = logging.getLogger(__name__)
 
-IN_ORDER: Final = (
-    "Chunks of prompts run one after the other: neither sparse attention nor experts on the NPU are combined "
-    "with several at once."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Solved:
@@ -58,7 +54,7 @@ class Solved:
     Args:
         model: The model on the profiled device.
         plan: The plan.
-        notes: Measurements that the profile lacks, without which the plan may be slower than possible.
+        notes: Notes on the plan and its profile, such as measurements that it lacks.
         length_choice: The standard lengths that are worth building; None without a build budget.
         routing: The routing of each layer, by which experts were placed; None without.
         choice: The choice of level ``auto`` and its margin, in words; empty at other levels.
@@ -96,12 +92,6 @@ def solve_plan(
     calibrated, routed = model.calibration is not None, routing is not None
     check_pass(request, model.precision, request.level, calibrated=calibrated, routed=routed)
     _check_level(model, request)
-    notes: tuple[str, ...] = ()
-    if model.limits is not None and not model.has_linears:
-        error = model.unmeasured("linear layers")
-        notes = (f"{error.message} The GPU computes everything. {error.fix}",)
-    if request != (asked := request_of_solver(request)) and asked.in_flight == 1:
-        notes = (*notes, IN_ORDER)
     every = solver_of(model, request)
     choice = _length_choice(model, request, every)
     solver = every
@@ -125,7 +115,7 @@ def solve_plan(
         inputs["shadows"] = sorted(model.shadows.items())
     add = functools.partial(with_additions, model, request=request, heads=heads, routing=routing)
     plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, add))
-    notes = (*notes, *addition_notes(model, plan, request))
+    notes = plan_notes(model, plan, request)
     said = words(_candidates(model, request, plan, solver)) if request.level == "auto" else ""
     return Solved(model, plan, notes, choice, routing, said)
 
@@ -158,6 +148,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
             power=power_of(model.profile),
             gpu_share=request.gpu_share,
             forbidden=request.forbidden,
+            errors=model.costs.errors,
         ),
         Budget(
             model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB),
@@ -253,22 +244,28 @@ def _check_level(model: ProfiledModel, request: PlanRequest) -> None:
         raise model.unmeasured("feed-forward networks")
 
 
-def stored_profile(device: Device) -> Profile | None:
+def stored_profile(device: Device, file: str | Path | None = None) -> Profile | None:
     """Return the profile of an opened device; None if it has none, or none that can plan yet.
 
     A first profile that was stopped, or that another process is still measuring, holds too few linear layers
     to predict others from at first. From then on it counts, whatever its last run did.
 
+    Args:
+        device: The device.
+        file: A file in place of the device's own.
+
     Raises:
-        ProfileError: The file is damaged.
+        ProfileError: The file is damaged, or of another device.
     """
-    from heterollm.profiler.predict import fitted_predictor
+    from heterollm.profiler.predict import checked, fitted_predictor
     from heterollm.profiler.records import Profile, profile_path
 
+    if file is not None:
+        return checked(Profile.load(Path(file), expected=device.description()))
     path: Path = profile_path(device.name, device.fingerprint())
     if not path.exists():
         return None
-    profile = Profile.load(path)
+    profile = checked(Profile.load(path))
     if not any(run["finished"] for run in profile.runs.values()):
         try:
             fitted_predictor(profile)

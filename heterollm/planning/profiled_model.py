@@ -107,6 +107,15 @@ class ProfiledModel:
         """Whether the profile has times of the model's linear layers on the NPU."""
         return self._measured(self.specs)
 
+    @cached_property
+    def groups_without_npu_times(self) -> frozenset[Group]:
+        """Groups of a layer whose weights the profile has not measured on the NPU, in any number of rows."""
+        limits = self.limits
+        layer = [spec for spec in self.specs if spec.group != "head"]
+        if limits is None:
+            return frozenset()
+        return frozenset(spec.group for spec in layer if not limits.runs(spec))
+
     def npu_bytes(self, plan: Plan) -> int:
         """Return the bytes that the NPU's graphs of a plan take: weights, inputs and outputs."""
         return plan.npu_bytes(self.every_spec, self.profile.graph_memory)

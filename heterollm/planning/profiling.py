@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,6 +87,7 @@ class ProfilingSession:
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out.
         power: Clocks and cores to ask for on ``snapdragon``.
+        purpose: Purpose of a profile with a file of its own; empty for the one that all commands read.
 
     Raises:
         OptionError: An option is not legal.
@@ -107,6 +107,7 @@ class ProfilingSession:
         gpu_threads: int | None = None,
         npu_threads: int | None = None,
         power: Power = "burst",
+        purpose: str = "",
     ) -> None:
         if not precisions:
             raise OptionError("No precision is named.", fix=f"Choose {' or '.join(get_args(Precision))}.")
@@ -141,12 +142,12 @@ class ProfilingSession:
                 for shape in found:
                     check_precision(self.device, precision, shape.specs)
                     shapes.append(dataclasses.replace(shape, name=f"{shape.name} {precision}"))
-            self.path = profile_path(self.device.name, self.device.fingerprint())
+            self.path = profile_path(self.device.name, self.device.fingerprint(), purpose)
         except BaseException:
             self.device.close()
             raise
         self.shapes = tuple(shapes)
-        self._begun_s = 0.0
+        self._earlier: frozenset[str] = frozenset()
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +171,7 @@ class ProfilingSession:
             CacheError: The profile cannot be written.
         """
         shapes = self._shapes(options)
-        self._begun_s = time.time()
+        self._earlier = self._runs()
         profile, summary = profile_device(self.device, shapes, options, path=self.path, progress=progress)
         return ProfilingResult(profile, summary, self.path, tuple(shape.name for shape in shapes))
 
@@ -193,13 +194,19 @@ class ProfilingSession:
     def _shapes(self, options: SessionOptions) -> tuple[ModelShape, ...]:
         return self.shapes if self.named or not options.quick else self.shapes[:1]
 
+    def _runs(self) -> frozenset[str]:
+        """Return the names of the runs in the file."""
+        try:
+            return frozenset(Profile.load(self.path).runs)
+        except ProfileError:  # there is none, or a damaged one
+            return frozenset()
+
     def kept(self) -> KeptRecords:
         """Return the records in the file after a run that was stopped."""
         try:
             profile = Profile.load(self.path)
         except ProfileError:
             return KeptRecords(self.path, 0, 0)
-        # Rounded to milliseconds in the file.
-        own = [run for run in profile.runs.values() if run["started_s"] >= self._begun_s - 0.001]
-        measured = sum(run.get("measured", 0) for run in own)
+        own = profile.runs.keys() - self._earlier
+        measured = sum(profile.runs[name].get("measured", 0) for name in own)
         return KeptRecords(self.path, measured, len(profile.records))

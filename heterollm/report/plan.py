@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heterollm.base import GIB, format_bytes, format_duration
+from heterollm.planning import profile_words
 from heterollm.report.console import table
 from heterollm.report.plan_experts import experts_report
 from heterollm.solver import SHADOW_ATTENTION, break_even, describe
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
     from heterollm.planning import LengthChoice, ProfiledModel, Solved
     from heterollm.solver import ChunkSchedule, GraphSharing, Plan, PredictedOperator, PredictedPass
+    from heterollm.solver.placements import RejectedOption
 
 __all__ = ["lengths_table", "pass_table", "plan_report", "sharing_words"]
 
@@ -41,7 +43,8 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
         Text(
             f"{model.profile.device} ({model.profile.time_kind} times), {model.precision}, "
             f"level {plan.level}, predicted from the profile"
-        )
+        ),
+        Text(profile_words(model.profile)),
     ]
     if plan.calibration is not None:
         parts.append(Text(calibration_words(plan)))
@@ -76,7 +79,7 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
         parts.append(Text(verdict(passes)))
     if solved.length_choice is not None:
         parts += [Text(), lengths_table(solved.length_choice)]
-        if not solved.length_choice.chosen.lengths:
+        if not solved.length_choice.chosen.lengths and not plan.uses_npu:
             parts.append(Text("No useful graph can be built in that time: the GPU computes everything."))
     parts += [Text(note) for note in (solved.choice, *solved.notes) if note]
     if model.missing:
@@ -239,7 +242,7 @@ def verdict(passes: Sequence[PredictedPass]) -> str:
     """Return a sentence about the passes in which splitting pays."""
     split = [found for found in passes if any(item.option.is_split for item in found.operators)]
     if not split:
-        return "No operator is split: by the profile one processor alone is as fast as both."
+        return "No operator is split: none is predicted to gain more than the error of its prediction."
     words = f"Operators are split in: {_named(split)}."
     ffns = [found for found in passes if any(item.spec.then for item in found.operators)]
     if ffns:
@@ -300,14 +303,15 @@ def _reasons(item: PredictedOperator, ffn_us: float) -> list[str]:
     """Return the costs of rejected placements, by the plan."""
     placement = item.option.placement
     chosen_us = item.option.time_us if placement.predicted_us is None else placement.predicted_us
-    return [
-        _reason(other.description, other.predicted_us, ffn_us if other.of_ffn else chosen_us)
-        for other in placement.rejected
-    ]
+    return [_reason(other, ffn_us if other.of_ffn else chosen_us) for other in placement.rejected]
 
 
-def _reason(other: str, other_us: float, chosen_us: float) -> str:
+def _reason(other: RejectedOption, chosen_us: float) -> str:
     """Return the cost of a rejected placement against the chosen one, or why a cheaper one is rejected."""
-    slower = other_us / chosen_us - 1.0 if chosen_us else 0.0
-    reason = f"{slower:+.0%}" if slower >= 0 else f"{slower:+.0%}, less than a split must gain"
-    return f"{other}: {other_us:.0f} us ({reason})"
+    slower = other.predicted_us / chosen_us - 1.0 if chosen_us else 0.0
+    reason = f"{slower:+.0%}"
+    if slower < 0 and -slower * chosen_us <= other.error_us:
+        reason += f", less than the error of its prediction, {other.error_us / chosen_us:.0%}"
+    elif slower < 0:
+        reason += ", less than a split must gain"
+    return f"{other.description}: {other.predicted_us:.0f} us ({reason})"

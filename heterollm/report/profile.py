@@ -14,6 +14,7 @@ from rich.progress import TextColumn
 from rich.text import Text
 
 from heterollm.base import Progress, format_bytes, format_duration, format_moment
+from heterollm.profiler import WIDE_FRACTION
 from heterollm.report.console import bars_with, note, pairs_table, section_table, table
 from heterollm.report.tables_profile import sections
 
@@ -36,9 +37,8 @@ LISTED_CHANGES: Final = 40
 DRIFT_FRACTION: Final = 0.25
 """A larger drift of the reference operator shows that other work disturbed the processor."""
 
-WIDE_FRACTION: Final = 0.5
 WIDE_SHARE: Final = 0.1
-"""So many measurements with samples so far apart show the same, even if the reference met quiet moments."""
+"""So many measurements whose samples lie far apart show the same, even if the reference met quiet moments."""
 
 TRUSTED_FRACTION: Final = 0.02
 """Fraction of the work after which its pace predicts the time left."""
@@ -111,6 +111,7 @@ def run_report(result: ProfilingResult) -> Group:
         "left out by budget": left_words(summary),
         "skipped by rule": skipped_words(summary.skipped),
         "drift": drift_words(summary.drift_fraction),
+        "measured again": again_words(summary),
         "file": str(result.path),
     }
     parts: list[RenderableType] = [
@@ -137,6 +138,16 @@ def left_words(summary: RunSummary) -> str:
         return "nothing"
     names = ", ".join(f"{name} {count}" for name, count in summary.left_out.items())
     return f"{sum(summary.left_out.values())} measurements ({names})"
+
+
+def again_words(summary: RunSummary) -> str:
+    """Return the number of points far off their neighbours that were measured again, and of those that stay."""
+    if not summary.again and not summary.disturbed:
+        return "nothing"
+    stay = (
+        f", {summary.disturbed} stay disturbed: `--update` measures them first" if summary.disturbed else ""
+    )
+    return f"{summary.again} points far off their neighbours{stay}"
 
 
 def skipped_words(skipped: object) -> str:

@@ -22,6 +22,9 @@ LISTED_FAILURES: Final = 20
 PROCESSORS: Final = {"gpu": "GPU", "npu": "NPU"}
 ORDER: Final[tuple[Group, ...]] = get_args(Group)
 
+DOUBTFUL: Final = " !"
+"""Mark of a figure whose samples lie far apart, or that lies far off its neighbours."""
+
 FACTS: Final = {
     "gpu": "GPU",
     "gpu_driver": "GPU driver",
@@ -70,8 +73,18 @@ def format_us(time_us: float | None) -> str:
 
 
 def format_spread(times: RecordTimes) -> str:
-    """Return a median with its spread."""
-    return f"{format_us(times.median_us)} ±{times.spread_fraction / 2:.0%}"
+    """Return a median with its spread, marked where it is doubtful."""
+    return f"{format_us(times.median_us)} ±{times.spread_fraction / 2:.0%}{_mark(times)}"
+
+
+def _mark(times: RecordTimes) -> str:
+    return DOUBTFUL if times.doubtful else ""
+
+
+def _every_time(summary: ProfileSummary) -> Iterator[RecordTimes]:
+    rows = (*summary.linear, *summary.layers, *summary.launches, *summary.hand_overs, *summary.copies)
+    yield from (row.times for row in (*rows, *summary.sparse, *summary.experts))
+    yield from (row.times for row in summary.bandwidth if row.times is not None)
 
 
 def _device(summary: ProfileSummary) -> Section:
@@ -86,6 +99,14 @@ def _device(summary: ProfileSummary) -> Section:
     if summary.time_kind != "real":
         how = "they come from a model" if summary.time_kind == "simulated" else "the emulator's own duration"
         notes = (f"Times are {summary.time_kind}: {how}, and no claim about a real device.",)
+    every = list(_every_time(summary))
+    if doubtful := sum(times.doubtful for times in every):
+        disturbed = sum(times.expected_us > 0.0 for times in every)
+        notes += (
+            f"{doubtful} of {len(every)} figures are marked with !: their samples lie far apart, or they lie far "
+            f"off their neighbours ({disturbed}). Plans count on none of the latter, and `heterollm profile MODEL "
+            "--update` measures these again.",
+        )
     return Section("Device", rows=tuple(rows), notes=notes)
 
 
@@ -174,7 +195,9 @@ def _layers(summary: ProfileSummary) -> Section:
     for row in summary.layers:
         heads = f"{row.heads}/{row.kv_heads} heads of {row.head_dim}" if row.heads else ""
         size = heads or str(row.hidden or "")
-        lines[row.operator.replace("_", " "), size, row.context][row.tokens] = format_us(row.times.median_us)
+        lines[row.operator.replace("_", " "), size, row.context][row.tokens] = format_us(
+            row.times.median_us
+        ) + _mark(row.times)
     rows = tuple(
         (operator, size, str(context or ""), *(cells.get(count, "") for count in tokens))
         for (operator, size, context), cells in sorted(lines.items())
@@ -234,7 +257,7 @@ def _bandwidth(summary: ProfileSummary) -> Section:
             "both at once" if row.together else "alone",
             format_bytes(row.size_bytes),
             f"{row.gbps:.3g} GB/s",
-            "" if row.times is None else f"±{row.times.spread_fraction / 2:.0%}",
+            "" if row.times is None else f"±{row.times.spread_fraction / 2:.0%}{_mark(row.times)}",
         )
         for row in summary.bandwidth
     )
@@ -258,7 +281,7 @@ def _contention(summary: ProfileSummary) -> Section:
 
 def _spread_cells(times: RecordTimes) -> tuple[str, str, str]:
     quartiles = f"{format_us(times.low_us)} to {format_us(times.high_us)}"
-    return format_us(times.median_us), quartiles, format_us(times.high_tail_us)
+    return format_us(times.median_us) + _mark(times), quartiles, format_us(times.high_tail_us)
 
 
 def _launches(summary: ProfileSummary) -> Section:

@@ -19,7 +19,8 @@ to 20 us after the kernel, a poll within 1 us):
     Sleep for most of the predicted time, then poll as above.
 
 A poll yields to other threads at each turn. After the spin budget it sleeps between polls for a hundredth of
-the time waited so far, and after the timeout it raises. It never falls back to a blocking wait of the driver,
+the time waited so far, and after the timeout it raises; that of a fence's first wait is longer, since the
+driver may still compile the kernels before it. It never falls back to a blocking wait of the driver,
 which has no timeout: ``finish`` and ``event`` return from a lost device only when the driver gives up.
 """
 
@@ -71,16 +72,20 @@ class WaitLimits:
     Args:
         spin_us: Longest polling without sleep.
         timeout_s: Time after which it raises; far above the longest pass.
+        compiling_s: Time that a fence's first wait may take beside that: some drivers, PoCL among them,
+            compile a kernel when the queue first reaches it, which takes minutes on a busy machine.
     """
 
     spin_us: float = 10_000.0
     timeout_s: float = 60.0
+    compiling_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if not self.spin_us >= 0 or not self.timeout_s > 0:
+        if not self.spin_us >= 0 or not self.timeout_s > 0 or not self.compiling_s >= 0:
             raise OptionError(
-                f"A wait cannot poll for {self.spin_us} us and give up after {self.timeout_s} s.",
-                fix="The first must be 0 or more, the second more than 0.",
+                f"A wait cannot poll for {self.spin_us} us and give up after {self.timeout_s} s, the first "
+                f"one {self.compiling_s} s later.",
+                fix="The second must be more than 0, the others 0 or more.",
             )
 
 
@@ -273,6 +278,7 @@ class PollingFence:
         self._spin_ns = int(limits.spin_us * 1e3)
         self._clock = clock
         self._marked_ns = 0
+        self._timeout_s = limits.timeout_s + limits.compiling_s
 
     @property
     def launch(self) -> Launch | None:
@@ -306,6 +312,7 @@ class PollingFence:
             # A signal that came before the host slept carries no timing information.
             duration_us = (self._clock.now_ns() - self._marked_ns) / 1e3
             prediction.observe(duration_us, overslept=first)
+        self._timeout_s = self._limits.timeout_s  # the kernels before it are compiled
         if not STRONG_MEMORY_ORDER:
             # Releasing and taking the interpreter lock is a memory barrier: data reads stay behind the
             # flag's.
@@ -316,7 +323,7 @@ class PollingFence:
         length_us = prediction.sleep_us(clock.overshoot_us)
         if not length_us:
             return False
-        left_us = min(length_us, self._limits.timeout_s * 1e6) - (clock.now_ns() - self._marked_ns) / 1e3
+        left_us = min(length_us, self._timeout_s * 1e6) - (clock.now_ns() - self._marked_ns) / 1e3
         if left_us <= clock.overshoot_us or self._seen():
             return False
         clock.sleep_s(left_us / 1e6)
@@ -333,7 +340,7 @@ class PollingFence:
 
     def _poll_slowly(self) -> None:
         now_ns, begin_ns = self._clock.now_ns, self._marked_ns
-        timeout_ns = int(self._limits.timeout_s * 1e9)
+        timeout_ns = int(self._timeout_s * 1e9)
         while not self._seen():
             waited_ns = now_ns() - begin_ns
             if waited_ns > timeout_ns or self._signal.lost():

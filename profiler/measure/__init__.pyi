@@ -1,7 +1,10 @@
 from .bandwidth import SharedLoad as SharedLoad
 from .bandwidth import bandwidth_tasks as bandwidth_tasks
 from .builds import BuildPace as BuildPace
+from .drift import SLOWDOWN as SLOWDOWN
 from .drift import ReferenceOperators as ReferenceOperators
+from .drift import correct_drift as correct_drift
+from .drift import with_reference as with_reference
 from .experts import MOST_WEIGHT_BYTES as MOST_WEIGHT_BYTES
 from .experts import expert_tasks as expert_tasks
 from .layer_cases import CODES_OF_8_BITS as CODES_OF_8_BITS
@@ -11,6 +14,7 @@ from .layer_cases import GlueOperator as GlueOperator
 from .layer_cases import layer_key as layer_key
 from .layers import SUBMISSIONS as SUBMISSIONS
 from .layers import layer_tasks as layer_tasks
+from .linears import code_of as code_of
 from .linears import linear_tasks as linear_tasks
 from .links import COPY_SIZES_BYTES as COPY_SIZES_BYTES
 from .links import KERNELS_US as KERNELS_US

@@ -1,11 +1,17 @@
 from .curves import nonnegative_fit as nonnegative_fit
 from .fitted import fitted_predictor as fitted_predictor
 from .fitted import profile_digest as profile_digest
+from .outliers import AGAIN_FACTOR as AGAIN_FACTOR
+from .outliers import checked as checked
+from .outliers import far_off as far_off
+from .outliers import mark as mark
+from .outliers import series_of as series_of
 from .predictor import BASELINE as BASELINE
 from .predictor import CANDIDATES as CANDIDATES
 from .predictor import Predictor as Predictor
 from .time_model import Hull as Hull
 from .time_model import Kind as Kind
+from .time_model import Prediction as Prediction
 from .validation import HIGH as HIGH
 from .validation import PointTimes as PointTimes
 from .validation import Score as Score

@@ -21,7 +21,7 @@ import bisect
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from heterollm.profiler.predict.curves import isotonic_median
@@ -33,6 +33,9 @@ __all__ = ["LINE", "Neighbours"]
 
 LINE: Final = "line"
 """Source of times between two measured widths."""
+
+FEWEST_MISSES: Final = 10
+"""Widths between others from which on the spread of lines is known."""
 
 NOISE: Final = 0.9
 """Least cost of a row, as a share of its cost in a wider shard: times are noisy, and caches are finite."""
@@ -62,6 +65,13 @@ class Widths:
             return self.times_us[place]
         share = (rows - self.rows[place - 1]) / (self.rows[place] - self.rows[place - 1])
         return self.times_us[place - 1] + share * (self.times_us[place] - self.times_us[place - 1])
+
+    def misses(self) -> Iterator[float]:
+        """Yield measured over predicted time of each width by the line between the widths beside it."""
+        for place in range(1, len(self.rows) - 1):
+            low, own, high = self.rows[place - 1 : place + 2]
+            before, time_us, after = self.times_us[place - 1 : place + 2]
+            yield time_us / (before + (after - before) * (own - low) / (high - low))
 
     def bounds(self, rows: int) -> tuple[float, float]:
         """Return the least and the greatest time of a shard of some rows."""
@@ -126,6 +136,13 @@ class Neighbours:
             for kind, lengths in weights.items()
         }
         self._found: dict[tuple[Kind, int, int], list[_Bound]] = {}
+        misses = sorted(
+            miss for own in self._widths.values() for widths in own.values() for miss in widths.misses()
+        )
+        self._spread: tuple[float, float] | None = None
+        if len(misses) >= FEWEST_MISSES:
+            tenth = len(misses) // 10
+            self._spread = misses[tenth], misses[-1 - tenth]
 
     def predict(self, point: LinearPoint, model: TimeModel) -> Prediction:
         """Return the time on a line between measured widths; else the answer of a model within the bounds.
@@ -139,7 +156,7 @@ class Neighbours:
         widths = self._widths.get((kind, point.columns), {}).get(point.tokens)
         on_line = None if widths is None else widths.line(point.rows)
         if on_line is not None:
-            return with_interval(on_line, model.spread, known=True, source=LINE)
+            return with_interval(on_line, self._spread or model.spread, known=True, source=LINE)
         found = model.predict(point)
         low_us, high_us = self._bounds(kind, point)
         if low_us <= found.us <= high_us:

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from heterollm.base import Amount, PositiveNumber, ProfileError
 from heterollm.profiler.predict.curves import nonnegative_fit
-from heterollm.profiler.predict.time_model import Prediction, measured_time, near, with_interval
+from heterollm.profiler.predict.time_model import Prediction, measured_time, near, undisturbed, with_interval
 from heterollm.profiler.predict.validation import HIGH, LOW, percentile
 from heterollm.profiler.records import LayerKey, Record, SparseKey
 
@@ -88,24 +88,30 @@ class LayerPredictor(Generic[K]):
     def fit(cls, records: Mapping[K, Record]) -> LayerPredictor[K]:
         """Fit every operator; of several versions of a kernel, the one measured last counts.
 
+        Disturbed measurements do not count.
+
         Raises:
             ProfileError: There is no record with times.
         """
         timed = {key: record for key, record in records.items() if record.samples_us}
-        by_operator: dict[str, list[K]] = defaultdict(list)
+        by_operator: dict[str, list[Record]] = defaultdict(list)
         newest: dict[str, str] = {}
         for key in sorted(timed, key=lambda key: (timed[key].taken_s, key)):
             newest[key.operator] = key.code
         for key in sorted(timed):
             if key.code == newest[key.operator]:
-                by_operator[key.operator].append(key)
+                by_operator[key.operator].append(timed[key])
         if not by_operator:
             raise ProfileError("The profile has no operator's times.", fix="Run `heterollm profile`.")
-        operators = {
-            name: OperatorModel.fit(keys, [timed[key].median_us for key in keys])
-            for name, keys in by_operator.items()
-        }
-        return cls(operators, {key: measured_time(record) for key, record in timed.items()})
+        disturbed: set[K] = set()
+        operators = {}
+        for name, own in by_operator.items():
+            sound = undisturbed(own)
+            disturbed |= {record.key for record in own} - {record.key for record in sound}
+            keys = [record.key for record in sound]
+            operators[name] = OperatorModel.fit(keys, [record.median_us for record in sound])
+        measured = {key: measured_time(record) for key, record in timed.items() if key not in disturbed}
+        return cls(operators, measured)
 
     def predict(self, key: K) -> Prediction:
         """Return the measured time of an operator, or the predicted one.

@@ -7,6 +7,7 @@ the least regret on weight shapes that were kept out of its fit, and keeps the s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, get_args
@@ -27,7 +28,14 @@ from heterollm.profiler.predict.neighbours import Neighbours
 from heterollm.profiler.predict.operators import LayerPredictor
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
-from heterollm.profiler.predict.time_model import Prediction, ShapeModel, TimeModel, measured_time
+from heterollm.profiler.predict.time_model import (
+    Kind,
+    Prediction,
+    ShapeModel,
+    TimeModel,
+    measured_time,
+    undisturbed,
+)
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import Score, score
 from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Processor, Profile, Record, SparseKey
@@ -96,7 +104,7 @@ class Predictor:
     def fit(cls, profile: Profile) -> Predictor:
         """Fit every model of every processor and keep the best ones.
 
-        Of several versions of kernels or graphs, the one measured last counts.
+        Of several versions of kernels or graphs, the one measured last counts. Disturbed points do not.
 
         Raises:
             ProfileError: The profile has no linear layers, or too few of a processor.
@@ -182,7 +190,11 @@ def _latest(profile: Profile, processor: Processor) -> list[Record]:
     """Return the sound records of a processor's linear layers, of the code that was measured last."""
     found = [(key, record) for key, record in profile.of_kind(LinearKey) if key.processor == processor]
     code = max(found, key=lambda item: (item[1].taken_s, item[0].code))[0].code if found else ""
-    return [record for key, record in found if key.code == code and record.samples_us]
+    kinds: dict[Kind, list[Record]] = defaultdict(list)
+    for key, record in found:
+        if key.code == code and record.samples_us:
+            kinds[Kind.of(key.point)].append(record)
+    return [record for records in kinds.values() for record in undisturbed(records)]
 
 
 def _fit_operators(profile: Profile, kind: type[K]) -> LayerPredictor[K] | None:

@@ -19,7 +19,17 @@ from heterollm.base import Amount, ProfileError
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.records import LinearPoint, Record
 
-__all__ = ["Hull", "Kind", "Prediction", "ShapeModel", "TimeModel", "measured_time", "near", "with_interval"]
+__all__ = [
+    "Hull",
+    "Kind",
+    "Prediction",
+    "ShapeModel",
+    "TimeModel",
+    "measured_time",
+    "near",
+    "undisturbed",
+    "with_interval",
+]
 
 KNOWN_FACTOR: Final = 2.0
 """A shape counts as known up to this factor beyond the measured tokens, rows and columns."""
@@ -66,6 +76,12 @@ def measured_time(record: Record) -> Prediction:
     """Return the measured time of a record, between its quartiles."""
     low, high = Measurement(record.samples_us).quartiles_us
     return Prediction(record.median_us, low, high, True, "measured")
+
+
+def undisturbed(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records that are not disturbed; all where the others are too few to predict from."""
+    sound = [record for record in records if not record.disturbed]
+    return sound if 2 * len(sound) >= len(records) else records
 
 
 class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True, rename={"is_ffn": "is_block"}):

@@ -3,6 +3,7 @@ from .files import export_profile as export_profile
 from .files import find_profile as find_profile
 from .files import import_profile as import_profile
 from .files import list_profiles as list_profiles
+from .profile import DEMO as DEMO
 from .profile import Profile as Profile
 from .profile import profile_path as profile_path
 from .profile import stored_profiles as stored_profiles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def find_profile(name: str | None = None) -> tuple[Profile, Path]:
 
     Args:
         name: A file, or the fingerprint of one in the cache or its beginning; None for the one in the cache
-            that was written last.
+            that was written last, or rather that of the same device with its NPU.
 
     Raises:
         OptionError: There is none, or several of that name.
@@ -116,8 +117,16 @@ def find_profile(name: str | None = None) -> tuple[Profile, Path]:
     if name is None:
         if not stored:
             raise OptionError("There is no profile yet.", fix="Run `heterollm profile`.")
-        newest = max(stored, key=lambda path: (path.stat().st_mtime, path.name))
-        return Profile.load(newest), newest
+        newest, *older = sorted(stored, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
+        found = Profile.load(newest)
+        if found.description.get("npu") is None:
+            # On ``host`` a run ends with the GPU alone on all cores.
+            for path in older:
+                with contextlib.suppress(ProfileError):
+                    other = Profile.load(path)
+                    if other.device == found.device and other.description.get("npu") is not None:
+                        return other, path
+        return found, newest
     path = Path(name).expanduser()
     if _is_file(path):
         return Profile.load(path), path

@@ -34,11 +34,14 @@ from heterollm.kernels.sim import name_in_words
 from heterollm.profiler.records.record_json import KIND_NAMES, RecordLine, record_line
 from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Processor, Record
 
-__all__ = ["SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
+__all__ = ["DEMO", "SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 2
+DEMO: Final = "demo"
+"""Purpose of profiles that no other command reads: the demo's, of a few seconds and half of the cores."""
+
 FIX: Final = "Run `heterollm profile` again."
 
 K = TypeVar("K", bound=Key)
@@ -153,8 +156,10 @@ class Profile:
         """
         if other.fingerprint != self.fingerprint:
             raise ProfileError(_difference(self.description, other.description), fix=FIX)
-        for record in other.records.values():
-            self.add(record)
+        for key, record in other.records.items():
+            held = self.records.get(key)
+            if held is None or held.taken_s != record.taken_s:  # marks of ours stay
+                self.add(record)
         self.runs = {**other.runs, **self.runs}
 
     def of_kind(self, kind: type[K]) -> Iterator[tuple[K, Record]]:
@@ -163,6 +168,10 @@ class Profile:
         for key, record in sorted(found, key=lambda item: item[0]):
             if not record.failed:
                 yield key, record
+
+    def disturbed(self) -> list[Record]:
+        """Return the records that lie far off their neighbours; no plan counts on them."""
+        return [record for record in self.records.values() if record.disturbed]
 
     def failures(self) -> list[Record]:
         """Return the failed records."""
@@ -277,14 +286,22 @@ class Profile:
                 temporary.write_text(self.to_json(), "utf-8")
 
 
-def profile_path(device: str, fingerprint: str) -> Path:
-    """Return the path of a device's profile; the name says whether the device is simulated."""
-    return cache_root() / "profiles" / f"{cache_name(name_in_words(device), fingerprint)}.json"
+def profile_path(device: str, fingerprint: str, purpose: str = "") -> Path:
+    """Return the path of a device's profile; the name says whether the device is simulated.
+
+    Args:
+        device: Name of the device.
+        fingerprint: Its fingerprint.
+        purpose: :data:`DEMO`, or empty for the profile that all commands read.
+    """
+    name = f"{cache_name(name_in_words(device), fingerprint)}.json"
+    return cache_root() / "profiles" / (f"{purpose}-{name}" if purpose else name)
 
 
 def stored_profiles() -> list[Path]:
-    """Return the profile files of the cache, in order of their names."""
-    return sorted((cache_root() / "profiles").glob("*.json"))
+    """Return the profile files of the cache that all commands read, in order of their names."""
+    found = (cache_root() / "profiles").glob("*.json")
+    return sorted(path for path in found if not path.name.startswith(f"{DEMO}-"))
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

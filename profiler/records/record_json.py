@@ -47,6 +47,7 @@ class _Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     values: dict[str, Number] = {}
     error: str = ""
     taken_s: Number
+    expected_us: Amount = 0.0
 
     def __post_init__(self) -> None:
         if not (self.samples_us or self.values or self.error):
@@ -58,7 +59,8 @@ class _Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
 
     def record(self) -> Record:
         """Return the record."""
-        return Record(self.key, self.samples_us, self.warmup_us, self.values, self.error, self.taken_s)
+        taken = self.samples_us, self.warmup_us, self.values, self.error, self.taken_s
+        return Record(self.key, *taken, self.expected_us)
 
 
 RecordLine: Final[Any] = reduce(
@@ -93,6 +95,8 @@ def record_line(record: Record) -> str:
     if record.error:
         line["error"] = record.error[:MAX_TEXT]
     line["taken_s"] = float(record.taken_s)
+    if record.disturbed:
+        line["expected_us"] = round(record.expected_us, DIGITS)
     return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 

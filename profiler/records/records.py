@@ -451,6 +451,8 @@ class Record:
         values: Other numbers, by names that end in their unit.
         error: Reason of a failure, else empty.
         taken_s: Time of the measurement, in seconds since 1970.
+        expected_us: Time that its neighbours explain, where the measured one lies far off it, also when
+            measured again: the record is disturbed, and no plan counts on it. 0 where it is not.
     """
 
     key: Key
@@ -459,11 +461,22 @@ class Record:
     values: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     taken_s: float = field(default_factory=lambda: round(time.time(), 3))
+    expected_us: float = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether it lies far off its neighbours."""
+        return self.expected_us > 0.0
 
     @property
     def median_us(self) -> float:
         """Median of the samples; infinite where there are none."""
         return statistics.median(self.samples_us) if self.samples_us else math.inf
+
+    @property
+    def planned_us(self) -> float:
+        """Time that plans count with: that which its neighbours explain, where it is disturbed."""
+        return self.expected_us or self.median_us
 
     @property
     def failed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from heterollm.profiler.records import (
     Profile,
     Record,
 )
-from heterollm.profiler.runner import ProfileOptions, run_tasks
+from heterollm.profiler.runner import ProfileOptions, RunSummary, run_tasks
 
 DESCRIPTION = {"device": "host", "time": "real", "npu_copies_by_length": False, "cache_bytes": 0}
 
@@ -271,3 +272,132 @@ def test_progress_reaches_its_end() -> None:
         progress=lambda stage, done, total: seen.append((stage, done, total)),
     )
     assert seen == [("counting", 0, 2000), ("counting", 1000, 2000)]
+
+
+class Linears:
+    """Tasks of one linear layer each, whose first and later measurements may be disturbed."""
+
+    def __init__(self, factors: dict[int, list[float]]) -> None:
+        self.clock = Clock()
+        self.factors = factors
+        self.done: list[int] = []
+
+    def task(self, tokens: int) -> Task:
+        key = LinearKey("gpu", LinearPoint("o", (64,), 64, tokens, 4, 32), "code")
+
+        def run() -> Iterable[Record]:
+            self.clock.now_s += 1.0
+            self.done.append(tokens)
+            left = self.factors.get(tokens, [])
+            factor = left.pop(0) if left else 1.0
+            return [Record(key, (10.0 * tokens * factor,) * 5)]
+
+        return Task("Linear layers", (key,), run, 1.0, essential=tokens == 1)
+
+    def run(self, profile: Profile, path: Path, *, update: bool = False, **more: object) -> RunSummary:
+        tasks = [self.task(tokens) for tokens in (1, 32, 64, 128)]
+        ranked = [self.task(256)]
+        options = ProfileOptions(update=update)
+        return run_tasks(profile, tasks, options, path=path, ranked=ranked, clock=self.clock, **more)
+
+
+def test_a_point_far_off_is_measured_again_at_once(tmp_path: Path) -> None:
+    work, profile = Linears({64: [50.0]}), Profile(DESCRIPTION)
+    summary = work.run(profile, tmp_path / "profile.json")
+    assert work.done == [1, 32, 64, 64, 128, 256]
+    assert (summary.measured, summary.again, summary.disturbed) == (5, 1, 0)
+    assert {record.median_us for _, record in profile.of_kind(LinearKey)} == {10, 320, 640, 1280, 2560}
+
+
+def test_a_point_that_stays_far_off_is_marked_and_measured_first_by_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    work = Linears({256: [50.0, 60.0]})
+    summary = work.run(Profile(DESCRIPTION), path)
+    assert work.done == [1, 32, 64, 128, 256, 256]
+    assert (summary.again, summary.disturbed) == (1, 1)
+    [record] = Profile.load(path).disturbed()
+    assert record.median_us == 2560 * 50
+    assert record.expected_us == pytest.approx(2560)
+    for update, first in ((True, [256]), (False, [256, 1, 32, 64, 128])):
+        again = Linears({})
+        found = Profile.load(path)
+        summary = again.run(found, tmp_path / f"{update}.json", update=update)
+        assert again.done == first
+        assert (summary.disturbed, found.disturbed()) == (0, [])
+
+
+def test_a_profile_of_an_earlier_version_is_checked_before_an_update(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    Linears({256: [50.0, 60.0]}).run(Profile(DESCRIPTION), path)
+    path.write_text(re.sub(r', "expected_us": [0-9.]+', "", path.read_text()))
+    again = Linears({})
+    again.run(Profile.load(path), path, update=True)
+    assert again.done == [256]
+
+
+def test_a_clock_that_was_set_back_keeps_no_old_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    Linears({tokens: [1.2] for tokens in (1, 32, 64, 128, 256)}).run(Profile(DESCRIPTION), path)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s - 1e6)
+    again = Linears({})
+    summary = again.run(Profile.load(path), path)
+    assert (again.done, summary.finished) == ([1, 32, 64, 128, 256], True)
+    found = Profile.load(path)
+    assert {record.median_us for _, record in found.of_kind(LinearKey)} == {10, 320, 640, 1280, 2560}
+    assert max(found.runs.values(), key=lambda run: run["started_s"])["measured"] == 5
+
+
+class Loaded:
+    """A reference operator that takes the times given, one after the other."""
+
+    processors: tuple[Processor, ...] = ("gpu",)
+
+    def __init__(self, *times_us: float) -> None:
+        self.times_us = list(times_us)
+
+    def measure(self, part: Processor) -> tuple[float, ...]:
+        return (self.times_us.pop(0),)
+
+
+def test_drift_is_corrected_by_the_reference_operator(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    slow = 1.3
+    loaded = Linears({tokens: [slow] for tokens in (1, 32, 64, 128, 256)})
+    # The machine was busy through the first run, which nothing shows: it is its own quietest one.
+    loaded.run(Profile(DESCRIPTION), path, reference=Loaded(100.0 * slow, 100.0 * slow))
+    found = Profile.load(path)
+    assert {record.median_us for _, record in found.of_kind(LinearKey)} == {13, 416, 832, 1664, 3328}
+    # A later run meets it idle, and corrects what the first one left.
+    Linears({}).run(found, path, update=True, reference=Loaded(100.0))
+    for profile in (found, Profile.load(path)):
+        times_us = sorted(record.median_us for _, record in profile.of_kind(LinearKey))
+        assert times_us == pytest.approx([10, 320, 640, 1280, 2560], rel=1e-3)
+        for _, record in profile.of_kind(LinearKey):
+            assert record.values["slowdown_corrected"] == pytest.approx(slow)
+            assert not record.disturbed
+    # Noise of the reference operator corrects nothing more.
+    Linears({}).run(found, path, update=True, reference=Loaded(95.0))
+    times_us = sorted(record.median_us for _, record in found.of_kind(LinearKey))
+    assert times_us == pytest.approx([1000 / 105 * one for one in (1.05, 33.6, 67.2, 134.4, 268.8)], rel=0.06)
+
+
+def test_a_profile_of_a_busy_machine_is_measured_again_by_an_update_on_an_idle_one(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    busy = Linears({tokens: [2.0] for tokens in (1, 32, 64, 128, 256)})
+    busy.run(Profile(DESCRIPTION), path, reference=Loaded(200.0, 200.0))
+    assert Profile.load(path).disturbed() == []
+    idle = Linears({})
+    found = Profile.load(path)
+    summary = idle.run(found, path, update=True, reference=Loaded(100.0, 100.0))
+    assert idle.done == [1, 32, 64, 128, 256]
+    assert summary.disturbed == 0
+    assert {record.median_us for _, record in found.of_kind(LinearKey)} == {10, 320, 640, 1280, 2560}
+
+
+def test_a_burst_at_one_reference_measurement_corrects_nothing(tmp_path: Path) -> None:
+    profile = Profile(DESCRIPTION)
+    Linears({}).run(profile, tmp_path / "profile.json", reference=Loaded(100.0, 300.0))
+    assert {record.median_us for _, record in profile.of_kind(LinearKey)} == {10, 320, 640, 1280, 2560}

@@ -1,6 +1,7 @@
 """What a profile says in short, and how two of them are compared."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,10 @@ from heterollm.profiler.records import (
     find_profile,
     import_profile,
     list_profiles,
+    profile_path,
 )
+from heterollm.report.console import render
+from heterollm.report.profile import profile_report
 
 
 def test_times_are_quartiles_and_a_tail():
@@ -63,6 +67,39 @@ def test_of_two_versions_of_a_kernel_the_later_one_counts(sample_profile):
     assert len(found) == count
     times = next(row.times for row in found if (row.processor, row.point) == ("gpu", key.point))
     assert times.median_us == pytest.approx(5 * record.median_us)
+
+
+def test_figures_far_off_are_flagged(sample_profile):
+    profile = sample_profile()
+    assert " !" not in render(profile_report(summarize(profile, accuracy=False)))
+    keys = [key for key, _ in profile.of_kind(LinearKey) if key.point.member_rows == (512,)]
+    wide, far = keys[:2]
+    profile.records[wide] = Record(wide, (2.0, 8.6, 25.2))
+    profile.records[far] = Record(far, (139000.0,) * 5, expected_us=4912.0)
+    times = {row.times.median_us: row.times for row in summarize(profile, accuracy=False).linear}
+    assert [times[us].doubtful for us in (8.6, 139000.0)] == [True, True]
+    assert [times[us].expected_us for us in (8.6, 139000.0)] == [0.0, 4912.0]
+    assert sum(own.doubtful for own in times.values()) == 2
+    shown = render(profile_report(summarize(profile, accuracy=False)))
+    assert "8.6 us ±135% !" in shown
+    assert "139 ms ±0% !" in shown
+    assert "2 of" in shown
+    assert "--update" in shown
+
+
+def test_without_a_name_the_file_with_the_npu_is_shown(cache, sample_profile):
+    """A run on ``host`` ends with the GPU alone on all cores, whose file is the newer one."""
+    both = sample_profile()
+    both.description = {**both.description, "npu": "an NPU"}
+    alone = Profile({**both.description, "npu": None, "npu_threads": 0}, dict(both.records), both.runs)
+    for age, profile in ((20, both), (10, alone)):
+        path = profile_path("host", profile.fingerprint)
+        profile.save(path)
+        os.utime(path, (2e9 - age, 2e9 - age))
+    assert find_profile()[0].fingerprint == both.fingerprint
+    assert find_profile(alone.fingerprint)[0].fingerprint == alone.fingerprint
+    profile_path("host", both.fingerprint).unlink()
+    assert find_profile()[0].fingerprint == alone.fingerprint
 
 
 def test_accuracy_has_the_model_in_use_and_the_baselines(sample_profile):

@@ -1,5 +1,8 @@
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +74,50 @@ def test_the_layer_has_the_size_of_tinyllama(layer_folder):
     linears = [name for name in checkpoint.names if "proj" in name]
     assert sum(math.prod(checkpoint.shape(name)) for name in linears) == 44_040_192
     assert (config.heads, config.kv_heads, config.head_dim, config.layers) == (32, 4, 64, 1)
+
+
+PROFILES = """
+import sys
+from pathlib import Path
+from heterollm.base import silent
+from heterollm.benchmarks import demo
+from heterollm.profiler.records import Profile, list_profiles
+
+path = demo.profile_layer("host", Path(sys.argv[1]), silent)
+first = len(Profile.load(path).records)
+again = demo.profile_layer("host", Path(sys.argv[1]), silent)
+run = max(Profile.load(path).runs.values(), key=lambda run: run["started_s"])
+print(path.name.startswith("demo-host-"), first > 20, path == again, run["known"] > 0, list_profiles())
+"""
+
+LOADS = """
+import sys
+from heterollm.llm import LLM
+from heterollm.kernels.threads import allowed_cores
+
+with LLM.load(sys.argv[1], device="host", context=64) as llm:
+    described = llm.device.description()
+    threads = described["gpu_threads"], described["npu_threads"]
+    print(llm.plan.level, threads == (len(allowed_cores()), 0), *llm.notes)
+"""
+
+
+def test_the_profile_of_a_demo_serves_the_demo_alone(small_layer, tmp_path):
+    """It is of halves of the cores: level ``auto`` would plan for them, at half of the speed."""
+    layer = tmp_path / "layer"
+    layer.mkdir()
+    write_layer_checkpoint(layer)
+    env = {**os.environ, "HETEROLLM_CACHE": str(tmp_path / "cache")}
+    env.pop("POCL_MAX_PTHREAD_COUNT", None)  # each process splits the cores in its own way
+
+    def output(script):
+        command = [sys.executable, "-P", "-c", script, str(layer)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    assert output(PROFILES) == "True True True True []\n"
+    level, on_all_cores, *words = output(LOADS).split()
+    assert (level, on_all_cores) == ("gpu", "True")
+    assert "has no profile with these threads" in " ".join(words)
 
 
 @pytest.mark.slow  # checks of the project run the command itself

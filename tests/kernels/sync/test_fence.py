@@ -5,6 +5,7 @@ until the test opens it, and a clock that the test moves tells the time.
 """
 
 import gc
+import math
 import re
 import sys
 import threading
@@ -220,6 +221,37 @@ def test_a_signal_that_does_not_come_is_an_error_and_no_hang(runtime, name):
     writer.launch(2000.0)()
     prepare_fence(runtime, name, "again")()
     np.testing.assert_array_equal(writer.data.array, number + 1)
+
+
+@pytest.mark.parametrize("name", POLLING)
+def test_a_driver_that_compiles_behind_the_first_wait_is_no_lost_signal(runtime, name):
+    """PoCL compiles a kernel when the queue reaches it: minutes on a cold cache and a busy machine."""
+    gate, clock = Gate(runtime), HostClock.of_this_thread()
+    passed_s, opens_s = [0.0], [300.0]
+
+    def sleep(_seconds):
+        passed_s[0] += 20.0
+        if passed_s[0] >= opens_s[0]:
+            gate.open()
+            runtime.finish()
+
+    def now_ns():
+        return clock.now_ns() + int(passed_s[0] * 1e9)
+
+    slow = HostClock(now_ns, sleep, clock.yield_lock, clock.overshoot_us)
+    fence = prepare_fence(runtime, name, "cold", limits=WaitLimits(spin_us=0.0), clock=slow)
+    hold(gate)
+    fence()  # the build takes five minutes, and the limit is one
+    assert passed_s[0] >= 300.0
+    passed_s[0], opens_s[0] = 0.0, math.inf
+    hold(gate)
+    try:
+        with pytest.raises(FenceError):
+            fence()  # all is compiled: the limit holds
+    finally:
+        gate.open()
+        runtime.finish()
+    assert passed_s[0] < 300.0
 
 
 def test_a_flag_that_is_lost_is_noticed_before_the_timeout(runtime):
