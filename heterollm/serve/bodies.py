@@ -184,7 +184,7 @@ def chat_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
             options["json_schema"] = wanted.schema
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
-    ids = llm.tokenizer.apply_chat_template(messages)
+    ids = llm.tokenizer.apply_chat_template(messages, most_tokens=llm.context)
     return _request(llm, body, (ids,), options, most, logprobs=bool(body.logprobs), top=body.top_logprobs)
 
 
