@@ -18,6 +18,7 @@ import uvicorn
 from heterollm.base import DeviceError, OptionError, format_bytes
 from heterollm.engine import available_bytes
 from heterollm.serve.app import Server
+from heterollm.serve.connections import ServerConfig
 from heterollm.serve.guard import is_loopback
 from heterollm.serve.options import ServeOptions
 
@@ -40,13 +41,7 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(self, server: Server, note: Callable[[str], None]) -> None:
         super().__init__(
-            uvicorn.Config(
-                server.app,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=2 * GRACE_S,
-            )
+            ServerConfig(server.app, connections=server.connections, timeout_graceful_shutdown=2 * GRACE_S)
         )
         self._server = server
         self._note = note
@@ -145,7 +140,7 @@ def serve(
         f"{options.name} answers OpenAI's clients at http://{name}:{port}/v1\n"
         f"Chat in a browser at http://{name}:{port}/ (Ctrl-C ends the server)"
     )
-    if options.api_key is None and not is_loopback(options.host):
+    if not options.api_keys and not is_loopback(options.host):
         note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
     _Uvicorn(server, note).run(sockets=[bound])
 

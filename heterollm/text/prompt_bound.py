@@ -1,7 +1,7 @@
 """Bounds the tokens of a text from below by its bytes, without tokenising it.
 
-The bound is sound or missing. A part of a tokenizer that may drop text, or put a text of any length into one
-token, leaves none: unknown words of WordPiece, patterns that delete, a pre-tokenizer that removes white space.
+The bound is sound or missing. A part of a tokenizer that may drop text, or may put a text of any length into
+one token, leaves none: unknown words of WordPiece, patterns that delete, white space that is split off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_CHARACTER_BYTES: Final = 4
 """Longest character in UTF-8."""
 
 UNICODE_SHRINKS: Final = 4
-"""Most bytes of a text for each byte of its normal form: "𝐲" has 4, and "y" 1. Composition reaches 3.5."""
+"""Most bytes of a text for each byte of its normal form: a bold mathematical y has 4 bytes, "y" 1."""
 
 NORMAL_FORMS: Final = ("NFC", "NFD", "NFKC", "NFKD")
 GROWS: Final = ("Prepend", "ByteLevel")

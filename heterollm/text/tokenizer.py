@@ -37,7 +37,7 @@ TEMPLATE_LIMIT_S = 5.0
 """Time limit of one rendering; templates of published checkpoints take milliseconds."""
 
 LONG_TEXT = 1 << 16
-"""Characters from which a text may be refused before it is tokenised; a shorter one takes a few milliseconds."""
+"""Characters from which a text may be refused before it is tokenised; a shorter one takes milliseconds."""
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
@@ -143,8 +143,8 @@ class Tokenizer:
             text: Any text; spelled-out special tokens become their ids.
             add_bos: Prepend the tokens that begin a text of this checkpoint (often one BOS, sometimes
                 none), unless the text has them already.
-            most_tokens: Refuse a text that cannot have so few tokens, by its bytes, before it is tokenised. The ids
-                may still be more.
+            most_tokens: Refuse a text that must have more, by its bytes, before it is tokenised. The ids may
+                still be more.
 
         Raises:
             InputError: The text is not valid Unicode.
