@@ -71,6 +71,8 @@ class Server:
         self._metrics = Metrics(
             lambda: (*self._counts(), len(self._sessions), len(llm.failures)),
         )
+        # Takes a moment for a large vocabulary: not while a request waits.
+        _ = llm.tokenizer.bound
         routes = (
             ("/", "GET", self._show_page),
             ("/status", "GET", self._status),

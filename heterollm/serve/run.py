@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -31,6 +33,8 @@ MOST_PLACES: Final = 16
 GRACE_S: Final = 15
 """Seconds for running answers after the signal to stop."""
 POLL_S: Final = 0.1
+SWITCH_S: Final = 0.001
+"""Time that a thread may keep Python's lock while others wait, instead of 5 ms at each launch of a kernel."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -142,6 +146,10 @@ def serve(
     )
     if not options.api_keys and not is_loopback(options.host):
         note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
+    sys.setswitchinterval(SWITCH_S)
+    # The objects of the loaded libraries are many, and a collection among them stops every stream.
+    gc.collect()
+    gc.freeze()
     _Uvicorn(server, note).run(sockets=[bound])
 
 
