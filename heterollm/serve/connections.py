@@ -18,7 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 __all__ = ["IDLE_S", "Connection", "ServerConfig"]
 
 IDLE_S: Final = 15.0
-"""Time of a connection without the whole head of a request, and of an answer that nobody reads."""
+"""Time of a connection without the whole head of a request."""
+
+STALL_S: Final = 60.0
+"""Time of a connection whose client reads nothing of an answer."""
 
 CHECK_S: Final = 1.0
 READ_BYTES: Final = 4096
@@ -109,18 +112,16 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _check(self) -> None:
-        """Close a connection that rests, and drop one whose last bytes nobody reads."""
+        """Close a connection that rests, and drop one whose bytes nobody reads."""
         now_s, unsent = time.monotonic(), self.transport.get_write_buffer_size()
         if unsent != self._unsent:
             self._unsent, self.rests_since_s = unsent, now_s
         closing = self.transport.is_closing()
         answered = self.cycle is None or self.cycle.response_complete
-        if now_s - self.rests_since_s > IDLE_S and (closing or answered):
-            self.rests_since_s = now_s
-            if closing or unsent:
-                self.transport.abort()
-            else:
-                self.transport.close()
+        if unsent and now_s - self.rests_since_s > STALL_S:
+            self.transport.abort()
+        elif not unsent and answered and not closing and now_s - self.rests_since_s > IDLE_S:
+            self.transport.close()
         self._check_timer = self.loop.call_later(CHECK_S, self._check)
 
 
