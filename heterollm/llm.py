@@ -184,7 +184,8 @@ class LLM:
                 )
         check_keywords(options, AnswerKeywords.__annotations__)
         options["stop"] = (*_stop_strings(options.get("stop", ())), *self.tokenizer.chat_stop_strings)
-        return self.stream(self.tokenizer.apply_chat_template(messages), **options)
+        ids = self.tokenizer.apply_chat_template(messages, most_tokens=self.context)
+        return self.stream(ids, **options)
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> Stream:
         """Start an answer and return an iterator of its steps.
@@ -249,7 +250,9 @@ class LLM:
             raise OptionError(f"speculate is {speculate!r:.80}, but must be True or False.")
         # Stop strings need text.
         tokenizer = self.tokenizer if asked.stop else self._tokenizer
-        given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        given = prompt
+        if isinstance(prompt, str):
+            given = self.tokenizer.encode(prompt, most_tokens=self.context)
         ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
         if len(ids) > self.context:
             raise ContextError(

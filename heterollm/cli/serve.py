@@ -29,7 +29,8 @@ def serve(
         str | None, typer.Option(help="The model's name in requests. Default: the last part of MODEL.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Key that requests must have.", envvar="HETEROLLM_API_KEY")
+        list[str] | None,
+        typer.Option(help="Key that requests must have; repeatable.", envvar="HETEROLLM_API_KEY"),
     ] = None,
     cors: Annotated[
         list[str] | None,
@@ -40,6 +41,7 @@ def serve(
         typer.Option(help="Memory of all sessions in GiB. Default: a quarter of the available memory."),
     ] = None,
     queue: Annotated[int, typer.Option(help="Requests of each tier that may wait.")] = 64,
+    connections: Annotated[int, typer.Option(help="Connections at most; idle ones make room.")] = 512,
     live: Annotated[
         bool, typer.Option("--live", help="Trace all passes; the page shows how busy GPU and NPU are.")
     ] = False,
@@ -59,10 +61,11 @@ def serve(
         host=host,
         port=port,
         name=name or Path(model).name or model,
-        api_key=api_key,
+        api_keys=tuple(api_key or ()),
         cors=tuple(cors or ()),
         sessions_gib=sessions_gib,
         queue=queue,
+        connections=connections,
         live=live,
     )
     with listen(options_of_server) as bound, load_model(model, options, run, trace=live) as llm:

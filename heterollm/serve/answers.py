@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.base import DeviceError, FenceError
 from heterollm.engine import PreparedAnswer, Session, SessionSource
-from heterollm.serve.sessions import SessionCache
-from heterollm.serve.status import Activity
+from heterollm.serve.sessions import CachedSession, SessionCache
+from heterollm.serve.status import Activity, Health
 from heterollm.serve.turns import PromptJob, ServiceTier, Sink
 from heterollm.text import Generation, GenerationResult, GenerationStep, SpeculationResult
 
@@ -89,23 +90,50 @@ class Ended:
 
 
 class _Prefilled(SessionSource):
-    """The source of an answer whose prompt a session holds already."""
+    """The source of an answer whose prompt a session holds already.
 
-    __slots__ = ("_begin", "_logits")
+    Args:
+        session: The session.
+        begin: Tokens that it held before the prompt.
+        logits: Those after the prompt.
+        health: Learns of errors of the engine.
+    """
 
-    def __init__(self, session: Session, begin: int, logits: NDArray[np.float32]) -> None:
+    __slots__ = ("_begin", "_health", "latest")
+
+    def __init__(self, session: Session, begin: int, logits: NDArray[np.float32], health: Health) -> None:
         super().__init__(session)
         self._begin: int | None = begin
-        self._logits: NDArray[np.float32] | None = logits
+        self._health = health
+        self.latest = logits
 
     @property
     def position(self) -> int:
         return super().position if self._begin is None else self._begin
 
     def prefill(self, _ids: Sequence[int], /) -> NDArray[np.float32]:
-        assert self._logits is not None  # an answer prefills once
-        logits, self._begin, self._logits = self._logits, None, None
-        return logits
+        self._begin = None
+        return self.latest
+
+    def decode(self, token_id: int, /) -> NDArray[np.float32]:
+        with self._health:
+            self.latest = super().decode(token_id)
+        return self.latest
+
+    def decode_several(self, token_ids: NDArray[np.int64], /) -> NDArray[np.float32]:
+        with self._health:
+            self.latest = super().decode_several(token_ids)
+        return self.latest
+
+
+@dataclass(slots=True)
+class _Running:
+    """An answer that is computed: its number in the request, its source, and its token loop."""
+
+    choice: int
+    source: _Prefilled
+    generation: Generation
+    tokens: int = 0
 
 
 @dataclass
@@ -116,22 +144,30 @@ class PromptWork:
         answers: The prepared answers to the same prompt.
         first: Number of the first of them in the request.
         reproducible: Whether they must not depend on other requests.
+        owner: Whose sessions they may reuse.
         cache: Gives sessions.
         sink: Takes :class:`StepOf` and :class:`Ended`.
         wanted: Whether others want the engine, in a prompt of so many tokens.
         clock: Seconds of the device.
         activity: Counts the work of all prompts.
+        health: Learns whether the engine works.
+        report: Takes the tokens and times once, also of work that ended early.
     """
 
     answers: Sequence[PreparedAnswer]
     first: int
     reproducible: bool
+    owner: str
     cache: SessionCache
     sink: Sink
     wanted: Callable[[int], bool]
     clock: Callable[[], float]
     activity: Activity
+    health: Health
+    report: Callable[[Spent], None]
     spent: Spent = field(default_factory=Spent)
+    _running: list[_Running] = field(default_factory=list)
+    _reported: bool = False
 
     def job(self, tier: ServiceTier) -> PromptJob:
         """Return the job that does the work."""
@@ -140,63 +176,101 @@ class PromptWork:
 
     def run(self) -> Iterator[None]:
         """Compute the answers, a turn at each step; for the engine thread."""
-        job, ids, spent = self._job, self.answers[0].prompt_ids, self.spent
-        spent.queued_s = time.monotonic() - job.submitted_s
-        held = [self.cache.take(ids, reproducible=self.reproducible)]
-        session, reused = held[0].session, held[0].session.position
-        spent.prompt_tokens, spent.cached_tokens = len(ids), reused
+        self.spent.queued_s = time.monotonic() - self._job.submitted_s
+        held: list[CachedSession] = []
         try:
-            rest = np.asarray(ids[reused:], np.int32)
-            turns = session.prefill_in_turns(rest, lambda _: self.wanted(len(rest)))
-            while self._timed(turns):
+            yield from self._prompt(held)
+            while self._running:
+                self._running = [one for one in self._running if self._token(one)]
                 yield
-            self.cache.prefilled(held[0])
-            self.activity.prefill_tokens += len(ids) - reused
-            # The next pass overwrites the logits.
-            logits = session.last_logits if len(self.answers) == 1 else session.last_logits.copy()
-            for _ in self.answers[1:]:
-                held.append(self.cache.copy(held[0]))
-            self._left = len(self.answers)
-            running = [
-                (
-                    self.first + number,
-                    answer.start(_Prefilled(own.session, reused, logits), reused, job.cancelled),
-                )
-                for number, (answer, own) in enumerate(zip(self.answers, held, strict=True))
-            ]
-            while running:
-                running = [one for one in running if self._token(*one)]
-                yield
+        except (DeviceError, FenceError) as error:  # also of a draft, or while memory is allocated
+            self.health.failed(error)
+            raise
         finally:
-            for one in held:
-                self.cache.give_back(one)
+            try:
+                self._end_answers()
+            finally:
+                for session in held:
+                    self.cache.give_back(session)
+                self._report()
+
+    def _prompt(self, held: list[CachedSession]) -> Iterator[None]:
+        """Compute the prompt and begin its answers, whose sessions are added to ``held``."""
+        ids, spent = self.answers[0].prompt_ids, self.spent
+        held.append(self.cache.take(ids, reproducible=self.reproducible, owner=self.owner))
+        session, reused = held[0].session, held[0].session.position
+        spent.prompt_tokens = spent.cached_tokens = reused
+        rest = np.asarray(ids[reused:], np.int32)
+
+        def wanted(part: float) -> bool:
+            spent.prompt_tokens = reused + int(part * len(rest))
+            return self.wanted(len(rest))
+
+        turns = session.prefill_in_turns(rest, wanted)
+        while self._timed(turns):
+            yield
+        spent.prompt_tokens = len(ids)
+        self.cache.prefilled(held[0])
+        self.activity.prefill_tokens += len(rest)
+        # The next pass overwrites the logits.
+        logits = session.last_logits if len(self.answers) == 1 else session.last_logits.copy()
+        for _ in self.answers[1:]:
+            held.append(self.cache.copy(held[0]))
+        self._left = len(self.answers)
+        for number, (answer, own) in enumerate(zip(self.answers, held, strict=True)):
+            source = _Prefilled(own.session, reused, logits, self.health)
+            generation = answer.start(source, reused, self._job.cancelled)
+            self._running.append(_Running(self.first + number, source, generation))
 
     def _timed(self, turns: Iterator[None]) -> bool:
         """Go on with the prompt; return whether it has paused."""
         begin_s = self.clock()
         try:
-            return next(turns, self) is None
+            with self.health:
+                return next(turns, self) is None
         finally:
             took_s = self.clock() - begin_s
             self.spent.prefill_s += took_s
             self.activity.prefill_s += took_s
 
-    def _token(self, choice: int, generation: Generation) -> bool:
+    def _token(self, one: _Running) -> bool:
         """Compute a token; return whether others follow."""
         begin_s = self.clock()
-        step = next(generation, None)
-        self.activity.decode_s += self.clock() - begin_s
+        try:
+            step = next(one.generation, None)
+        except Exception as error:
+            if not np.isfinite(one.source.latest.max()):
+                self.health.failed(error)
+            raise
+        took_s = self.clock() - begin_s
+        self.activity.decode_s += took_s
         if step is not None:
+            self.health.worked()
             self.activity.decode_tokens += 1
-            self.sink.put(StepOf(choice, step))
-        if not generation.finished:
+            self.spent.answer_tokens += 1
+            one.tokens += 1
+            if one.tokens > 1:
+                self.spent.decoded += 1
+                self.spent.decode_s += took_s
+            self.sink.put(StepOf(one.choice, step))
+        if not one.generation.finished:
             return True
-        result = generation.result
-        self.spent.answer_tokens += result.generated_tokens
+        result = one.generation.result
         self.spent.guessed(result.speculation)
-        if result.decode_tokens_per_s:
-            self.spent.decoded += result.generated_tokens - 1
-            self.spent.decode_s += (result.generated_tokens - 1) / result.decode_tokens_per_s
         self._left -= 1
-        self.sink.put(Ended(choice, result, None if self._left else self.spent))
+        if not self._left:
+            self._report()
+        self.sink.put(Ended(one.choice, result, None if self._left else self.spent))
         return False
+
+    def _end_answers(self) -> None:
+        """End answers early, and count their guesses."""
+        for one in self._running:
+            if not one.generation.finished:
+                one.generation.close()
+                self.spent.guessed(one.generation.result.speculation)
+
+    def _report(self) -> None:
+        if not self._reported:
+            self._reported = True
+            self.report(self.spent)

@@ -18,29 +18,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from heterollm.base import HeteroLLMError, InputError, OptionError
-from heterollm.serve.answers import PromptWork, Spent
+from heterollm.serve.answers import PromptWork
 from heterollm.serve.bodies import AnswerRequest, chat_request, completion_request
 from heterollm.serve.channel import Channel
-from heterollm.serve.errors import RequestError, error_answer
-from heterollm.serve.exchange import Exchange, GoneError, json_response
+from heterollm.serve.errors import GoneError, RequestError, error_answer
+from heterollm.serve.exchange import Exchange, json_response
 from heterollm.serve.guard import Guard
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
 from heterollm.serve.page import page
+from heterollm.serve.reading import Bodies, Readers
 from heterollm.serve.replies import Reply
 from heterollm.serve.sessions import SessionCache
-from heterollm.serve.status import Activity, Status
-from heterollm.serve.turns import BusyError, PromptJob, Turns
+from heterollm.serve.status import Activity, Health, Status
+from heterollm.serve.turns import PromptJob, Turns
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
 __all__ = ["Server"]
-
-MOST_BODY_BYTES: Final = 8 << 20
-BODY_S: Final = 30.0
-"""Time for a client to send a body."""
 
 GONE: Final = 499
 """Status in the metrics of a request whose client left."""
@@ -59,9 +55,10 @@ class Server:
         self._llm = llm
         self._options = options
         self._started = int(time.time())
-        self._failure = ""
-        # A few requests at once are read beside the engine thread.
-        self._readers = anyio.CapacityLimiter(2)
+        self._engine_health = Health()
+        self._bodies = Bodies()
+        self._readers = Readers(options.queue)
+        self._status_reader = anyio.CapacityLimiter(1)
         self._sessions = SessionCache(
             llm.session,
             most=places,
@@ -72,8 +69,10 @@ class Server:
         self._figures = Status(llm, self._activity, live=options.live)
         self._turns = Turns(llm.on_engine_thread, places=places, queue=options.queue)
         self._metrics = Metrics(
-            lambda: (*self._turns.counts(), len(self._sessions), len(llm.failures)),
+            lambda: (*self._counts(), len(self._sessions), len(llm.failures)),
         )
+        # Takes a moment for a large vocabulary: not while a request waits.
+        _ = llm.tokenizer.bound
         routes = (
             ("/", "GET", self._show_page),
             ("/status", "GET", self._status),
@@ -103,12 +102,23 @@ class Server:
     @asynccontextmanager
     async def _life(self, _app: Starlette) -> AsyncIterator[None]:
         yield
+        self._readers.close()
         await asyncio.to_thread(self._turns.close)
 
     @property
     def busy(self) -> bool:
         """Whether requests run or wait."""
-        return any(self._turns.counts())
+        return any(self._counts())
+
+    @property
+    def connections(self) -> int:
+        """Connections at most."""
+        return self._options.connections
+
+    def _counts(self) -> tuple[int, int]:
+        """Return the numbers of prompts that run, and that wait or are read."""
+        running, waiting = self._turns.counts()
+        return running, waiting + self._readers.waiting
 
     def stop(self) -> None:
         """End running and waiting answers with an error."""
@@ -138,9 +148,11 @@ class Server:
         return await self._answer(request, completion_request)
 
     async def _answer(self, request: Request, parse: Callable[[LLM, str, bytes], AnswerRequest]) -> Response:
-        content = await _body(request)
         name = self._options.name
-        asked = await anyio.to_thread.run_sync(parse, self._llm, name, content, limiter=self._readers)
+        async with self._bodies.receive(request) as content:
+            call = functools.partial(parse, self._llm, name, content)
+            asked = await self._readers.read(request, len(content), call)
+        del content, call
         count, room = len(asked.prompts[0]), self._turns.room(asked.tier)
         if count > room:
             raise RequestError(
@@ -148,13 +160,13 @@ class Server:
             )
         reply = Reply(self._llm, name, asked)
         channel = Channel(self._turns.wake)
-        jobs = self._start(asked, channel)
+        jobs = self._start(asked, _owner(request, asked), channel)
         exchange = Exchange(request, channel, len(jobs), functools.partial(self._end, jobs))
         if asked.stream:
             return await exchange.streamed(reply, include_usage=asked.include_usage)
         return json_response(await exchange.whole(reply))
 
-    def _start(self, asked: AnswerRequest, channel: Channel) -> Sequence[PromptJob]:
+    def _start(self, asked: AnswerRequest, owner: str, channel: Channel) -> Sequence[PromptJob]:
         """Queue the work of a request; raises BusyError if too many wait."""
         jobs, first = [], 0
         for answers in asked.prompts:
@@ -162,35 +174,25 @@ class Server:
                 answers=answers,
                 first=first,
                 reproducible=asked.reproducible,
+                owner=owner,
                 cache=self._sessions,
                 sink=channel,
                 wanted=self._turns.wanted,
                 clock=self._llm.device.now_s,
                 activity=self._activity,
+                health=self._engine_health,
+                report=self._metrics.spent,
             )
             jobs.append(work.job(asked.tier))
             first += len(answers)
         self._turns.submit(jobs)
         return jobs
 
-    def _end(self, jobs: Sequence[PromptJob], spent: Spent | None, error: BaseException | None) -> None:
-        """End a request.
-
-        Args:
-            jobs: Its work, which may have ended.
-            spent: Its tokens and times, if all its answers ended.
-            error: The error that ended it, if one did.
-        """
+    def _end(self, jobs: Sequence[PromptJob], error: BaseException | None) -> None:
+        """End a request: its work, which may have ended, and its error, if one ended it."""
         self._turns.cancel(jobs)
         if isinstance(error, GoneError):
             self._metrics.aborted()
-        if spent is not None:
-            self._metrics.spent(spent)
-            self._failure = ""
-        elif isinstance(error, HeteroLLMError) and not isinstance(
-            error, InputError | OptionError | BusyError
-        ):
-            self._failure = str(error)
 
     async def _embeddings(self, _request: Request) -> Response:
         raise RequestError(
@@ -223,17 +225,22 @@ class Server:
         }
 
     async def _health(self, _request: Request) -> Response:
-        running, waiting = self._turns.counts()
-        state = "failing" if self._failure else "ok"
-        body = {"status": state, "running": running, "waiting": waiting, "error": self._failure or None}
-        return json_response(body, status=503 if self._failure else 200)
+        running, waiting = self._counts()
+        failure = self._turns.failure or self._engine_health.error
+        body = {
+            "status": "failing" if failure else "ok",
+            "running": running,
+            "waiting": waiting,
+            "error": str(failure) if failure else None,
+        }
+        return json_response(body, status=503 if failure else 200)
 
     async def _show_metrics(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _status(self, _request: Request) -> Response:
-        running, waiting = self._turns.counts()
-        figures = await anyio.to_thread.run_sync(self._figures.read, limiter=self._readers)
+        running, waiting = self._counts()
+        figures = await anyio.to_thread.run_sync(self._figures.read, limiter=self._status_reader)
         counts = {"running": running, "waiting": waiting, "sessions": len(self._sessions)}
         return json_response({"model": self._options.name, **counts, **figures})
 
@@ -241,22 +248,9 @@ class Server:
         return page()
 
 
-async def _body(request: Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        RequestError: It is too large or comes too slowly.
-    """
-    content = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                content += part
-                if len(content) > MOST_BODY_BYTES:
-                    raise RequestError(f"The body exceeds {MOST_BODY_BYTES} bytes.", status=413)
-    except TimeoutError:
-        raise RequestError(f"The body took more than {BODY_S:.0f} s.", status=408) from None
-    return bytes(content)
+def _owner(request: Request, asked: AnswerRequest) -> str:
+    """Return a name of those whose requests may reuse one another's sessions."""
+    return repr((request.headers.get("authorization"), *asked.owner))
 
 
 def _error_response(error: BaseException) -> Response:

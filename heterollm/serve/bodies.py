@@ -14,6 +14,7 @@ from heterollm.base import Count, Positive, decode, decode_json
 from heterollm.engine import AnswerKeywords, PreparedAnswer
 from heterollm.serve.errors import RequestError
 from heterollm.serve.options import MOST_CHOICES
+from heterollm.serve.reading import check_values
 from heterollm.serve.turns import ServiceTier
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 }
 """Parameters of OpenAI without support, and their values without effect, which the server takes."""
 
-IGNORED: Final = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
+IGNORED: Final = ("metadata", "store")
 """Parameters of OpenAI that change no answer."""
 
 TIER_OF: Final[dict[str | None, ServiceTier]] = {
@@ -54,6 +55,12 @@ TIER_OF: Final[dict[str | None, ServiceTier]] = {
     "flex": "flex",
     "priority": "priority",
 }
+LONG_BODY: Final = 1 << 16
+"""Bytes from which the values of a body are counted before they are decoded."""
+
+MOST_VALUES: Final = 1 << 16
+"""Values of a body, beside the token ids of as many full contexts as there may be prompts."""
+
 MOST_STOPS: Final = 16
 MOST_TOP_LOGPROBS: Final = 20
 SEEDS: Final = 1 << 64
@@ -84,6 +91,9 @@ class _AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
     grammar: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
 
 
 class _TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,6 +163,7 @@ class AnswerRequest:
         logprobs: Whether to report log-probabilities.
         tier: The urgency.
         reproducible: Whether the answers must not depend on other requests.
+        owner: Names of the client's choice, of user and cache: only requests of equal ones share sessions.
     """
 
     chat: bool
@@ -162,6 +173,7 @@ class AnswerRequest:
     logprobs: bool
     tier: ServiceTier
     reproducible: bool
+    owner: tuple[str | None, ...]
 
 
 def chat_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
@@ -170,7 +182,7 @@ def chat_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
     Raises:
         HeteroLLMError: The server refuses it.
     """
-    body = _decoded(content, _ChatBody, name)
+    body = _decoded(content, _ChatBody, name, llm.context)
     messages = [
         {"role": "system" if one.role == "developer" else one.role, "content": _text(one)}
         for one in body.messages
@@ -184,13 +196,13 @@ def chat_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
             options["json_schema"] = wanted.schema
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
-    ids = llm.tokenizer.apply_chat_template(messages)
+    ids = llm.tokenizer.apply_chat_template(messages, most_tokens=llm.context)
     return _request(llm, body, (ids,), options, most, logprobs=bool(body.logprobs), top=body.top_logprobs)
 
 
 def completion_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
     """Return the request in the body of a completion; errors as for :func:`chat_request`."""
-    body = _decoded(content, _CompletionBody, name)
+    body = _decoded(content, _CompletionBody, name, llm.context)
     options: AnswerKeywords = {"stop": _stops(body)}
     prompts = _prompts(body.prompt)
     most = 16 if body.max_tokens is None else body.max_tokens
@@ -233,6 +245,7 @@ def _request(
         logprobs=logprobs,
         tier=TIER_OF[body.service_tier],
         reproducible=body.seed is not None or options["temperature"] == 0,
+        owner=(body.prompt_cache_key, body.safety_identifier, body.user),
     )
 
 
@@ -244,7 +257,9 @@ def _seeded(options: AnswerKeywords, seed: int | None, number: int) -> AnswerKey
     return options if seed is None else {**options, "seed": (seed + number) % SEEDS}
 
 
-def _decoded(content: bytes, kind: type[T], name: str) -> T:
+def _decoded(content: bytes, kind: type[T], name: str, context: int) -> T:
+    if len(content) > LONG_BODY:
+        check_values(content, MOST_VALUES + MOST_CHOICES * context)
     data = decode_json(content, source="The body", error=RequestError)
     if not isinstance(data, dict):
         raise RequestError("The body is no JSON object.")

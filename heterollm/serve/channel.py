@@ -17,7 +17,8 @@ class Channel:
     """Takes events on the engine thread and gives them to a coroutine.
 
     Args:
-        wake: Called when the reader has caught up with a full channel.
+        wake: Called after each read. The engine may have found the channel full at any moment of it, so
+            that no count of the reader's tells whether the engine waits.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -50,13 +51,14 @@ class Channel:
 
     async def read(self) -> list[Any] | None:
         """Return all events so far, at least one; None if the client has gone."""
-        await self._filled.wait()
-        if self._closed:
-            return None
-        self._filled.clear()
-        self._signalled = False
-        was_full = self.full
-        events = [self._events.popleft() for _ in range(len(self._events))]
-        if was_full:
-            self._wake()
-        return events
+        while True:
+            await self._filled.wait()
+            if self._closed:
+                return None
+            self._filled.clear()
+            # An event that comes from here on signals again, though this read may take it.
+            self._signalled = False
+            events = [self._events.popleft() for _ in range(len(self._events))]
+            if events:
+                self._wake()
+                return events

@@ -8,9 +8,13 @@ from typing import Any
 from heterollm.base import ContextError, HeteroLLMError, InputError, OptionError
 from heterollm.serve.turns import BusyError
 
-__all__ = ["RequestError", "error_answer"]
+__all__ = ["GoneError", "RequestError", "error_answer"]
 
 logger = logging.getLogger(__name__)
+
+
+class GoneError(Exception):
+    """The client has left."""
 
 
 class RequestError(HeteroLLMError):

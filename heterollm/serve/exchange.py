@@ -14,17 +14,14 @@ from starlette.types import Receive, Scope, Send
 
 from heterollm.serve.answers import Ended, Spent, StepOf
 from heterollm.serve.channel import Channel
-from heterollm.serve.errors import error_answer
+from heterollm.serve.errors import GoneError, error_answer
+from heterollm.serve.reading import left
 from heterollm.serve.replies import Reply
 
-__all__ = ["Exchange", "GoneError", "json_response"]
+__all__ = ["Exchange", "json_response"]
 
 STALL_S: Final = 60.0
 """Time for a client to read one write, before the server gives up."""
-
-
-class GoneError(Exception):
-    """The client has left."""
 
 
 class Exchange:
@@ -34,7 +31,7 @@ class Exchange:
         request: The request.
         channel: Has the events of all prompts.
         prompts: Number of prompts.
-        end: Called once at the end, with tokens and times if all answers ended, or with the error.
+        end: Called once at the end, with the error that ended it, if one did.
     """
 
     def __init__(
@@ -42,12 +39,13 @@ class Exchange:
         request: Request,
         channel: Channel,
         prompts: int,
-        end: Callable[[Spent | None, BaseException | None], None],
+        end: Callable[[BaseException | None], None],
     ) -> None:
         self._channel = channel
         self._prompts = prompts
         self._end_request = end
-        self._watch = asyncio.create_task(_close_when_gone(request, self._channel))
+        self._watch = asyncio.create_task(left(request))
+        self._watch.add_done_callback(lambda _: channel.close())
         self._spent: Spent | None = None
         self._ended = False
 
@@ -123,7 +121,7 @@ class Exchange:
         if not self._ended:
             self._ended = True
             self._watch.cancel()
-            self._end_request(self._spent, error)
+            self._end_request(error)
 
 
 class _EventStream(Response):
@@ -169,12 +167,6 @@ def _opened(reply: Reply, events: Sequence[Any], opened: set[int]) -> list[dict[
 
 def _sse(chunks: Sequence[dict[str, Any]]) -> bytes:
     return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
-
-
-async def _close_when_gone(request: Request, channel: Channel) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    channel.close()
 
 
 def json_response(body: object, status: int = 200) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from typing import Final
 
 import msgspec
@@ -19,13 +20,31 @@ __all__ = ["Guard", "is_loopback"]
 OPEN_PATHS: Final = ("/", "/health")
 """Paths that need no key: they hold no secret."""
 
+HOST: Final = re.compile(
+    r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9.-]+?)\.?)(?::[0-9]{0,5})?", re.ASCII
+)
+"""A Host header: an IPv6 address in brackets, or a name or IPv4 address; then perhaps a port."""
+
 
 def is_loopback(host: str) -> bool:
     """Whether a name or address is this machine's own, which no other reaches."""
+    if host.lower() == "localhost":
+        return True
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:  # another name
         return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _is_loopback_header(host: str) -> bool:
+    """Whether a Host header names this machine, by all of its text."""
+    found = HOST.fullmatch(host)
+    if found is None:
+        return False
+    address = found["address"]
+    return is_loopback(found["name"]) if address is None else ":" in address and is_loopback(address)
 
 
 class Guard:
@@ -42,7 +61,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app = app
-        self._key = None if options.api_key is None else f"Bearer {options.api_key}".encode()
+        self._keys = [key.encode() for key in options.api_keys]
         self._loopback = is_loopback(options.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,13 +79,23 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        host = headers.get("host", "")
-        name = host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
-        if self._loopback and not is_loopback(name):
-            raise RequestError(f"This server does not answer to the name {host!r:.100}.", status=421)
-        given = headers.get("authorization", "").encode("latin-1")
-        if self._key is not None and path not in OPEN_PATHS and not hmac.compare_digest(given, self._key):
+        hosts = headers.getlist("host")
+        if self._loopback and not (len(hosts) == 1 and _is_loopback_header(hosts[0])):
+            raise RequestError(
+                f"This server does not answer to the name {', '.join(hosts)!r:.100}.", status=421
+            )
+        if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
             raise RequestError("The API key is missing or wrong.", status=401, code="invalid_api_key")
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        kinds = headers.getlist("content-type")
+        kind = kinds[0].partition(";")[0].strip().lower() if len(kinds) == 1 else ""
         if method == "POST" and kind != "application/json":
-            raise RequestError(f"The content type is {kind!r:.100}, not application/json.", status=415)
+            raise RequestError(
+                f"The content type is {', '.join(kinds)!r:.100}, not application/json.", status=415
+            )
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = given.strip().encode("latin-1")
+        # All keys are compared, so that the time tells nothing of them.
+        right = [hmac.compare_digest(key, own) for own in self._keys]
+        return scheme.lower() == "bearer" and any(right)

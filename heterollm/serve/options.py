@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,6 +13,9 @@ __all__ = ["MOST_CHOICES", "ServeOptions"]
 MOST_CHOICES: Final = 16
 """Answers that one request may ask for."""
 
+ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+"""An origin as browsers send it: in small letters, without a path."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
@@ -21,10 +25,11 @@ class ServeOptions:
         host: Address to listen on.
         port: Its port; 0 for any free one.
         name: The model's name in requests and answers.
-        api_key: The key that requests must have; None for none.
+        api_keys: Keys of which requests must have one; empty for none. Different keys share no sessions.
         cors: Origins of pages that browsers let use the server.
         sessions_gib: Memory of all sessions; None for a quarter of the available memory.
         queue: Requests that wait at most, of each service tier.
+        connections: Connections at most; beyond them the one goes that has waited longest for a request.
         live: Whether the model records a trace, so that the page shows how busy both processors are.
 
     Raises:
@@ -34,10 +39,11 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     name: str = "model"
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
     sessions_gib: float | None = None
     queue: int = 64
+    connections: int = 512
     live: bool = False
 
     def __post_init__(self) -> None:
@@ -47,13 +53,16 @@ class ServeOptions:
             raise OptionError(f"--queue is {self.queue}, but must be at least 1.")
         if self.sessions_gib is not None and not self.sessions_gib > 0:
             raise OptionError(f"--sessions-gib is {self.sessions_gib}, but must be above 0.")
-        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
-            raise OptionError(
-                "The API key is empty or has characters that a header cannot hold.",
-                fix="Give ASCII characters, or leave the key out.",
-            )
+        if self.connections < 1:
+            raise OptionError(f"--connections is {self.connections}, but must be at least 1.")
+        for key in self.api_keys:
+            if not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+                raise OptionError(
+                    "An API key is empty or has characters that a header cannot hold.",
+                    fix="Give ASCII characters without space at the ends, or leave the key out.",
+                )
         for origin in self.cors:
-            if origin != "*" and "://" not in origin:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise OptionError(
                     f"--cors is {origin!r:.80}, which is no origin.",
                     fix="Give one such as https://example.org.",

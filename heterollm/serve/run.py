@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -18,6 +20,7 @@ import uvicorn
 from heterollm.base import DeviceError, OptionError, format_bytes
 from heterollm.engine import available_bytes
 from heterollm.serve.app import Server
+from heterollm.serve.connections import ServerConfig
 from heterollm.serve.guard import is_loopback
 from heterollm.serve.options import ServeOptions
 
@@ -30,6 +33,8 @@ MOST_PLACES: Final = 16
 GRACE_S: Final = 15
 """Seconds for running answers after the signal to stop."""
 POLL_S: Final = 0.1
+SWITCH_S: Final = 0.001
+"""Time that a thread may keep Python's lock while others wait, instead of 5 ms at each launch of a kernel."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -40,13 +45,7 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(self, server: Server, note: Callable[[str], None]) -> None:
         super().__init__(
-            uvicorn.Config(
-                server.app,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=2 * GRACE_S,
-            )
+            ServerConfig(server.app, connections=server.connections, timeout_graceful_shutdown=2 * GRACE_S)
         )
         self._server = server
         self._note = note
@@ -145,8 +144,12 @@ def serve(
         f"{options.name} answers OpenAI's clients at http://{name}:{port}/v1\n"
         f"Chat in a browser at http://{name}:{port}/ (Ctrl-C ends the server)"
     )
-    if options.api_key is None and not is_loopback(options.host):
+    if not options.api_keys and not is_loopback(options.host):
         note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
+    sys.setswitchinterval(SWITCH_S)
+    # The objects of the loaded libraries are many, and a collection among them stops every stream.
+    gc.collect()
+    gc.freeze()
     _Uvicorn(server, note).run(sockets=[bound])
 
 

@@ -23,6 +23,7 @@ class CachedSession:
 
     Args:
         session: The session.
+        owner: Whose prompt it holds: no other's request may use it.
         used: Number of the last use; the smallest is evicted first.
         exact: Leading tokens that whole chunks of prompts have computed.
         begin: Tokens that it held when a request took it.
@@ -30,6 +31,7 @@ class CachedSession:
     """
 
     session: Session
+    owner: str = ""
     used: int = 0
     exact: int = 0
     begin: int = 0
@@ -70,11 +72,13 @@ class SessionCache:
         """Return the number of sessions in memory."""
         return len(self._held)
 
-    def take(self, prompt: Sequence[int], *, reproducible: bool) -> CachedSession:
+    def take(self, prompt: Sequence[int], *, reproducible: bool, owner: str = "") -> CachedSession:
         """Return a session for a prompt that holds a beginning of it, and nothing else.
 
         Args:
             prompt: Token ids, at least one; the last one is never reused, since its logits are needed.
+            owner: Whose sessions may be reused: number and time of reused tokens tell how far a prompt agrees
+                with an earlier one.
             reproducible: Whether to reuse only chunks that the prompt itself would compute in the same way.
         """
         if len(self._failures()) != self._known_failures:
@@ -84,11 +88,13 @@ class SessionCache:
         ids = np.asarray(prompt, np.int32)[:-1]
         best, reused = None, 0
         for held in self._held:
+            if held.owner != owner:
+                continue
             length = self._usable(held, ids, reproducible=reproducible)
             if length > reused:
                 best, reused = held, length
         if best is None:
-            return self._empty()
+            return self._empty(owner)
         lost = best.session.position - reused
         if best.busy or (lost >= LEAST_LOSS and len(self._held) < self._most):
             best = self.copy(best)
@@ -101,7 +107,7 @@ class SessionCache:
         """Return a copy of a session, in use."""
         if len(self._held) >= self._most:
             self._held.remove(self._oldest())
-        other = CachedSession(held.session.fork(), exact=held.exact, begin=held.begin)
+        other = CachedSession(held.session.fork(), held.owner, exact=held.exact, begin=held.begin)
         self._held.append(other)
         return self._touched(other)
 
@@ -122,14 +128,14 @@ class SessionCache:
         length = int(different[0]) if len(different) else len(own)
         return min(length, held.exact) // self._chunk * self._chunk if reproducible else length
 
-    def _empty(self) -> CachedSession:
+    def _empty(self, owner: str) -> CachedSession:
         if len(self._held) < self._most:
             held = CachedSession(self._new_session())
             self._held.append(held)
         else:
             held = self._oldest()
             held.session.reset()
-        held.busy, held.exact, held.begin = True, 0, 0
+        held.owner, held.busy, held.exact, held.begin = owner, True, 0, 0
         return self._touched(held)
 
     def _oldest(self) -> CachedSession:

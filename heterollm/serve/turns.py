@@ -95,8 +95,11 @@ class PromptJob:
             next(self._work)
         except StopIteration:
             return True
-        except BaseException as error:  # noqa: BLE001 - the reader gets it
+        except Exception as error:  # noqa: BLE001 - the reader gets it
             self._sink.put(error)
+            return True
+        except BaseException as error:  # noqa: BLE001 - a library's panic, which would end the reader's loop
+            self._sink.put(RuntimeError(f"{type(error).__name__}: {error}"))
             return True
         return False
 
@@ -137,6 +140,7 @@ class Turns:
         self._turn_ends_s = 0.0
         self._mean_s = 1.0
         self._closed = False
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="heterollm-turns", daemon=True)
         self._thread.start()
 
@@ -185,6 +189,11 @@ class Turns:
         """Return the numbers of jobs that run and that wait."""
         with self._changed:
             return sum(map(len, self._active.values())), sum(map(len, self._waiting.values()))
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error after which the engine thread takes no more jobs."""
+        return self._failure
 
     def close(self) -> None:
         """End all jobs early with an error, and then the thread. May be called twice."""
@@ -271,6 +280,7 @@ class Turns:
             try:
                 self._on_engine_thread(self._slice)
             except Exception as error:  # noqa: BLE001 - of the closed model; readers must not wait for ever
+                self._failure = error
                 self._stop(error)
                 return
 

@@ -7,6 +7,7 @@ precedence over `add_bos_token`. Checkpoints without `tokenizer.json` need trans
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -16,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from heterollm.base import CheckpointError, InputError, parse_json
+from heterollm.base import CheckpointError, ContextError, InputError, parse_json
+from heterollm.text.prompt_bound import PromptBound, prompt_bound
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ _FIX_MISSING = (
 _FORMATS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 TEMPLATE_LIMIT_S = 5.0
 """Time limit of one rendering; templates of published checkpoints take milliseconds."""
+
+LONG_TEXT = 1 << 16
+"""Characters from which a text may be refused before it is tokenised; a shorter one takes milliseconds."""
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
@@ -125,26 +130,47 @@ class Tokenizer:
         """Return the tokenizer in the form of `tokenizer.json`, added tokens included."""
         return self._backend.to_str()
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Return the ids of a text.
+    @functools.cached_property
+    def bound(self) -> PromptBound | None:
+        """The longest text that one token may stand for; None if there is no limit."""
+        with LIBRARY:
+            return prompt_bound(self._backend)
+
+    def encode(self, text: str, add_bos: bool = True, *, most_tokens: int | None = None) -> list[int]:
+        """Return the ids of a text. Other threads of Python run meanwhile.
 
         Args:
             text: Any text; spelled-out special tokens become their ids.
             add_bos: Prepend the tokens that begin a text of this checkpoint (often one BOS, sometimes
                 none), unless the text has them already.
+            most_tokens: Refuse a text that must have more, by its bytes, before it is tokenised. The ids may
+                still be more.
 
         Raises:
             InputError: The text is not valid Unicode.
+            ContextError: The text has more than ``most_tokens``.
         """
         try:
+            if most_tokens is not None:
+                self._check_length(text, most_tokens)
             with LIBRARY:
-                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+                # `encode` would keep Python's lock.
+                ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError(
                 f"The text is not valid Unicode text: {error}.", fix="Remove lone surrogates."
             ) from error
         prefix = self._prefix
         return prefix + ids if add_bos and ids[: len(prefix)] != prefix else ids
+
+    def _check_length(self, text: str, most_tokens: int) -> None:
+        if len(text) >= LONG_TEXT and self.bound is not None:
+            least = self.bound.least_tokens(text)
+            if least > most_tokens:
+                raise ContextError(
+                    f"The prompt has at least {least} tokens, but the context holds {most_tokens}.",
+                    fix="Shorten the prompt or load the model with a larger context.",
+                )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens; ids past the vocabulary are empty text.
@@ -160,7 +186,11 @@ class Tokenizer:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Return the ids of a dialogue, ready for prefill.
 
@@ -170,18 +200,22 @@ class Tokenizer:
         Args:
             messages: Role and content of each message, oldest first.
             add_generation_prompt: End with the opening of the assistant's answer.
+            most_tokens: As for :meth:`encode`.
 
         Raises:
             InputError: There is no message, or the template refuses these.
+            ContextError: The dialogue has more than ``most_tokens``.
             CheckpointError: The template is damaged.
         """
         if not messages:
             raise InputError("A chat prompt needs at least one message.")
         if self.has_chat_template:
-            return self.encode(self._render(messages, add_generation_prompt), add_bos=False)
+            text = self._render(messages, add_generation_prompt)
+            return self.encode(text, add_bos=False, most_tokens=most_tokens)
         turns = [f"{message['role'].capitalize()}: {message['content'].strip()}\n\n" for message in messages]
         # No space after the colon: most vocabularies join it with the next word.
-        return self.encode("".join(turns) + ("Assistant:" if add_generation_prompt else ""))
+        text = "".join(turns) + ("Assistant:" if add_generation_prompt else "")
+        return self.encode(text, most_tokens=most_tokens)
 
     def stream_decoder(self) -> StreamDecoder:
         """Return a decoder for ids that arrive one at a time."""

@@ -14,6 +14,7 @@ import uvicorn
 from heterollm.llm import LLM
 from heterollm.serve import ServeOptions, listen
 from heterollm.serve.app import Server
+from heterollm.serve.connections import ServerConfig
 from heterollm.solver import Plan
 
 
@@ -22,7 +23,8 @@ def running(llm: LLM, places: int = 4, **options: Any) -> Iterator[str]:
     """Serve a model on a free port of this machine, and give the address."""
     chosen = ServeOptions(port=0, name="tiny", **options)
     with listen(chosen) as bound:
-        server = uvicorn.Server(uvicorn.Config(Server(llm, chosen, places).app, log_level="warning"))
+        config = ServerConfig(Server(llm, chosen, places).app, connections=chosen.connections)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         while not server.started:

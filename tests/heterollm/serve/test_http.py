@@ -77,7 +77,7 @@ def test_wrong_paths_methods_and_types_have_openais_form(address: str) -> None:
 def test_a_key_is_needed_except_for_the_page_and_the_health(
     llm: LLM, serving: Callable[..., contextlib.AbstractContextManager[str]]
 ) -> None:
-    with serving(llm, api_key="secret", cors=("https://page.example",)) as address:
+    with serving(llm, api_keys=("secret",), cors=("https://page.example",)) as address:
         for given, expected in ((None, 401), ("Bearer wrong", 401), ("Bearer secret", 200)):
             headers = {} if given is None else {"Authorization": given}
             status, answer, _ = send(address, "GET", "/v1/models", headers=headers)

@@ -16,9 +16,9 @@ import pytest
 from heterollm.base import GraphError
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
-from heterollm.serve.answers import Ended, PromptWork, StepOf
+from heterollm.serve.answers import Ended, PromptWork, Spent, StepOf
 from heterollm.serve.sessions import SessionCache
-from heterollm.serve.status import Activity
+from heterollm.serve.status import Activity, Health
 from heterollm.serve.turns import BusyError, PromptJob, Turns
 
 LONG = "def f(x):\n    return x + 1\n\n" * 8
@@ -112,11 +112,24 @@ def test_an_urgent_request_does_not_wait_for_a_long_prompt(llm: LLM, turns: Turn
     cache = SessionCache(llm.session, most=3, chunk=llm.plan.chunk_length, failures=lambda: ())
     order: list[str] = []
     ends = threading.Event()
+    reports: list[Spent] = []
 
     def work(name: str, prompt: str, wanted: Callable[[int], bool]) -> tuple[PromptWork, Events]:
         answer = llm.prepare(prompt, max_new_tokens=5)
         sink = Events(name, order)
-        made = PromptWork((answer,), 0, True, cache, sink, wanted, time.monotonic, Activity())
+        made = PromptWork(
+            answers=(answer,),
+            first=0,
+            reproducible=True,
+            owner="",
+            cache=cache,
+            sink=sink,
+            wanted=wanted,
+            clock=time.monotonic,
+            activity=Activity(),
+            health=Health(),
+            report=reports.append,
+        )
         return made, sink
 
     short, short_events = work("short", "import ", turns.wanted)
