@@ -345,12 +345,11 @@ class Checkpoint:
 
         transformers loads such checkpoints too: it ties in either direction.
         """
-        lacks = HEAD in self._files and EMBEDDING not in self._files
-        if (
-            lacks
-            and (self.folder / "config.json").is_file()
-            and ModelConfig.from_folder(self.folder).tie_word_embeddings
-        ):
+        if HEAD not in self._files or EMBEDDING in self._files:
+            return
+        if (self.folder / "config.json").is_file() and ModelConfig.from_folder(
+            self.folder
+        ).tie_word_embeddings:
             file = self._files.pop(HEAD)
             entries = {**file.entries, EMBEDDING: file.entries[HEAD]}
             self._files[EMBEDDING] = dataclasses.replace(file, entries=entries)
