@@ -39,7 +39,7 @@ __all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
 
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -345,14 +345,14 @@ class Checkpoint:
 
         transformers loads such checkpoints too: it ties in either direction.
         """
-        if HEAD not in self._files or not (self.folder / "config.json").is_file():
+        if HEAD not in self._files or EMBEDDING in self._files:
             return
-        config = ModelConfig.from_folder(self.folder)
-        name = embedding_name(config)
-        if config.tie_word_embeddings and name not in self._files:
+        if (self.folder / "config.json").is_file() and ModelConfig.from_folder(
+            self.folder
+        ).tie_word_embeddings:
             file = self._files.pop(HEAD)
-            entries = {**file.entries, name: file.entries[HEAD]}
-            self._files[name] = dataclasses.replace(file, entries=entries)
+            entries = {**file.entries, EMBEDDING: file.entries[HEAD]}
+            self._files[EMBEDDING] = dataclasses.replace(file, entries=entries)
 
     def _add_packed(self) -> None:
         """Replace the packed tensors of quantised linears by the weights that they stand for."""

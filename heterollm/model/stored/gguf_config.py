@@ -16,7 +16,7 @@ from heterollm.kernels.ops import WeightFormat
 from heterollm.model.fields import GGUF_FIELDS
 from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_names import GROUPS, LAYER_TENSOR
+from heterollm.model.stored.gguf_names import GROUPS, LAYER_TENSOR, LONE_EXPERT
 from heterollm.model.stored.gguf_rope import rope_scaling
 
 __all__ = [
@@ -113,6 +113,8 @@ def check_metadata(file: GgufFile) -> tuple[str, ...]:
     Raises:
         UnsupportedModelError: The architecture is not supported, or the table refuses a field.
     """
+    kind = {name: file.metadata[name] for name in ("general.type",) if name in file.metadata}
+    GGUF_FIELDS.check(kind, file.path.name)  # before the architecture, which other kinds of files lack
     architecture_of(file)
     stated = str(file.metadata["general.architecture"])
     spaces = (stated, "general", "split", "tokenizer")
@@ -266,6 +268,8 @@ def _formats(file: GgufFile) -> dict[str, Any] | None:
         match = LAYER_TENSOR.fullmatch(name)
         if match and match[2] in GROUPS and match[3] == "weight":
             groups[GROUPS[match[2]]].append(block_type(entry.kind))
+        elif LONE_EXPERT.fullmatch(name):
+            groups["experts"].append(block_type(entry.kind))
         elif name in ("token_embd.weight", "output.weight"):
             heads.append(block_type(entry.kind))
     if all(kind.dtype is not None for kinds in groups.values() for kind in kinds):

@@ -20,6 +20,7 @@ from heterollm.model.stored.gguf_names import (
     EXPERTS,
     GEMMA_MODULES,
     LAYER_TENSOR,
+    LONE_EXPERT,
     MODULES,
     ROUTERS,
     TOP_MODULES,
@@ -68,6 +69,9 @@ class GgufTensors:
                 for expert in range(entry.shape[0]):
                     name = f"model.layers.{match[1]}.{stacks[match[2]].format(expert)}.{match[3]}"
                     self._names[name], self._experts[name] = own, expert
+            elif (lone := LONE_EXPERT.fullmatch(own)) and stacks:
+                module = stacks[f"{lone[2]}_exps"].format(lone[3])
+                self._names[f"model.layers.{lone[1]}.{module}.weight"] = own
             elif own not in ROPE_TENSORS:
                 self._names[_hugging_face_name(own, modules, top)] = own
 

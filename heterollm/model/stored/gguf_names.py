@@ -62,3 +62,5 @@ ROUTERS: Final = {"mixtral": "block_sparse_moe.gate", "qwen3_moe": "mlp.gate", "
 
 TOP_MODULES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+LONE_EXPERT: Final = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|ffn_down)\.(\d+)\.weight")
+"""The weight of one expert, in files of before April 2024."""

@@ -607,3 +607,27 @@ def test_a_tied_embedding_has_either_name(kept, sources, host_llm, token_ids, tm
 
     alone = {"token_embd.weight": None, "output.weight": None, kept: values}
     assert np.array_equal(logits("alone", alone), logits("both", {"output.weight": values}))
+
+
+def test_experts_of_older_files_lie_apart(sources, tmp_path):
+    source = sources("mixtral")[1]
+    file = GgufFile.open(source)
+    tensors: dict[str, Any] = {}
+    for name, entry in file.entries.items():
+        if "_exps." in name:
+            stack = file.bits(name).view("<f4").reshape(entry.shape)
+            own = name.replace("_exps.weight", ".{}.weight")
+            tensors |= {name: None, **{own.format(expert): part for expert, part in enumerate(stack)}}
+    found, wanted = Checkpoint(rewritten(source, tmp_path / "old.gguf", {}, tensors)), Checkpoint(source)
+    assert len(tensors) == 2 * 3 * (1 + 5)
+    assert sorted(found.names) == sorted(wanted.names)
+    for name in found.names:
+        assert np.array_equal(found.read(name), wanted.read(name))
+        assert np.array_equal(found.read(name, (1, 2)), wanted.read(name, (1, 2)))
+
+
+@pytest.mark.parametrize(("kind", "stated"), [("imatrix", None), ("mmproj", "clip"), ("adapter", "llama")])
+def test_files_that_hold_no_whole_model_are_named(kind, stated, tmp_path):
+    fields = {"general.type": kind, **({"general.architecture": stated} if stated else {})}
+    with pytest.raises(UnsupportedModelError, match=kind):
+        check_metadata(GgufFile(tmp_path / "a.gguf", fields, {}, 0, np.empty(0, np.uint8)))
