@@ -1,12 +1,15 @@
-"""Does a server survive thousands of requests, and does load ever change an answer?
+"""Does a server survive thousands of requests and attacks, and do they ever change an answer?
 
 A child serves a model. Clients send completions at random: whole and streamed, of each service tier, some
 with long prompts. Some read slowly, some leave before or during the answer, some send bodies that are no
-requests. Each completion has a seed or temperature 0, and must have the text that the server gave before
-the load, alone. With ``--kill-npu`` the NPU part fails in the middle of the run; from then on they must be
-the texts of the GPU alone. The row has requests by kind, wrong answers, and memory and sessions before and
-after.
-Exit code 1 if an answer is wrong, or a request is neither answered nor refused.
+requests. Others attack: schemas and grammars that are large, deep or chained, prompts of megabytes, options
+beyond all bounds, sockets that stay silent or stop in the middle of a request (`soak_attacks.py`). The health
+is asked for all the time. Each completion has a seed or temperature 0, and must have the text that the server
+gave before the load, alone. With ``--kill-npu`` the NPU part fails in the middle of the run; from then on they
+must be the texts of the GPU alone. The row has requests by kind, wrong answers, unhealthy states, and memory and
+sessions before and after.
+Exit code 1 if an answer is wrong, a request is neither answered nor refused, the server was unhealthy, or its
+memory grew.
 
     python bench/soak.py tiny-python-lm --requests 3000
     python bench/soak.py tiny-python-lm --requests 3000 --plan plan.json --kill-npu --out soak.jsonl
@@ -33,10 +36,21 @@ from typing import Any, Final
 
 import psutil
 from conditions import conditions
+from soak_attacks import ATTACKS, REFUSALS, Sockets
 
 TEXT: Final = "def scale(values, factor):\n    return [value * factor for value in values]\n\n"
 TIERS: Final = ("default", "default", "flex", "priority")
-KINDS: Final = {"answer": 64, "slow reader": 5, "leaves early": 8, "leaves late": 8, "malformed": 15}
+KINDS: Final = {
+    "answer": 60,
+    "slow reader": 5,
+    "leaves early": 8,
+    "leaves late": 8,
+    "malformed": 10,
+    "bad option": 5,
+    "socket": 2,
+    "long prompt": 1,
+    "schema": 1,
+}
 """Kinds of requests, and their weights."""
 
 BROKEN: Final = (
@@ -59,6 +73,11 @@ PARTS: Final = 8
 """Parts of a run, with the memory after each."""
 
 TIMEOUT_S: Final = 300
+HEALTH_S: Final = 0.25
+"""Time between two looks at the health."""
+
+MOST_GROWTH_MIB: Final = 64
+"""Growth of the memory that is no leak: kernels and sessions of lengths that are new in the second half."""
 
 
 def cases(count: int) -> list[dict[str, Any]]:
@@ -121,6 +140,16 @@ class Served:
         chunks = [json.loads(line) for line in lines[:-1]]
         return 200, "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
+    def post(self, path: str, content: bytes) -> tuple[int, str]:
+        """Return status and body of an answer; 408 if the server has ended the connection."""
+        try:
+            with self.connect() as connection:
+                connection.request("POST", path, content, JSON)
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode()
+        except (ConnectionError, http.client.HTTPException) as error:
+            return 408, json.dumps({"error": {"message": repr(error)}})
+
     def counts(self) -> dict[str, Any]:
         """Return memory, sessions and threads, once nothing runs."""
         ends = time.monotonic() + TIMEOUT_S
@@ -145,11 +174,20 @@ class Soak:
         bodies: The completions.
         texts: Their texts without load.
         seed: Of the choice of requests.
+        left_out: Kinds of requests to leave out.
     """
 
     def __init__(
-        self, server: Served, bodies: Sequence[dict[str, Any]], texts: Sequence[str], seed: int
+        self,
+        server: Served,
+        bodies: Sequence[dict[str, Any]],
+        texts: Sequence[str],
+        seed: int,
+        left_out: Sequence[str],
     ) -> None:
+        self.weights = {kind: weight for kind, weight in KINDS.items() if kind not in left_out}
+        self.sockets = Sockets(server.port)
+        self.unhealthy: list[str] = []
         self.server, self.bodies, self.texts = server, bodies, list(texts)
         self.random = random.Random(seed)  # noqa: S311 - no secrets
         self.kinds: Counter[str] = Counter()
@@ -162,10 +200,24 @@ class Soak:
         """Send requests and wait for all answers."""
         self._left = requests
         threads = [threading.Thread(target=self._client) for _ in range(clients)]
-        for thread in threads:
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(ended,))
+        for thread in (*threads, watch):
             thread.start()
         for thread in threads:
             thread.join()
+        ended.set()
+        watch.join()
+        self.sockets.close()
+
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(HEALTH_S):
+            try:
+                state = self.server.get("/health")
+            except Exception as error:  # noqa: BLE001 - a fault of the server
+                state = {"status": repr(error)}
+            if state["status"] != "ok":
+                self.unhealthy.append(str(state))
 
     def _client(self) -> None:
         while True:
@@ -173,7 +225,7 @@ class Soak:
                 if not self._left:
                     return
                 self._left -= 1
-                kind = self.random.choices(list(KINDS), list(KINDS.values()))[0]
+                kind = self.random.choices(list(self.weights), list(self.weights.values()))[0]
                 case = self.random.randrange(len(self.bodies))
                 tier = self.random.choice(TIERS)
                 stream = kind == "slow reader" or self.random.random() < 0.5
@@ -192,6 +244,15 @@ class Soak:
                 answer = connection.getresponse()
                 found = json.loads(answer.read())
             self._count(kind, 400 <= answer.status < 500 and bool(found["error"]["message"]), str(found))
+        elif kind in ATTACKS:
+            attack = ATTACKS[kind][int(moment * len(ATTACKS[kind]))]
+            status, text = self.server.post(*attack())
+            right = status == 200 or (status in REFUSALS and bool(json.loads(text)["error"]["message"]))
+            self._count(kind, right, f"{status} {text:.300}")
+        elif kind == "socket":
+            with self._lock:
+                self.sockets.add(self.random)
+            self._count(kind, True, "")
         elif kind.startswith("leaves"):
             with self.server.connect() as connection:
                 content = json.dumps({**body, "max_tokens": 400, "ignore_eos": True, "stream": True})
@@ -259,12 +320,13 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     try:
         plain = {"stream": False}
         texts = alone(server, [body | plain for body in bodies])
-        warm = Soak(server, bodies, texts, 1)
+        warm = Soak(server, bodies, texts, 1, options.without)
         warm.run(options.requests // 10, options.clients)
         before = server.counts()
         begin_s = time.monotonic()
-        run = Soak(server, bodies, texts, 2)
+        run = Soak(server, bodies, texts, 2, options.without)
         run.wrong += warm.wrong
+        run.unhealthy += warm.unhealthy
         course = [before["uss_mib"]]
         for part in range(PARTS):
             if options.kill_npu and part == PARTS // 2:
@@ -279,7 +341,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         server.process.terminate()
         code = server.process.wait(60)
-    for problem in run.wrong[:10]:
+    for problem in (*run.wrong[:10], *run.unhealthy[:10]):
         print(problem, file=sys.stderr)
     return {
         **conditions(),
@@ -289,6 +351,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "clients": options.clients,
         "kinds": dict(run.kinds),
         "wrong": len(run.wrong),
+        "unhealthy": len(run.unhealthy),
         "npu_killed": options.kill_npu,
         "texts_changed_by_the_failure": changed,
         "seconds": round(took_s, 1),
@@ -314,6 +377,7 @@ def main() -> int:
     parser.add_argument("--queue", type=int, default=64)
     parser.add_argument("--plan", default="gpu")
     parser.add_argument("--kill-npu", action="store_true")
+    parser.add_argument("--without", action="append", default=[], choices=KINDS, help="leave out a kind")
     parser.add_argument("--out", type=Path, help="append the row")
     options = parser.parse_args()
     row = soak(options)
@@ -321,7 +385,13 @@ def main() -> int:
     if options.out:
         with options.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-    return int(bool(row["wrong"] or row["exit_code"]))
+    growth = row["uss_mib"][-1] - row["uss_mib"][len(row["uss_mib"]) // 2]
+    sound = not (row["wrong"] or row["unhealthy"] or row["exit_code"]) and growth < MOST_GROWTH_MIB
+    print(
+        f"{'SOUND' if sound else 'UNSOUND'}: {row['requests']} requests, {row['wrong']} wrong,"
+        f" {row['unhealthy']} unhealthy, {growth:+.1f} MiB in the second half, exit code {row['exit_code']}"
+    )
+    return int(not sound)
 
 
 if __name__ == "__main__":

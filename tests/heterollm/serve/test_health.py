@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -30,16 +29,8 @@ class PanicError(BaseException):
     """A panic of a library in another language: no ``Exception``."""
 
 
-ERRORS: Any = (
-    ValueError,
-    MemoryError,
-    RecursionError,
-    EngineError,
-    InputError,
-    PanicError,
-    KeyboardInterrupt,
-    SystemExit,
-)
+ERRORS: Any = (ValueError, MemoryError, RecursionError, EngineError, InputError)
+NO_EXCEPTIONS: Any = (PanicError, KeyboardInterrupt, SystemExit)
 PLACES: Any = {
     "sampling": (Sampler, "sample", {"temperature": 0.7}),
     "greedy sampling": (Sampler, "sample", {"temperature": 0}),
@@ -69,7 +60,8 @@ def test_an_error_of_one_request_is_its_own(
     owner, name, options = PLACES[place]
     plain = {"model": "tiny", "prompt": "import ", "max_tokens": 4}
     right = client.completions.create(**plain, temperature=0).choices[0].text
-    for kind in ERRORS:
+    # The form is made on the loop, where a panic of the tokenizer has become an exception.
+    for kind in ERRORS if place == "the form" else (*ERRORS, *NO_EXCEPTIONS):
 
         def fail(*_: object, **__: object) -> None:
             raise kind("injected")  # noqa: B023 - called in this round
@@ -77,9 +69,7 @@ def test_an_error_of_one_request_is_its_own(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             with pytest.raises(openai.APIError) as caught:
-                answer = client.completions.create(**plain, **options, stream=stream)
-                if stream:
-                    list(answer)
+                list(client.completions.create(**plain, **options, stream=stream))
         body: Any = caught.value.body
         assert body["message"]
         assert body["type"] in ("server_error", "invalid_request_error")
@@ -166,7 +156,7 @@ def test_requests_of_another_owner_reuse_nothing(llm: LLM, serving: Serving) -> 
         assert answer.usage.prompt_tokens_details is not None
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
-    with serving(llm, places=8, api_keys=("alice", "bob")) as address:
+    with serving(llm, places=16, api_keys=("alice", "bob")) as address:
         assert reused(address, "alice") == 0
         assert reused(address, "alice") > 10
         assert reused(address, "bob") == 0
