@@ -18,6 +18,8 @@ from .library import remove_models as remove_models
 from .library import stored_models as stored_models
 from .rope import rope_tables as rope_tables
 from .rope_config import RopeConfig as RopeConfig
+from .sampling_defaults import SamplingDefaults as SamplingDefaults
+from .sampling_defaults import read_sampling_defaults as read_sampling_defaults
 from .shape import ModelShape as ModelShape
 from .shape import model_shape as model_shape
 from .shape import read_config as read_config

@@ -34,6 +34,26 @@ class Field:
     only: frozenset[str] = frozenset()
 
 
+def rows(
+    effect: Effect,
+    source: str,
+    meanings: Mapping[str, str],
+    *,
+    neutral: tuple[object, ...] = (),
+    only: frozenset[str] = frozenset(),
+) -> tuple[Field, ...]:
+    """Return fields with a common effect and source.
+
+    Args:
+        effect: Their effect.
+        source: Place where the format's own reader defines them.
+        meanings: Meaning of each field by name.
+        neutral: Values with which they change nothing.
+        only: Model types or architectures whose reader knows them; empty for all.
+    """
+    return tuple(Field(name, effect, text, source, neutral, only) for name, text in meanings.items())
+
+
 @dataclass(frozen=True, slots=True)
 class FieldTable:
     """The fields of one format.
@@ -67,18 +87,31 @@ class FieldTable:
         Raises:
             UnsupportedModelError: A refused field has a value that is not neutral.
         """
-        unknown = []
+        refused, notes = self.examine(values, where, kind)
+        if refused:
+            raise UnsupportedModelError(refused[0])
+        return notes
+
+    def examine(
+        self, values: Mapping[str, Any], where: str, kind: str = ""
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return a sentence for each refused field, and a note about the unknown ones.
+
+        Args:
+            values: Content of the file.
+            where: Name of the file, for messages.
+            kind: Model type or architecture of the file.
+        """
+        unknown, refused = [], []
         for name, value in self._leaves(values, kind):
             row = self.find(name, kind)
             if row is None:
                 unknown.append(name)
             elif row.effect == "refused" and value is not None and not _among(value, row.neutral):
-                raise UnsupportedModelError(
-                    f"{where}: {name} = {value!r:.40} is not supported: {row.meaning}."
-                )
-        if not unknown:
-            return ()
-        return (f"{where}: no table of heterollm has {', '.join(sorted(unknown))}; ignored.",)
+                refused.append(f"{where}: {name} = {value!r:.40} is not supported: {row.meaning}.")
+        listed = ", ".join(f"{name:.60}" for name in sorted(unknown))
+        notes = (f"{where}: no table of heterollm has {listed}; ignored.",) if unknown else ()
+        return tuple(refused), notes
 
     def _leaves(self, values: Mapping[str, Any], kind: str, prefix: str = "") -> Iterator[tuple[str, object]]:
         """Yield fields by name, and those of a section where the table has no row for the section itself."""
@@ -91,5 +124,5 @@ class FieldTable:
 
 
 def _among(value: object, neutral: tuple[object, ...]) -> bool:
-    """Return whether a value is one of those listed; true and 1 differ."""
-    return any(type(value) is type(one) and value == one for one in neutral)
+    """Return whether a value is one of those listed; true and 1 differ, 1 and 1.0 do not."""
+    return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
