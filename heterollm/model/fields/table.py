@@ -22,7 +22,7 @@ class Field:
         effect: Whether it is read, has no effect on the results here, or is refused.
         meaning: Meaning of the field; for ``none`` and ``refused`` the reason.
         source: Place where the format's own reader defines it.
-        neutral: Values with which a refused field changes nothing, as null and a missing one.
+        neutral: Values with which a refused field changes nothing, as null, a missing one, and a list of such.
         only: Model types or architectures whose reader knows the field; empty for all.
     """
 
@@ -106,7 +106,7 @@ class FieldTable:
         for name, value in self._leaves(values, kind):
             row = self.find(name, kind)
             if row is None:
-                unknown.append(name)
+                unknown += [] if value is None else [name]
             elif row.effect == "refused" and value is not None and not _among(value, row.neutral):
                 refused.append(f"{where}: {name} = {value!r:.40} is not supported: {row.meaning}.")
         listed = ", ".join(f"{name:.60}" for name in sorted(unknown))
@@ -124,5 +124,7 @@ class FieldTable:
 
 
 def _among(value: object, neutral: tuple[object, ...]) -> bool:
-    """Return whether a value is one of those listed; true and 1 differ, 1 and 1.0 do not."""
+    """Return whether a value is one of those listed, or a list of them; true and 1 differ, 1 and 1.0 do not."""
+    if isinstance(value, list) and value not in neutral:
+        return all(_among(one, neutral) for one in value)
     return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
