@@ -25,14 +25,14 @@ ADAPTER_FIELDS: Final = FieldTable(
                 "use_rslora": "whether the factor is over the root of the rank",
                 "rank_pattern": "ranks of modules, by regular expressions; the first that matches counts",
                 "alpha_pattern": "alphas of modules, as rank_pattern",
-                "target_modules": "modules that must have factors, and no others may; endings of names, a regular "
-                "expression, or all-linear",
+                "target_modules": "modules with factors, and no others; endings of names, a pattern, "
+                "or all-linear",
                 "exclude_modules": "modules that must have none, as target_modules",
                 "layers_to_transform": "layers that may have factors",
                 "layers_pattern": "name of the list of layers that layers_to_transform counts",
-                "init_lora_weights": "true, false, gaussian, eva, orthogonal and mica leave the model's weights; "
-                "pissa and olora change them, as PEFT does when it loads the adapter; pissa_niter_N, corda, loftq "
-                "and lora_ga are refused",
+                "init_lora_weights": "true, false, gaussian, eva, orthogonal and mica leave the model's "
+                "weights; pissa and olora change them, as PEFT does when it loads the adapter; "
+                "pissa_niter_N, corda, loftq and lora_ga are refused",
             },
         ),
         *rows(
@@ -57,7 +57,8 @@ ADAPTER_FIELDS: Final = FieldTable(
                 "runtime_config": "how PEFT computes",
                 "ensure_weight_tying": "adapters of tied modules are refused with these",
                 **dict.fromkeys(
-                    ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), "init_lora_weights counts"
+                    ("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+                    "init_lora_weights counts",
                 ),
                 "velora_config": "training",
             },

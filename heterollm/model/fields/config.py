@@ -44,7 +44,7 @@ CONFIG_FIELDS: Final = FieldTable(
             {
                 "model_type": "the family; others are refused",
                 "architectures": "the class, which must be the causal language model of the model type",
-                "auto_map": "code of the checkpoint; refused unless it is the code that became transformers' own",
+                "auto_map": "code of the checkpoint; refused unless it became transformers' own",
                 "quantization_config": "formats of stored integers; has a table for each method",
             },
         ),
@@ -57,7 +57,7 @@ CONFIG_FIELDS: Final = FieldTable(
                 "num_hidden_layers": "number of layers",
                 "num_attention_heads": "query heads",
                 "num_key_value_heads": "key and value heads; by default as many, or the model type's number",
-                "head_dim": "width of a head; by default hidden_size / num_attention_heads, or the model type's",
+                "head_dim": "width of a head; by default hidden_size / num_attention_heads, or its own",
                 "max_position_embeddings": "longest context; also part of some RoPE scalings",
                 "rms_norm_eps": "added to the mean square in norms; by default the model type's",
                 "tie_word_embeddings": "whether the head is the embedding; by default the model type's",
@@ -66,8 +66,8 @@ CONFIG_FIELDS: Final = FieldTable(
                 "pad_token_id": "padding token, after generation_config.json",
                 "rope_parameters": "rotary embedding; has a table of its own",
                 "rope_scaling": "older name of rope_parameters, which it precedes",
-                "rope_theta": "base of rotary embedding, where the section has none; by default 10,000 or the "
-                "model type's",
+                "rope_theta": "base of rotary embedding, where the section has none; by default "
+                "10,000 or the model type's",
                 "original_max_position_embeddings": "context before the extension; precedes the section's",
             },
         ),
@@ -87,7 +87,7 @@ CONFIG_FIELDS: Final = FieldTable(
         *rows(
             "none",
             PUBLISHED,
-            {"attention_bias": "transformers ignores it in this model type; biases without a place are refused"},
+            {"attention_bias": "transformers ignores it here; biases without a place are refused"},
             only=DECODER_TYPES - BIASED,
         ),
         *_optional("mlp_bias", "biases of the feed-forward network", CLASS, {"llama", "smollm3"}, False),
@@ -134,7 +134,7 @@ CONFIG_FIELDS: Final = FieldTable(
             "read",
             CLASS,
             {
-                "sliding_window_pattern": "every so many layers one has full attention; layer_types precedes it",
+                "sliding_window_pattern": "one of so many layers has full attention; layer_types precedes it",
                 "rope_local_base_freq": "base of rotary embedding in layers with a window",
             },
             only=frozenset({"gemma3_text"}),
@@ -193,9 +193,7 @@ CONFIG_FIELDS: Final = FieldTable(
         *_optional("num_experts_per_tok", "experts that compute a token", CLASS, MIXTURES, 0),
         *_optional("moe_intermediate_size", "width of an expert", CLASS, {"qwen3_moe"}, 0),
         *_optional("shared_intermediate_size", "experts of every token", CLASS, {"granitemoeshared"}, 0),
-        *_optional(
-            "norm_topk_prob", "whether chosen weights sum to 1", CLASS, {"qwen3_moe", "olmoe"}, False
-        ),
+        *_optional("norm_topk_prob", "whether chosen weights sum to 1", CLASS, {"qwen3_moe", "olmoe"}, False),
         *_optional("clip_qkv", "a limit of queries, keys and values", CLASS, {"olmoe"}, False),
         *_optional("lm_head_bias", "a bias of the LM head", CLASS, {"phimoe"}, False),
         *_optional("embedding_multiplier", "a factor on the embedding", CLASS, GRANITE, 1),

@@ -159,8 +159,8 @@ COMPRESSED_FIELDS: Final = FieldTable(
                 "config_groups.*.weights.symmetric": "whether the zero point is 0; by default yes",
                 "config_groups.*.weights.group_size": "inputs of a group; -1 or none for all",
                 "config_groups.*.weights.strategy": "group or channel, in any case; others are refused",
-                "config_groups.*.weights.actorder": "whether groups are no ranges of inputs; the index in the "
-                "files says which",
+                "config_groups.*.weights.actorder": "whether groups are no ranges of inputs; "
+                "the index in the files says which",
             },
         ),
         *rows(

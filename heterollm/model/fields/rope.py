@@ -32,7 +32,7 @@ ROPE_FIELDS: Final = FieldTable(
                 "high_freq_factor": "shortest wavelength that is divided (llama3)",
                 "short_factor": "divisors of the frequencies up to the original context (longrope)",
                 "long_factor": "divisors of the frequencies beyond it (longrope)",
-                "partial_rotary_factor": "part of a head that rotates; refused but 1 in model types other than phi3",
+                "partial_rotary_factor": "part of a head that rotates; only 1 in types other than phi3",
             },
         ),
         *rows(
@@ -45,7 +45,9 @@ ROPE_FIELDS: Final = FieldTable(
             only=frozenset({"phimoe"}),
         ),
         *rows(
-            "none", "YaRN's own code; transformers ignores it", {"finetuned": "whether the model was trained on"}
+            "none",
+            "YaRN's own code; transformers ignores it",
+            {"finetuned": "whether the model was trained on"},
         ),
         *rows(
             "refused",

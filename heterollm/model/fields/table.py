@@ -22,7 +22,8 @@ class Field:
         effect: Whether it is read, has no effect on the results here, or is refused.
         meaning: Meaning of the field; for ``none`` and ``refused`` the reason.
         source: Place where the format's own reader defines it.
-        neutral: Values with which a refused field changes nothing, as null, a missing one, and a list of such.
+        neutral: Values with which a refused field changes nothing, as null, a missing one and a list
+            of such.
         only: Model types or architectures whose reader knows the field; empty for all.
     """
 
@@ -76,6 +77,16 @@ class FieldTable:
         known = (one for one in self.fields if not one.only or kind in one.only)
         return next((one for one in known if fnmatchcase(name, one.name.replace("{arch}", kind))), None)
 
+    def read(self, values: Mapping[str, Any], kind: str = "") -> dict[str, Any]:
+        """Return a file's fields without those that the table does not read.
+
+        Args:
+            values: Content of the file.
+            kind: Model type or architecture of the file.
+        """
+        known = ((name, self.find(name, kind)) for name in values)
+        return {name: values[name] for name, row in known if row is None or row.effect == "read"}
+
     def check(self, values: Mapping[str, Any], where: str, kind: str = "") -> tuple[str, ...]:
         """Refuse a file with a field that would be computed wrongly; return a note about unknown fields.
 
@@ -124,7 +135,7 @@ class FieldTable:
 
 
 def _among(value: object, neutral: tuple[object, ...]) -> bool:
-    """Return whether a value is one of those listed, or a list of them; true and 1 differ, 1 and 1.0 do not."""
+    """Return whether a value is one of those listed, or a list of them; true is not 1, but 1.0 is."""
     if isinstance(value, list) and value not in neutral:
         return all(_among(one, neutral) for one in value)
     return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)

@@ -67,10 +67,9 @@ TOKENIZER_CONFIG_FIELDS: Final = FieldTable(
                     ),
                     "prompts are neither cut nor padded",
                 ),
-                "clean_up_tokenization_spaces": "the text of tokens stays as it is, as in llama.cpp; transformers "
-                "leaves that of BPE, too",
-                "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": "the text of tokens "
-                "stays as it is",
+                "clean_up_tokenization_spaces": "the text of tokens stays as it is, as in llama.cpp; "
+                "transformers leaves that of BPE, too",
+                "clean_up_tokenization_spaces_for_bpe*": "the text of tokens stays as it is",
                 "spaces_between_special_tokens": "special tokens have no text",
                 **dict.fromkeys(
                     ("name_or_path", "tokenizer_file", "special_tokens_map_file", "_commit_hash"), HISTORY

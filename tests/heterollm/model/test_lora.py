@@ -92,14 +92,18 @@ def test_weights_are_merged_before_they_are_quantised_and_cached_apart(folder, a
     ("config", "changes", "said"),
     [
         (
-            {},
+            {"target_modules": ["q_proj", "down_proj", "c_fc"]},
             {"modules": ("model.layers.0.mlp.c_fc", Q, DOWN)},
             "changes model.layers.0.mlp.c_fc, which the model lacks",
         ),
-        ({"target_modules": ["q_proj", "k_proj"]}, {}, "no factors of the target module 'k_proj'"),
+        (
+            {"target_modules": ["q_proj", "down_proj", "k_proj"]},
+            {},
+            "no factors of the target module 'k_proj'",
+        ),
         ({"r": 5}, {"ranks": {Q: 4, DOWN: 4}}, "has rank 4, but adapter_config.json says 5"),
         ({"use_dora": True}, {}, "DoRA"),
-        ({"peft_type": "IA3"}, {}, "the method 'IA3'"),
+        ({"peft_type": "IA3"}, {}, "peft_type = 'IA3'"),
         ({"bias": "all"}, {}, "trained biases"),
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
         ({"lora_alpha": -1}, {}, "lora_alpha is -1"),
