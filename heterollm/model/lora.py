@@ -152,7 +152,7 @@ class LoraAdapter:
         named = initial.lower() if isinstance(initial, str) else initial
         if named is None or any(named is one or (named == one and isinstance(named, str)) for one in PLAIN):
             return "", notes
-        if named not in INITIAL:
+        if not isinstance(named, str) or named not in INITIAL:
             raise UnsupportedModelError(
                 f"{self.paths[0]}: init_lora_weights = {initial!r:.40} is not supported: it changes "
                 "the model's weights in a way that the adapter's files do not hold.",
@@ -161,7 +161,7 @@ class LoraAdapter:
         took = (
             f"{self.folder}: the initial factors ({named}) are taken off the model's weights, as PEFT does."
         )
-        return str(named), (*notes, took)
+        return named, (*notes, took)
 
     def _read(self, config: JsonFields) -> dict[str, Factors]:
         file = TensorFile.open(self.paths[1])

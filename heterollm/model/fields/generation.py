@@ -11,7 +11,6 @@ __all__ = ["GENERATION_FIELDS"]
 SOURCE: Final = "transformers, GenerationConfig"
 BEAMS: Final = "beam search, which num_beams asks for"
 GUESSES: Final = "speculation of transformers, which keeps the answers; here `--speculative`"
-ENCODER: Final = "models with an encoder"
 
 GENERATION_FIELDS: Final = FieldTable(
     "generation_config.json",
@@ -59,13 +58,7 @@ GENERATION_FIELDS: Final = FieldTable(
                     ),
                     GUESSES,
                 ),
-                **dict.fromkeys(
-                    (
-                        *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
-                        "decoder_start_token_id",
-                    ),
-                    ENCODER,
-                ),
+                "decoder_start_token_id": "models with an encoder",
                 **dict.fromkeys(
                     (
                         *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
@@ -89,6 +82,7 @@ GENERATION_FIELDS: Final = FieldTable(
                 "min_length": "answers may end earlier",
                 "min_new_tokens": "answers may end earlier",
                 "no_repeat_ngram_size": "answers may repeat a sequence of tokens",
+                "encoder_no_repeat_ngram_size": "answers may repeat a sequence of the prompt",
             },
             neutral=(0,),
         ),
@@ -99,6 +93,7 @@ GENERATION_FIELDS: Final = FieldTable(
                 "num_beams": "answers are sampled or greedy, without beam search",
                 "typical_p": "there is no locally typical sampling",
                 "guidance_scale": "there is no classifier-free guidance",
+                "encoder_repetition_penalty": "there is no penalty of what the prompt lacks",
             },
             neutral=(1,),
         ),

@@ -15,6 +15,12 @@ ROPE_FIELDS: Final = FieldTable(
     (
         *rows(
             "read",
+            "Phi-3.5-MoE, modeling_phimoe.py; transformers takes the short factors there, too",
+            {"long_factor": "divisors of the frequencies beyond the original context (longrope)"},
+            only=frozenset({"phimoe"}),
+        ),
+        *rows(
+            "read",
             ROPE,
             {
                 "rope_type": "default, linear, dynamic, yarn, llama3 or longrope; others are refused",
