@@ -145,12 +145,13 @@ def _compressed(own: JsonFields) -> WeightFormat:
     groups = list(own.section("config_groups").values())
     group = groups[0] if groups and isinstance(groups[0], dict) else {}
     weights = JsonFields(group, own.where).section("weights")
-    layouts = {own.get("format"), _small(group.get("format")) or own.get("format")}
-    if len(groups) != 1 or layouts != {"pack-quantized"} or _small(weights.get("type", "int")) != "int":
-        raise unsupported(
-            f"compressed-tensors in format {own.get('format')!r:.40} with {len(groups)} groups, instead of "
-            "pack-quantized integers in one group,"
-        )
+    if len(groups) != 1:
+        raise unsupported(f"compressed-tensors with {len(groups)} groups of linears, instead of one,")
+    for layout in (own.get("format"), _small(group.get("format")) or "pack-quantized"):
+        if layout != "pack-quantized":
+            raise unsupported(f"compressed-tensors in format {layout!r:.40}, instead of pack-quantized,")
+    if _small(weights.get("type", "int")) != "int":
+        raise unsupported(f"compressed-tensors with weights of type {weights.get('type')!r:.40}")
     if _small(weights.get("strategy")) not in (None, "group", "channel"):
         raise unsupported(f"compressed-tensors with strategy {weights.get('strategy')!r:.40}")
     fields = JsonFields(weights, f"{own.where}, weights")

@@ -100,7 +100,7 @@ TOKENIZER_CONFIG_FIELDS: Final = FieldTable(
                     (
                         *("legacy", "legacy_behaviour", "sp_model_kwargs", "use_default_system_prompt"),
                         *("do_lower_case", "remove_space", "keep_accents", "use_fast", "vocab_file"),
-                        *("merges_file", "add_special_tokens"),
+                        "merges_file",
                     ),
                     "tokenizer.json counts",
                 ),
