@@ -163,7 +163,7 @@ class ModelConfig:
         hidden_size = fields.count("hidden_size")
         heads = fields.count("num_attention_heads")
         kv_heads = fields.count("num_key_value_heads", heads)
-        head_dim = _head_dim(fields, hidden_size, heads)
+        head_dim = _head_dim(fields, family, hidden_size, heads)
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
         max_positions = fields.count("max_position_embeddings")
@@ -334,10 +334,12 @@ def _rotated(fields: JsonFields, family: Family, layers: int) -> list[bool]:
     return [bool(one) for one in stated[:layers]]
 
 
-def _head_dim(fields: JsonFields, hidden_size: int, heads: int) -> int:
+def _head_dim(fields: JsonFields, family: Family, hidden_size: int, heads: int) -> int:
     if fields.get("head_dim") is None and hidden_size % heads:
         raise CheckpointError(f"config.json: hidden_size {hidden_size} is not divisible by {heads} heads.")
     head_dim = fields.count("head_dim", hidden_size // heads)
+    if family.joint_head_norms and head_dim * heads != hidden_size:
+        raise fields.fail("head_dim", f"{hidden_size // heads}, since a norm spans all heads")
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs.")
     return head_dim

@@ -68,8 +68,19 @@ CONFIG_FIELDS: Final = FieldTable(
                 "rope_scaling": "older name of rope_parameters, which it precedes",
                 "rope_theta": "base of rotary embedding, where the section has none; by default "
                 "10,000 or the model type's",
-                "original_max_position_embeddings": "context before the extension; precedes the section's",
             },
+        ),
+        *rows(
+            "read",
+            CLASS,
+            {"original_max_position_embeddings": "context before the extension; precedes the section's"},
+            only=DECODER_TYPES - {"phimoe", "gemma3_text"},
+        ),
+        *rows(
+            "none",
+            CLASS,
+            {"original_max_position_embeddings": "that of the section counts, else max_position_embeddings"},
+            only=frozenset({"phimoe", "gemma3_text"}),
         ),
         *rows(
             "read", CLASS, {"intermediate_size": "width of the network"}, only=DECODER_TYPES - {"qwen3_moe"}

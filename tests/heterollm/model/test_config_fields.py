@@ -45,8 +45,9 @@ COMMON: dict[str, Any] = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
-    "gemma3_text": {"query_pre_attn_scalar": 16},
-    "smollm3": {"no_rope_layer_interval": 3},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "mixtral": {"rope_theta": 10_000.0},
+    "smollm3": {"no_rope_layer_interval": 2, "rope_theta": 10_000.0},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4},
@@ -97,7 +98,7 @@ VALUES: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window_pattern": 1,
     "rope_local_base_freq": 50.0,
-    "no_rope_layer_interval": 2,
+    "no_rope_layer_interval": 1,
     "no_rope_layers": [0, 1],
     "partial_rotary_factor": 0.5,
     "query_pre_attn_scalar": 4,
@@ -160,15 +161,13 @@ OF_KIND: dict[tuple[str, str], Any] = {
         **ALIKE,
     },
     ("gemma2", "layer_types"): ["full_attention", "sliding_attention"],
+    ("gemma3_text", "layer_types"): ["full_attention", "sliding_attention"],
+    ("gemma3_text", "rope_scaling"): LINEAR,
 }
 BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},
     ("phi3", "rope_parameters"): {"original_max_position_embeddings": 32},
-    ("phimoe", "original_max_position_embeddings"): {
-        "rope_scaling": {"type": "longrope", "short_mscale": 1.0, "long_mscale": 1.5, **ALIKE},
-    },
-    ("gemma3_text", "original_max_position_embeddings"): YARN,
 }
 IDENTITY = {"model_type", "architectures", "auto_map", "quantization_config"}
 """Fields that choose the reader; test_config.py and test_packed_linears.py change them."""
@@ -177,7 +176,7 @@ SETTINGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_toke
 SAMPLING = {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}
 SAMPLING |= {"repetition_penalty": 1.5}
 CHECKED = {("layer_types", kind) for kind in ("mistral", "phi3", "mixtral", "qwen3_moe", "phimoe")}
-CHECKED |= {("num_experts_per_tok", "phimoe")}
+CHECKED |= {("num_experts_per_tok", "phimoe"), ("head_dim", "olmoe")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
@@ -289,7 +288,7 @@ def test_a_field_that_is_read_gives_the_logits_of_transformers(
     fields = {**without, name: value_of(name, kind)}
     if name == "num_experts" and kind == "mixtral":
         fields.pop("num_local_experts", None)
-    if name in ("hidden_size", "num_attention_heads") and kind == "phi3":
+    if name in ("hidden_size", "num_attention_heads") and kind in ("phi3", "olmoe"):
         fields.pop("head_dim")
     assert value_of(name, kind) is not None, "a row without a value"
     assert ModelConfig.from_dict(fields) != ModelConfig.from_dict(without)
@@ -323,6 +322,7 @@ def test_a_setting_that_is_read_changes_the_configuration(row: Field, kind: str,
             if name == "layer_types"
         ),
         ("phimoe", "num_experts_per_tok", 3, 2, "num_experts_per_tok is 3"),
+        ("olmoe", "head_dim", 32, 16, "head_dim is 32"),
     ],
 )
 def test_a_field_that_must_agree_is_refused_otherwise(
@@ -335,6 +335,7 @@ def test_a_field_that_must_agree_is_refused_otherwise(
 
 
 NONE_VALUES: dict[str, Any] = {
+    "original_max_position_embeddings": 16,
     "intermediate_size": 48,
     "hidden_act": "relu",
     "attention_bias": True,
@@ -456,6 +457,12 @@ def test_rotary_embedding_is_that_of_transformers(
     assert sqnr_db(wanted, logits(theirs({**base(kind), "rope_parameters": without}))) < LEAST_DB - 20
     llm = host_llm(saved(model, fields, tmp_path / kind), plan="gpu", precision="fp16", context=64)
     assert sqnr_db(llm.session().prefill(IDS, all_logits=True), wanted) >= LEAST_DB
+
+
+def test_a_spelling_that_versions_of_transformers_read_otherwise_is_refused() -> None:
+    fields = {**base("gemma3_text"), "rope_scaling": {"type": "linear", "factor": 4.0}}
+    with pytest.raises(UnsupportedModelError, match="type without rope_type"):
+        ModelConfig.from_dict(fields)
 
 
 def test_every_row_of_rotary_embedding_is_tried() -> None:
