@@ -96,8 +96,8 @@ def read_ropes(
     older = fields.section("rope_scaling")
     if older.get("type") is not None and older.get("rope_type") is None:
         raise unsupported(
-            f"config.json, rope_scaling: type without rope_type in model type {family.name}, which transformers "
-            "before 5 follows and transformers 5 ignores,"
+            f"config.json, rope_scaling: type without rope_type in model type {family.name}, which "
+            "transformers 4 follows and transformers 5 ignores,"
         )
     # The older spelling scales the layers with full attention alone.
     parts: dict[str, dict[str, Any]] = {FULL: dict(section.values), SLIDING: {}}
