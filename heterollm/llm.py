@@ -35,7 +35,13 @@ from heterollm.engine import (
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import Phase
 from heterollm.loading import PlannedModel, SourceModel, open_for, planned_draft, speculator_of
-from heterollm.model import Checkpoint, ModelConfig, ModelWeights
+from heterollm.model import (
+    Checkpoint,
+    ModelConfig,
+    ModelWeights,
+    SamplingDefaults,
+    read_sampling_defaults,
+)
 from heterollm.planning import CoreSplit, LoadKeywords, LoadOptions, choose_context
 from heterollm.solver import Plan
 from heterollm.text import (
@@ -314,6 +320,16 @@ class LLM:
     def context(self) -> int:
         """Number of positions of a session."""
         return self._engine.context
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The sampling that the checkpoint recommends.
+
+        Raises:
+            CheckpointError: The checkpoint's file is damaged.
+        """
+        checkpoint = self._weights.checkpoint
+        return SamplingDefaults() if checkpoint is None else read_sampling_defaults(checkpoint.folder)
 
     @property
     def session_bytes(self) -> int:

@@ -309,6 +309,15 @@ def test_the_worked_example_is_up_to_date(generate):
         assert path.read_text("utf-8") == text, "run `python docs/generate.py`"
 
 
+def test_the_tables_of_fields_are_up_to_date_and_have_every_format(generate):
+    page = generate.field_tables.PAGE.read_text("utf-8")
+    assert page == generate.field_tables.with_tables(page), "run `python docs/generate.py`"
+    titles = [table.title for table in generate.field_tables.tables()]
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"):
+        assert file in titles
+    assert all(f"### {title}\n" in page for title in titles)
+
+
 def test_the_command_reference_is_up_to_date(generate):
     assert generate.PAGE.read_text("utf-8") == generate.reference(), "run `python docs/generate.py`"
 

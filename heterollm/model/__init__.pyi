@@ -18,10 +18,13 @@ from .library import remove_models as remove_models
 from .library import stored_models as stored_models
 from .rope import rope_tables as rope_tables
 from .rope_config import RopeConfig as RopeConfig
+from .sampling_defaults import SamplingDefaults as SamplingDefaults
+from .sampling_defaults import read_sampling_defaults as read_sampling_defaults
 from .shape import ModelShape as ModelShape
 from .shape import model_shape as model_shape
 from .shape import read_config as read_config
 from .shape import shape_of_specs as shape_of_specs
+from .token_ids import end_ids as end_ids
 from .weights import ModelWeights as ModelWeights
 from .weights import load_weights as load_weights
 from .weights import shape_only_weights as shape_only_weights

@@ -32,6 +32,7 @@ from heterollm.model.stored import (
     is_gguf,
     open_gguf,
 )
+from heterollm.model.stored_formats import normalized_quantization
 from heterollm.model.tensor_file import TensorFile
 
 __all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
@@ -133,7 +134,8 @@ class Checkpoint:
             self._add_packed()
         self.adapter = None if lora is None else LoraAdapter(lora)
         if self.adapter is not None:
-            self.adapter.check({name: self.shape(name) for name in self.names})
+            integers = {name for name in self.adapter.factors if self._stored_kind(name)}
+            self.adapter.check({name: self.shape(name) for name in self.names}, integers)
             self._hashed_paths += self.adapter.paths
 
     @property
@@ -183,9 +185,16 @@ class Checkpoint:
         Raises:
             CheckpointError: There is no such tensor, it has no float type, or a value is NaN or infinite.
         """
+        values = self._read(name, rows)
+        if self.adapter is not None:
+            self.adapter.add(name, rows, values, lambda: self._read(name, None))
+        return values
+
+    def _read(self, name: str, rows: tuple[int, int] | None) -> NDArray[np.float32]:
+        """Return a tensor, or rows of it, without the adapter."""
         stored = self._in_blocks(name)
         if stored is not None:
-            return self._merged(name, rows, _finite(stored.read(name, rows), stored.path, name))
+            return _finite(stored.read(name, rows), stored.path, name)
         file = self.file(name)
         dtype = file.entries[name].dtype
         if dtype not in FLOAT_TYPES:
@@ -195,20 +204,16 @@ class Checkpoint:
         bits = file.bits(name)
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
-        return self._merged(name, rows, _finite(bits.astype(np.float32), file.path, name))
-
-    def _merged(
-        self, name: str, rows: tuple[int, int] | None, values: NDArray[np.float32]
-    ) -> NDArray[np.float32]:
-        if self.adapter is not None:
-            self.adapter.add(name, rows, values)
-        return values
+        return _finite(bits.astype(np.float32), file.path, name)
 
     def kind(self, name: str) -> str | None:
         """Return the name of a stored format of integers; None for floats and for what an adapter changes."""
-        stored = self._in_blocks(name)
         changed = self.adapter is not None and name in self.adapter.factors
-        return None if stored is None or changed or not stored.is_quantized(name) else stored.kind(name)
+        return None if changed else self._stored_kind(name)
+
+    def _stored_kind(self, name: str) -> str | None:
+        stored = self._in_blocks(name)
+        return None if stored is None or not stored.is_quantized(name) else stored.kind(name)
 
     def canonical(self, name: str, rows: tuple[int, int], weight: WeightFormat) -> QuantizedTensor | None:
         """Return rows ``[start, stop)`` of stored integers in a canonical format, with their scales.
@@ -366,7 +371,8 @@ class Checkpoint:
             for entry in [file.entries[name]]
         }
         files = dict(self._files)
-        packed = PackedLinears(self.folder, tensors, lambda name: files[name].bits(name), stated)
+        settings = normalized_quantization(stated)
+        packed = PackedLinears(self.folder, tensors, lambda name: files[name].bits(name), settings)
         if packed.names:
             self._stored = packed
             parts = packed.parts

@@ -13,36 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from heterollm.base import CheckpointError
+from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Activation, Routing
-from heterollm.model.expert_config import EXPERT_COUNTS, read_mixture
-from heterollm.model.families import FAMILIES, unsupported
+from heterollm.model.expert_config import read_mixture
+from heterollm.model.families import FAMILIES, SUPPORTED, unsupported
 from heterollm.model.family import Family
+from heterollm.model.fields import CONFIG_FIELDS, ROPE_FIELDS
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.rope_config import RopeConfig, read_ropes, read_rotary_dim
+from heterollm.model.sampling_defaults import read_generation
 from heterollm.model.stored import refuse_foreign_weights
 from heterollm.model.stored_formats import StoredFormats, read_stored_formats
+from heterollm.model.token_ids import token_ids
 
-__all__ = ["LayerConfig", "ModelConfig"]
+__all__ = ["LayerConfig", "ModelConfig", "check_config"]
 
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations by their names in ``config.json``."""
 
 MOST_LAYERS = 10_000
 """A limit that refuses a damaged number before any list over layers is made."""
-
-OPTIONAL_FEATURES: Mapping[str, str] = {
-    "attn_logit_softcapping": "A soft cap on attention scores",
-    "clip_qkv": "A limit of queries, keys and values",
-    "final_logit_softcapping": "A soft cap on logits",
-    "lm_head_bias": "A bias of the LM head",
-    "no_rope_layers": "Layers without positions",
-    "num_experts": "A mixture of experts",
-    "num_local_experts": "A mixture of experts",
-    "query_pre_attn_scalar": "A scale of attention scores",
-    "use_bidirectional_attention": "Attention in both directions",
-}
-"""Optional fields that change the result, with their meaning for the message that refuses them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +76,7 @@ class ModelConfig:
         mlp_bias: Whether gate, up and down have biases.
         head_bias: Whether the LM head has a bias.
         bos_ids: Token ids that begin a text.
-        eos_ids: Token ids that end an answer, from ``config.json`` and ``generation_config.json``.
+        eos_ids: Token ids that end an answer, from ``generation_config.json``, else ``config.json``.
         pad_id: Padding token, if there is one.
         head_norms: Whether each head of q and k has a norm before RoPE.
         joint_head_norms: Whether that norm spans all heads of q, and all of k.
@@ -155,11 +145,9 @@ class ModelConfig:
             raise CheckpointError(
                 f"{folder} has no config.json.", fix="Point at a folder with a Hugging Face checkpoint."
             )
-        generation_path = path.with_name("generation_config.json")
-        generation = read_json_object(generation_path) if generation_path.is_file() else {}
         values = read_json_object(path)
         refuse_foreign_weights(path.parent, values)
-        return cls.from_dict(values, generation)
+        return cls.from_dict(values, read_generation(folder))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -170,19 +158,25 @@ class ModelConfig:
             UnsupportedModelError: The model is not supported.
         """
         family = _check_supported(JsonFields(values))
-        fields = JsonFields({**family.defaults, **values})
+        read = CONFIG_FIELDS.read(values, str(values["model_type"]))
+        fields = JsonFields({**family.defaults, **read})
         hidden_size = fields.count("hidden_size")
         heads = fields.count("num_attention_heads")
         kv_heads = fields.count("num_key_value_heads", heads)
-        head_dim = _head_dim(fields, hidden_size, heads)
+        head_dim = _head_dim(fields, family, hidden_size, heads)
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
         max_positions = fields.count("max_position_embeddings")
         layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)
         rotary_dim = read_rotary_dim(fields, family, head_dim)
         full, sliding = read_ropes(fields, family, rotary_dim, max_positions)
-        sources = (fields, JsonFields(generation or {}, "generation_config.json"))
         vocab_size = fields.count("vocab_size")
+
+        stated = JsonFields(generation or {}, "generation_config.json")
+
+        def special_ids(name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+            return _special_ids(JsonFields(values), stated, name, vocab_size, default)
+
         attention_bias = _followed_flag(fields, family, "attention_bias")
         # A stream that is divided by the multiplier of what is added to it gives the same norms.
         added = _multiplier(fields, family, "residual_multiplier")
@@ -213,9 +207,9 @@ class ModelConfig:
             o_bias=attention_bias,
             mlp_bias=_followed_flag(fields, family, "mlp_bias"),
             head_bias=_followed_flag(fields, family, "lm_head_bias"),
-            bos_ids=_token_ids(sources, "bos_token_id", vocab_size, family.bos_ids),
-            eos_ids=_token_ids(sources, "eos_token_id", vocab_size, family.eos_ids),
-            pad_id=next(iter(_token_ids(sources, "pad_token_id", vocab_size, ())), None),
+            bos_ids=special_ids("bos_token_id", family.bos_ids),
+            eos_ids=special_ids("eos_token_id", family.eos_ids),
+            pad_id=next(iter(special_ids("pad_token_id")), None),
             head_norms="query_head" in family.tensors.norms,
             joint_head_norms=family.joint_head_norms,
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
@@ -261,11 +255,35 @@ def _check_supported(fields: JsonFields) -> Family:
     named = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
     if code and (named is None or named != family.published_code):
         raise unsupported("A checkpoint that brings its own code (auto_map)")
-    for name, what in OPTIONAL_FEATURES.items():
-        followed = name in family.follows or (name in EXPERT_COUNTS and family.mixture is not None)
-        if fields.get(name) not in (None, False) and not followed:
-            raise unsupported(f"{what} ({name}) in model type {model_type}")
+    check_config(fields.values)
     return family
+
+
+def check_config(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Refuse a field of ``config.json`` that would be computed wrongly.
+
+    Args:
+        values: Content of the file, of a supported model type.
+
+    Returns:
+        Notes about fields that no table has.
+
+    Raises:
+        UnsupportedModelError: A field is not supported.
+    """
+    kind = str(values["model_type"])
+    refused, notes = CONFIG_FIELDS.examine(values, "config.json", kind)
+    for name in ("rope_parameters", "rope_scaling"):
+        section = values.get(name)
+        if isinstance(section, dict):
+            nested = {key: part for key, part in section.items() if isinstance(part, dict)}
+            parts = [{key: part for key, part in section.items() if key not in nested}, *nested.values()]
+            found = [ROPE_FIELDS.examine(part, f"config.json, {name}", kind) for part in parts]
+            refused += tuple(one for sentences, _ in found for one in sentences)
+            notes += tuple(one for _, sentences in found for one in sentences)
+    if refused:
+        raise UnsupportedModelError(refused[0], fix=SUPPORTED)
+    return notes
 
 
 def _activation(fields: JsonFields, family: Family) -> Activation:
@@ -316,31 +334,24 @@ def _rotated(fields: JsonFields, family: Family, layers: int) -> list[bool]:
     return [bool(one) for one in stated[:layers]]
 
 
-def _head_dim(fields: JsonFields, hidden_size: int, heads: int) -> int:
+def _head_dim(fields: JsonFields, family: Family, hidden_size: int, heads: int) -> int:
     if fields.get("head_dim") is None and hidden_size % heads:
         raise CheckpointError(f"config.json: hidden_size {hidden_size} is not divisible by {heads} heads.")
     head_dim = fields.count("head_dim", hidden_size // heads)
+    if family.joint_head_norms and head_dim * heads != hidden_size:
+        raise fields.fail("head_dim", f"{hidden_size // heads}, since a norm spans all heads")
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs.")
     return head_dim
 
 
-def _token_ids(
-    sources: tuple[JsonFields, ...], name: str, vocab_size: int, default: tuple[int, ...]
+def _special_ids(
+    config: JsonFields, generation: JsonFields, name: str, vocab_size: int, default: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the distinct ids that the sources list under ``name``, in order."""
-    if not any(name in fields.values for fields in sources):
-        return tuple(token for token in default if token < vocab_size)
-    found: dict[int, None] = {}
-    for fields in sources:
-        value = fields.get(name)
-        listed = value if isinstance(value, list) else [] if value is None else [value]
-        for token in listed:
-            # Some exporters write -1 for "none".
-            if type(token) is not int or token < -1:
-                raise fields.fail(name, "token ids")
-            if token >= vocab_size and name != "pad_token_id":
-                raise fields.fail(name, f"token ids below the vocabulary of {vocab_size}")
-            if 0 <= token < vocab_size:
-                found[token] = None
-    return tuple(found)
+    """Return the ids of a name that lie in the vocabulary; those of a file must, but for padding."""
+    found = token_ids(config, generation, name, default)
+    inside = tuple(token for token in found if token < vocab_size)
+    if inside != found and name != "pad_token_id" and found is not default:
+        stated = config if generation.get(name) is None else generation
+        raise stated.fail(name, f"token ids below the vocabulary of {vocab_size}")
+    return inside

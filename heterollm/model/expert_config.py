@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from heterollm.kernels.ops import Routing
-from heterollm.model.families import unsupported
 from heterollm.model.family import Mixture
 from heterollm.model.json_fields import JsonFields
 
-__all__ = ["EXPERT_COUNTS", "read_mixture"]
+__all__ = ["read_mixture"]
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts")
 """Fields with the number of experts. The first that a configuration has counts; families give the last a
@@ -27,8 +26,6 @@ def read_mixture(fields: JsonFields, mixture: Mixture | None) -> tuple[Routing |
     chosen = fields.count("num_experts_per_tok")
     if chosen > experts:
         raise fields.fail("num_experts_per_tok", f"at most the {experts} of {count}")
-    if fields.get("mlp_only_layers") or fields.count("decoder_sparse_step", 1) != 1:
-        raise unsupported("A model with experts in some layers alone (mlp_only_layers, decoder_sparse_step)")
     sparsemixer = mixture.scoring == "sparsemixer"
     if sparsemixer and chosen != 2:
         raise fields.fail("num_experts_per_tok", "2, the number that sparsemixer chooses")

@@ -26,7 +26,7 @@ from heterollm.model.family import (
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import MIXTURES
 
-__all__ = ["FAMILIES", "unsupported"]
+__all__ = ["FAMILIES", "SUPPORTED", "unsupported"]
 
 # ---- tensor names ---------------------------------------------------------------------------------------
 
@@ -206,10 +206,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 """The supported values of ``model_type``."""
 
 
+_LISTED = ", ".join(f"{family.covers} (model_type {name})" for name, family in FAMILIES.items())
+SUPPORTED = f"Supported are {_LISTED}; text only, with RoPE of type {', '.join(ROPE_KINDS)}."
+"""Next step for an unsupported feature or model."""
+
+
 def unsupported(what: str) -> UnsupportedModelError:
     """Return the error for an unsupported feature or model, with the list of supported families."""
-    listed = ", ".join(f"{family.covers} (model_type {name})" for name, family in FAMILIES.items())
-    return UnsupportedModelError(
-        f"{what} is not supported.",
-        fix=f"Supported are {listed}; text only, with RoPE of type {', '.join(ROPE_KINDS)}.",
-    )
+    return UnsupportedModelError(f"{what} is not supported.", fix=SUPPORTED)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.model.fields import ADAPTER_FIELDS
 from heterollm.model.json_fields import JsonFields, read_json_object
+from heterollm.model.lora_targets import is_target, module_number
 from heterollm.model.tensor_file import TensorFile
 
 __all__ = ["LoraAdapter"]
@@ -24,21 +26,18 @@ __all__ = ["LoraAdapter"]
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
+DENSE_SHARE: Final = 8
+"""Reciprocal of the share of singular values from which on all are computed."""
 FACTOR: Final = re.compile(r"(.+)\.lora_([AB])\.weight")
 
-REFUSED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "use_dora": "DoRA, which scales the merged weights",
-        "modules_to_save": "whole modules beside the differences (modules_to_save)",
-        "trainable_token_indices": "trained tokens (trainable_token_indices)",
-        "target_parameters": "stacked experts (target_parameters)",
-        "use_bdlora": "block-diagonal factors",
-        "alora_invocation_tokens": "activation by tokens of the prompt (aLoRA)",
-        "layer_replication": "replicated layers (layer_replication)",
-        "lora_bias": "biases (lora_bias)",
-    }
-)
-"""Settings of which each makes an adapter more than differences of linears."""
+PLAIN: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of ``init_lora_weights`` that leave the model's weights as they are."""
+
+FIX_MERGE: Final = "Merge it into its model with PEFT's merge_and_unload, then save_pretrained."
+FIX_CONVERT: Final = "Convert it with PEFT: save_pretrained with path_initial_model_for_weight_conversion."
+
+Weight: TypeAlias = Callable[[], NDArray[np.float32]]
+"""Reads a weight ``[n, k]`` of the model without the adapter."""
 
 
 class Factors(NamedTuple):
@@ -61,6 +60,8 @@ class LoraAdapter:
     Attributes:
         paths: The files.
         factors: Those of each weight.
+        initial: Initialisation that takes a part off the model's weights; "" for none.
+        notes: Remarks for the user.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -78,18 +79,27 @@ class LoraAdapter:
                     f"{path} is missing.", fix="Name the folder that PEFT's save_pretrained wrote."
                 )
         config = JsonFields(read_json_object(self.paths[0]), str(self.paths[0]))
-        self._check(config)
+        self.initial, self.notes = self._check(config)
         self.factors: Mapping[str, Factors] = self._read(config)
+        self._taken: dict[str, Factors] = {}
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]], integers: Collection[str] = ()) -> None:
         """Check that the adapter is one of a checkpoint.
 
         Args:
             shapes: The shape of each of the checkpoint's tensors.
+            integers: Weights of the adapter that the checkpoint stores as integers.
 
         Raises:
             CheckpointError: The checkpoint lacks a weight, or it has another shape.
+            UnsupportedModelError: The initialisation changes integers, which PEFT refuses, too.
         """
+        if self.initial and integers:
+            raise UnsupportedModelError(
+                f"{self.folder} was initialised by {self.initial}, which changes weights that the model "
+                f"stores as integers, such as {min(integers)}.",
+                fix=f"Take the model in floats. {FIX_CONVERT}",
+            )
         for name, own in self.factors.items():
             wanted = (len(own.b), own.a.shape[1])
             if name not in shapes:
@@ -104,24 +114,54 @@ class LoraAdapter:
                     fix="Take the adapter with the model that it was trained on.",
                 )
 
-    def add(self, name: str, rows: tuple[int, int] | None, values: NDArray[np.float32]) -> None:
-        """Add an adapter's difference to the rows ``[start, stop)`` of a weight, in place."""
-        own = self.factors.get(name)
-        if own is not None:
-            values += (own.b[slice(*rows)] if rows else own.b) @ own.a * np.float32(own.scale)
+    def add(
+        self, name: str, rows: tuple[int, int] | None, values: NDArray[np.float32], weight: Weight
+    ) -> None:
+        """Add an adapter's difference to the rows ``[start, stop)`` of a weight, in place.
 
-    def _check(self, config: JsonFields) -> None:
-        kind = config.get("peft_type")
-        reasons = [text for field, text in REFUSED.items() if config.get(field)]
+        Args:
+            name: The weight.
+            rows: Its rows; None for all.
+            values: They.
+            weight: Reads the whole weight.
+        """
+        own = self.factors.get(name)
+        if own is None:
+            return
+        parts = [own]
+        if self.initial:
+            if name not in self._taken:
+                self._taken[name] = INITIAL[self.initial](weight(), own)
+            parts.append(self._taken[name])
+        for part in parts:
+            values += (part.b[slice(*rows)] if rows else part.b) @ part.a * np.float32(part.scale)
+
+    def _check(self, config: JsonFields) -> tuple[str, tuple[str, ...]]:
+        """Return the initialisation that changes the model's weights, or "", and notes.
+
+        Raises:
+            UnsupportedModelError: The adapter is no LoRA of linears alone.
+        """
+        refused, notes = ADAPTER_FIELDS.examine(config.values, str(self.paths[0]))
+        kind, initial = config.get("peft_type"), config.get("init_lora_weights")
         if kind != "LORA":
-            reasons = [f"the method {kind!r:.40}"]
-        if config.get("bias") not in (None, "none"):
-            reasons.append(f"trained biases (bias: {config.get('bias')!r:.40})")
-        if reasons:
+            refused = (f"{self.paths[0]}: peft_type = {kind!r:.40} is not supported: only LORA is read.",)
+        if refused:
+            raise UnsupportedModelError(refused[0], fix=FIX_MERGE)
+        # PEFT compares some names without regard to case, and refuses others in capitals.
+        named = initial.lower() if isinstance(initial, str) else initial
+        if named is None or any(named is one or (named == one and isinstance(named, str)) for one in PLAIN):
+            return "", notes
+        if not isinstance(named, str) or named not in INITIAL:
             raise UnsupportedModelError(
-                f"{self.folder} is an adapter with {' and '.join(reasons)}; only LoRA of linears is read.",
-                fix="Merge it into its model with PEFT's merge_and_unload, then save_pretrained.",
+                f"{self.paths[0]}: init_lora_weights = {initial!r:.40} is not supported: it changes "
+                "the model's weights in a way that the adapter's files do not hold.",
+                fix=FIX_CONVERT,
             )
+        took = (
+            f"{self.folder}: the initial factors ({named}) are taken off the model's weights, as PEFT does."
+        )
+        return named, (*notes, took)
 
     def _read(self, config: JsonFields) -> dict[str, Factors]:
         file = TensorFile.open(self.paths[1])
@@ -138,6 +178,12 @@ class LoraAdapter:
             if values.ndim != 2 or not np.isfinite(values).all():
                 raise CheckpointError(f"{file.path}: tensor {name} is no finite matrix.")
             found.setdefault(match[1], {})[match[2]] = values
+        for module in found:
+            if not is_target(config, module):
+                raise CheckpointError(
+                    f"{file.path} has factors of {module}, which {CONFIG} does not name.",
+                    fix="PEFT ignores them; take them out, or name the module.",
+                )
         targets = config.get("target_modules")
         for target in targets if isinstance(targets, list) else ():
             if not any(module == target or module.endswith(f".{target}") for module in found):
@@ -152,20 +198,49 @@ class LoraAdapter:
         a, b = own.get("A"), own.get("B")
         if a is None or b is None or len(a) != b.shape[1]:
             raise CheckpointError(f"{self.paths[1]}: the factors of {module} do not fit together.")
-        rank = self._number(config, "r", "rank_pattern", module)
+        rank = module_number(config, "r", "rank_pattern", module)
         if len(a) != rank:
             raise CheckpointError(f"{self.paths[1]}: {module} has rank {len(a)}, but {CONFIG} says {rank:g}.")
-        alpha = self._number(config, "lora_alpha", "alpha_pattern", module)
+        alpha = module_number(config, "lora_alpha", "alpha_pattern", module)
         return Factors(a, b, alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank))
 
-    def _number(self, config: JsonFields, field: str, pattern: str, module: str) -> float:
-        """Return a number of a module: that of the first pattern that matches its end, or the common one."""
-        patterns: Mapping[str, Any] = config.section(pattern)
-        for text, value in patterns.items():
-            try:
-                matches = re.fullmatch(rf"(.*\.)?({text})", module)
-            except re.error:
-                raise config.fail(pattern, "regular expressions") from None
-            if matches and isinstance(value, int | float) and value > 0:
-                return float(value)
-        return config.positive(field)
+
+def pissa(weight: NDArray[np.float32], rank: int) -> Factors:
+    """Return the part of a weight along its largest singular values, to be taken off.
+
+    Args:
+        weight: ``[n, k]``.
+        rank: Number of singular values.
+    """
+    wide = weight.astype(np.float64)
+    if DENSE_SHARE * rank >= min(wide.shape):
+        u, s, v = np.linalg.svd(wide, full_matrices=False)
+    else:
+        from scipy.sparse.linalg import svds  # half a second
+
+        u, s, v = svds(wide, k=rank, v0=np.ones(min(wide.shape)))
+        order = np.argsort(-s)
+        u, s, v = u[:, order], s[order], v[order]
+    return Factors(v[:rank].astype(np.float32), (u[:, :rank] * s[:rank]).astype(np.float32), -1.0)
+
+
+def olora(weight: NDArray[np.float32], rank: int, scale: float) -> Factors:
+    """Return the part of a weight in the span of its first columns, to be taken off.
+
+    Args:
+        weight: ``[n, k]``.
+        rank: Number of columns.
+        scale: That of the adapter.
+    """
+    wide = weight.astype(np.float64)
+    q = np.linalg.qr(wide[:, :rank])[0]
+    return Factors((q.T @ wide).astype(np.float32), q.astype(np.float32), -scale)
+
+
+INITIAL: Final[Mapping[str, Callable[[NDArray[np.float32], Factors], Factors]]] = MappingProxyType(
+    {
+        "pissa": lambda weight, own: pissa(weight, len(own.a)),
+        "olora": lambda weight, own: olora(weight, len(own.a), own.scale),
+    }
+)
+"""Values of ``init_lora_weights`` that change the model's weights, with what PEFT takes off them."""

@@ -93,12 +93,18 @@ def read_ropes(
     if "rope_local_base_freq" not in family.follows:
         rope = _read(fields, section, "rope_theta", family, rotary_dim, max_positions)
         return rope, rope
+    older = fields.section("rope_scaling")
+    if older.get("type") is not None and older.get("rope_type") is None:
+        raise unsupported(
+            f"config.json, rope_scaling: type without rope_type in model type {family.name}, which "
+            "transformers 4 follows and transformers 5 ignores,"
+        )
     # The older spelling scales the layers with full attention alone.
     parts: dict[str, dict[str, Any]] = {FULL: dict(section.values), SLIDING: {}}
     nested = JsonFields(fields.section("rope_parameters"), f"{fields.where}, rope_parameters")
     if any(isinstance(nested.get(kind), dict) for kind in parts):
         parts = {kind: nested.section(kind) for kind in parts}
-        parts[FULL] |= fields.section("rope_scaling")
+        parts[FULL] |= older
     full, sliding = (
         _read(fields, JsonFields(part, f"{section.where}, {kind}"), base, family, rotary_dim, max_positions)
         for (kind, part), base in zip(parts.items(), ("rope_theta", "rope_local_base_freq"), strict=True)

@@ -8,13 +8,16 @@ from typing import Any, Final, Literal
 
 from msgspec import structs
 
-from heterollm.base import OptionError
+from heterollm.base import OptionError, UnsupportedModelError
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import Group, WeightFormat
 from heterollm.model.families import unsupported
+from heterollm.model.fields import FOREIGN_METHODS, QUANTIZATION_FIELDS
 from heterollm.model.json_fields import JsonFields
 
-__all__ = ["StoredFormats", "read_stored_formats"]
+__all__ = ["StoredFormats", "check_quantization", "normalized_quantization", "read_stored_formats"]
+
+FIX_FOREIGN: Final = "Take the checkpoint that it was made from, or a GGUF, GPTQ or AWQ file of it."
 
 LAYER_GROUPS: Final = ("qkv", "o", "gate_up", "down", "experts")
 
@@ -53,7 +56,8 @@ def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
     """
     if fields.get("quantization_config") is None:
         return None
-    own = JsonFields(fields.section("quantization_config"), f"{fields.where}, quantization_config")
+    stated = normalized_quantization(fields.section("quantization_config"))
+    own = JsonFields(stated, f"{fields.where}, quantization_config")
     method = own.get("quant_method")
     if method == "gguf":
         head, layers = own.section("head"), own.section("layers")
@@ -61,16 +65,75 @@ def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
             raise own.fail("layers", f"a format for each of {', '.join(LAYER_GROUPS)}")
         formats = {group: _format(JsonFields(layers, own.where).section(group), own) for group in layers}
         return StoredFormats(formats, _format(head, own) if head else None)
+    check_quantization(stated, own.where)
     if method == "gptq":
+        if own.get("checkpoint_format") not in ("gptq", "gptq_v2"):
+            raise unsupported(f"GPTQ in the layout {own.get('checkpoint_format')!r:.40}")
         in_order = not own.flag("desc_act", False)
         return _alike(_grouped(own, "bits", own.flag("sym", True), in_order=in_order))
     if method == "awq":
-        if own.get("version") not in (None, "gemm"):
+        if own.get("version") != "gemm":
             raise unsupported(f"AWQ in the layout {own.get('version')!r:.40}")
         return _alike(_grouped(own, "bits", not own.flag("zero_point", True), in_order=True))
-    if method == "compressed-tensors":
-        return _alike(_compressed(own))
-    raise unsupported(f"A checkpoint that is already quantised (quantization_config: {method!r:.80})")
+    return _alike(_compressed(own))
+
+
+def normalized_quantization(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``quantization_config`` with enumerated values in small letters, and older names resolved.
+
+    transformers compares the formats of GPTQ and AWQ, and compressed-tensors its types and strategies,
+    without regard to case; writers of methods vary, too.
+
+    Args:
+        stated: The section of ``config.json``.
+    """
+    found = {**stated, "quant_method": _small(stated.get("quant_method"))}
+    if found["quant_method"] is None and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
+        found["quant_method"] = "bitsandbytes"  # as transformers derives
+    if found["quant_method"] == "gptq":
+        # The older name precedes the newer one, in transformers, too.
+        layout = stated.get("checkpoint_format") or stated.get("format") or "gptq"
+        found["checkpoint_format"] = _small(layout)
+        found.pop("format", None)
+    elif found["quant_method"] == "awq":
+        found["version"] = _small(stated.get("version") or stated.get("format") or "gemm")
+        found["backend"] = _small(stated.get("backend"))
+        found.setdefault("bits", 4)
+        found.pop("format", None)
+    elif found["quant_method"] == "compressed-tensors":
+        found["format"] = _small(stated.get("format"))
+    return found
+
+
+def check_quantization(stated: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Refuse a method that is not read, and a field that would be computed wrongly.
+
+    Args:
+        stated: The section of ``config.json``, normalised.
+        where: Its name, for messages.
+
+    Returns:
+        A note about fields that no table has.
+
+    Raises:
+        UnsupportedModelError: The method or a field is not supported.
+    """
+    method = stated.get("quant_method")
+    table = QUANTIZATION_FIELDS.get(method) if isinstance(method, str) else None
+    if table is None:
+        known = FOREIGN_METHODS.get(method, "") if isinstance(method, str) else ""
+        raise UnsupportedModelError(
+            f"{where}: quant_method = {method!r:.80} is not supported{known and ': '}{known}.",
+            fix=FIX_FOREIGN,
+        )
+    refused, notes = table.examine(stated, where)
+    if refused:
+        raise UnsupportedModelError(refused[0], fix=FIX_FOREIGN)
+    return notes
+
+
+def _small(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 def _alike(weight: WeightFormat) -> StoredFormats:
@@ -82,14 +145,18 @@ def _compressed(own: JsonFields) -> WeightFormat:
     groups = list(own.section("config_groups").values())
     group = groups[0] if groups and isinstance(groups[0], dict) else {}
     weights = JsonFields(group, own.where).section("weights")
-    packed = own.get("format") == "pack-quantized" and weights.get("type", "int") == "int"
-    if len(groups) != 1 or not packed or group.get("input_activations") is not None:
-        raise unsupported(
-            f"compressed-tensors in format {own.get('format')!r:.40} with {len(groups)} groups, or with "
-            "quantised inputs, instead of pack-quantized integers in one group,"
-        )
+    if len(groups) != 1:
+        raise unsupported(f"compressed-tensors with {len(groups)} groups of linears, instead of one,")
+    for layout in (own.get("format"), _small(group.get("format")) or "pack-quantized"):
+        if layout != "pack-quantized":
+            raise unsupported(f"compressed-tensors in format {layout!r:.40}, instead of pack-quantized,")
+    if _small(weights.get("type", "int")) != "int":
+        raise unsupported(f"compressed-tensors with weights of type {weights.get('type')!r:.40}")
+    if _small(weights.get("strategy")) not in (None, "group", "channel"):
+        raise unsupported(f"compressed-tensors with strategy {weights.get('strategy')!r:.40}")
     fields = JsonFields(weights, f"{own.where}, weights")
-    return _grouped(fields, "num_bits", fields.flag("symmetric", True), in_order=not fields.get("actorder"))
+    in_order = _small(fields.get("actorder")) not in (True, "group", "dynamic")
+    return _grouped(fields, "num_bits", fields.flag("symmetric", True), in_order=in_order)
 
 
 def _grouped(fields: JsonFields, bits: str, symmetric: bool, *, in_order: bool) -> WeightFormat:

@@ -29,6 +29,7 @@ from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_rows, expert_specs, router_name
 from heterollm.model.family import Norm
+from heterollm.model.file_notes import file_notes
 from heterollm.model.layout import (
     HEAD_LAYER,
     bias_names,
@@ -229,7 +230,9 @@ def load_weights(
         held = dict.fromkeys(f"{spec.group} {spec.weight}" for spec in specs)
         variant += f" {STORED_VERSION} {' '.join(held)}"
 
+    notes += file_notes(checkpoint.folder)
     if checkpoint.adapter is not None:
+        notes += checkpoint.adapter.notes
         notes += (f"{checkpoint.adapter.folder} is merged into {len(checkpoint.adapter.factors)} linears.",)
     hashed_bytes = checkpoint.file_bytes
     work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from heterollm.base import CheckpointError, ContextError, InputError, parse_json
+from heterollm.model import end_ids
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
 
@@ -95,7 +96,7 @@ class Tokenizer:
         wrapper = _load_wrapper(folder)
         if not isinstance(wrapper.chat_template, str | dict | None):
             raise CheckpointError(f"The chat template in {folder} is not text.", fix=FIX)
-        eos_ids = set(_configured_eos_ids(folder))
+        eos_ids = set(end_ids(folder))
         if wrapper.eos_token_id is not None:
             eos_ids.add(int(wrapper.eos_token_id))
         with LIBRARY:
@@ -407,16 +408,3 @@ def _quiet(verbosity: Any) -> Iterator[None]:  # noqa: ANN401 - transformers' lo
         yield
     finally:
         verbosity.set_verbosity(before)
-
-
-def _configured_eos_ids(folder: Path) -> list[int]:
-    """Return the end ids of `generation_config.json`, or of `config.json` if that file is missing."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        path = folder / "config.json"
-    value = _read_json(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for index in ids:
-        if type(index) is not int or index < 0:
-            raise CheckpointError(f"{path} has eos_token_id {value!r}, not token ids.", fix=FIX)
-    return ids

@@ -1,1 +1,11 @@
+from .adapter import ADAPTER_FIELDS as ADAPTER_FIELDS
+from .config import CONFIG_FIELDS as CONFIG_FIELDS
+from .generation import GENERATION_FIELDS as GENERATION_FIELDS
 from .gguf import GGUF_FIELDS as GGUF_FIELDS
+from .quantization import FOREIGN_METHODS as FOREIGN_METHODS
+from .quantization import QUANTIZATION_FIELDS as QUANTIZATION_FIELDS
+from .rope import ROPE_FIELDS as ROPE_FIELDS
+from .tokenizer import ADDED_TOKENS_FIELDS as ADDED_TOKENS_FIELDS
+from .tokenizer import SPECIAL_TOKENS_FIELDS as SPECIAL_TOKENS_FIELDS
+from .tokenizer import TOKENIZER_CONFIG_FIELDS as TOKENIZER_CONFIG_FIELDS
+from .tokenizer import TOKENIZER_FIELDS as TOKENIZER_FIELDS

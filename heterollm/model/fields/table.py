@@ -22,7 +22,8 @@ class Field:
         effect: Whether it is read, has no effect on the results here, or is refused.
         meaning: Meaning of the field; for ``none`` and ``refused`` the reason.
         source: Place where the format's own reader defines it.
-        neutral: Values with which a refused field changes nothing, as null and a missing one.
+        neutral: Values with which a refused field changes nothing, as null, a missing one and a list
+            of such.
         only: Model types or architectures whose reader knows the field; empty for all.
     """
 
@@ -32,6 +33,26 @@ class Field:
     source: str
     neutral: tuple[object, ...] = ()
     only: frozenset[str] = frozenset()
+
+
+def rows(
+    effect: Effect,
+    source: str,
+    meanings: Mapping[str, str],
+    *,
+    neutral: tuple[object, ...] = (),
+    only: frozenset[str] = frozenset(),
+) -> tuple[Field, ...]:
+    """Return fields with a common effect and source.
+
+    Args:
+        effect: Their effect.
+        source: Place where the format's own reader defines them.
+        meanings: Meaning of each field by name.
+        neutral: Values with which they change nothing.
+        only: Model types or architectures whose reader knows them; empty for all.
+    """
+    return tuple(Field(name, effect, text, source, neutral, only) for name, text in meanings.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +77,16 @@ class FieldTable:
         known = (one for one in self.fields if not one.only or kind in one.only)
         return next((one for one in known if fnmatchcase(name, one.name.replace("{arch}", kind))), None)
 
+    def read(self, values: Mapping[str, Any], kind: str = "") -> dict[str, Any]:
+        """Return a file's fields without those that the table does not read.
+
+        Args:
+            values: Content of the file.
+            kind: Model type or architecture of the file.
+        """
+        known = ((name, self.find(name, kind)) for name in values)
+        return {name: values[name] for name, row in known if row is None or row.effect == "read"}
+
     def check(self, values: Mapping[str, Any], where: str, kind: str = "") -> tuple[str, ...]:
         """Refuse a file with a field that would be computed wrongly; return a note about unknown fields.
 
@@ -67,18 +98,31 @@ class FieldTable:
         Raises:
             UnsupportedModelError: A refused field has a value that is not neutral.
         """
-        unknown = []
+        refused, notes = self.examine(values, where, kind)
+        if refused:
+            raise UnsupportedModelError(refused[0])
+        return notes
+
+    def examine(
+        self, values: Mapping[str, Any], where: str, kind: str = ""
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return a sentence for each refused field, and a note about the unknown ones.
+
+        Args:
+            values: Content of the file.
+            where: Name of the file, for messages.
+            kind: Model type or architecture of the file.
+        """
+        unknown, refused = [], []
         for name, value in self._leaves(values, kind):
             row = self.find(name, kind)
             if row is None:
-                unknown.append(name)
+                unknown += [] if value is None else [name]
             elif row.effect == "refused" and value is not None and not _among(value, row.neutral):
-                raise UnsupportedModelError(
-                    f"{where}: {name} = {value!r:.40} is not supported: {row.meaning}."
-                )
-        if not unknown:
-            return ()
-        return (f"{where}: no table of heterollm has {', '.join(sorted(unknown))}; ignored.",)
+                refused.append(f"{where}: {name} = {value!r:.40} is not supported: {row.meaning}.")
+        listed = ", ".join(f"{name:.60}" for name in sorted(unknown))
+        notes = (f"{where}: no table of heterollm has {listed}; ignored.",) if unknown else ()
+        return tuple(refused), notes
 
     def _leaves(self, values: Mapping[str, Any], kind: str, prefix: str = "") -> Iterator[tuple[str, object]]:
         """Yield fields by name, and those of a section where the table has no row for the section itself."""
@@ -91,5 +135,7 @@ class FieldTable:
 
 
 def _among(value: object, neutral: tuple[object, ...]) -> bool:
-    """Return whether a value is one of those listed; true and 1 differ."""
-    return any(type(value) is type(one) and value == one for one in neutral)
+    """Return whether a value is one of those listed, or a list of them; true is not 1, but 1.0 is."""
+    if isinstance(value, list) and value not in neutral:
+        return all(_among(one, neutral) for one in value)
+    return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)

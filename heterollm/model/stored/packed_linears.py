@@ -56,7 +56,7 @@ class PackedLinears:
         path: The checkpoint, for messages.
         tensors: Every tensor of the files by name.
         read: Returns a tensor's elements as they are stored.
-        config: ``quantization_config``, which :mod:`heterollm.model.stored_formats` checks.
+        config: ``quantization_config``, as :mod:`heterollm.model.stored_formats` normalises it.
 
     Raises:
         CheckpointError: A linear lacks a tensor, or shapes contradict each other.

@@ -18,7 +18,8 @@ TABLE = FieldTable(
 
 def test_known_fields_pass() -> None:
     assert TABLE.check({"size": 3, "rope": {"factor": 2, "type": "yarn"}, "cap": 0}, "a.json") == ()
-    assert TABLE.check({"cap": None}, "a.json") == ()
+    assert TABLE.check({"cap": None, "new": None}, "a.json") == ()
+    assert TABLE.check({"cap": [0, 0]}, "a.json") == TABLE.check({"cap": []}, "a.json") == ()
 
 
 def test_an_unknown_field_is_named_with_its_section() -> None:
@@ -27,7 +28,7 @@ def test_an_unknown_field_is_named_with_its_section() -> None:
     assert "alibi, new.inner" in note
 
 
-@pytest.mark.parametrize("value", [1, True, 0.5, "yes", [0]])
+@pytest.mark.parametrize("value", [1, True, 0.5, "yes", [0, 3]])
 def test_a_refused_field_is_named_with_value_and_reason(value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=r"a\.json: cap = .* a cap changes the result"):
         TABLE.check({"cap": value}, "a.json")

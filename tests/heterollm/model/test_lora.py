@@ -1,7 +1,9 @@
 """LoRA adapters against PEFT's formulas in float64."""
 
+import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from safetensors.numpy import save_file
 
 from heterollm.base import HeteroLLMError
 from heterollm.kernels.formats import quantize
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.model import Checkpoint, ModelConfig, load_weights
+from heterollm.model.fields.adapter import ADAPTER_FIELDS
 
 CONFIG = {
     "peft_type": "LORA",
@@ -92,14 +96,18 @@ def test_weights_are_merged_before_they_are_quantised_and_cached_apart(folder, a
     ("config", "changes", "said"),
     [
         (
-            {},
+            {"target_modules": ["q_proj", "down_proj", "c_fc"]},
             {"modules": ("model.layers.0.mlp.c_fc", Q, DOWN)},
             "changes model.layers.0.mlp.c_fc, which the model lacks",
         ),
-        ({"target_modules": ["q_proj", "k_proj"]}, {}, "no factors of the target module 'k_proj'"),
+        (
+            {"target_modules": ["q_proj", "down_proj", "k_proj"]},
+            {},
+            "no factors of the target module 'k_proj'",
+        ),
         ({"r": 5}, {"ranks": {Q: 4, DOWN: 4}}, "has rank 4, but adapter_config.json says 5"),
         ({"use_dora": True}, {}, "DoRA"),
-        ({"peft_type": "IA3"}, {}, "the method 'IA3'"),
+        ({"peft_type": "IA3"}, {}, "peft_type = 'IA3'"),
         ({"bias": "all"}, {}, "trained biases"),
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
         ({"lora_alpha": -1}, {}, "lora_alpha is -1"),
@@ -108,6 +116,146 @@ def test_weights_are_merged_before_they_are_quantised_and_cached_apart(folder, a
 def test_other_adapters_are_refused_by_name(folder, adapter, config, changes, said):
     path, _ = adapter(config, **changes)
     with pytest.raises(HeteroLLMError, match=said):
+        Checkpoint(folder, path)
+
+
+ADAPTER_VALUES = {
+    "task_type": "SEQ_CLS",
+    "bias": "lora_only",
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [1, 2],
+    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "use_bdlora": {"nblocks": 2},
+    "use_qalora": True,
+    "alora_invocation_tokens": [5],
+    "layer_replication": [[0, 2], [1, 2]],
+    "lora_bias": True,
+    "megatron_config": {"hidden_size": 64},
+    "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 1e-4},
+    "monteclora_config": {"num_samples": 8},
+}
+READ = {
+    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+}
+"""Fields that the tests of this module change."""
+
+
+@pytest.mark.parametrize("row", ADAPTER_FIELDS.fields, ids=lambda row: row.name)
+def test_each_field_is_read_or_ignored_or_refused_by_name(folder, adapter, row):
+    if row.effect == "refused":
+        path, _ = adapter({row.name: ADAPTER_VALUES[row.name]})
+        with pytest.raises(HeteroLLMError, match=f"{row.name} = .*{re.escape(row.meaning)}"):
+            Checkpoint(folder, path)
+        for place, neutral in enumerate((*row.neutral, None)):
+            path, merged = adapter({row.name: neutral}, name=f"neutral {place}")
+            found = Checkpoint(folder, path).read(f"{Q}.weight")
+            assert np.abs(found - merged[Q]).max() < 1e-5 * np.abs(merged[Q]).max()
+    elif row.effect == "none":
+        path, merged = adapter({row.name: "any"})
+        assert np.abs(Checkpoint(folder, path).read(f"{Q}.weight") - merged[Q]).max() < 1e-4
+    else:
+        assert row.name in READ
+
+
+def test_every_field_that_peft_knows_has_a_row():
+    peft = pytest.importorskip("peft", reason="the facts are PEFT's own")
+    names = {one.name for kind in (peft.LoraConfig, peft.PeftConfig) for one in dataclasses.fields(kind)}
+    assert {name for name in names if ADAPTER_FIELDS.find(name) is None} == set()
+
+
+def test_a_field_that_no_table_has_is_noted(folder, adapter):
+    path, _ = adapter({"use_new_thing": True, "empty_thing": None})
+    weights = load_weights(Checkpoint(folder, path), ModelConfig.from_folder(folder))
+    (note,) = [note for note in weights.notes if "use_new_thing" in note]
+    assert str(path / "adapter_config.json") in note
+    assert "empty_thing" not in note
+
+
+def test_rank_and_alpha_are_eight_by_default(folder, adapter):
+    path, merged = adapter({"r": 8, "lora_alpha": 8})
+    stated = json.loads((path / "adapter_config.json").read_text())
+    del stated["r"], stated["lora_alpha"]
+    (path / "adapter_config.json").write_text(json.dumps(stated))
+    assert np.abs(Checkpoint(folder, path).read(f"{Q}.weight") - merged[Q]).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": "ALL-LINEAR"},
+        {"target_modules": r".*\.(q_proj|down_proj)"},
+        {"target_modules": [Q, DOWN]},
+        {"target_modules": None},
+        {"exclude_modules": ["k_proj"]},
+        {"exclude_modules": r".*k_proj"},
+        {"layers_to_transform": [0, 1]},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+        {"layers_to_transform": [], "layers_pattern": ["h", "layers"]},
+    ],
+)
+def test_modules_are_named_as_in_peft(folder, adapter, config):
+    path, merged = adapter(config)
+    assert np.abs(Checkpoint(folder, path).read(f"{DOWN}.weight") - merged[DOWN]).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": r"model\.layers\.1\..*"},
+        {"exclude_modules": ["down_proj"]},
+        {"exclude_modules": r".*q_proj"},
+        {"layers_to_transform": 0},
+        {"layers_to_transform": [1], "layers_pattern": ["layers"]},
+        {"layers_to_transform": [0, 1], "layers_pattern": "h"},
+    ],
+)
+def test_factors_that_peft_would_ignore_are_refused(folder, adapter, config):
+    path, _ = adapter(config)
+    with pytest.raises(HeteroLLMError, match=r"has factors of .*which adapter_config\.json does not name"):
+        Checkpoint(folder, path)
+
+
+@pytest.mark.parametrize("kind", [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica"])
+def test_initialisations_that_leave_the_model_alone_change_nothing(folder, adapter, kind):
+    path, merged = adapter({"init_lora_weights": kind})
+    assert np.abs(Checkpoint(folder, path).read(f"{Q}.weight") - merged[Q]).max() < 1e-4
+
+
+def initial_of(kind, weight, rank, scale):
+    """PEFT's pissa_init and olora_init (tuners/lora/layer.py), in float64."""
+    if kind == "pissa":
+        u, s, v = np.linalg.svd(weight, full_matrices=False)
+        return (u[:, :rank] * s[:rank]) @ v[:rank]
+    q, r = np.linalg.qr(weight)
+    return scale * q[:, :rank] @ r[:rank]
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora", "OLoRA"])
+@pytest.mark.parametrize("rank", [2, 40])
+def test_initial_factors_are_taken_off_as_peft_does(folder, adapter, kind, rank):
+    path, merged = adapter({"init_lora_weights": kind, "r": rank, "lora_alpha": 3})
+    changed = Checkpoint(folder, path)
+    for module, wanted in merged.items():
+        weight = Checkpoint(folder).read(f"{module}.weight").astype(np.float64)
+        expected = wanted - initial_of(kind.lower(), weight, rank, 3 / rank)
+        found = changed.read(f"{module}.weight")
+        assert sqnr_db(found, expected) > 100
+        assert np.array_equal(changed.read(f"{module}.weight", (3, 9)), found[3:9])
+        assert sqnr_db(wanted, expected) < 60
+    assert any(kind.lower() in note for note in changed.adapter.notes)
+
+
+@pytest.mark.parametrize(
+    "kind", ["pissa_niter_4", "corda", "loftq", "lora_ga", "PiSSA niter", "unknown", ["pissa"], 3]
+)
+def test_initialisations_that_cannot_be_repeated_are_refused(folder, adapter, kind):
+    path, _ = adapter({"init_lora_weights": kind})
+    with pytest.raises(HeteroLLMError, match=r"init_lora_weights = .*path_initial_model_for_weight"):
         Checkpoint(folder, path)
 
 

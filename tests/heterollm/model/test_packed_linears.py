@@ -1,6 +1,8 @@
 """GPTQ, AWQ and compressed-tensors checkpoints, packed here as their documentation says."""
 
+import inspect
 import json
+import re
 import shutil
 
 import numpy as np
@@ -9,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.model import Checkpoint, ModelConfig, load_weights
+from heterollm.model.fields import FOREIGN_METHODS, QUANTIZATION_FIELDS
 
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -221,7 +224,8 @@ def test_damaged_linears_are_refused(ending, change, pack):
         ({**GPTQ, "group_size": 24}, "block is 24"),
         ({**AWQ, "version": "gemv"}, "'gemv'"),
         ({**compressed(), "format": "float-quantized"}, "float-quantized"),
-        (compressed(type="float"), "pack-quantized"),
+        (compressed(type="float"), "type 'float'"),
+        ({**compressed(), "format": None}, "format None"),
         ({"quant_method": "gptq"}, "None bits"),
         ([], "quantization_config"),
     ],
@@ -232,3 +236,183 @@ def test_other_methods_are_refused_by_name(config, said, pack):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     with pytest.raises((UnsupportedModelError, CheckpointError), match=said):
         ModelConfig.from_folder(folder)
+
+
+# -- every field of the methods ----------------------------------------------------------------------
+
+BASES = {"gptq": (GPTQ, {}), "awq": (AWQ, {"symmetric": False}), "compressed-tensors": (compressed(), {})}
+SPELLINGS = {
+    "gptq": {**GPTQ, "quant_method": "GPTQ", "checkpoint_format": "GPTQ"},
+    "gptq, newer name": {**GPTQ, "format": "GPTQ_v2"},
+    "gptq, both names": {**GPTQ, "checkpoint_format": "GPTQ_V2", "format": "gptq"},
+    "awq": {**AWQ, "quant_method": "AWQ", "version": "GEMM"},
+    "awq, newer name": {name: AWQ[name] for name in AWQ if name != "version"} | {"format": "GEMM"},
+    "awq, no layout and no bits": {"quant_method": "awq", "group_size": GROUP, "zero_point": True},
+    "compressed": compressed(type="INT", strategy="GROUP")
+    | {"quant_method": "Compressed-Tensors", "format": "Pack-Quantized"},
+    "compressed, ordered by weight": compressed(actorder="Static"),
+}
+READ_CASES = {
+    ("gptq", "bits"): ({**GPTQ, "bits": 8}, {"bits": 8}),
+    ("gptq", "group_size"): ({**GPTQ, "group_size": 64}, {}),
+    ("gptq", "sym"): ({**GPTQ, "sym": False}, {"symmetric": False}),
+    ("gptq", "desc_act"): ({**GPTQ, "desc_act": True}, {"indexed": True}),
+    ("gptq", "checkpoint_format"): ({**GPTQ, "checkpoint_format": "gptq_v2"}, {"shift": 0}),
+    ("gptq", "format"): ({**GPTQ, "format": "gptq_v2"}, {"shift": 0}),
+    ("awq", "bits"): None,
+    ("awq", "group_size"): ({**AWQ, "group_size": 64}, {"symmetric": False}),
+    ("awq", "zero_point"): ({**AWQ, "zero_point": False}, {}),
+    ("awq", "version"): None,
+    ("awq", "format"): None,
+    ("compressed-tensors", "format"): None,
+    ("compressed-tensors", "config_groups.*.weights.num_bits"): (compressed(8), {"bits": 8}),
+    ("compressed-tensors", "config_groups.*.weights.symmetric"): (
+        compressed(symmetric=False),
+        {"symmetric": False},
+    ),
+    ("compressed-tensors", "config_groups.*.weights.group_size"): (compressed(group_size=64), {}),
+    ("compressed-tensors", "config_groups.*.weights.actorder"): (compressed(actorder="group"), {}),
+    ("compressed-tensors", "config_groups.*.weights.strategy"): None,
+    ("compressed-tensors", "config_groups.*.weights.type"): None,
+    ("compressed-tensors", "config_groups.*.format"): None,
+}
+"""A configuration with another value, and how its tensors are packed; None for names with one read value."""
+OTHERS = {
+    "version": "marlin",
+    "format": "marlin",
+    "bits": 2,
+    "config_groups.*.weights.strategy": "block",
+    "config_groups.*.weights.type": "float",
+    "config_groups.*.format": "naive-quantized",
+}
+REFUSED = {
+    "dynamic": {"-:.*down.*": {}},
+    "adapter": {"name": "lora"},
+    "rotation": "hadamard",
+    "is_marlin_format": True,
+    "pack_dtype": "int64",
+    "backend": "LLM-AWQ",
+    "config_groups.*.weights.dynamic": True,
+    "config_groups.*.weights.block_structure": [128, 128],
+    "config_groups.*.input_activations*": {"num_bits": 8, "type": "int"},
+    "config_groups.*.output_activations*": {"num_bits": 8, "type": "int"},
+    "sparsity_config.format": "sparse-24-bitmask",
+    "kv_cache_scheme*": {"num_bits": 8, "type": "float"},
+    "transform_config*": {"config_groups": {"u": {"type": "hadamard", "apply": []}}},
+    "moe_sparsity_config*": {"method": "reap"},
+}
+
+
+def with_field(config, name, value):
+    """Return a configuration with another value of a field, which may lie in a section."""
+    first, _, rest = name.removesuffix("*").replace("*", "group_0").partition(".")
+    own = config.get(first, {})
+    return config | {first: with_field(own, rest, value) if rest else value}
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_values_and_names_count_as_their_readers_take_them(case, pack):
+    """In capitals, and under newer names: transformers' GPTQConfig and AwqConfig, and compressed-tensors."""
+    symmetric = "awq" not in case
+    options = {"shift": 0} if "name" in case and "gptq" in case else {}
+    stated = SPELLINGS[case]
+    folder, values = pack(
+        {**stated, "quant_method": stated["quant_method"].lower()}, symmetric=symmetric, **options
+    )
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | {"quantization_config": stated}))
+    weights = load_weights(Checkpoint(folder), ModelConfig.from_folder(folder), group_size=128)
+    for name, wanted in values.items():
+        assert np.array_equal(weights.linears[name].dequantize(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("method", "row"),
+    [
+        pytest.param(method, row, id=f"{method}-{row.name}")
+        for method, table in QUANTIZATION_FIELDS.items()
+        for row in table.fields
+        if row.name != "quant_method"
+    ],
+)
+def test_each_field_is_read_or_ignored_or_refused_by_name(method, row, pack):
+    base, options = BASES[method]
+    if row.effect == "refused":
+        folder, values = pack(base, **options)
+        fields = config_of(folder)
+        stated = with_field(base, row.name, REFUSED[row.name])
+        named = row.name.removesuffix("*").replace("*", "group_0")
+        with pytest.raises(UnsupportedModelError, match=re.escape(f"{named} = ")) as caught:
+            ModelConfig.from_dict(fields | {"quantization_config": stated})
+        assert row.meaning in str(caught.value)
+        for neutral in (*row.neutral, None):
+            stated = with_field(base, row.name, neutral)
+            own = ModelConfig.from_dict(fields | {"quantization_config": stated})
+            assert own == ModelConfig.from_dict(fields)
+    elif row.effect == "none":
+        name = row.name.removesuffix("*")
+        folder, values = pack(with_field(base, name, "any"), **options)
+        read = Checkpoint(folder)
+        assert all(np.array_equal(read.read(one), values[one]) for one in values)
+        plain = config_of(folder) | {"quantization_config": base}
+        assert ModelConfig.from_folder(folder) == ModelConfig.from_dict(plain)
+    elif READ_CASES[method, row.name] is None:
+        stated = with_field(base, row.name, OTHERS[row.name])
+        if row.name == "format" and method == "awq":
+            del stated["version"]
+        folder, _ = pack(base, **options)
+        with pytest.raises(UnsupportedModelError, match=str(OTHERS[row.name])):
+            ModelConfig.from_dict(config_of(folder) | {"quantization_config": stated})
+    else:
+        stated, changed = READ_CASES[method, row.name]
+        folder, values = pack(stated, **changed)
+        read = Checkpoint(folder)
+        assert all(np.array_equal(read.read(one), values[one]) for one in values)
+        same = ModelConfig.from_folder(folder) == ModelConfig.from_dict(
+            config_of(folder) | {"quantization_config": base}
+        )
+        assert same == ("format" in row.name)
+
+
+@pytest.mark.parametrize("method", [*FOREIGN_METHODS, "new-method", None])
+def test_a_foreign_method_is_named(method, pack):
+    folder, _ = pack(GPTQ)
+    for spelt in {method, method and method.upper()}:
+        fields = config_of(folder) | {"quantization_config": {"quant_method": spelt, "bits": 4}}
+        with pytest.raises(UnsupportedModelError, match=re.escape(repr(method))) as caught:
+            ModelConfig.from_dict(fields)
+        assert FOREIGN_METHODS.get(method, "") in str(caught.value)
+
+
+def test_bitsandbytes_is_known_by_its_flags(pack):
+    folder, _ = pack(GPTQ)
+    with pytest.raises(UnsupportedModelError, match=r"bitsandbytes.*NF4"):
+        ModelConfig.from_dict(config_of(folder) | {"quantization_config": {"load_in_4bit": True}})
+
+
+def test_a_field_of_quantisation_that_no_table_has_is_noted(pack):
+    folder, _ = pack({**GPTQ, "new_thing": 1})
+    weights = load_weights(Checkpoint(folder), ModelConfig.from_folder(folder))
+    assert [note for note in weights.notes if "quantization_config: no table" in note and "new_thing" in note]
+
+
+def test_every_field_that_transformers_knows_has_a_row():
+    pytest.importorskip("torch")
+    configs = pytest.importorskip("transformers.utils.quantization_config")
+    own = {
+        "gptq": configs.GPTQConfig,
+        "awq": configs.AwqConfig,
+        "compressed-tensors": configs.CompressedTensorsConfig,
+    }
+    for method, kind in own.items():
+        names = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs", "config_groups"}
+        names |= set(re.findall(r"""kwargs\.(?:pop|get)\("(\w+)""", inspect.getsource(kind.__init__)))
+        if method != "compressed-tensors":
+            names |= set(kind(bits=4).to_dict())
+        table = QUANTIZATION_FIELDS[method]
+        assert {name for name in names if table.find(name) is None} == set()
+    methods = {one.value for one in configs.QuantizationMethod} - {"gguf"}
+    assert methods <= set(QUANTIZATION_FIELDS) | set(FOREIGN_METHODS)

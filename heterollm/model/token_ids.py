@@ -1,0 +1,46 @@
+"""Reads the special token ids of a checkpoint, by the rule of transformers' ``generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from heterollm.model.json_fields import JsonFields, read_json_object
+from heterollm.model.sampling_defaults import read_generation
+
+__all__ = ["end_ids", "token_ids"]
+
+
+def token_ids(
+    config: JsonFields, generation: JsonFields, name: str, default: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """Return the distinct ids under a name: those of ``generation_config.json``, else of ``config.json``.
+
+    Args:
+        config: Content of ``config.json``.
+        generation: Content of ``generation_config.json``.
+        name: Field of both files, a number or a list of numbers; -1 stands for none.
+        default: Ids if neither file has the field.
+
+    Raises:
+        CheckpointError: The field holds something else.
+    """
+    fields = config if generation.get(name) is None else generation
+    if name not in fields.values:
+        return default
+    value = fields.get(name)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int or token < -1 for token in listed):
+        raise fields.fail(name, "token ids")
+    return tuple(dict.fromkeys(token for token in listed if token >= 0))
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end an answer, as the files of a folder state them.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    path = folder / "config.json"
+    config = JsonFields(read_json_object(path) if path.is_file() else {}, str(path))
+    generation = JsonFields(read_generation(folder), str(folder / "generation_config.json"))
+    return token_ids(config, generation, "eos_token_id")
