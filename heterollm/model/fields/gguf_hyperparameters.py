@@ -87,9 +87,15 @@ ATTENTION: Final = (
     *rows("refused", "attention in both directions", MODEL, ".attention.causal", neutral=(True,)),
     *rows(
         "refused",
-        "a scale that no supported architecture has; Gemma's follows from the layers' count",
+        "a scale of attention scores; each architecture has its own, Gemma's by the count of layers",
         NAMES,
         ".attention.scale",
+        neutral=OFF,
+    ),
+    *rows(
+        "refused",
+        "a scale that no supported architecture has",
+        NAMES,
         ".attention.output_scale",
         ".attention.value_scale",
         ".embedding_scale",
