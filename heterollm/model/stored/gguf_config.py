@@ -232,6 +232,11 @@ def _gemma(file: GgufFile, stated: str, head_dim: int) -> dict[str, Any]:
         pattern = None  # all layers see all positions
     if isinstance(pattern, list):
         found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
+    elif pattern is not None and stated == "gemma2":
+        # transformers has no such field in this model type.
+        every, layers = file.count("attention.sliding_window_pattern"), file.count("block_count")
+        kinds = ("full_attention", "sliding_attention")
+        found["layer_types"] = [kinds[bool((at + 1) % every)] for at in range(layers)]
     elif pattern is not None:
         found["sliding_window_pattern"] = pattern
     return found
