@@ -103,9 +103,9 @@ def _device(summary: ProfileSummary) -> Section:
     if doubtful := sum(times.doubtful for times in every):
         disturbed = sum(times.expected_us > 0.0 for times in every)
         notes += (
-            f"{doubtful} of {len(every)} figures are marked with !: their samples lie far apart, or they lie far "
-            f"off their neighbours ({disturbed}). Plans count on none of the latter, and `heterollm profile MODEL "
-            "--update` measures these again.",
+            f"{doubtful} of {len(every)} figures are marked with !: their samples lie far apart, or they lie "
+            f"far off their neighbours ({disturbed}). Plans count on none of the latter, and "
+            "`heterollm profile MODEL --update` measures these again.",
         )
     return Section("Device", rows=tuple(rows), notes=notes)
 
@@ -195,9 +195,8 @@ def _layers(summary: ProfileSummary) -> Section:
     for row in summary.layers:
         heads = f"{row.heads}/{row.kv_heads} heads of {row.head_dim}" if row.heads else ""
         size = heads or str(row.hidden or "")
-        lines[row.operator.replace("_", " "), size, row.context][row.tokens] = format_us(
-            row.times.median_us
-        ) + _mark(row.times)
+        line = lines[row.operator.replace("_", " "), size, row.context]
+        line[row.tokens] = format_us(row.times.median_us) + _mark(row.times)
     rows = tuple(
         (operator, size, str(context or ""), *(cells.get(count, "") for count in tokens))
         for (operator, size, context), cells in sorted(lines.items())
