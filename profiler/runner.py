@@ -316,7 +316,8 @@ class _Run:
     def add(self, record: Record) -> None:
         """Add a record to the profile, and note that its reference operator is yet to be measured."""
         self.profile.add(record)
-        self.unreferenced.append(record.key)
+        if self.profile.records[record.key] is record:  # a failed one takes no sound one's place
+            self.unreferenced.append(record.key)
 
     def repeat(self, series: Collection[Hashable]) -> None:
         """Measure points of this run again that lie far off their neighbours, each once.
@@ -362,8 +363,8 @@ class _Run:
             processor: min(before_us.get(processor, time_us), time_us)
             for processor, time_us in self.reference_us.items()
         }
-        for key in self.unreferenced:
-            self.profile.records[key] = with_reference(self.profile.records[key], around_us)
+        for known in self.unreferenced if self.is_real else ():
+            self.profile.records[known] = with_reference(self.profile.records[known], around_us)
         self.unreferenced.clear()
         self.drifts += 1
         self.drift_s = self.clock()
