@@ -14,12 +14,13 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from heterollm.base import HeteroLLMError, OptionError, Progress
+from heterollm.profiler.ahead import Ahead
 from heterollm.profiler.measure import BuildPace, Task, correct_drift, with_reference
 from heterollm.profiler.predict import AGAIN_FACTOR, far_off, mark, series_of
 from heterollm.profiler.records import DriftKey, Key, LinearKey, Processor, Profile, Record
@@ -206,7 +207,7 @@ class _Run:
         self.unreferenced: list[Key] = []
         self.reference_us: dict[Processor, float] = {}
         self.begun_s = self.kept_s = self.clock()
-        self.essential = self.other = _Ahead()
+        self.essential = self.other = Ahead()
 
     @property
     def elapsed_s(self) -> float:
@@ -255,8 +256,8 @@ class _Run:
         return any(record is not None and record.disturbed for record in held)
 
     def ordered(self, tasks: Sequence[Task], later: Sequence[Task]) -> None:
-        self.essential = _Ahead.of(task for task in tasks if task.essential)
-        self.other = _Ahead.of([*(task for task in tasks if not task.essential), *later])
+        self.essential = Ahead.of(task for task in tasks if task.essential)
+        self.other = Ahead.of([*(task for task in tasks if not task.essential), *later])
         for task in tasks:
             self.begin(task)
             if self.known(task):
@@ -315,7 +316,8 @@ class _Run:
     def add(self, record: Record) -> None:
         """Add a record to the profile, and note that its reference operator is yet to be measured."""
         self.profile.add(record)
-        self.unreferenced.append(record.key)
+        if self.profile.records[record.key] is record:  # a failed one takes no sound one's place
+            self.unreferenced.append(record.key)
 
     def repeat(self, series: Collection[Hashable]) -> None:
         """Measure points of this run again that lie far off their neighbours, each once.
@@ -361,8 +363,8 @@ class _Run:
             processor: min(before_us.get(processor, time_us), time_us)
             for processor, time_us in self.reference_us.items()
         }
-        for key in self.unreferenced:
-            self.profile.records[key] = with_reference(self.profile.records[key], around_us)
+        for known in self.unreferenced if self.is_real else ():
+            self.profile.records[known] = with_reference(self.profile.records[known], around_us)
         self.unreferenced.clear()
         self.drifts += 1
         self.drift_s = self.clock()
@@ -379,22 +381,6 @@ class _Run:
         essential_s = self.pace.estimate_s(self.essential.task_s, self.essential.build_s)
         other_s = self.pace.estimate_s(self.other.task_s, self.other.build_s)
         return essential_s + min(other_s, max(0.0, left_s - essential_s))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """Time of waiting tasks without builds, and of their builds by the prior."""
-
-    task_s: float = 0.0
-    build_s: float = 0.0
-
-    @classmethod
-    def of(cls, tasks: Iterable[Task]) -> _Ahead:
-        tasks = list(tasks)
-        return cls(sum(task.estimate_s for task in tasks), sum(task.build_s for task in tasks))
-
-    def without(self, task: Task) -> _Ahead:
-        return _Ahead(max(0.0, self.task_s - task.estimate_s), max(0.0, self.build_s - task.build_s))
 
 
 def _distance(time_us: float, expected_us: float) -> float:

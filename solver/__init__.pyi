@@ -37,7 +37,9 @@ from .levels import LengthPolicy as LengthPolicy
 from .levels import PlanLevel as PlanLevel
 from .levels import level_plan as level_plan
 from .objective import Objective as Objective
+from .options import gain_error_us as gain_error_us
 from .placements import Placement as Placement
+from .placements import RejectedOption as RejectedOption
 from .plan import Plan as Plan
 from .plan import model_shape as model_shape
 from .plan_records import ChunkSchedule as ChunkSchedule

@@ -31,6 +31,7 @@ __all__ = [
     "evaluate",
     "evaluated",
     "ffn_options",
+    "gain_error_us",
     "group_options",
     "restricted",
     "rows_of",
@@ -152,13 +153,13 @@ def evaluate(
     # Both processors wait for codes and lists of the input; the output is read behind the GPU's shard.
     alone = write_us, read_us, shadow.find_us, shadow.join_us
     time_us, gpu_us = sum(alone, start=time_us), sum(alone, start=shard_us)
-    is_split, error_us = bool(left_tokens), _error_us(spec, tokens, placement, goal.errors)
+    is_split, error_us = bool(left_tokens), gain_error_us(spec, tokens, placement, goal.errors)
     cost = goal.cost(time_us + (error_us if is_split else 0.0), gpu_us, npu_us)
     times = time_us, gpu_us, npu_us, cost, is_split, shard_us, write_us, read_us, shadow, alone_us, error_us
     return Option(placement, *times)
 
 
-def _error_us(spec: OpSpec, tokens: int, placement: Placement, errors: Errors | None) -> float:
+def gain_error_us(spec: OpSpec, tokens: int, placement: Placement, errors: Errors | None) -> float:
     """Return the error of the predicted gain of a placement over the GPU alone; 0 where times are exact."""
     if errors is None:
         return 0.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import structs
 
-from heterollm.solver import LEVELS, Plan, PlanRequest, level_plan, model_shape, relative_time
+from heterollm.solver import LEVELS, Plan, PlanRequest, gain_error_us, level_plan, model_shape, relative_time
 
 if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
@@ -35,11 +36,13 @@ class Candidate:
         plan: The plan.
         times_us: Times of prompts by length, and of a decoded token under length 1; infinite if not known.
         threads: Split of the cores; None where the processors share none.
+        error: Error of its predicted gain over the GPU alone, as a fraction of the time; 0 for exact times.
     """
 
     plan: Plan
     times_us: Mapping[int, float]
     threads: Threads | None = None
+    error: float = 0.0
 
     @property
     def name(self) -> str:
@@ -79,7 +82,27 @@ def predicted(
         found = model.predict(plan, "decode", 1) if length == DECODE else model.prompt(plan, length)
         return math.inf if found is None else found.time_us
 
-    return Candidate(plan, {length: time_us(length) for length in lengths}, threads)
+    times_us = {length: time_us(length) for length in lengths}
+    return Candidate(plan, times_us, threads, _error(model, plan, times_us))
+
+
+def _error(model: ProfiledModel, plan: Plan, lengths: Iterable[int]) -> float:
+    """Return the error of a plan's predicted gain over the GPU alone, at half of the lengths less."""
+    errors = model.costs.errors
+    if errors is None or not plan.uses_npu:
+        return 0.0
+    fractions = []
+    for tokens in {min(length, plan.chunk_length) for length in lengths}:
+        found = model.predict(plan, "decode" if tokens == DECODE else "prefill", tokens)
+        if found is not None:
+            errors_us = [
+                gain_error_us(item.spec, item.tokens, item.option.placement, errors)
+                for item in found.operators
+                if item.option.placement.npu_lengths
+            ]
+            own_us = sum(item.option.time_us + item.between_us for item in found.operators)
+            fractions.append(math.hypot(*errors_us) / own_us)
+    return statistics.median(fractions) if fractions else 0.0
 
 
 def compared(
@@ -90,14 +113,18 @@ def compared(
     Args:
         candidates: Simpler ones first.
         weights: Weights of lengths.
-        margin: Fraction of its time by which a later candidate must be faster than an earlier one.
+        margin: Fraction of its time by which a later candidate must be faster than an earlier one. Where
+            times are uncertain, the choice must also be faster than the GPU alone by more than its error.
     """
     if not candidates[0].known:
         return [(math.inf, one) for one in candidates]
     first = candidates[0].times_us
     timed = [(relative_time(weights, first, one.times_us.__getitem__), one) for one in candidates]
     least = min(time for time, _ in timed)
-    best = next(one for time, one in timed if time <= least / (1.0 - margin))
+    own, best = next((time, one) for time, one in timed if time <= least / (1.0 - margin))
+    if best.error:
+        alone = [(time, one) for time, one in timed if not one.plan.uses_npu and one.threads == best.threads]
+        best = next((one for time, one in alone if time < own * (1.0 + best.error)), best)
     return sorted(timed, key=lambda entry: (entry[1] is not best, entry[0]))
 
 

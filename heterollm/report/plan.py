@@ -19,8 +19,14 @@ from heterollm.solver import SHADOW_ATTENTION, break_even, describe
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
     from heterollm.planning import LengthChoice, ProfiledModel, Solved
-    from heterollm.solver import ChunkSchedule, GraphSharing, Plan, PredictedOperator, PredictedPass
-    from heterollm.solver.placements import RejectedOption
+    from heterollm.solver import (
+        ChunkSchedule,
+        GraphSharing,
+        Plan,
+        PredictedOperator,
+        PredictedPass,
+        RejectedOption,
+    )
 
 __all__ = ["lengths_table", "pass_table", "plan_report", "sharing_words"]
 

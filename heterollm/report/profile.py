@@ -141,13 +141,13 @@ def left_words(summary: RunSummary) -> str:
 
 
 def again_words(summary: RunSummary) -> str:
-    """Return the number of points far off their neighbours that were measured again, and of those that stay."""
+    """Return the number of points that were measured again, and of those that stay disturbed."""
     if not summary.again and not summary.disturbed:
         return "nothing"
-    stay = (
-        f", {summary.disturbed} stay disturbed: `--update` measures them first" if summary.disturbed else ""
-    )
-    return f"{summary.again} points far off their neighbours{stay}"
+    words = f"{summary.again} points far off their neighbours"
+    if summary.disturbed:
+        words += f", {summary.disturbed} stay disturbed: `--update` measures them first"
+    return words
 
 
 def skipped_words(skipped: object) -> str:

@@ -81,10 +81,15 @@ def _mark(times: RecordTimes) -> str:
     return DOUBTFUL if times.doubtful else ""
 
 
-def _every_time(summary: ProfileSummary) -> Iterator[RecordTimes]:
-    rows = (*summary.linear, *summary.layers, *summary.launches, *summary.hand_overs, *summary.copies)
-    yield from (row.times for row in (*rows, *summary.sparse, *summary.experts))
-    yield from (row.times for row in summary.bandwidth if row.times is not None)
+def _every_time(summary: ProfileSummary) -> list[RecordTimes]:
+    found = [row.times for row in summary.linear]
+    found += [row.times for row in summary.layers]
+    found += [row.times for row in summary.sparse]
+    found += [row.times for row in summary.experts]
+    found += [row.times for row in summary.launches]
+    found += [row.times for row in summary.hand_overs]
+    found += [row.times for row in summary.copies]
+    return found + [row.times for row in summary.bandwidth if row.times is not None]
 
 
 def _device(summary: ProfileSummary) -> Section:
@@ -99,13 +104,13 @@ def _device(summary: ProfileSummary) -> Section:
     if summary.time_kind != "real":
         how = "they come from a model" if summary.time_kind == "simulated" else "the emulator's own duration"
         notes = (f"Times are {summary.time_kind}: {how}, and no claim about a real device.",)
-    every = list(_every_time(summary))
+    every = _every_time(summary)
     if doubtful := sum(times.doubtful for times in every):
         disturbed = sum(times.expected_us > 0.0 for times in every)
         notes += (
-            f"{doubtful} of {len(every)} figures are marked with !: their samples lie far apart, or they lie far "
-            f"off their neighbours ({disturbed}). Plans count on none of the latter, and `heterollm profile MODEL "
-            "--update` measures these again.",
+            f"{doubtful} of {len(every)} figures are marked with !: their samples lie far apart, or they lie "
+            f"far off their neighbours ({disturbed}). Plans count on none of the latter, and "
+            "`heterollm profile MODEL --update` measures these again.",
         )
     return Section("Device", rows=tuple(rows), notes=notes)
 
@@ -195,9 +200,8 @@ def _layers(summary: ProfileSummary) -> Section:
     for row in summary.layers:
         heads = f"{row.heads}/{row.kv_heads} heads of {row.head_dim}" if row.heads else ""
         size = heads or str(row.hidden or "")
-        lines[row.operator.replace("_", " "), size, row.context][row.tokens] = format_us(
-            row.times.median_us
-        ) + _mark(row.times)
+        line = lines[row.operator.replace("_", " "), size, row.context]
+        line[row.tokens] = format_us(row.times.median_us) + _mark(row.times)
     rows = tuple(
         (operator, size, str(context or ""), *(cells.get(count, "") for count in tokens))
         for (operator, size, context), cells in sorted(lines.items())

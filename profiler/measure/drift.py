@@ -87,7 +87,7 @@ def with_reference(record: Record, times_us: Mapping[Processor, float]) -> Recor
         times_us: Times of the reference operators.
     """
     processor = _processor_of(record.key)
-    if processor not in times_us or not record.samples_us:
+    if processor is None or processor not in times_us or not record.samples_us:
         return record
     return replace(record, values={**record.values, REFERENCE: round(times_us[processor], 3)})
 

@@ -94,21 +94,22 @@ class LayerPredictor(Generic[K]):
             ProfileError: There is no record with times.
         """
         timed = {key: record for key, record in records.items() if record.samples_us}
-        by_operator: dict[str, list[Record]] = defaultdict(list)
+        by_operator: dict[str, dict[K, Record]] = defaultdict(dict)
         newest: dict[str, str] = {}
         for key in sorted(timed, key=lambda key: (timed[key].taken_s, key)):
             newest[key.operator] = key.code
         for key in sorted(timed):
             if key.code == newest[key.operator]:
-                by_operator[key.operator].append(timed[key])
+                by_operator[key.operator][key] = timed[key]
         if not by_operator:
             raise ProfileError("The profile has no operator's times.", fix="Run `heterollm profile`.")
         disturbed: set[K] = set()
         operators = {}
         for name, own in by_operator.items():
-            sound = undisturbed(own)
-            disturbed |= {record.key for record in own} - {record.key for record in sound}
-            keys = [record.key for record in sound]
+            sound = undisturbed(list(own.values()))
+            counted = {record.key for record in sound}
+            keys = [key for key in own if key in counted]
+            disturbed |= own.keys() - keys
             operators[name] = OperatorModel.fit(keys, [record.median_us for record in sound])
         measured = {key: measured_time(record) for key, record in timed.items() if key not in disturbed}
         return cls(operators, measured)

@@ -216,10 +216,11 @@ def _pairs(
         sizes = varied(place)
         for number in range(len(sizes)):
             lines[fixed(place), number, sizes[:number], sizes[number + 1 :]].append(place)
-    for (_, number, *_), line in lines.items():
-        ordered = sorted(line, key=lambda place: (varied(place)[number], place.key))
-        for place, small in enumerate(ordered):
-            yield from ((small, large) for large in ordered[place + 1 : place + 1 + REACH])
+    for line in lines.values():
+        # All sizes but one are equal.
+        ordered = sorted(line, key=lambda place: (varied(place), place.key))
+        for first, small in enumerate(ordered):
+            yield from ((small, large) for large in ordered[first + 1 : first + 1 + REACH])
 
 
 def _step(small: _Place, large: _Place) -> Hashable:

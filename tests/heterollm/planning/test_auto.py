@@ -12,7 +12,7 @@ from heterollm.kernels.threads import allowed_cores, split_threads
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, op_specs
 from heterollm.planning import CoreSplit, LoadOptions, ProfiledModel, solve_for
-from heterollm.planning.auto import Candidate, compared, rule_plans, weights_of, words
+from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, weights_of, words
 from heterollm.planning.planner import solve_plan, solver_of
 from heterollm.profiler.records import LinearKey, Profile, profile_path
 from heterollm.solver import Plan, PlanRequest, level_plan
@@ -157,6 +157,35 @@ def test_a_plan_takes_the_place_of_a_simpler_one_only_if_it_is_clearly_faster():
     ranked = compared([first, alike, best], weights)
     assert [one for _, one in ranked] == [best, alike, first]
     assert words(ranked) == "auto: npu, predicted prompts 8.90 x and decode 1.50 x as fast as layer"
+
+
+def test_a_plan_takes_the_place_of_the_gpu_only_beyond_the_error_of_its_prediction():
+    specs = op_specs(ModelConfig.from_folder(MODEL), "w4a16", 32, True)
+    labels = {"device": "host", "precision": "w4a16", "standard_lengths": (1, 64), "chunk_length": 64}
+    gpu, layer = (level_plan(level, specs, **labels) for level in ("gpu", "layer"))
+    alone, weights = Candidate(gpu, {64: 10.0, 1: 2.0}), {64: 1.0, 1: 1.0}
+    for error, best in ((0.0, layer), (0.05, layer), (0.15, gpu)):
+        both = Candidate(layer, {64: 9.0, 1: 1.8}, error=error)
+        assert compared([both, alone], weights)[0][1].plan is best
+        # The GPU alone on other cores has times of another profile, and a margin of its own.
+        elsewhere = replace(alone, threads=HALVES)
+        assert compared([both, elsewhere], weights)[0][1].plan is layer
+
+
+def test_the_error_of_a_plan_is_that_of_its_profile(profile):
+    request = PlanRequest(context=512)
+    weights = weights_of(request, (1, 64, 256))
+    noisy = Profile(profile.description, dict(profile.records), profile.runs)
+    for key, record in profile.of_kind(LinearKey):
+        [time_us] = record.samples_us
+        noisy.records[key] = replace(record, samples_us=(0.5 * time_us, time_us, 1.5 * time_us))
+    errors = []
+    for own in (profile, noisy):
+        model = model_of(own)
+        gpu, npu, _ = rule_plans(model, request, solver_of(model, request))
+        assert predicted(model, gpu, weights).error == 0.0
+        errors.append(predicted(model, npu, weights).error)
+    assert 0.005 < errors[0] < 0.05 < errors[1] < 0.5
 
 
 def test_the_levels_that_follow_a_rule_are_compared_as_far_as_they_fit(profile):
