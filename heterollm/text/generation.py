@@ -11,7 +11,8 @@ from typing import Any, Final, Literal, Protocol, Self
 import numpy as np
 
 from heterollm.base import ContextError, EngineError, InputError, OptionError
-from heterollm.text.sampling import Logits, LogProbabilities, Sampler, SamplingOptions, TokenIds, TopTokens
+from heterollm.text.sampling import Logits, LogProbabilities, Sampler, TokenIds, TopTokens
+from heterollm.text.sampling_options import SamplingOptions
 from heterollm.text.speculation import Speculation, SpeculationResult
 
 __all__ = [
@@ -368,7 +369,9 @@ class Generation:
             if self._cancel.is_set():
                 return None
             self._prefill_s = self._clock() - begin
-            self._sampler = Sampler(self._options.sampling, len(self._logits))
+            self._sampler = Sampler(
+                self._options.sampling, len(self._logits), prompt_tokens=len(self._prompt_ids)
+            )
             if self._options.wants_log_probabilities:
                 most = self._options.top_log_probabilities
                 self._probabilities = LogProbabilities(len(self._logits), most)
