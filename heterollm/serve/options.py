@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from heterollm.base import OptionError
@@ -30,6 +31,8 @@ class ServeOptions:
         sessions_gib: Memory of all sessions; None for a quarter of the available memory.
         queue: Requests that wait at most, of each service tier.
         connections: Connections at most; beyond them the one goes that has waited longest for a request.
+        sampling: Sampling parameters of requests that do not have them, by name.
+        max_tokens: Tokens of an answer at most where a request does not say; None for the context.
         live: Whether the model records a trace, so that the page shows how busy both processors are.
 
     Raises:
@@ -44,6 +47,8 @@ class ServeOptions:
     sessions_gib: float | None = None
     queue: int = 64
     connections: int = 512
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    max_tokens: int | None = None
     live: bool = False
 
     def __post_init__(self) -> None:

@@ -39,9 +39,24 @@ class TokenBytes:
             self._offset = len(backend.decode(self._before))
         self._kept = lru_cache(KEPT)(self._of)
 
-    def of(self, token_id: int) -> bytes | None:
-        """Return a token's bytes behind other tokens; None if it has no text."""
-        return self._kept(token_id)
+    def of(self, token_id: int, *, first: bool = False) -> bytes | None:
+        """Return a token's bytes; None if it has no text.
+
+        Args:
+            token_id: The token.
+            first: Whether it begins a text, where some decoders drop a space.
+        """
+        own = self._kept(token_id)
+        if not first or own is None or not own.startswith(b" "):
+            return own
+        with LIBRARY:
+            whole = own.decode(errors="replace") == self._backend.decode([token_id])
+        return own if whole else own[1:]
+
+    def text(self, token_id: int, *, first: bool = False) -> str:
+        r"""Return a token for people: its text or else its name, with parts of characters as ``\xf0``."""
+        own = self.of(token_id, first=first)
+        return (self.name(token_id) or "") if own is None else own.decode(errors="backslashreplace")
 
     def name(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it; None for an id without a token."""
@@ -59,20 +74,6 @@ class TokenBytes:
             return name.encode() if None in values else bytes(value for value in values if value is not None)
         with LIBRARY:
             return self._backend.decode([*self._before, token_id])[self._offset :].encode()
-
-    def first(self, token_id: int) -> bytes | None:
-        """Return a token's bytes at the beginning of a text, where some decoders drop a space."""
-        own = self.of(token_id)
-        if own is None or not own.startswith(b" "):
-            return own
-        with LIBRARY:
-            whole = own.decode(errors="replace") == self._backend.decode([token_id])
-        return own if whole else own[1:]
-
-    def text(self, token_id: int) -> str:
-        r"""Return a token for people: its text or else its name, with parts of characters as ``\xf0``."""
-        own = self.of(token_id)
-        return (self.name(token_id) or "") if own is None else own.decode(errors="backslashreplace")
 
 
 def _kinds(decoder: Any) -> set[str]:  # noqa: ANN401 - JSON

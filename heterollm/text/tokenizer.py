@@ -285,6 +285,7 @@ class NoTokenizer:
     def __init__(self, folder: Path, eos_ids: frozenset[int]) -> None:
         self.folder = folder
         self.eos_ids = eos_ids
+        self.special_tokens: Mapping[int, str] = {}
 
     def stream_decoder(self) -> NoText:
         """Return a decoder whose text is empty."""

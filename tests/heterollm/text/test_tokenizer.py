@@ -261,7 +261,7 @@ def test_the_bytes_of_tokens_join_to_the_text(loaded, name, data):
     written = tokenizer.encode(data.draw(st.text(max_size=20)), add_bos=False)
     ids = data.draw(st.permutations([*written, *data.draw(st.lists(some, max_size=8))]) | st.just(written))
     seen = [index for index in ids if tokenizer.token_bytes.of(index) is not None]
-    begin = [tokenizer.token_bytes.first(index) for index in seen[:1]]
+    begin = [tokenizer.token_bytes.of(index, first=True) for index in seen[:1]]
     joined = b"".join([*begin, *(tokenizer.token_bytes.of(index) for index in seen[1:])])
     text = tokenizer.decode(ids)
     if "\ufffd" not in joined.decode(errors="replace") and "\ufffd" not in text:
