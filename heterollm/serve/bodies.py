@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from heterollm.base import OptionError, Positive, decode, decode_json
+from heterollm.base import (
+    ContextError,
+    GrammarError,
+    HeteroLLMError,
+    InputError,
+    OptionError,
+    Positive,
+    decode,
+    decode_json,
+)
 from heterollm.engine import AnswerKeywords, PreparedAnswer
 from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import RequestError
@@ -54,7 +63,7 @@ class _StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that chats and completions share."""
 
-    model: str | None = None
+    model: str
     max_tokens: Positive | None = None
     # The ranges are those of the Python API.
     temperature: float | None = None
@@ -224,11 +233,10 @@ def _request(
             first = llm.prepare(prompt, **_seeded(answer, seed, 0))
             others = (llm.prepare(first.prompt_ids, **_seeded(answer, seed, i)) for i in range(1, count))
             made.append((first, *others))
-    except OptionError as error:
-        named = error.message.split()[0]
-        param = FIELD_OF.get(named, named)
-        known = param in type(body).__struct_fields__
-        raise RequestError(error.message, fix=error.fix, param=param if known else None) from error
+    except ContextError:
+        raise
+    except (InputError, OptionError) as error:
+        raise RequestError(error.message, fix=error.fix, param=_cause(body, error)) from error
     return AnswerRequest(
         chat=isinstance(body, _ChatBody),
         prompts=tuple(made),
@@ -245,8 +253,16 @@ SAMPLED: Final = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "ignore_eos", "grammar"),
 )
-FIELD_OF: Final = {"json_schema": "response_format", "json_object": "response_format"}
-"""Fields of the options of answers that have another name."""
+
+
+def _cause(body: _AnswerBody, error: HeteroLLMError) -> str | None:
+    """Return the field at fault: messages on options begin with their name."""
+    if isinstance(error, GrammarError):
+        return "response_format" if body.grammar is None else "grammar"
+    if isinstance(error, InputError):
+        return "messages" if isinstance(body, _ChatBody) else "prompt"
+    name = error.message.split()[0]
+    return name if name in type(body).__struct_fields__ else None
 
 
 def _seeded(options: AnswerKeywords, seed: int | None, number: int) -> AnswerKeywords:
@@ -266,7 +282,7 @@ def _decoded(content: bytes, kind: type[T], name: str, context: int) -> T:
     except RequestError as error:
         error.param = _field(error.message)
         raise
-    if body.model not in (None, name):
+    if body.model != name:
         raise RequestError(
             f"There is no model {body.model!r:.100} here.",
             fix=f"This server has {name!r}.",

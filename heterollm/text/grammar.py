@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from heterollm.base import CheckpointError, InputError, OptionError, parse_json
+from heterollm.base import CheckpointError, GrammarError, OptionError, parse_json
 from heterollm.text.generation import GenerationOptions
 from heterollm.text.grammar_compiler import compiled, error_of, on_stack
 from heterollm.text.grammar_trial import is_plain, refusal_of
@@ -39,8 +39,8 @@ def check_structure(options: GenerationOptions) -> None:
 
     Raises:
         OptionError: llguidance is not installed.
-        InputError: The schema or grammar is illegal, too large or too complex, or uses a part that llguidance
-            does not know.
+        GrammarError: The schema or grammar is illegal, too large or too complex, or uses a part that
+            llguidance does not know.
     """
     if options.is_structured:
         matcher, grammar = _library().LLMatcher, _tried_grammar(options)
@@ -82,7 +82,7 @@ class GrammarTokens:
         """Return the constraint of an answer's schema or grammar; None without one.
 
         Raises:
-            InputError: The schema or grammar is illegal, too large or too complex, or uses a part that
+            GrammarError: The schema or grammar is illegal, too large or too complex, or uses a part that
                 llguidance does not know.
         """
         if not options.is_structured:
@@ -126,7 +126,7 @@ class Constraint:
         """Return the logits with −∞ for each token that may not come next, valid until the next call.
 
         Raises:
-            InputError: The grammar is too complex for llguidance at this place.
+            GrammarError: The grammar is too complex for llguidance at this place.
         """
         self._matcher.unsafe_compute_mask_ptr(self._bits_address, self._bits_bytes)
         _check(self._matcher)
@@ -140,7 +140,7 @@ class Constraint:
         """Take the next token; return whether the answer is complete with it.
 
         Raises:
-            InputError: The grammar is too complex for llguidance at this place.
+            GrammarError: The grammar is too complex for llguidance at this place.
         """
         self._matcher.consume_token(token_id)
         _check(self._matcher)
@@ -164,8 +164,8 @@ def _check(matcher: llguidance.LLMatcher) -> None:
         raise _refusal(error)
 
 
-def _refusal(message: str) -> InputError:
-    return InputError(
+def _refusal(message: str) -> GrammarError:
+    return GrammarError(
         f"The schema or grammar cannot be used: {message.strip().rstrip('.'):.300}.",
         fix="Leave that part out, or write it in another way.",
     )
@@ -175,7 +175,7 @@ def _tried_grammar(options: GenerationOptions) -> str:
     """Return llguidance's form of a schema or grammar that compiles in bounded time, memory and stack.
 
     Raises:
-        InputError: It does not, or the schema is not a JSON object.
+        GrammarError: It does not, or the schema is not a JSON object.
     """
     matcher = _library().LLMatcher
     if options.grammar is not None:
@@ -187,13 +187,13 @@ def _tried_grammar(options: GenerationOptions) -> str:
             text = given if isinstance(given, str) else json.dumps(dict(given), allow_nan=False)
             schema = parse_json(text)
             if not isinstance(schema, dict):
-                raise InputError(
+                raise GrammarError(
                     f"The JSON Schema is {text:.80}, not an object.", fix='Begin with {"type": …}.'
                 )
             defaults = {"whitespace_pattern": WHITESPACE}
             grammar = str(matcher.grammar_from_json_schema(text, defaults=defaults))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"The JSON Schema is not JSON, or nested too deeply: {error}.") from error
+            raise GrammarError(f"The JSON Schema is not JSON, or nested too deeply: {error}.") from error
         plain = is_plain(schema, text)
     refusal = None if plain else refusal_of(grammar)
     if refusal is not None:

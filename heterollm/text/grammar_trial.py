@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
-from heterollm.base import EngineError, InputError, format_bytes
+from heterollm.base import EngineError, GrammarError, format_bytes
 from heterollm.text.grammar_child import CPU_S, MEMORY_BYTES
 
 __all__ = ["is_plain", "refusal_of"]
@@ -59,12 +59,12 @@ def refusal_of(grammar: str) -> str | None:
     """Return the reason to refuse a grammar in llguidance's form; None if it compiled in a child.
 
     Raises:
-        InputError: It is too long.
+        GrammarError: It is too long.
         EngineError: The child cannot be started.
     """
     size = len(grammar.encode())
     if size > MOST_BYTES:
-        raise InputError(
+        raise GrammarError(
             f"The schema or grammar has {format_bytes(size)}, more than {format_bytes(MOST_BYTES)}.",
             fix="Divide it, or allow more texts with fewer rules.",
         )
