@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from heterollm.base import OptionError
+from heterollm.text import GenerationOptions, SamplingOptions
 
 __all__ = ["MOST_CHOICES", "ServeOptions"]
 
@@ -54,6 +55,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise OptionError(f"--port is {self.port}, but must be 0 to 65535.")
+        GenerationOptions(sampling=SamplingOptions(**self.sampling), max_new_tokens=self.max_tokens)
         if self.queue < 1:
             raise OptionError(f"--queue is {self.queue}, but must be at least 1.")
         if self.sessions_gib is not None and not self.sessions_gib > 0:
