@@ -73,8 +73,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 """Parameters without support, and their values without effect, which the server takes."""
 
 IGNORED: Final = (
-    *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
-    *("store", "user"),
+    *("metadata", "prompt_cache_options", "prompt_cache_retention", "store"),
     # Without effect as long as the parameter that they belong to has none.
     *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
     *("mirostat_eta", "mirostat_tau", "xtc_threshold"),
