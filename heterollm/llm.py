@@ -207,8 +207,11 @@ class LLM:
             top_p: Sample among the fewest likeliest tokens that reach this probability.
             min_p: Exclude tokens less likely than this fraction of the likeliest.
             repetition_penalty: Above 1 makes earlier tokens less likely.
+            presence_penalty: Above 0 makes the answer's earlier tokens less likely.
+            frequency_penalty: The same for each time that the answer has a token.
+            logit_bias: Added to the logits of tokens, by id.
             seed: Makes sampling repeatable.
-            stop: Texts that end the answer.
+            stop: Texts that end the answer; the spelling of a special token matches the token, too.
             ignore_eos: Continue after end tokens.
             log_probabilities: Report every token's log-probability.
             top_log_probabilities: Report this many of the likeliest tokens at the place of each token, with
@@ -264,6 +267,11 @@ class LLM:
             raise ContextError(
                 f"The prompt has {len(ids)} tokens, but the context holds {self.context}.",
                 fix="Shorten the prompt or load the model with a larger context.",
+            )
+        if any(token >= self.config.vocab_size for token in asked.sampling.logit_bias):
+            raise OptionError(
+                f"logit_bias names token {max(asked.sampling.logit_bias)}, but the model's last one is "
+                f"{self.config.vocab_size - 1}."
             )
         constraint = self._grammar_tokens().constraint(asked) if asked.is_structured else None
         speculator = self._speculator if speculate else None

@@ -21,6 +21,7 @@ from .errors import ContextError as ContextError
 from .errors import DeviceError as DeviceError
 from .errors import EngineError as EngineError
 from .errors import FenceError as FenceError
+from .errors import GrammarError as GrammarError
 from .errors import GraphError as GraphError
 from .errors import HeteroLLMError as HeteroLLMError
 from .errors import InputError as InputError

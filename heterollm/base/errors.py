@@ -17,6 +17,7 @@ __all__ = [
     "DeviceError",
     "EngineError",
     "FenceError",
+    "GrammarError",
     "GraphError",
     "HeteroLLMError",
     "InputError",
@@ -82,6 +83,10 @@ class OptionError(HeteroLLMError):
 
 class InputError(HeteroLLMError):
     """The model does not accept a prompt, token id or position."""
+
+
+class GrammarError(InputError):
+    """A schema or grammar of an answer is illegal, or too large or complex."""
 
 
 class ContextError(InputError):

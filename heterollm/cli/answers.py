@@ -53,7 +53,7 @@ def write_answer(llm: LLM, model: str, prompt: Prompt, options: dict[str, Any], 
         stream.close()
     result = stream.result
     if steps:
-        report.show(report.token_table(steps, lambda token: llm.tokenizer.decode([token])))
+        report.show(report.token_table(steps, llm.tokenizer.token_bytes.text))
     for text in (*llm.pass_notes, *_prompt_notes(llm, result)):
         report.show(report.note(text))
     report.show(report.statistics_lines(result, llm.device, llm.plan, llm.expert_reads))
@@ -131,7 +131,7 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
     if result.top_log_probabilities is not None:
         data["top_log_probabilities"] = [
             [
-                {"token_id": token, "text": llm.tokenizer.decode([token]), "log_probability": value}
+                {"token_id": token, "text": llm.tokenizer.token_bytes.text(token), "log_probability": value}
                 for token, value in top
             ]
             for top in result.top_log_probabilities

@@ -136,7 +136,9 @@ def _check_answer(keywords: dict[str, Any]) -> None:
     rest = dict(keywords)
     if "" in rest.get("stop", ()):
         raise OptionError("--stop is empty.", fix="Leave it out, or give the text that ends the answer.")
-    sampling = SamplingOptions(**{name: rest.pop(name) for name in SamplingOptions.__annotations__})
+    sampling = SamplingOptions(
+        **{name: rest.pop(name) for name in SamplingOptions.__annotations__ if name in rest}
+    )
     check_structure(GenerationOptions(sampling=sampling, **rest))
 
 

@@ -376,6 +376,12 @@ class TokenOptions:
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repeated tokens less likely.")] = (
         1.0
     )
+    presence_penalty: Annotated[
+        float, typer.Option(help="Above 0 makes tokens that the answer has less likely; -2 to 2.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same for each time that the answer has them; -2 to 2.")
+    ] = 0.0
     seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable.")] = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,29 @@ from heterollm.cli.records import takes_records
 __all__ = ["commands"]
 
 commands = command_group()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Options of answers to requests that do not have them; by default the checkpoint's, or llama.cpp's."""
+
+    temperature: Annotated[float | None, typer.Option(help="Temperature of requests without one.")] = None
+    top_k: Annotated[int | None, typer.Option(help="top_k of requests without it; 0: all.")] = None
+    top_p: Annotated[float | None, typer.Option(help="top_p of requests without it.")] = None
+    min_p: Annotated[float | None, typer.Option(help="min_p of requests without it.")] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="repetition_penalty of requests without it.")
+    ] = None
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="presence_penalty of requests without it.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="frequency_penalty of requests without it.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of requests without one.")] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Length of answers to requests without it. Default: the context.")
+    ] = None
 
 
 @commands.command()
@@ -42,6 +66,7 @@ def serve(
     ] = None,
     queue: Annotated[int, typer.Option(help="Requests of each tier that may wait.")] = 64,
     connections: Annotated[int, typer.Option(help="Connections at most; idle ones make room.")] = 512,
+    requests: RequestOptions,
     live: Annotated[
         bool, typer.Option("--live", help="Trace all passes; the page shows how busy GPU and NPU are.")
     ] = False,
@@ -57,6 +82,8 @@ def serve(
             f"The server needs {error.name}, which is not installed.",
             fix="Run `pip install 'heterollm[serve]'`.",
         ) from error
+    sampling = {name: value for name, value in asdict(requests).items() if value is not None}
+    max_tokens = sampling.pop("max_tokens", None)
     options_of_server = ServeOptions(
         host=host,
         port=port,
@@ -66,6 +93,8 @@ def serve(
         sessions_gib=sessions_gib,
         queue=queue,
         connections=connections,
+        sampling=sampling,
+        max_tokens=max_tokens,
         live=live,
     )
     with listen(options_of_server) as bound, load_model(model, options, run, trace=live) as llm:

@@ -33,6 +33,9 @@ class AnswerKeywords(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
     stop: str | Sequence[str]
     ignore_eos: bool

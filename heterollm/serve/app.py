@@ -21,6 +21,7 @@ from starlette.routing import Route
 from heterollm.serve.answers import PromptWork
 from heterollm.serve.bodies import AnswerRequest, chat_request, completion_request
 from heterollm.serve.channel import Channel
+from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import GoneError, RequestError, error_answer
 from heterollm.serve.exchange import Exchange, json_response
 from heterollm.serve.guard import Guard
@@ -54,6 +55,7 @@ class Server:
     def __init__(self, llm: LLM, options: ServeOptions, places: int) -> None:
         self._llm = llm
         self._options = options
+        self.defaults = RequestDefaults.of(llm, options)
         self._started = int(time.time())
         self._engine_health = Health()
         self._bodies = Bodies()
@@ -147,10 +149,12 @@ class Server:
     async def _completion(self, request: Request) -> Response:
         return await self._answer(request, completion_request)
 
-    async def _answer(self, request: Request, parse: Callable[[LLM, str, bytes], AnswerRequest]) -> Response:
+    async def _answer(
+        self, request: Request, parse: Callable[[LLM, RequestDefaults, bytes], AnswerRequest]
+    ) -> Response:
         name = self._options.name
         async with self._bodies.receive(request) as content:
-            call = functools.partial(parse, self._llm, name, content)
+            call = functools.partial(parse, self._llm, self.defaults, content)
             asked = await self._readers.read(request, len(content), call)
         del content, call
         count, room = len(asked.prompts[0]), self._turns.room(asked.tier)
@@ -222,6 +226,7 @@ class Server:
             "created": self._started,
             "owned_by": "heterollm",
             "context_length": self._llm.context,
+            "default_sampling": {**self.defaults.sampling, "max_tokens": self.defaults.max_tokens},
         }
 
     async def _health(self, _request: Request) -> Response:

@@ -10,9 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from heterollm.base import Count, Positive, decode, decode_json
+from heterollm.base import (
+    ContextError,
+    GrammarError,
+    HeteroLLMError,
+    InputError,
+    OptionError,
+    Positive,
+    decode,
+    decode_json,
+)
 from heterollm.engine import AnswerKeywords, PreparedAnswer
+from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import RequestError
+from heterollm.serve.fields import settle_fields
 from heterollm.serve.options import MOST_CHOICES
 from heterollm.serve.reading import check_values
 from heterollm.serve.turns import ServiceTier
@@ -23,30 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["AnswerRequest", "chat_request", "completion_request"]
 
 T = TypeVar("T", bound="_AnswerBody")
-
-NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "logit_bias": (None, {}),
-    "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
-    "prediction": (None,),
-    "presence_penalty": (None, 0),
-    "reasoning_effort": (None, "none"),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}
-"""Parameters of OpenAI without support, and their values without effect, which the server takes."""
-
-IGNORED: Final = ("metadata", "store")
-"""Parameters of OpenAI that change no answer."""
 
 TIER_OF: Final[dict[str | None, ServiceTier]] = {
     None: "default",
@@ -61,16 +48,16 @@ LONG_BODY: Final = 1 << 16
 MOST_VALUES: Final = 1 << 16
 """Values of a body, beside the token ids of as many full contexts as there may be prompts."""
 
+GBNF: Final = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 MOST_STOPS: Final = 16
 MOST_TOP_LOGPROBS: Final = 20
 SEEDS: Final = 1 << 64
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 class _StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class _AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,17 +65,21 @@ class _AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str
     max_tokens: Positive | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    # The ranges are those of the Python API.
+    temperature: float | None = None
+    top_p: float | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
     seed: Seed | None = None
     stop: str | Annotated[list[str], Meta(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    top_k: Count | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     ignore_eos: bool | None = None
     grammar: str | None = None
     prompt_cache_key: str | None = None
@@ -103,9 +94,10 @@ class _TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_TextPart]
+    content: str | Annotated[list[_TextPart], Meta(min_length=1)]
+    name: str | None = None
     # Clients send back the messages that they received.
-    refusal: None = None
+    refusal: Literal[""] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
@@ -176,19 +168,17 @@ class AnswerRequest:
     owner: tuple[str | None, ...]
 
 
-def chat_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
+def chat_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> AnswerRequest:
     """Return the request in the body of a chat.
 
     Raises:
         HeteroLLMError: The server refuses it.
     """
-    body = _decoded(content, _ChatBody, name, llm.context)
-    messages = [
-        {"role": "system" if one.role == "developer" else one.role, "content": _text(one)}
-        for one in body.messages
-    ]
+    body = _decoded(content, _ChatBody, defaults.name, llm.context)
+    messages = [_message(one) for one in body.messages]
     options: AnswerKeywords = {"stop": (*_stops(body), *llm.tokenizer.chat_stop_strings)}
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    most = defaults.max_tokens if body.max_tokens is None else body.max_tokens
+    most = most if body.max_completion_tokens is None else body.max_completion_tokens
     match body.response_format:
         case _ObjectFormat():
             options["json_object"] = True
@@ -197,21 +187,24 @@ def chat_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
     ids = llm.tokenizer.apply_chat_template(messages, most_tokens=llm.context)
-    return _request(llm, body, (ids,), options, most, logprobs=bool(body.logprobs), top=body.top_logprobs)
+    return _request(
+        llm, defaults, body, (ids,), options, most, logprobs=bool(body.logprobs), top=body.top_logprobs
+    )
 
 
-def completion_request(llm: LLM, name: str, content: bytes) -> AnswerRequest:
+def completion_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> AnswerRequest:
     """Return the request in the body of a completion; errors as for :func:`chat_request`."""
-    body = _decoded(content, _CompletionBody, name, llm.context)
+    body = _decoded(content, _CompletionBody, defaults.name, llm.context)
     options: AnswerKeywords = {"stop": _stops(body)}
     prompts = _prompts(body.prompt)
-    most = 16 if body.max_tokens is None else body.max_tokens
+    most = body.max_tokens or defaults.max_tokens or 16
     wanted = body.logprobs is not None
-    return _request(llm, body, prompts, options, most, logprobs=wanted, top=body.logprobs)
+    return _request(llm, defaults, body, prompts, options, most, logprobs=wanted, top=body.logprobs)
 
 
 def _request(
     llm: LLM,
+    defaults: RequestDefaults,
     body: _AnswerBody,
     prompts: Sequence[str | Sequence[int]],
     options: AnswerKeywords,
@@ -227,16 +220,23 @@ def _request(
             param="n",
             code="too_many_answers",
         )
-    given: Any = {name: getattr(body, name) for name in SAMPLED if getattr(body, name) is not None}
-    options = {"temperature": 1.0, **options, **given, "max_new_tokens": most}
+    _check_grammar(body)
+    given = {name: getattr(body, name) for name in SAMPLED if getattr(body, name) is not None}
+    answer: Any = {**defaults.sampling, **options, **given, "max_new_tokens": most}
+    seed = answer.pop("seed", None)
     # The number of guesses follows measured times, on which a seeded answer must not depend.
-    options["speculate"] = body.seed is None
-    options |= {"log_probabilities": logprobs, "top_log_probabilities": top or 0}
-    made = []
-    for prompt in prompts:
-        first = llm.prepare(prompt, **_seeded(options, body.seed, 0))
-        others = (llm.prepare(first.prompt_ids, **_seeded(options, body.seed, i)) for i in range(1, count))
-        made.append((first, *others))
+    answer["speculate"] = seed is None
+    answer |= {"log_probabilities": logprobs, "top_log_probabilities": top or 0}
+    try:
+        made = []
+        for prompt in prompts:
+            first = llm.prepare(prompt, **_seeded(answer, seed, 0))
+            others = (llm.prepare(first.prompt_ids, **_seeded(answer, seed, i)) for i in range(1, count))
+            made.append((first, *others))
+    except ContextError:
+        raise
+    except (InputError, OptionError) as error:
+        raise RequestError(error.message, fix=error.fix, param=_cause(body, error)) from error
     return AnswerRequest(
         chat=isinstance(body, _ChatBody),
         prompts=tuple(made),
@@ -244,12 +244,25 @@ def _request(
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         logprobs=logprobs,
         tier=TIER_OF[body.service_tier],
-        reproducible=body.seed is not None or options["temperature"] == 0,
+        reproducible=seed is not None or answer["temperature"] == 0,
         owner=(body.prompt_cache_key, body.safety_identifier, body.user),
     )
 
 
-SAMPLED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "grammar")
+SAMPLED: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "seed", "ignore_eos", "grammar"),
+)
+
+
+def _cause(body: _AnswerBody, error: HeteroLLMError) -> str | None:
+    """Return the field at fault: messages on options begin with their name."""
+    if isinstance(error, GrammarError):
+        return "response_format" if body.grammar is None else "grammar"
+    if isinstance(error, InputError):
+        return "messages" if isinstance(body, _ChatBody) else "prompt"
+    name = error.message.split()[0]
+    return name if name in type(body).__struct_fields__ else None
 
 
 def _seeded(options: AnswerKeywords, seed: int | None, number: int) -> AnswerKeywords:
@@ -263,13 +276,7 @@ def _decoded(content: bytes, kind: type[T], name: str, context: int) -> T:
     data = decode_json(content, source="The body", error=RequestError)
     if not isinstance(data, dict):
         raise RequestError("The body is no JSON object.")
-    for field, neutral in NEUTRAL.items():
-        if field not in kind.__struct_fields__ and data.pop(field, None) not in neutral:
-            raise RequestError(
-                f"The parameter {field} is not supported.", param=field, code="unsupported_parameter"
-            )
-    for field in IGNORED:
-        data.pop(field, None)
+    settle_fields(data, kind.__struct_fields__)
     try:
         body = decode(data, kind, source="The request is not valid", error=RequestError)
     except RequestError as error:
@@ -292,14 +299,28 @@ def _field(message: str) -> str | None:
     return None if found is None else found[1] or found[2]
 
 
-def _text(message: _ChatMessage) -> str:
+def _message(message: _ChatMessage) -> dict[str, str]:
+    """Return a message as templates take it."""
     content = message.content
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    made = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content if isinstance(content, str) else "\n".join(part.text for part in content),
+    }
+    return made if message.name is None else {**made, "name": message.name}
 
 
 def _stops(body: _AnswerBody) -> tuple[str, ...]:
     stop = body.stop or ()
     return tuple(filter(None, (stop,) if isinstance(stop, str) else stop))
+
+
+def _check_grammar(body: _AnswerBody) -> None:
+    if body.grammar is not None and GBNF.search(body.grammar):
+        raise RequestError(
+            "The grammar is one of llama.cpp (GBNF), but the server takes Lark.",
+            fix="Write `start: …` for `root ::= …`; `python -m llguidance.gbnf_to_lark` converts most.",
+            param="grammar",
+        )
 
 
 def _prompts(prompt: str | Sequence[Any]) -> tuple[str | Sequence[int], ...]:

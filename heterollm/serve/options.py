@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from heterollm.base import OptionError
+from heterollm.text import GenerationOptions, SamplingOptions
 
 __all__ = ["MOST_CHOICES", "ServeOptions"]
 
@@ -30,6 +32,8 @@ class ServeOptions:
         sessions_gib: Memory of all sessions; None for a quarter of the available memory.
         queue: Requests that wait at most, of each service tier.
         connections: Connections at most; beyond them the one goes that has waited longest for a request.
+        sampling: Sampling parameters of requests that do not have them, by name.
+        max_tokens: Tokens of an answer at most where a request does not say; None for the context.
         live: Whether the model records a trace, so that the page shows how busy both processors are.
 
     Raises:
@@ -44,11 +48,14 @@ class ServeOptions:
     sessions_gib: float | None = None
     queue: int = 64
     connections: int = 512
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    max_tokens: int | None = None
     live: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise OptionError(f"--port is {self.port}, but must be 0 to 65535.")
+        GenerationOptions(sampling=SamplingOptions(**self.sampling), max_new_tokens=self.max_tokens)
         if self.queue < 1:
             raise OptionError(f"--queue is {self.queue}, but must be at least 1.")
         if self.sessions_gib is not None and not self.sessions_gib > 0:

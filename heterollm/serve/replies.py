@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from heterollm.serve.answers import Ended, Spent, StepOf
@@ -18,6 +20,31 @@ if TYPE_CHECKING:
 __all__ = ["Reply"]
 
 REASONS: Final = {"eos": "stop", "complete": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+LEAST_LOGPROB: Final = -9999.0
+"""OpenAI's value for a token that the model excludes."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """The end of the tokens of one answer that were reported.
+
+    Args:
+        first: Whether no token had text yet.
+        offset: Characters that are complete.
+    """
+
+    first: bool = True
+    offset: int = 0
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+    def pass_token(self, own: bytes | None) -> None:
+        """Go behind a token of these bytes."""
+        if own is not None:
+            self.first = False
+            self.offset += len(self._decoder.decode(own))
 
 
 class Reply:
@@ -42,7 +69,8 @@ class Reply:
             "model": name,
             "system_fingerprint": f"{llm.plan.level}-{llm.plan.precision}-{llm.device.name}",
         }
-        self._offsets: dict[int, int] = {}
+        self._usage_of_chunks = {"usage": None} if request.stream and request.include_usage else {}
+        self._places: defaultdict[int, _Place] = defaultdict(_Place)
 
     def whole(self, steps: Sequence[StepOf], ends: Sequence[Ended], spent: Spent) -> dict[str, Any]:
         """Return the body of an answer that is sent at once."""
@@ -88,50 +116,50 @@ class Reply:
 
     def _chunk(self, choice: Mapping[str, Any] | None) -> dict[str, Any]:
         kind = f"{self._kind}.chunk" if self._chat else self._kind
-        return {**self._head, "object": kind, "choices": [] if choice is None else [choice]}
+        choices = [] if choice is None else [choice]
+        return {**self._head, "object": kind, "choices": choices, **self._usage_of_chunks}
 
     def _choice(
         self, index: int, said: Mapping[str, Any], steps: Sequence[GenerationStep], reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
         if self._logprobs and steps:
-            logprobs = self._of_chat(steps) if self._chat else self._of_completion(index, steps)
+            logprobs = (self._of_chat if self._chat else self._of_completion)(self._places[index], steps)
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
-    def _of_chat(self, steps: Sequence[GenerationStep]) -> dict[str, Any]:
-        content = [
-            {
-                **self._token(step.token_id, step.log_probability),
-                "top_logprobs": [self._token(*one) for one in step.top_log_probabilities or ()],
-            }
-            for step in steps
-        ]
+    def _of_chat(self, place: _Place, steps: Sequence[GenerationStep]) -> dict[str, Any]:
+        content = []
+        for step in steps:
+            token = self._token(place, step.token_id, step.log_probability)
+            top = [self._token(place, *one) for one in step.top_log_probabilities or ()]
+            content.append({**token, "top_logprobs": top})
+            place.pass_token(self._bytes(place, step.token_id))
         return {"content": content, "refusal": None}
 
-    def _of_completion(self, index: int, steps: Sequence[GenerationStep]) -> dict[str, Any]:
-        tokens = [self._text(step.token_id) for step in steps]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [step.log_probability for step in steps],
-            "top_logprobs": [
-                {self._text(token): value for token, value in step.top_log_probabilities or ()}
-                for step in steps
-            ],
-            "text_offset": offsets,
-        }
+    def _of_completion(self, place: _Place, steps: Sequence[GenerationStep]) -> dict[str, Any]:
+        tokens, tops, offsets = [], [], []
+        for step in steps:
+            tokens.append(self._text(place, step.token_id))
+            top: dict[str, float] = {}
+            for token, value in step.top_log_probabilities or ():
+                # Different tokens may have the same text: the likelier one comes first.
+                top.setdefault(self._text(place, token), value)
+            tops.append(top)
+            offsets.append(place.offset)
+            place.pass_token(self._bytes(place, step.token_id))
+        values = [_logprob(step.log_probability) for step in steps]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
-    def _token(self, token: int, value: float | None) -> dict[str, Any]:
-        text = self._text(token)
-        # A part of a character has bytes that its text does not show.
-        known = "\ufffd" not in text
-        return {"token": text, "logprob": value, "bytes": list(text.encode()) if known else None}
+    def _token(self, place: _Place, token: int, value: float | None) -> dict[str, Any]:
+        own = self._bytes(place, token)
+        known = None if own is None else list(own)
+        return {"token": self._text(place, token), "logprob": _logprob(value), "bytes": known}
 
-    def _text(self, token: int) -> str:
-        return self._llm.tokenizer.decode([token])
+    def _bytes(self, place: _Place, token: int) -> bytes | None:
+        return self._llm.tokenizer.token_bytes.of(token, first=place.first)
+
+    def _text(self, place: _Place, token: int) -> str:
+        return self._llm.tokenizer.token_bytes.text(token, first=place.first)
 
     def _usage(self, spent: Spent) -> dict[str, Any]:
         return {
@@ -160,3 +188,8 @@ class Reply:
             "device": self._llm.device.name,
             "time_kind": self._llm.device.time_kind,
         }
+
+
+def _logprob(value: float | None) -> float:
+    assert value is not None  # the request asked for it
+    return max(value, LEAST_LOGPROB)

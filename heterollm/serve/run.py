@@ -138,6 +138,7 @@ def serve(
     note(
         f"{places} sessions of {format_bytes(each)} at most; {options.queue} requests of each tier may wait."
     )
+    note(str(server.defaults))
     if not llm.tokenizer.has_chat_template:
         note("The model brings no chat template; a plain form is used.")
     say(

@@ -16,7 +16,7 @@ from .likelihood import top_1_agreement as top_1_agreement
 from .lookup import LOOKUP_PRIORS as LOOKUP_PRIORS
 from .lookup import LookupProposer as LookupProposer
 from .sampling import Sampler as Sampler
-from .sampling import SamplingOptions as SamplingOptions
+from .sampling_options import SamplingOptions as SamplingOptions
 from .speculation import CHOSEN_GUESSES as CHOSEN_GUESSES
 from .speculation import MOST_GUESSES as MOST_GUESSES
 from .speculation import GuessPace as GuessPace

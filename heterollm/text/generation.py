@@ -11,7 +11,8 @@ from typing import Any, Final, Literal, Protocol, Self
 import numpy as np
 
 from heterollm.base import ContextError, EngineError, InputError, OptionError
-from heterollm.text.sampling import Logits, LogProbabilities, Sampler, SamplingOptions, TokenIds, TopTokens
+from heterollm.text.sampling import Logits, LogProbabilities, Sampler, TokenIds, TopTokens
+from heterollm.text.sampling_options import SamplingOptions
 from heterollm.text.speculation import Speculation, SpeculationResult
 
 __all__ = [
@@ -66,6 +67,9 @@ class TextDecoder(Protocol):
     def push(self, token_id: int, /) -> str:
         """Take one id and return the text that is complete with it."""
 
+    def flush(self) -> str:
+        """Return the text that is held back, if it consists of whole characters."""
+
     def finish(self) -> str:
         """Return the text that was held back."""
 
@@ -76,6 +80,10 @@ class StreamingTokenizer(Protocol):
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The spelling of each id without text."""
 
     def stream_decoder(self) -> TextDecoder:
         """Return a new decoder."""
@@ -208,33 +216,49 @@ class StopStrings:
 
     The stop string that completes first ends the text, and the longest of those that complete at the same
     character. The division into pieces does not matter.
+
+    Args:
+        stops: The stop strings.
     """
 
-    __slots__ = ("_held", "_longest", "_stops")
+    __slots__ = ("_held", "_hidden", "_longest", "_stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
+        # Whether each character of it is of a special token, which has no text.
+        self._hidden: list[bool] = []
 
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Return the text that cannot belong to a stop string, and whether one is complete."""
+    def push(self, piece: str, *, hidden: bool = False) -> tuple[str, bool]:
+        """Return the text that cannot belong to a stop string, and whether one is complete.
+
+        Args:
+            piece: The next piece of the text.
+            hidden: Whether it is the spelling of a special token, which is never returned.
+        """
         text = self._held + piece
+        self._hidden += [hidden] * len(piece)
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            self._held = ""
-            return text[: min(found)[1]], True
+            shown = self._shown(text, min(found)[1])
+            self._held, self._hidden = "", []
+            return shown, True
         for length in range(min(self._longest - 1, len(text)), 0, -1):
-            self._held = text[-length:]
-            if any(stop.startswith(self._held) for stop in self._stops):
-                return text[:-length], False
-        self._held = ""
-        return text, False
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return self._shown(text, len(text) - length), False
+        return self._shown(text, len(text)), False
 
     def finish(self) -> str:
         """Return the text that was held back."""
-        held, self._held = self._held, ""
-        return held
+        return self._shown(self._held, len(self._held))
+
+    def _shown(self, text: str, count: int) -> str:
+        """Return the visible ones of the first characters, and hold the others back."""
+        shown = "".join(text[i] for i in range(count) if not self._hidden[i])
+        self._held = text[count:]
+        del self._hidden[:count]
+        return shown
 
 
 class Generation:
@@ -284,6 +308,10 @@ class Generation:
         self._eos_ids = frozenset() if options.ignore_eos else tokenizer.eos_ids
         self._decoder = tokenizer.stream_decoder()
         self._stops = StopStrings(options.stop)
+        special = tokenizer.special_tokens if options.stop else {}
+        self._stop_names = {
+            token: name for token, name in special.items() if any(name in stop for stop in options.stop)
+        }
         self._sampler: Sampler | None = None
         self._probabilities: LogProbabilities | None = None
         self._logits: Logits | None = None
@@ -368,7 +396,9 @@ class Generation:
             if self._cancel.is_set():
                 return None
             self._prefill_s = self._clock() - begin
-            self._sampler = Sampler(self._options.sampling, len(self._logits))
+            self._sampler = Sampler(
+                self._options.sampling, len(self._logits), prompt_tokens=len(self._prompt_ids)
+            )
             if self._options.wants_log_probabilities:
                 most = self._options.top_log_probabilities
                 self._probabilities = LogProbabilities(len(self._logits), most)
@@ -402,6 +432,8 @@ class Generation:
         self._count += 1
         reason: StopReason | None = None
         text, stopped = self._stops.push(self._decoder.push(token))
+        if not stopped and (name := self._stop_names.get(token)) is not None:
+            text, stopped = self._push_special(text, name)
         if stopped:
             reason = "stop"
         elif constraint is not None and constraint.accept(token):
@@ -422,6 +454,15 @@ class Generation:
         if reason is not None:
             self._finish(reason)
         return GenerationStep(text, token, log_probability, top)
+
+    def _push_special(self, text: str, name: str) -> tuple[str, bool]:
+        """Return the text behind a special token that stop strings name, and whether one is complete."""
+        rest, stopped = self._stops.push(self._decoder.flush())
+        text += rest
+        if not stopped:
+            rest, stopped = self._stops.push(name, hidden=True)
+            text += rest
+        return text, stopped
 
     def _forget_guesses(self) -> None:
         """Leave in the source what plain decoding leaves: all tokens but the last one."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from heterollm.base import CheckpointError, InputError, OptionError, parse_json
+from heterollm.base import CheckpointError, GrammarError, OptionError, parse_json
 from heterollm.text.generation import GenerationOptions
+from heterollm.text.grammar_compiler import compiled, error_of, on_stack
+from heterollm.text.grammar_trial import is_plain, refusal_of
+from heterollm.text.grammar_vocabulary import GrammarVocabulary
 from heterollm.text.sampling import Logits
 from heterollm.text.stream_decoder import LIBRARY
 from heterollm.text.tokenizer import Tokenizer
@@ -26,15 +30,21 @@ WHITESPACE: Final = r"( |\r?\n[ \t]{0,32})?"
 """Between JSON's symbols: a space, or a new line and its indentation. A weak model would never end more."""
 
 
+KEPT: Final = 4
+"""Compiled grammars that stay in memory: all answers to a request have the same one, and an agent's turns."""
+
+
 def check_structure(options: GenerationOptions) -> None:
     """Check an answer's schema or grammar, if it has one, without a tokenizer.
 
     Raises:
         OptionError: llguidance is not installed.
-        InputError: The schema or grammar is illegal, or uses a part that llguidance does not know.
+        GrammarError: The schema or grammar is illegal, too large or too complex, or uses a part that
+            llguidance does not know.
     """
     if options.is_structured:
-        wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(_grammar(options))
+        matcher, grammar = _library().LLMatcher, _tried_grammar(options)
+        wrong, messages = on_stack(lambda: matcher.validate_grammar_with_warnings(grammar))
         if wrong:
             raise _refusal(messages[0])
 
@@ -52,13 +62,16 @@ class GrammarTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._library = _library()
+        library = _library()
         self._vocab_size = vocab_size
+        self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._vocabulary = GrammarVocabulary(tokenizer, max(vocab_size, tokenizer.vocab_size))
         eos_ids = sorted(tokenizer.eos_ids)
-        rows = max(vocab_size, tokenizer.vocab_size)
         try:
             with LIBRARY:
-                self._tokens = self._library.LLTokenizer(tokenizer.to_json(), rows, eos_ids or None)
+                self._tokens = library.LLTokenizer(
+                    library.TokenizerWrapper(self._vocabulary), eos_token=eos_ids or None
+                )
         except ValueError as error:
             raise CheckpointError(
                 f"llguidance cannot use the checkpoint's tokenizer: {error}.",
@@ -69,13 +82,25 @@ class GrammarTokens:
         """Return the constraint of an answer's schema or grammar; None without one.
 
         Raises:
-            InputError: The schema or grammar is illegal, or uses a part that llguidance does not know.
+            GrammarError: The schema or grammar is illegal, too large or too complex, or uses a part that
+                llguidance does not know.
         """
         if not options.is_structured:
             return None
-        matcher = self._library.LLMatcher(self._tokens, _grammar(options), log_level=0)
-        _check(matcher)
+        matcher = self._matcher(_tried_grammar(options)).deep_copy()
         return Constraint(matcher, self._tokens.vocab_size, self._vocab_size)
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """Return the kept matcher of a grammar, which has taken no token."""
+        matcher = self._kept.pop(grammar, None)
+        if matcher is None:
+            matcher = on_stack(lambda: compiled(self._tokens, grammar))
+            _check(matcher)
+        self._kept[grammar] = matcher
+        # Readers of requests share the matchers.
+        for old in list(self._kept)[:-KEPT]:
+            self._kept.pop(old, None)
+        return matcher
 
 
 class Constraint:
@@ -101,7 +126,7 @@ class Constraint:
         """Return the logits with −∞ for each token that may not come next, valid until the next call.
 
         Raises:
-            InputError: The grammar is too complex for llguidance at this place.
+            GrammarError: The grammar is too complex for llguidance at this place.
         """
         self._matcher.unsafe_compute_mask_ptr(self._bits_address, self._bits_bytes)
         _check(self._matcher)
@@ -115,7 +140,7 @@ class Constraint:
         """Take the next token; return whether the answer is complete with it.
 
         Raises:
-            InputError: The grammar is too complex for llguidance at this place.
+            GrammarError: The grammar is too complex for llguidance at this place.
         """
         self._matcher.consume_token(token_id)
         _check(self._matcher)
@@ -134,32 +159,43 @@ def _library() -> ModuleType:
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:
-    if matcher.is_error():
-        raise _refusal(matcher.get_error())
+    error = error_of(matcher)
+    if error is not None:
+        raise _refusal(error)
 
 
-def _refusal(message: str) -> InputError:
-    return InputError(
-        f"The schema or grammar cannot be used: {message.strip().rstrip('.')}.",
+def _refusal(message: str) -> GrammarError:
+    return GrammarError(
+        f"The schema or grammar cannot be used: {message.strip().rstrip('.'):.300}.",
         fix="Leave that part out, or write it in another way.",
     )
 
 
-def _grammar(options: GenerationOptions) -> str:
-    """Return llguidance's form of a schema or grammar.
+def _tried_grammar(options: GenerationOptions) -> str:
+    """Return llguidance's form of a schema or grammar that compiles in bounded time, memory and stack.
 
     Raises:
-        InputError: The schema is not a JSON object.
+        GrammarError: It does not, or the schema is not a JSON object.
     """
     matcher = _library().LLMatcher
     if options.grammar is not None:
-        return str(matcher.grammar_from_lark(options.grammar))
-    schema = {"type": "object"} if options.json_schema is None else options.json_schema
-    try:
-        # The text of a mapping is read again: it may have values or keys that JSON does not have.
-        text = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
-        if not isinstance(parse_json(text), dict):
-            raise InputError(f"The JSON Schema is {text:.80}, not an object.", fix='Begin with {"type": …}.')
-        return str(matcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"The JSON Schema is not JSON, or nested too deeply: {error}.") from error
+        grammar, plain = str(matcher.grammar_from_lark(options.grammar)), False
+    else:
+        given = {"type": "object"} if options.json_schema is None else options.json_schema
+        try:
+            # The text of a mapping is read again: it may have values or keys that JSON does not have.
+            text = given if isinstance(given, str) else json.dumps(dict(given), allow_nan=False)
+            schema = parse_json(text)
+            if not isinstance(schema, dict):
+                raise GrammarError(
+                    f"The JSON Schema is {text:.80}, not an object.", fix='Begin with {"type": …}.'
+                )
+            defaults = {"whitespace_pattern": WHITESPACE}
+            grammar = str(matcher.grammar_from_json_schema(text, defaults=defaults))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise GrammarError(f"The JSON Schema is not JSON, or nested too deeply: {error}.") from error
+        plain = is_plain(schema, text)
+    refusal = None if plain else refusal_of(grammar)
+    if refusal is not None:
+        raise _refusal(refusal)
+    return grammar

@@ -1,21 +1,21 @@
 """Sampling of the next token from logits.
 
-The filters and their order are those of transformers' ``generate``: repetition penalty, temperature, top-k
-(ties at the limit stay), top-p, min-p.
+A bias comes first, then the penalties. The filters and their order are those of transformers' ``generate``:
+repetition penalty, temperature, top-k (ties at the limit stay), top-p, min-p.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from heterollm.base import EngineError, OptionError
+from heterollm.base import EngineError
+from heterollm.text.sampling_options import SamplingOptions
 
-__all__ = ["LogProbabilities", "Logits", "Sampler", "SamplingOptions", "TokenIds", "TopTokens"]
+__all__ = ["LogProbabilities", "Logits", "Sampler", "TokenIds", "TopTokens"]
 
 Logits = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
@@ -25,53 +25,9 @@ TopTokens: TypeAlias = tuple[tuple[int, float], ...]
 _NUCLEUS_GUESSES = (1024, 16384)
 """Numbers of tokens to sort first for top-p: mostly enough, and much faster than the whole vocabulary."""
 
+_LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Smallest temperature: a smaller one is 0 in float32, and this one leaves the likeliest tokens alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """Sampling parameters; the default is greedy.
-
-    Args:
-        temperature: Divisor of the logits; 0 chooses the likeliest token and ignores the filters.
-        top_k: Keep this many of the likeliest tokens; 0 keeps all.
-        top_p: Keep the fewest tokens that reach this probability together, in (0, 1].
-        min_p: Drop tokens less likely than this fraction of the likeliest one, in [0, 1].
-        repetition_penalty: Divides positive logits of earlier tokens, prompt included, and multiplies
-            negative ones; above 0, 1 for none.
-        seed: Equal seeds give equal tokens; None for a random one.
-
-    Raises:
-        OptionError: A value is outside its range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0, math.inf)
-        _check("top_p", self.top_p, 0, 1, above=True)
-        _check("min_p", self.min_p, 0, 1)
-        _check("repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
-        for name in ("top_k", "seed"):
-            value = getattr(self, name)
-            if not (name == "seed" and value is None) and (type(value) is not int or value < 0):
-                raise OptionError(f"{name} is {value!r}, but must be a whole number of at least 0.")
-
-
-def _check(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if math.isfinite(number) and (low < number <= high or (number == low and not above)):
-        return
-    limit = f" and at most {high}" if high < math.inf else ""
-    raise OptionError(
-        f"{name} is {value!r}, but must be {'more than' if above else 'at least'} {low}{limit}."
-    )
 
 
 class Sampler:
@@ -81,16 +37,26 @@ class Sampler:
         options: Sampling parameters.
         vocab_size: Length of the logits.
         random: Source of random numbers; by default one of the options' seed.
+        prompt_tokens: Tokens at the beginning of the history that are not the answer's.
     """
 
     def __init__(
-        self, options: SamplingOptions, vocab_size: int, random: np.random.Generator | None = None
+        self,
+        options: SamplingOptions,
+        vocab_size: int,
+        random: np.random.Generator | None = None,
+        *,
+        prompt_tokens: int = 0,
     ) -> None:
         self._options = options
         self._random = random or np.random.default_rng(options.seed)
         self._greedy = options.temperature == 0
-        self._penalized = options.repetition_penalty != 1
-        self._scores = np.empty(0 if self._greedy and not self._penalized else vocab_size, np.float32)
+        self._prompt_tokens = prompt_tokens
+        biases = {token: value for token, value in options.logit_bias.items() if token < vocab_size}
+        self._biased = np.array(list(biases), np.int64)
+        self._bias = np.array(list(biases.values()), np.float64)
+        self._changed = options.is_penalized or bool(biases)
+        self._scores = np.empty(vocab_size if self._changed or not self._greedy else 0, np.float32)
         self._work = np.empty(0 if self._greedy else vocab_size, np.float32)
         self._weights = np.empty(0 if self._greedy else vocab_size, np.float64)
         self._wanted: npt.NDArray[np.float64] | None = None
@@ -98,7 +64,7 @@ class Sampler:
     @property
     def uses_history(self) -> bool:
         """Whether :meth:`sample` reads the history."""
-        return self._penalized
+        return self._options.is_penalized
 
     def sample(self, logits: Logits, history: TokenIds) -> int:
         """Return the next token.
@@ -111,7 +77,7 @@ class Sampler:
             EngineError: A logit is NaN or +∞, or all are −∞.
         """
         if self._greedy:
-            scores = self._penalize(logits, history) if self._penalized else logits
+            scores = self._change(logits, history) if self._changed else logits
             token = int(scores.argmax())
             _check_top(float(scores[token]))
             return token
@@ -174,30 +140,37 @@ class Sampler:
         cumulative = np.cumsum(weights)
         return int(cumulative.searchsorted(self._random.random() * cumulative[-1], side="right"))
 
-    def _penalize(self, logits: Logits, history: TokenIds) -> Logits:
-        scores = self._scores
+    def _change(self, logits: Logits, history: TokenIds) -> Logits:
+        """Return the logits with bias and penalties; finite ones stay finite, and excluded ones excluded."""
+        options, scores = self._options, self._scores
         np.copyto(scores, logits)
-        if len(history):
+        if len(self._biased):
+            self._set(self._biased, scores[self._biased] + self._bias)
+        if options.repetition_penalty != 1 and len(history):
             # A repeated token gets the same value twice, so that it is penalised once.
-            seen = scores[history]
-            penalty = np.float32(self._options.repetition_penalty)
-            scores[history] = np.where(seen < 0, seen * penalty, seen / penalty)
+            seen = scores[history].astype(np.float64)
+            penalty = options.repetition_penalty
+            self._set(history, np.where(seen < 0, seen * penalty, seen / penalty))
+        if options.presence_penalty or options.frequency_penalty:
+            own, counts = np.unique(history[self._prompt_tokens :], return_counts=True)
+            self._set(own, scores[own] - options.presence_penalty - options.frequency_penalty * counts)
         return scores
+
+    def _set(self, ids: TokenIds, values: npt.NDArray[np.float64]) -> None:
+        finite = np.isfinite(values)
+        self._scores[ids] = np.where(finite, values.clip(-_LARGEST, _LARGEST), values)
 
     def _candidates(
         self, logits: Logits, history: TokenIds
     ) -> tuple[TokenIds | None, npt.NDArray[np.float64]]:
         """Return the ids that pass the filters (None for all) and their unnormalised probabilities."""
         options = self._options
-        if self._penalized:
-            self._penalize(logits, history)
-        else:
-            np.copyto(self._scores, logits)
+        self._change(logits, history)
         top = float(self._scores.max())
         _check_top(top)
         # Relative to the likeliest token, so that small temperatures cannot overflow.
-        np.subtract(self._scores, np.float32(top), out=self._scores)
         with np.errstate(over="ignore"):
+            np.subtract(self._scores, np.float32(top), out=self._scores)
             np.divide(self._scores, max(options.temperature, _SMALLEST), out=self._scores)
         floor = math.log(options.min_p) if options.min_p > 0 else -math.inf
         ids: TokenIds | None = None

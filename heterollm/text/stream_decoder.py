@@ -86,6 +86,14 @@ class StreamDecoder:
         self._settled, self._held, self._given, self._skipped = self._held, [], 0, 0
         return piece
 
+    def flush(self) -> str:
+        """Return the text that is held back, if it consists of whole characters."""
+        piece = self._text() if self._held else ""
+        if "\ufffd" in piece:
+            return ""
+        self._skipped += len(piece)
+        return piece
+
     def finish(self) -> str:
         """Return the text that was held back, with incomplete characters as U+FFFD, and restart."""
         piece = self._text()
@@ -120,6 +128,10 @@ class NoText:
     """A decoder whose text is empty."""
 
     def push(self, _token_id: int) -> str:
+        """Return no text."""
+        return ""
+
+    def flush(self) -> str:
         """Return no text."""
         return ""
 

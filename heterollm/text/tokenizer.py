@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +22,7 @@ from heterollm.base import CheckpointError, ContextError, InputError, parse_json
 from heterollm.model import end_ids
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
+from heterollm.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -116,6 +118,16 @@ class Tokenizer:
     def vocabulary(self) -> Mapping[str, int]:
         """The id of each token, special ones included."""
         return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The spelling of each id without text."""
+        return {index: self._backend.id_to_token(index) for index in self._special_ids}
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of single tokens."""
+        return TokenBytes(self._backend, self._special_ids, self._byte_ids)
 
     @property
     def has_chat_template(self) -> bool:
@@ -273,6 +285,7 @@ class NoTokenizer:
     def __init__(self, folder: Path, eos_ids: frozenset[int]) -> None:
         self.folder = folder
         self.eos_ids = eos_ids
+        self.special_tokens: Mapping[int, str] = {}
 
     def stream_decoder(self) -> NoText:
         """Return a decoder whose text is empty."""

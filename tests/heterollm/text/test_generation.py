@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,14 +28,14 @@ def tokenizer():
 class Script:
     """Logits that make greedy sampling say a fixed list of tokens, then end tokens for ever."""
 
-    def __init__(self, tokens, context=256, position=0):
+    def __init__(self, tokens, context=256, position=0, vocab=VOCAB):
         self.tokens = list(tokens)
         self.context = context
         self.position = position
         self.prefilled = []
         self.decoded = []
         # one array for all calls, so that a loop that reads old logits gets wrong ones
-        self._logits = np.zeros(VOCAB, np.float32)
+        self._logits = np.zeros(vocab, np.float32)
 
     def prefill(self, ids, /):
         self.prefilled.append(list(ids))
@@ -403,3 +404,72 @@ def test_the_loop_does_not_grow_with_the_vocabulary_or_the_answer(tokenizer):
     # a reference per text piece, and the numbers that the script itself collects
     assert now_bytes - base_bytes < 100_000
     assert peak_bytes - base_bytes < 120_000
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """The bundled tokenizer with two special tokens more."""
+    folder = tmp_path_factory.mktemp("marked")
+    backend = tokenizers.Tokenizer.from_file(str(Path(tiny.__file__).parent / "tokenizer.json"))
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    return Tokenizer.from_folder(folder)
+
+
+def spelled(ids, tokenizer):
+    """The text of tokens with the special ones spelled out."""
+    special = tokenizer.special_tokens
+    return b"".join(
+        special[i].encode() if i in special else tokenizer.token_bytes.of(i) or b"" for i in ids
+    ).decode()
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_special_token_is_a_stop_string_by_its_spelling(marked, ignore_eos):
+    tokenizer, special = marked, marked.special_tokens
+    one, two = sorted(special)[-2:]
+    assert EOS not in (one, two)
+    word = tokenizer.encode("été", add_bos=False)
+    more = tokenizer.encode(" more", add_bos=False)
+    ids = [*word, one, *more, two, *word]
+    options = {"ignore_eos": ignore_eos, "max_new_tokens": len(ids)}
+    # without it, a special token is no text and does not end the answer
+    assert run(Script(ids, vocab=VOCAB + 2), tokenizer, **options)[0].text == "été moreété"
+    for stop, text, count in (
+        (special[one], "été", len(word) + 1),
+        (special[two], "été more", len(ids) - len(word)),
+        ("té" + special[one] + " mo", "é", None),
+        (special[one] + " more" + special[two], "été", len(ids) - len(word)),
+        # one of them is in no stop string, and has no text
+        ("été more", "", len(word) + 1 + len(more)),
+        (special[two] + "x", "été moreété", len(ids)),
+    ):
+        result, steps = run(Script(ids, vocab=VOCAB + 2), tokenizer, stop=(stop,), **options)
+        assert result.text == text
+        assert count in (None, result.generated_tokens)
+        assert result.stop_reason == ("length" if count == len(ids) else "stop")
+        assert not any(special[one] in step.text for step in steps)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_stop_strings_match_the_text_with_special_tokens_spelled_out(marked, data):
+    tokenizer, special = marked, marked.special_tokens
+    words = [[token] for token in sorted(set(special) - {EOS})]
+    words += [tokenizer.encode(word, add_bos=False) for word in ("a", " b", "\n", "\U0001f600", "é", "<|")]
+    ids = [i for word in data.draw(st.lists(st.sampled_from(words), min_size=1, max_size=9)) for i in word]
+    whole = spelled(ids, tokenizer)
+    begin = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[begin : begin + data.draw(st.integers(1, 12))]
+    named = {i: name for i, name in special.items() if name in stop}
+    # the text in which a stop string is sought
+    sought = spelled([i for i in ids if i in named or i not in special], tokenizer)
+    result, _ = run(
+        Script(ids, vocab=VOCAB + 2), tokenizer, stop=(stop,), ignore_eos=True, max_new_tokens=len(ids)
+    )
+    shown = sought.partition(stop)[0] if stop in sought else sought
+    for name in named.values():
+        shown = shown.replace(name, "")
+    assert result.text == shown
+    assert (result.stop_reason == "stop") == (stop in sought)

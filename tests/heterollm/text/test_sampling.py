@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.base import EngineError, OptionError
+from heterollm.base import EngineError, HeteroLLMError, OptionError
 from heterollm.text import SamplingOptions
 from heterollm.text.sampling import LogProbabilities, Sampler
 
@@ -102,7 +102,7 @@ def test_the_repetition_penalty_counts_a_token_once(signed):
     assert sampler.uses_history
     assert sampler.sample(logits, NO_HISTORY) == 0
     assert sampler.sample(logits, np.array([0, 0, 0, 2])) == 1
-    scores = sampler._penalize(logits, np.array([0, 0, 0]))
+    scores = sampler._change(logits, np.array([0, 0, 0]))
     assert scores[0] == pytest.approx(logits[0] * 1.05 ** (-signed))
 
 
@@ -251,11 +251,22 @@ def test_greedy_allocates_nothing_of_the_vocabularys_size():
         {"temperature": True},
         {"top_k": -1},
         {"top_k": 2.0},
-        {"top_p": 0.0},
+        {"top_p": -1e-9},
         {"top_p": 1.01},
         {"min_p": -0.1},
         {"min_p": 1.1},
+        {"temperature": 101},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 5e-324},
+        {"repetition_penalty": math.nan},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": -math.inf},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": "much"},
+        {"logit_bias": [1]},
+        {"logit_bias": None},
         {"repetition_penalty": -1.0},
         {"seed": -1},
         {"seed": 1.5},
@@ -268,3 +279,75 @@ def test_illegal_options_are_named_with_their_value(values):
     with pytest.raises(OptionError, match=name) as caught:
         SamplingOptions(**values)
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("bias", [{-1: 1}, {"5": 1}, {True: 1}, {5: 101}, {5: math.nan}, {5: None}], ids=str)
+def test_an_illegal_bias_is_named_with_its_token(bias):
+    ((token, _),) = bias.items()
+    with pytest.raises(OptionError, match="logit_bias") as caught:
+        SamplingOptions(logit_bias=bias)
+    assert str(token) in str(caught.value)
+
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([0, 1, 1e-300, 5e-324, 1e300, -1])
+GIVEN = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.floats(0, 100) | NUMBERS,
+        "top_k": st.integers(0, 70) | st.integers(),
+        "top_p": st.floats(0, 1) | NUMBERS,
+        "min_p": st.floats(0, 1) | NUMBERS,
+        "repetition_penalty": st.floats(0.01, 100) | NUMBERS,
+        "presence_penalty": st.floats(-2, 2) | NUMBERS,
+        "frequency_penalty": st.floats(-2, 2) | NUMBERS,
+        "logit_bias": st.dictionaries(st.integers(0, 80), st.floats(-100, 100) | NUMBERS, max_size=4),
+        "seed": st.integers(0) | st.none(),
+    },
+)
+SCALES = st.sampled_from([0.0, 1e-40, 1.0, 30.0, 65504.0, 1e30, 3.4e38])
+
+
+@given(GIVEN, SCALES, st.integers(0, 2**32 - 1), st.sets(st.integers(1, 63)), st.integers(0, 40))
+@settings(max_examples=400, deadline=None)
+def test_whatever_is_accepted_gives_finite_probabilities_and_a_token(given, scale, seed, excluded, prompt):
+    try:
+        options = SamplingOptions(**given)
+    except HeteroLLMError:
+        return
+    random = np.random.default_rng(seed)
+    logits = (random.uniform(-1, 1, 64) * scale).astype(np.float32)
+    logits[list(excluded)] = -np.inf
+    history = random.integers(0, 64, 50)
+    sampler = Sampler(options, 64, prompt_tokens=prompt)
+    probabilities = sampler.distribution(logits, history)
+    assert np.isfinite(probabilities).all()
+    assert probabilities.min() >= 0
+    assert probabilities.sum() == pytest.approx(1)
+    assert not probabilities[list(excluded)].any()
+    for token in (sampler.sample(logits, history), sampler.draw(logits, history, np.empty(64))):
+        assert probabilities[token] > 0
+    assert probabilities[sampler.accept(logits, history, 5, np.full(64, 1 / 64))] > 0
+
+
+def test_penalties_count_the_answers_tokens_as_openai_describes():
+    logits = make_logits(20)
+    options = SamplingOptions(
+        temperature=1.0, presence_penalty=0.75, frequency_penalty=-0.5, logit_bias={3: 2}
+    )
+    history = np.array([7, 7, 3, 5, 5, 5, 9])  # the first three are the prompt
+    wanted = logits.astype(np.float64)
+    wanted[3] += 2
+    wanted[5] -= 0.75 - 0.5 * 3
+    wanted[9] -= 0.75 - 0.5
+    wanted = np.exp(wanted) / np.exp(wanted).sum()
+    found = Sampler(options, 20, prompt_tokens=3).distribution(logits, history)
+    assert np.abs(found - wanted).max() < 1e-6
+    greedy = SamplingOptions(frequency_penalty=2.0)
+    best = int(logits.argmax())
+    assert Sampler(greedy, 20).sample(logits, np.full(30, best)) != best
+
+
+def test_a_top_p_of_0_leaves_the_likeliest_token():
+    logits = make_logits(30)
+    options = SamplingOptions(temperature=1.0, top_p=0.0)
+    assert Sampler(options, 30).sample(logits, NO_HISTORY) == logits.argmax()

@@ -209,6 +209,77 @@ def test_a_grammar_and_the_decoded_text_agree_on_every_token(loaded, name):
     assert seen == set(texts)
 
 
+def with_marks(folder, backend, config):
+    """Save a tokenizer with the marks of a reasoning model: some are text, and one is special."""
+    backend.add_tokens(
+        [AddedToken(mark, special=False, normalized=False) for mark in ("<think>", "</think>", "<tool_call>")]
+    )
+    backend.add_tokens([AddedToken("<mark>", special=True)])
+    return Tokenizer.from_folder(save(folder, backend, config))
+
+
+@pytest.mark.parametrize("style", ["bytes", "published", "new"])
+def test_an_answer_may_hold_marks_that_are_text(tmp_path, style):
+    """llguidance's own reader takes every added token of the shape <…> as special."""
+    backend = byte_level() if style == "bytes" else adding(sentencepiece(style), "<s> $A")
+    tokenizer = with_marks(tmp_path, backend, {"eos_token": "<|end|>" if style == "bytes" else "</s>"})
+    rows = tokenizer.vocab_size
+    tokens = GrammarTokens(tokenizer, rows)
+    special = tokenizer.vocabulary["<mark>"]
+    marks = {tokenizer.vocabulary[mark] for mark in ("<think>", "</think>", "<tool_call>")}
+    used = set()
+    for text in ("a<think>b", "<tool_call>", "</think><think>", " <think> <mark>", "<mark>", "a<|end|>b</s>"):
+        for options in ({"json_schema": {"const": text}}, {"grammar": "start: " + json.dumps(text)}):
+            for seed in range(4):
+                random = np.random.default_rng(seed)
+                constraint, ids = tokens.constraint(GenerationOptions(**options)), []
+                while not ids or not constraint.accept(ids[-1]):
+                    logits = random.standard_normal(rows).astype(np.float32)
+                    logits[[special, *marks]] += 5
+                    ids.append(int(constraint.allowed(logits).argmax()))
+                joined = b"".join(tokenizer.token_bytes.of(index) for index in ids).decode()
+                assert (json.loads(joined) if "json_schema" in options else joined) == text
+                assert special not in ids
+                used |= marks & set(ids)
+    # the model writes them as it learnt to
+    assert used == marks
+    # a grammar may ask for a special token by its name, and for any token by its number
+    for name, index in (("<mark>", special), (f"<[{min(marks)}]>", min(marks))):
+        constraint = tokens.constraint(GenerationOptions(grammar=f'start: "a" {name}'))
+        constraint.accept(tokenizer.vocabulary["a"])
+        allowed = np.flatnonzero(np.isfinite(constraint.allowed(np.zeros(rows, np.float32))))
+        assert index in allowed
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_bytes_of_tokens_join_to_the_text(loaded, name, data):
+    tokenizer = loaded[name]
+    size = tokenizer.vocab_size
+    some = st.integers(0, size - 1) | st.integers(0, min(size, 260)) | st.integers(size, size + 5)
+    written = tokenizer.encode(data.draw(st.text(max_size=20)), add_bos=False)
+    ids = data.draw(st.permutations([*written, *data.draw(st.lists(some, max_size=8))]) | st.just(written))
+    seen = [index for index in ids if tokenizer.token_bytes.of(index) is not None]
+    begin = [tokenizer.token_bytes.of(index, first=True) for index in seen[:1]]
+    joined = b"".join([*begin, *(tokenizer.token_bytes.of(index) for index in seen[1:])])
+    text = tokenizer.decode(ids)
+    if "\ufffd" not in joined.decode(errors="replace") and "\ufffd" not in text:
+        assert joined == text.encode()
+    elif tokenizer.token_bytes._byte_of:
+        assert joined.decode(errors="replace") == text
+
+
+def test_a_token_for_people_shows_parts_of_characters(loaded):
+    tokenizer = loaded["llama3"]
+    first, *_ = tokenizer.encode("\U0001f600", add_bos=False)
+    own = tokenizer.token_bytes
+    assert own.of(first) == "\U0001f600".encode()[: len(own.of(first))]
+    assert own.text(first).startswith("\\xf0")
+    assert (own.of(0), own.text(0)) == (None, "<|begin|>")
+    assert (own.of(10**6), own.text(10**6)) == (None, "")
+
+
 def _byte_names():
     """The characters by which byte-level vocabularies write bytes, by byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
