@@ -29,6 +29,7 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, load_weights, op_specs
 from heterollm.planning import (
+    LOAD_OPTIONS,
     LOOKUP,
     CoreSplit,
     LoadOptions,
@@ -38,7 +39,9 @@ from heterollm.planning import (
     calibrated_scales,
     calibrated_shadows,
     check_kv_bits,
+    check_source_effects,
     choose_context,
+    idle_notes,
     plan_for,
     predicted_pass_s,
 )
@@ -123,6 +126,7 @@ class PlannedModel:
             HeteroLLMError: The device, plan or an option is unusable.
         """
         config = source.config
+        check_source_effects(asked, config)
         specs = _specs(asked, config, device)
         check_precision(device, asked.precision, specs)
         target = PlanTarget.of(device, chosen, asked.profile)
@@ -130,6 +134,7 @@ class PlannedModel:
         check_kv_bits(asked.kv_bits, is_sparse=bool(plan.sparse_attention))
         budget = _expert_budget(asked, config, specs)
         need = _memory_need(asked, config, specs, plan, context, device, budget)
+        notes = (*notes, *idle_notes(asked, device, plan))
         return cls(source, asked, device, context, specs, plan, notes, budget, need)
 
     @property
@@ -227,6 +232,7 @@ def planned_draft(main: PlannedModel, thread: EngineThread) -> PlannedModel | No
         calibration=None,
         experts_gib=None,
         trace=False,
+        defaults=LOAD_OPTIONS,  # nobody gave them for the draft
     )
     context = min(main.context, choose_context(source.config, None))
     draft = PlannedModel.of(source, own, device, thread, context)
@@ -322,7 +328,7 @@ def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[O
 
 def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:
     """Return the memory that experts may take; None for all of them."""
-    if asked.experts_gib is None:
+    if asked.experts_gib is None or config.routing is None:
         return None
     # A late import, as that of the engine.
     from heterollm.engine import expert_budget

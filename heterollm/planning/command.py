@@ -14,6 +14,7 @@ from heterollm.model import find_model, op_specs
 from heterollm.planning.additions import calibrated_parts
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.core_split import CoreSplit
+from heterollm.planning.load_effects import check_source_effects
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
@@ -39,6 +40,7 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
         HeteroLLMError: The checkpoint, device or an option is not usable.
     """
     config = find_model(model, closest=False).config
+    check_source_effects(options, config)
     context = choose_context(config, options.context)
     cores = CoreSplit(options, config, context)
     reason = ""

@@ -9,3 +9,5 @@ from .tokenizer import ADDED_TOKENS_FIELDS as ADDED_TOKENS_FIELDS
 from .tokenizer import SPECIAL_TOKENS_FIELDS as SPECIAL_TOKENS_FIELDS
 from .tokenizer import TOKENIZER_CONFIG_FIELDS as TOKENIZER_CONFIG_FIELDS
 from .tokenizer import TOKENIZER_FIELDS as TOKENIZER_FIELDS
+from .table import Field as Field
+from .table import FieldTable as FieldTable
