@@ -14,7 +14,10 @@ from typer.core import TyperCommand
 
 from heterollm.base import Effect, Facts, idle_options, refuse_idle
 
-__all__ = ["CheckedCommand", "command_effects", "leave_idle_out", "options_of_file"]
+__all__ = ["CheckedCommand", "command_effects", "given_options", "leave_idle_out", "options_of_file"]
+
+BESIDE: Final = ("DEFAULT_MAP", "ENVIRONMENT")
+"""Sources of options beside the command line."""
 
 _of_file: ContextVar[frozenset[str]] = ContextVar("_of_file", default=frozenset())
 
@@ -33,6 +36,12 @@ class CheckedCommand(TyperCommand):
         return super().invoke(ctx)
 
 
+def given_options(ctx: Any) -> frozenset[str]:  # noqa: ANN401 - of typer's own click
+    """Return the names of the options on the command line."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return frozenset(name for name, one in sources.items() if one is not None and one.name == "COMMANDLINE")
+
+
 def leave_idle_out(ctx: Any) -> None:  # noqa: ANN401 - of typer's own click
     """Refuse options of the command line without an effect, and reset those of the file of defaults.
 
@@ -40,18 +49,15 @@ def leave_idle_out(ctx: Any) -> None:  # noqa: ANN401 - of typer's own click
         OptionError: An option of the command line has no effect.
     """
     words = tuple(ctx.command_path.split()[1:])
-    sources: dict[str, set[str]] = {}
-    for name in ctx.params:
-        source = ctx.get_parameter_source(name)
-        sources.setdefault("" if source is None else source.name, set()).add(name)
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     effects = command_effects(words)
-    of_file = sources.get("DEFAULT_MAP", set()) | sources.get("ENVIRONMENT", set())
+    of_file = {name for name, one in sources.items() if one is not None and one.name in BESIDE}
     own = {param.name: param for param in ctx.command.params}
     for name in {name for name, _ in idle_options(effects, of_file, ctx.params)}:
         ctx.params[name] = own[name].type_cast_value(ctx, own[name].default)
         of_file.discard(name)
     _of_file.set(frozenset(of_file))
-    refuse_idle(effects, sources.get("COMMANDLINE", set()), ctx.params)
+    refuse_idle(effects, given_options(ctx), ctx.params)
 
 
 def command_effects(words: tuple[str, ...]) -> tuple[Effect, ...]:
@@ -168,6 +174,5 @@ OWN: Final[Mapping[tuple[str, ...], tuple[Effect, ...]]] = {
         ),
     ),
     ("doctor",): (WITHOUT_DEVICE,),
-    ("simulate",): (),
 }
 """Conditions of commands beside those of a load, by command."""

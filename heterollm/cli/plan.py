@@ -141,7 +141,7 @@ def plan_model(
         npu_threads=threads.npu_threads,
         power=power,
         request=_request(limits, attention, answer.plan),
-        defaults=options_of_file() | {"level"},  # the solver's level is the plan's
+        defaults=options_of_file(),
     )
     solved = solve_for(model, options, source.profile)
     if answer.output is not None:

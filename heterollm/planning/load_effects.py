@@ -157,12 +157,6 @@ LOAD_EFFECTS: Final = (
         "Name them with --histogram, such as 1:200,64:10,256:3",
     ),
     Effect(
-        "level",
-        lambda facts: facts.get("plan", "auto") == facts.get("level"),
-        "the level of a load is that of its plan",
-        "Give it as the plan",
-    ),
-    Effect(
         "guesses",
         lambda facts: facts.get("speculative") is not None,
         "nothing guesses tokens",
@@ -218,7 +212,7 @@ REQUEST_NAMES: Final = {"forbidden": "forbid", "build_budget_s": "build_budget"}
 
 REQUEST_FIELDS: Final = (
     *("gpu_share", "energy_weight", "forbidden", "npu_gib", "histogram", "build_budget_s", "in_flight"),
-    *("level", "passes"),
+    "passes",
 )
 
 

@@ -37,6 +37,7 @@ from heterollm.model import (
     op_specs,
     shape_only_weights,
 )
+from heterollm.simulate.effects import check_case
 from heterollm.simulate.experts import AssumedExperts, ExpertUse
 from heterollm.simulate.memory import check_memory
 from heterollm.simulate.phase import PhaseUse, padding_us, splits_of, used
@@ -53,7 +54,7 @@ from heterollm.solver import (
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
-__all__ = ["needs_profile", "profile_ahead", "simulate"]
+__all__ = ["needs_profile", "profile_ahead", "simulate", "simulated"]
 
 GROUP_SIZE: Final = 128
 
@@ -66,9 +67,15 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
-        OptionError: There is no such model or SoC, or it cannot run the case.
+        OptionError: There is no such model or SoC, it cannot run the case, or an option has no effect in it.
         HeteroLLMError: The plan cannot be made.
     """
+    check_case(request)
+    return simulated(request, progress)
+
+
+def simulated(request: SimulationRequest, progress: Progress | None = None) -> SimulationResult:
+    """Simulate a case of a grid, whose options may be for other cases; see :func:`simulate`."""
     found = find_model(request.model, closest=not request.numerics)
     positions = request.prompt + request.decode
     if positions > found.config.max_positions:
