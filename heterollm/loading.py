@@ -17,9 +17,9 @@ from heterollm.engine import (
     Speculator,
     check_memory,
     check_precision,
+    fitting_need,
     longest_guessed_pass,
     measured_pass_s,
-    memory_need,
     start_engine,
 )
 from heterollm.kernels.device import Device
@@ -45,7 +45,7 @@ from heterollm.planning import (
     plan_for,
     predicted_pass_s,
 )
-from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest, check_plan
+from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest
 from heterollm.text import CHOSEN_GUESSES, NoTokenizer, Tokenizer, load_tokenizer
 from heterollm.trace import Tracer, take_trace
 
@@ -133,7 +133,12 @@ class PlannedModel:
         plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
         check_kv_bits(asked.kv_bits, is_sparse=bool(plan.sparse_attention))
         budget = _expert_budget(asked, config, specs)
-        need = _memory_need(asked, config, specs, plan, context, device, budget)
+        shadows = calibrated_shadows(asked.weights_calibration)
+        need = fitting_need(
+            *(device, config, specs, plan, context),
+            hot_channels={key: one.held for key, one in shadows.items()},
+            experts_bytes=None if budget is None else budget.size_bytes,
+        )
         notes = (*notes, *idle_notes(asked, device, plan))
         return cls(source, asked, device, context, specs, plan, notes, budget, need)
 
@@ -335,35 +340,3 @@ def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSp
 
     popular = calibrated_experts(asked.calibration)
     return expert_budget(expert_specs(config, specs), asked.experts_gib, popular)
-
-
-def _memory_need(
-    asked: LoadOptions,
-    config: ModelConfig,
-    specs: Sequence[OpSpec],
-    plan: Plan,
-    context: int,
-    device: Device,
-    experts: ExpertBudget | None,
-) -> MemoryNeed:
-    """Check that the device runs a plan, and return the memory of the model."""
-    # A late import, as that of the engine.
-    from heterollm.engine import HEAD_ROWS, pool_sizes
-
-    check_plan(
-        plan,
-        (*specs, *expert_specs(config, specs)),
-        device.npu,
-        longest=config.max_positions,
-        head_rows=HEAD_ROWS,
-        activation=config.activation,
-        heads=(config.heads, config.kv_heads),
-    )
-    item_bytes = device.activation_dtype.itemsize
-    slots = pool_sizes(config, specs, plan, item_bytes, context)
-    return memory_need(
-        *(config, specs, plan, context, slots, device.cache_dtype, device.npu),
-        hot_channels={key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()},
-        item_bytes=item_bytes,
-        experts_bytes=None if experts is None else experts.size_bytes,
-    )

@@ -12,7 +12,7 @@ from typing import Final, cast
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
-from heterollm.engine import Engine, ExpertRows
+from heterollm.engine import Engine, ExpertRows, fitting_need
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
@@ -39,7 +39,6 @@ from heterollm.model import (
 )
 from heterollm.simulate.effects import check_case
 from heterollm.simulate.experts import AssumedExperts, ExpertUse
-from heterollm.simulate.memory import check_memory
 from heterollm.simulate.phase import PhaseUse, padding_us, splits_of, used
 from heterollm.simulate.plan import assumed_routing, assumed_shadows, own_length, planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
@@ -92,7 +91,7 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
         _open(replace(alone, numerics=False)), found.name, found.config, specs, request, report, strategy
     )
     device, every = _open(request), (*specs, *expert_specs(found.config, specs))
-    check_memory(device, found.name, found.config, every, plan, positions)
+    fitting_need(device, found.config, specs, plan, positions)
     run = _Run(device, found.config, specs, plan, request)
     phases = run.measured(report)
     in_order = None
