@@ -54,7 +54,7 @@ def leave_idle_out(ctx: Any) -> None:  # noqa: ANN401 - of typer's own click
     of_file = {name for name, one in sources.items() if one is not None and one.name in BESIDE}
     own = {param.name: param for param in ctx.command.params}
     for name in {name for name, _ in idle_options(effects, of_file, ctx.params)}:
-        ctx.params[name] = own[name].type_cast_value(ctx, own[name].default)
+        ctx.params[name] = own[name].process_value(ctx, own[name].default)
         of_file.discard(name)
     _of_file.set(frozenset(of_file))
     refuse_idle(effects, given_options(ctx), ctx.params)

@@ -19,6 +19,7 @@ from .load_effects import LOAD_OPTIONS as LOAD_OPTIONS
 from .load_effects import check_source_effects as check_source_effects
 from .load_effects import idle_notes as idle_notes
 from .load_effects import is_file as is_file
+from .load_effects import load_facts as load_facts
 from .load_options import LOOKUP as LOOKUP
 from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions

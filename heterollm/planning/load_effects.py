@@ -27,6 +27,7 @@ __all__ = [
     "check_source_effects",
     "idle_notes",
     "is_file",
+    "load_facts",
     "takes_no_calibration",
 ]
 
