@@ -1,4 +1,4 @@
-"""No option is accepted and ignored: each has a row with arguments under which it acts; else it is refused."""
+"""No option is accepted and ignored: each acts with the arguments of its row, and is refused without."""
 
 import json
 from dataclasses import asdict, is_dataclass, replace
