@@ -60,8 +60,8 @@ class ModelSize(NamedTuple):
     def config(self, kind: str = "llama") -> ModelConfig:
         """Return the configuration of a model of this size with ``model_type`` ``kind``."""
         mixture = {
-            "moe_intermediate_size": self.intermediate,
-            "num_experts": self.experts,
+            **({"moe_intermediate_size": self.intermediate} if kind == "qwen3_moe" else {}),
+            ("num_local_experts" if kind in ("mixtral", "phimoe") else "num_experts"): self.experts,
             "num_experts_per_tok": self.chosen,
             "norm_topk_prob": kind == "qwen3_moe",
         }

@@ -90,6 +90,7 @@ ROWS = {
         "cors": "--cors http://a",
         "sessions_gib": "--sessions-gib 1",
         "queue": "--queue 2",
+        "connections": "--connections 5",
         "live": "--live",
     },
     "eval": {
