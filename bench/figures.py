@@ -2,6 +2,10 @@
 
     python bench/figures.py          writes the tables, and says which phrases are not what the rows say
     python bench/figures.py --check  writes nothing; exit code 1 if a table or a phrase differs
+    python bench/figures.py --run    simulates the rows behind README.md and docs/simulation.md again; exit
+                                     code 1 if a figure of them or a cell of a table differs
+    python bench/figures.py --run all            all files of simulated rows, which takes much longer
+    python bench/figures.py --run simulated_path one file or several
 
 A table stands between two marks, ``<!-- NAME: written by bench/figures.py -->`` and ``<!-- end of NAME -->``.
 A phrase is prose with its figures filled in from rows; its page must hold it, wherever its lines end.
@@ -24,6 +28,7 @@ import accuracy_table
 import adreno_programs
 import aims
 import expert_tables
+import figures_run
 import llm_npu_tables
 import mixture_tables
 import shadow_attention_tables
@@ -33,7 +38,9 @@ import what_if
 
 from heterollm.benchmarks import BenchRow, best_of, read_rows
 from heterollm.benchmarks.verdict import compare_rows
-from heterollm.report.tables_sweep import read_simulated
+from heterollm.kernels.threads import allowed_cores
+from heterollm.report import console
+from heterollm.simulate import SimulatedRow
 
 __all__ = ["BLOCKS", "differences", "phrases", "written"]
 
@@ -55,10 +62,15 @@ KV_CACHE: Final = "docs/kv-cache.md"
 
 Row = Mapping[str, Any]
 
+FRESH: Final[dict[str, tuple[Row, ...]]] = {}
+"""Rows that were taken again, in place of those of the files."""
+
 
 @cache
 def rows_of(name: str) -> tuple[Row, ...]:
     """Return the rows of a file in bench/results."""
+    if name in FRESH:
+        return FRESH[name]
     path = ROOT / "bench" / "results" / f"{name}.jsonl"
     return tuple(json.loads(line) for line in path.read_text("utf-8").splitlines())
 
@@ -491,13 +503,15 @@ def simulated(level: str, prompt: int, **asked: object) -> Row:
 
 
 def own_path(level: str, prompt: int) -> Row:
-    """Return a row of Llama-3-8B on this program's own path."""
-    return one(rows_of("simulated_path"), plan_level=level, prompt_tokens=prompt, what_if={})
+    """Return a row of Llama-3-8B on this program's own path; without limits of memory if it is refused."""
+    asked = {"plan_level": level, "prompt_tokens": prompt}
+    row = one(rows_of("simulated_path"), **asked, what_if={})
+    return one(rows_of("simulated_path"), **asked, what_if=what_if.NO_LIMITS) if row["error"] else row
 
 
 def refused(row: Row) -> bool:
-    """Whether the NPU's graphs of a row's plan take more than the NPU can address."""
-    return bool(row["npu_limit_gib"]) and row["npu_gib"] > row["npu_limit_gib"]
+    """Whether the modelled phone refuses the plan of a row, which was taken without limits of memory."""
+    return dict(row["what_if"]) == what_if.NO_LIMITS
 
 
 def simulated_table() -> str:
@@ -533,7 +547,7 @@ def three_rows_table() -> str:
 
 
 def _rates(rows: Sequence[Row | str]) -> list[str]:
-    """Return the rates of prompts and of the decode behind 256; † where the NPU would refuse the plan."""
+    """Return the rates of prompts and of the decode behind 256; † where the phone refuses the plan."""
     cells = []
     for row in rows:
         dagger = "" if isinstance(row, str) or not refused(row) else " †"
@@ -545,7 +559,7 @@ def _rates(rows: Sequence[Row | str]) -> list[str]:
 
 def what_if_table() -> str:
     """The table of what each change to this program's path would be worth."""
-    rows = read_simulated(ROOT / "bench" / "results" / "simulated_path.jsonl")
+    rows = [SimulatedRow.from_dict(row) for row in rows_of("simulated_path")]
     head = (
         "simulated, one change after the other | prefill 256, alone | decode, alone "
         "| prefill 256, with those above | decode, with those above"
@@ -1239,8 +1253,36 @@ def differences(texts: Mapping[str, str] | None = None) -> list[str]:
     return wrong
 
 
+def run(names: Sequence[str]) -> list[str]:
+    """Take simulated rows again, and return the figures and cells that differ.
+
+    Args:
+        names: Files of ``bench/results`` without their ending; none for the fast ones, or ``all``.
+    """
+    chosen = figures_run.REPEATABLE if list(names) == ["all"] else names or figures_run.FAST
+    wrong: list[str] = []
+    for name in chosen:
+        if name not in figures_run.REPEATABLE:
+            raise SystemExit(f"{name} has no simulated rows: choose {', '.join(figures_run.REPEATABLE)}.")
+        old = rows_of(name)
+        with console.progress_bars() as progress:
+            new = figures_run.rows_again(old, len(allowed_cores()), progress)
+        wrong += figures_run.row_differences(name, old, new)
+        FRESH[name] = tuple(new)
+    rows_of.cache_clear()
+    for (page, name), made in tables().items():
+        begin, end = marks(name)
+        shown = (ROOT / page).read_text("utf-8").partition(begin)[2].partition(end)[0]
+        wrong += figures_run.cell_differences(f"{page}, {name}", shown, made)
+    return wrong
+
+
 def main() -> int:
-    """Write or check; return the exit code."""
+    """Write, check or simulate again; return the exit code."""
+    if "--run" in sys.argv[1:2]:
+        wrong = run(sys.argv[2:])
+        sys.stdout.writelines(f"{line}\n" for line in wrong)
+        return int(bool(wrong))
     if "--check" not in sys.argv[1:]:
         for page in {page for page, _ in BLOCKS}:
             path = ROOT / page

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,15 +22,31 @@ from heterollm.report import console
 from heterollm.report.tables_sweep import read_simulated
 from heterollm.simulate import SimulatedRow, SimulationRequest, run_sweep
 
-__all__ = ["CHANGES", "LEVEL", "MODEL", "PATH_LEVELS", "SOC", "Change", "path_cases", "what_if_table"]
+__all__ = [
+    "CHANGES",
+    "LEVEL",
+    "MODEL",
+    "NO_LIMITS",
+    "PATH_LEVELS",
+    "SOC",
+    "Change",
+    "path_cases",
+    "what_if_table",
+]
 
 MODEL: Final = "llama-3-8b"
 SOC: Final = "snapdragon-8gen3"
 PATH_LEVELS: Final = ("gpu", "layer", "tensor", "block")
 PROMPTS: Final = (64, 256, 1024)
 DECODED: Final = 16
+REFUSED_LEVEL: Final = "layer"
+"""The level whose graphs of one pass exceed what the modelled NPU addresses."""
+
 LEVEL: Final = "block"
 """Level of the what-ifs: the solver's widest choice, which a load takes by default where it pays."""
+
+NO_LIMITS: Final = {"npu.address_space_gib": 0.0, "memory.available_gib": 0.0}
+"""Parameters of a phone that holds everything, on which cases run that the modelled one refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,7 @@ CHANGES: Final = (
     Change("shared virtual memory in place of maps", {"memory.fine_grained_svm": 0.0}, {}),
     Change("burst clocks, guessed as twice the default ones", {"npu.clock_factor": 0.5}, {}),
     Change("lengths of a slice that share its weights", {}, {"npu.shared_contexts": 1.0}),
-    Change("NPU graphs that all fit, the most that packaging can give", {}, {"npu.address_space_gib": 0.0}),
+    Change("NPU graphs that all fit, the most that packaging can give", {}, NO_LIMITS),
     Change(
         "GPU kernels as fast as llama.cpp's for Adreno",
         {},
@@ -92,6 +108,7 @@ def path_cases() -> tuple[SimulationRequest, ...]:
         for level in PATH_LEVELS
         for prompt in PROMPTS
     ]
+    own += [replace(one, overrides=NO_LIMITS) for one in own if one.level == REFUSED_LEVEL]
     asked = dict.fromkeys(_case(done) for _, alone, above in steps() for done in (alone, above))
     what_ifs = [
         SimulationRequest(*(MODEL, SOC, 256, DECODED, LEVEL), overrides=dict(changed), calibrated=calibrated)
@@ -154,7 +171,8 @@ def main(given: Sequence[str] | None = None) -> int:
     except HeteroLLMError as error:
         print(f"{error}\n{error.fix or ''}", file=sys.stderr)
         return 1
-    if failed := [row.error for row in rows if row.error is not None]:
+    others = [row for row in rows if row.plan_level != REFUSED_LEVEL or row.what_if]
+    if failed := [row.error for row in others if row.error is not None]:
         print("\n".join(failed), file=sys.stderr)
         return 1
     for cells in what_if_table(rows):

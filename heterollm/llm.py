@@ -350,13 +350,11 @@ class LLM:
         """Deviations from the request, the reason for the choice of device ``auto``, and :attr:`failures`."""
         reason = self.device.reason
         chosen = (f"device auto chose {self.device.name}: {reason}",) if reason else ()
-        return (
-            *chosen,
-            *self._plan_notes,
-            *self._weights.notes,
-            *self.device.gpu.variants.notes,
-            *self.pass_notes,
+        every = (
+            *(*chosen, *self._plan_notes, *self._weights.notes),
+            *(*self.device.gpu.variants.notes, *self.pass_notes),
         )
+        return tuple(dict.fromkeys(every))
 
     @property
     def plan_notes(self) -> tuple[str, ...]:

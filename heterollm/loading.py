@@ -17,9 +17,9 @@ from heterollm.engine import (
     Speculator,
     check_memory,
     check_precision,
+    fitting_need,
     longest_guessed_pass,
     measured_pass_s,
-    memory_need,
     start_engine,
 )
 from heterollm.kernels.device import Device
@@ -29,6 +29,7 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, load_weights, op_specs
 from heterollm.planning import (
+    LOAD_OPTIONS,
     LOOKUP,
     CoreSplit,
     LoadOptions,
@@ -38,11 +39,13 @@ from heterollm.planning import (
     calibrated_scales,
     calibrated_shadows,
     check_kv_bits,
+    check_source_effects,
     choose_context,
+    idle_notes,
     plan_for,
     predicted_pass_s,
 )
-from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest, check_plan
+from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest
 from heterollm.text import CHOSEN_GUESSES, NoTokenizer, Tokenizer, load_tokenizer
 from heterollm.trace import Tracer, take_trace
 
@@ -123,13 +126,20 @@ class PlannedModel:
             HeteroLLMError: The device, plan or an option is unusable.
         """
         config = source.config
+        check_source_effects(asked, config)
         specs = _specs(asked, config, device)
         check_precision(device, asked.precision, specs)
         target = PlanTarget.of(device, chosen, asked.profile)
         plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
         check_kv_bits(asked.kv_bits, is_sparse=bool(plan.sparse_attention))
         budget = _expert_budget(asked, config, specs)
-        need = _memory_need(asked, config, specs, plan, context, device, budget)
+        shadows = calibrated_shadows(asked.weights_calibration)
+        need = fitting_need(
+            *(device, config, specs, plan, context),
+            hot_channels={key: one.held for key, one in shadows.items()},
+            experts_bytes=None if budget is None else budget.size_bytes,
+        )
+        notes = (*notes, *idle_notes(asked, device, plan))
         return cls(source, asked, device, context, specs, plan, notes, budget, need)
 
     @property
@@ -227,6 +237,7 @@ def planned_draft(main: PlannedModel, thread: EngineThread) -> PlannedModel | No
         calibration=None,
         experts_gib=None,
         trace=False,
+        defaults=LOAD_OPTIONS,  # nobody gave them for the draft
     )
     context = min(main.context, choose_context(source.config, None))
     draft = PlannedModel.of(source, own, device, thread, context)
@@ -322,42 +333,10 @@ def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[O
 
 def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:
     """Return the memory that experts may take; None for all of them."""
-    if asked.experts_gib is None:
+    if asked.experts_gib is None or config.routing is None:
         return None
     # A late import, as that of the engine.
     from heterollm.engine import expert_budget
 
     popular = calibrated_experts(asked.calibration)
     return expert_budget(expert_specs(config, specs), asked.experts_gib, popular)
-
-
-def _memory_need(
-    asked: LoadOptions,
-    config: ModelConfig,
-    specs: Sequence[OpSpec],
-    plan: Plan,
-    context: int,
-    device: Device,
-    experts: ExpertBudget | None,
-) -> MemoryNeed:
-    """Check that the device runs a plan, and return the memory of the model."""
-    # A late import, as that of the engine.
-    from heterollm.engine import HEAD_ROWS, pool_sizes
-
-    check_plan(
-        plan,
-        (*specs, *expert_specs(config, specs)),
-        device.npu,
-        longest=config.max_positions,
-        head_rows=HEAD_ROWS,
-        activation=config.activation,
-        heads=(config.heads, config.kv_heads),
-    )
-    item_bytes = device.activation_dtype.itemsize
-    slots = pool_sizes(config, specs, plan, item_bytes, context)
-    return memory_need(
-        *(config, specs, plan, context, slots, device.cache_dtype, device.npu),
-        hot_channels={key: one.held for key, one in calibrated_shadows(asked.weights_calibration).items()},
-        item_bytes=item_bytes,
-        experts_bytes=None if experts is None else experts.size_bytes,
-    )

@@ -53,6 +53,7 @@ class Device:
         power_switch: The switch of the NPU's clocks; None where nothing is asked for. The emulator's accepts
             all and has no clocks, so that the engine does not use it.
         packager: The NPU, if it can put several graphs into one context.
+        memory_bytes: Memory that a model can have on a modelled phone; None where the system is asked.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Device:
     power: Power = "default"
     power_switch: PowerSwitch | None = None
     packager: ContextPackager | None = None
+    memory_bytes: int | None = None
 
     @property
     def standard_lengths(self) -> tuple[int, ...]:

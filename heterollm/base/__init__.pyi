@@ -14,6 +14,11 @@ from .cache_folder import list_cache as list_cache
 from .durations import format_duration as format_duration
 from .durations import format_moment as format_moment
 from .durations import parse_duration as parse_duration
+from .effects import Effect as Effect
+from .effects import Facts as Facts
+from .effects import idle_options as idle_options
+from .effects import refuse_idle as refuse_idle
+from .effects import shown_option as shown_option
 from .errors import CacheError as CacheError
 from .errors import CalibrationError as CalibrationError
 from .errors import CheckpointError as CheckpointError

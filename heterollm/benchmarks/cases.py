@@ -7,18 +7,19 @@ The words are those of llama-bench (https://github.com/ggml-org/llama.cpp/tree/m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, cast, get_args
+from types import MappingProxyType
+from typing import Any, Final, Literal, cast, get_args
 
-from heterollm.base import OptionError
+from heterollm.base import Effect, OptionError, idle_options, refuse_idle
 from heterollm.benchmarks.plugins import check_engine
 from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.open import shares_cores
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.kernels.threads import split_threads
-from heterollm.planning import LoadKeywords, LoadOptions, Threads
+from heterollm.planning import LOAD_EFFECTS, LOAD_OPTIONS, LoadKeywords, LoadOptions, Threads, load_facts
 from heterollm.solver import (
     LENGTH_POLICIES,
     PASSES,
@@ -46,6 +47,15 @@ COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy has an effect."""
 
 NONE: Final = "none"
+FOREIGN: Final = Effect(
+    "plan length_policy sync device scales calibration passes overflow power experts_gib",
+    lambda _: False,
+    "only heterollm itself takes it",
+    "Add --engine self",
+)
+"""Options that other engines do not take."""
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 PASS_LEVELS: Final = ("auto", "tensor")
 """Levels whose plan a pass makes."""
 
@@ -172,6 +182,8 @@ class Configuration:
             "power": self.power or "burst",
             "length_policy": cast("LengthPolicy", policy),
             "experts_gib": self.experts_gib,
+            # Options of a grid have an effect in some of its configurations.
+            "defaults": LOAD_OPTIONS,
         }
 
 
@@ -228,6 +240,7 @@ def expand(
     passes: Sequence[str] = (NONE,),
     experts_gib: float | None = None,
     overflow: Overflow = "gpu",
+    given: Mapping[str, Any] = NOTHING,
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
 
@@ -236,10 +249,11 @@ def expand(
     syncs to levels that use the NPU (``operator`` to all), a calibration to integers on the NPU and to
     ``shadowattn``, steps of llm.npu to ``auto`` and ``tensor`` at ``w8a8``, ``shadowattn`` to all levels at
     ``w8a8`` and stepped ``w4a16``, steps of NPUMoE to all levels but ``gpu`` (``none`` is no pass), and none
-    of them to other engines. Levels that need an NPU skip splits without one.
+    of them to other engines. Levels that need an NPU skip splits without one. ``given`` has
+    the values of options, by name, that must have an effect in some configuration.
 
     Raises:
-        OptionError: A value is not legal, or no configuration is left.
+        OptionError: A value is not legal, an option has no effect, or no configuration is left.
     """
     for engine in engines:
         check_engine(engine)
@@ -288,10 +302,26 @@ def expand(
             f"an NPU thread; {SHADOW_ATTENTION} needs a level, and --precision w8a8 or --scales stepped; "
             "steps of npumoe need a level other than gpu, and an NPU thread.",
         )
-    for one in unique:
-        if one.engine == "self":
-            LoadOptions(**one.load_keywords)
+    check_given(unique, given)
     return unique
+
+
+def check_given(configurations: Sequence[Configuration], given: Mapping[str, Any]) -> None:
+    """Refuse options that have no effect in any configuration, and those of a load that is not legal.
+
+    Args:
+        configurations: Of a grid.
+        given: Values of the options by name.
+
+    Raises:
+        OptionError: There is one.
+    """
+    own = [LoadOptions(**one.load_keywords) for one in configurations if one.engine == "self"]
+    refuse_idle(() if own else (FOREIGN,), given, given)
+    idle = [dict(idle_options(LOAD_EFFECTS, given, load_facts(one)[0])) for one in own]
+    for name, effect in idle[0].items() if idle else ():
+        if all(name in one for one in idle):
+            raise effect.error(name, given[name])
 
 
 def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuration, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -11,6 +11,7 @@ import typer
 
 from heterollm.base import FAILED, PARTLY, OptionError
 from heterollm.cli.complete import PLANS
+from heterollm.cli.effects import given_options
 from heterollm.cli.options import (
     PASSES,
     PRECISIONS,
@@ -192,7 +193,8 @@ def bench(
         return
     if model is None:
         raise typer.BadParameter("Name a model, or rows with --from.", ctx=context, param_hint="MODEL")
-    options = _options(model, tests, grid, sampling)
+    given = {name: context.params[name] for name in given_options(context)}
+    options = _options(model, tests, grid, sampling, given)
     if sampling.traces is not None:
         _check_traces(sampling.traces, sampling.no_trace)
     out = None if shown.output is None else labelled(shown.output, simulated=is_simulated(grid.device))
@@ -210,7 +212,11 @@ def bench(
 
 
 def _options(
-    model: str, tests: WorkloadOptions, grid: ConfigurationOptions, sampling: SampleOptions
+    model: str,
+    tests: WorkloadOptions,
+    grid: ConfigurationOptions,
+    sampling: SampleOptions,
+    given: Mapping[str, Any],
 ) -> BenchOptions:
     """Return the options of the bench.
 
@@ -223,7 +229,7 @@ def _options(
     limit = sampling.time_limit
     return BenchOptions(
         model,
-        _configurations(grid),
+        _configurations(grid, given),
         cases_of(tests.prompt, tests.decode, tests.pairs or (), tests.depth),
         repetitions=tests.repetitions,
         seed=sampling.seed,
@@ -235,7 +241,7 @@ def _options(
     )
 
 
-def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
+def _configurations(grid: ConfigurationOptions, given: Mapping[str, Any]) -> tuple[Configuration, ...]:
     from heterollm.benchmarks import expand, with_baseline
 
     return with_baseline(
@@ -254,6 +260,7 @@ def _configurations(grid: ConfigurationOptions) -> tuple[Configuration, ...]:
             passes=grid.passes,
             experts_gib=grid.experts_gib,
             overflow=grid.overflow,
+            given=given,
         )
     )
 
@@ -295,9 +302,9 @@ def _check_traces(folder: Path, no_trace: bool) -> None:
 
 def _refuse_others(context: typer.Context) -> None:
     """Refuse options of a measurement together with ``--from``, which would ignore them."""
+    given = given_options(context)
     for param in context.command.params:
-        source = context.get_parameter_source(param.name or "")
-        if param.name not in OF_SAVED and source is not None and source.name == "COMMANDLINE":
+        if param.name in given and param.name not in OF_SAVED:
             raise OptionError(
                 f"{max(param.opts, key=len)} is for a measurement, and --from measures nothing.",
                 fix="Leave out one of the two.",

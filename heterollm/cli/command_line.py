@@ -42,6 +42,8 @@ __all__ = ["app", "main"]
 EVERYWHERE: Final = ("--debug", "--no-config")
 """Options of the program that may also follow the command."""
 
+HELP: Final = frozenset({"-h", "--help"})
+
 UsageError: Final[Any] = typer.BadParameter.__bases__[0]
 """Typer's error of wrong usage, which Typer does not export."""
 
@@ -163,8 +165,14 @@ def _defaults(words: list[str]) -> dict[str, Any] | None:
         return None
     from heterollm.cli.config_file import config_defaults, config_path, read_config
 
-    path = config_path()
-    return config_defaults(_program(), path) if read_config(path) else None
+    try:
+        path = config_path()
+        return config_defaults(_program(), path) if read_config(path) else None
+    except HeteroLLMError as error:
+        if not HELP.intersection(words):
+            raise
+        _note(str(error))  # the help needs no defaults
+        return None
 
 
 def _show_error(error: Exception, *, debug: bool = False) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,11 @@ EVERY: Final = "defaults"
 """The table whose options go to every command that has them and takes their value."""
 
 HELP: Final = ("-h", "--help")
+
+MOST_DOTS: Final = 1000
+LARGEST_BYTES: Final = 1 << 18
+"""Far more than all options of all commands take."""
+
 
 KINDS: Final[dict[Any, tuple[tuple[type, ...], str]]] = {
     bool: ((bool,), "true or false"),
@@ -64,10 +70,11 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the tables of a file; nothing if the file of the platform's folder does not exist.
 
     Raises:
-        OptionError: The file cannot be read, or is not TOML.
+        OptionError: The file cannot be read, is no regular file, is too large, or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        text = _text(path)
+        return tomllib.loads(text)
     except FileNotFoundError:
         if not os.environ.get(CONFIG_VARIABLE):
             return {}
@@ -75,9 +82,32 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} is missing, which {CONFIG_VARIABLE} names.",
             fix="Create the file or unset the variable.",
         ) from None
+    except RecursionError:
+        raise _wrong(path, "its values are nested too deeply") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise _wrong(path, f"it cannot be read: {reason}") from error
+        raise _wrong(path, f"it cannot be read: {reason!s:.200}") from error
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file of defaults.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no regular file, too large, or not UTF-8.
+    """
+    # A pipe would wait for a writer, and a device may have no end.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no regular file")
+    with path.open("rb") as file:
+        content = file.read(LARGEST_BYTES + 1)
+    if len(content) > LARGEST_BYTES:
+        raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
+    text = content.decode("utf-8")
+    # tomllib's time grows with the square of the parts of a name.
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line has more than {MOST_DOTS} dots")
+    return text
 
 
 def config_defaults(program: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401 - a group of typer's own click
@@ -94,13 +124,17 @@ def config_defaults(program: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401
     every = tables.pop(EVERY, {})
     for name, table in ((EVERY, every), *tables.items()):
         if not isinstance(table, dict):
-            raise _wrong(path, f"{name} is in no table", f"Put it below [{EVERY}] or the name of a command.")
+            raise _wrong(
+                path,
+                f"{name:.80} is in no table",
+                f"Put it below [{EVERY}] or the name of a command.",
+            )
     found = _command_defaults(program, tables, path)
     for key, value in every.items():
         having = [(words, command) for words, command in _commands(program) if key in _options(command)]
         if not having:
             known = {name for _, command in _commands(program) for name in _options(command)}
-            raise _wrong(path, f"[{EVERY}] {key}: no command has this option", _close(key, known))
+            raise _wrong(path, f"[{EVERY}] {key:.80}: no command has this option", _close(key, known))
         refusals = []
         for words, command in having:
             try:
@@ -135,7 +169,7 @@ def _command_defaults(
     """Return the defaults of the commands of a group and of those below."""
     found: dict[str, Any] = {}
     for name, table in tables.items():
-        title = f"[{'.'.join((*above, name))}]"
+        title = f"[{'.'.join((*above, name)):.80}]"
         command = group.commands.get(name)
         if command is None:
             raise _wrong(path, f"{title}: there is no such command", _close(name, (EVERY, *group.commands)))
@@ -148,7 +182,7 @@ def _command_defaults(
                 continue
             if key not in options:
                 names = (*options, *below)
-                raise _wrong(path, f"{title} {key}: the command has no such option", _close(key, names))
+                raise _wrong(path, f"{title} {key:.80}: the command has no such option", _close(key, names))
             found[name][options[key].name] = _value(command, key, value, title, path)
     return found
 
@@ -200,9 +234,10 @@ def _value(command: Any, key: str, value: object, title: str, path: Path) -> Any
 
 
 def _close(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), 3)
+    near = difflib.get_close_matches(name[:80], list(names), 3)
     return f"Close to it: {', '.join(near)}." if near else ""
 
 
 def _wrong(path: Path, problem: str, fix: str = "") -> OptionError:
-    return OptionError(f"{path}: {problem}.", fix=fix or "Change the file, or give --no-config.")
+    problem = "".join(one if one.isprintable() else repr(one)[1:-1] for one in problem)
+    return OptionError(f"{path}: {problem:.400}.", fix=fix or "Change the file, or give --no-config.")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from heterollm.cli.effects import options_of_file
 from heterollm.cli.options import ModelOptions, RunOptions, pass_request
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
             speculative=run.speculative,
             guesses=run.guesses,
             trace=trace,
+            defaults=options_of_file(),
             progress=progress,
         )
     if llm.device.reason:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from heterollm.cli import complete as cli_complete
+from heterollm.cli.effects import CheckedCommand
 from heterollm.engine import Sync
 from heterollm.kernels.ops import Power, Precision, Scales
 
@@ -385,6 +386,14 @@ class TokenOptions:
     seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable.")] = None
 
 
+class CheckedTyper(typer.Typer):
+    """A group whose commands refuse given options without an effect."""
+
+    def command(self, *names: Any, cls: type[TyperCommand] = CheckedCommand, **options: Any) -> Any:  # noqa: ANN401
+        """Return the decorator of a command, as typer does."""
+        return super().command(*names, cls=cls, **options)
+
+
 def command_group(
     name: str | None = None, description: str | None = None, cls: type[TyperGroup] = TyperGroup
 ) -> typer.Typer:
@@ -395,7 +404,7 @@ def command_group(
         description: Help of a group with a name.
         cls: The class of the group.
     """
-    return typer.Typer(name=name, cls=cls, help=description, no_args_is_help=True, rich_markup_mode=None)
+    return CheckedTyper(name=name, cls=cls, help=description, no_args_is_help=True, rich_markup_mode=None)
 
 
 def chosen_format(form: Format, *, as_json: bool) -> Format:

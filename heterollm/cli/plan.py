@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from heterollm.cli.effects import options_of_file
 from heterollm.cli.options import (
     AttentionOptions,
     Context,
@@ -140,6 +141,7 @@ def plan_model(
         npu_threads=threads.npu_threads,
         power=power,
         request=_request(limits, attention, answer.plan),
+        defaults=options_of_file(),
     )
     solved = solve_for(model, options, source.profile)
     if answer.output is not None:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from heterollm.base import FAILED
 from heterollm.cli import complete as cli_complete
+from heterollm.cli.effects import leave_idle_out
 from heterollm.cli.options import (
     PRECISIONS,
     DeviceOptions,
@@ -44,6 +45,12 @@ class ProfileGroup(TyperGroup):
         super().parse_args(ctx, [])
         ctx._protected_args, ctx.args = args[:1], args[1:]  # noqa: SLF001 - as its base class does
         return args[1:]
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - of typer's own click
+        """Run a command, or check the options of a measurement and take it."""
+        if not ctx._protected_args:  # noqa: SLF001 - as its base class does
+            leave_idle_out(ctx)
+        return super().invoke(ctx)
 
 
 OTHER_SHARE: Final = 0.25

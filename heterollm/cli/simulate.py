@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, get
 
 import typer
 
-from heterollm.base import FAILED, OptionError
+from heterollm.base import FAILED, Effect, OptionError, refuse_idle
 from heterollm.cli import complete as cli_complete
+from heterollm.cli.effects import given_options
 from heterollm.cli.options import (
     PASSES,
     AttentionOptions,
@@ -48,6 +49,22 @@ PASS_SETS: Final[dict[str, tuple[PassChoice, ...]]] = {
     **{f"{name}+shadowattn": (name, "shadowattn") for name in PASSES if name != "shadowattn"},
 }
 """Passes of a case by the text that names them."""
+
+GRID_EFFECTS: Final = (
+    Effect(
+        "jobs cluster",
+        lambda facts: facts["cases"] > 1,
+        "there is one case to run",
+        "Give lists, which make a grid",
+    ),
+    Effect(
+        "timeline",
+        lambda facts: facts["cases"] == 1 and facts["output"] is None and facts["form"] in ("table", "json"),
+        "a timeline is of one case, printed as a table or as JSON",
+        "Leave out lists, --format and -o",
+    ),
+)
+"""Conditions by the number of cases."""
 
 Lengths: TypeAlias = Literal["auto", "padding", "pipe", "online"]
 Waits: TypeAlias = Literal["finish", "poll", "predict"]
@@ -199,6 +216,7 @@ class ModellingOptions:
 @commands.command("simulate")
 @takes_records
 def simulate_model(
+    context: typer.Context,
     cases: CaseOptions,
     modelling: ModellingOptions,
     attention: AttentionOptions,
@@ -232,7 +250,9 @@ def simulate_model(
     if out is not None:
         check_target(out, "result")
     timeline, picture = _check_timeline(timeline)
-    requests = _requests(cases, modelling, attention, trace=timeline is not None)
+    given = given_options(context)
+    requests = _requests(cases, modelling, attention, given, trace=timeline is not None)
+    refuse_idle(GRID_EFFECTS, given, context.params | {"cases": len(requests)})
     if len(requests) == 1 and form in ("table", "json") and out is None:
         _one(requests[0], timeline, picture, as_json=form == "json", explain=explain)
     elif explain:
@@ -245,7 +265,12 @@ def simulate_model(
 
 
 def _requests(
-    cases: CaseOptions, modelling: ModellingOptions, attention: AttentionOptions, *, trace: bool
+    cases: CaseOptions,
+    modelling: ModellingOptions,
+    attention: AttentionOptions,
+    given: frozenset[str],
+    *,
+    trace: bool,
 ) -> tuple[SimulationRequest, ...]:
     """Return the cases of the grid.
 
@@ -288,6 +313,7 @@ def _requests(
         syncs=cases.sync,
         loads=cases.gpu_load or (None,),
         passes=[PASS_SETS[name] for name in cases.passes],
+        given=given,
     )
 
 

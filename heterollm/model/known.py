@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.data import BUNDLED_NAME
 from heterollm.kernels.ops import Precision, Scales
 from heterollm.model.checkpoint import checkpoint_folder
+from heterollm.model.closest import closest_config
 from heterollm.model.config import ModelConfig
-from heterollm.model.families import unsupported
 from heterollm.model.hub import is_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.shape import ModelShape, model_shape, read_config
@@ -60,8 +60,8 @@ class ModelSize(NamedTuple):
     def config(self, kind: str = "llama") -> ModelConfig:
         """Return the configuration of a model of this size with ``model_type`` ``kind``."""
         mixture = {
-            "moe_intermediate_size": self.intermediate,
-            "num_experts": self.experts,
+            **({"moe_intermediate_size": self.intermediate} if kind == "qwen3_moe" else {}),
+            ("num_local_experts" if kind in ("mixtral", "phimoe") else "num_experts"): self.experts,
             "num_experts_per_tok": self.chosen,
             "norm_topk_prob": kind == "qwen3_moe",
         }
@@ -229,30 +229,6 @@ def default_shapes(
     )
 
 
-KEPT: Final = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "sliding_window",
-)
-"""Fields that the closest Llama takes from a configuration of another family."""
-
-EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-COMPRESSED_KEYS: Final = ("kv_lora_rank", "q_lora_rank")
-"""Fields of layers that no Llama approximates."""
-
-UNGATED: Final = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
-"""Model types whose feed-forward network has two linear layers."""
-
-WIDTH_STEP: Final = 128
-
-
 class FoundModel(NamedTuple):
     """A model's name, configuration and approximation, which is empty without one."""
 
@@ -303,34 +279,7 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
         except UnsupportedModelError:
             if not closest:
                 raise
-            closest_config, note = _closest(read_json_object(file))
-            return FoundModel(name, closest_config, note)
+            return FoundModel(name, *closest_config(read_json_object(file)))
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"Cannot read {str(name_or_path)!r:.200}: {error}.") from error
     return FoundModel(name, config, "")
-
-
-def _closest(values: Mapping[str, Any]) -> tuple[ModelConfig, str]:
-    """Return the Llama that is closest to a model of another family, and a note on the approximation.
-
-    Raises:
-        CheckpointError: A size is missing or illegal.
-        UnsupportedModelError: No Llama approximates the model.
-    """
-    kind = values.get("model_type")
-    for what, names in (
-        ("A mixture of experts", EXPERTS),
-        ("Attention with compressed keys", COMPRESSED_KEYS),
-    ):
-        if (name := next((name for name in names if values.get(name)), None)) is not None:
-            raise unsupported(f"{what} ({name}) in model type {kind!r:.80}")
-    kept = {name: values[name] for name in KEPT if values.get(name) is not None}
-    note = f"Model type {kind!r:.80} is taken for a Llama of the same sizes; all else of it is left out."
-    width = kept.get("intermediate_size")
-    if kind in UNGATED and type(width) is int:
-        # A gated network of two thirds of the width has as many weights.
-        kept["intermediate_size"] = max(WIDTH_STEP, width * 2 // 3 // WIDTH_STEP * WIDTH_STEP)
-        note += f" Its network has no gate: a gated one, {kept['intermediate_size']} wide, stands for it."
-    family = "mistral" if "sliding_window" in kept else "llama"
-    config = ModelConfig.from_dict({"model_type": family, "architectures": [ARCHITECTURES[family]], **kept})
-    return config, note

@@ -24,6 +24,7 @@ __all__ = [
     "final_norm_bias_name",
     "final_norm_name",
     "head_name",
+    "kept_formats",
     "layer_norms",
     "layer_of",
     "linear_names",
@@ -33,7 +34,6 @@ __all__ = [
     "norm_name",
     "op_specs",
     "shortened_blocks",
-    "stored_formats",
 ]
 
 HEAD_LAYER = -1
@@ -214,7 +214,7 @@ def op_specs(
     Raises:
         OptionError: No legal block divides the inputs of some group.
     """
-    stored = stored_formats(config, precision, scales)
+    stored = kept_formats(config, precision, scales)
 
     def spec(layer: int, group: Group) -> OpSpec:
         columns = _columns(config, group)
@@ -241,7 +241,7 @@ def op_specs(
     return (*layers, spec(HEAD_LAYER, "head"))
 
 
-def stored_formats(config: ModelConfig, precision: Precision, scales: Scales) -> StoredFormats | None:
+def kept_formats(config: ModelConfig, precision: Precision, scales: Scales) -> StoredFormats | None:
     """Return the formats that weights keep from the checkpoint; None if they are quantised from floats."""
     return config.stored if precision in ("w4a16", "w4a8") and scales == "free" else None
 

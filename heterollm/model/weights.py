@@ -37,6 +37,7 @@ from heterollm.model.layout import (
     expected_tensors,
     final_norm_bias_name,
     final_norm_name,
+    kept_formats,
     linear_names,
     linear_rows,
     matrix_shape,
@@ -44,7 +45,6 @@ from heterollm.model.layout import (
     norm_name,
     op_specs,
     shortened_blocks,
-    stored_formats,
 )
 from heterollm.model.stored import STORED_VERSION
 from heterollm.model.stored_notes import stored_notes
@@ -214,7 +214,7 @@ def load_weights(
     float_bits: Literal[16, 32] = 32 if dtype == np.float32 else 16
     specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)
     notes = checkpoint.notes
-    if stored_formats(config, precision, scales) is None:
+    if kept_formats(config, precision, scales) is None:
         notes += tuple(shortened_blocks((*specs, *_expert_linears(config, specs)), group_size))
     for note in notes:
         logger.warning("%s", note)

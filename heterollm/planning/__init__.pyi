@@ -14,6 +14,12 @@ from .core_split import other_splits as other_splits
 from .experts import expert_loads as expert_loads
 from .experts import npu_bytes_left as npu_bytes_left
 from .lengths import LengthChoice as LengthChoice
+from .load_effects import LOAD_EFFECTS as LOAD_EFFECTS
+from .load_effects import LOAD_OPTIONS as LOAD_OPTIONS
+from .load_effects import check_source_effects as check_source_effects
+from .load_effects import idle_notes as idle_notes
+from .load_effects import is_file as is_file
+from .load_effects import load_facts as load_facts
 from .load_options import LOOKUP as LOOKUP
 from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions

@@ -8,12 +8,14 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from heterollm.base import ProfileError
+from heterollm.engine import fitting_need
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.model import find_model, op_specs
 from heterollm.planning.additions import calibrated_parts
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.core_split import CoreSplit
+from heterollm.planning.load_effects import check_source_effects
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
@@ -39,9 +41,10 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
         HeteroLLMError: The checkpoint, device or an option is not usable.
     """
     config = find_model(model, closest=False).config
+    check_source_effects(options, config)
     context = choose_context(config, options.context)
     cores = CoreSplit(options, config, context)
-    reason = ""
+    reason, opened = "", None
     if profile is not None:
         found: Profile | None = checked(Profile.load(profile))
     else:
@@ -72,6 +75,9 @@ def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = No
     shadows = shadows_under(options.request, calibrated_shadows(options.weights_calibration))
     model_of_profile = ProfiledModel(found, config, specs, options.precision, calibration, shadows)
     solved = solve_plan(model_of_profile, asked, heads, routing)
+    if opened is not None:
+        shadow_channels = {key: one.held for key, one in shadows.items()}
+        fitting_need(opened, config, specs, solved.plan, context, hot_channels=shadow_channels)
     return dataclasses.replace(solved, choice=reason) if reason else solved
 
 

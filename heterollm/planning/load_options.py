@@ -10,8 +10,8 @@ from typing import Final, Literal, TypeAlias, TypedDict, get_args
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
-from heterollm.kernels.sim import is_simulated
 from heterollm.model import ModelConfig
+from heterollm.planning.load_effects import check_effects
 from heterollm.planning.passes import check_pass
 from heterollm.solver import (
     LENGTH_POLICIES,
@@ -19,7 +19,6 @@ from heterollm.solver import (
     LengthPolicy,
     Plan,
     PlanRequest,
-    expert_pass,
 )
 from heterollm.text import MOST_GUESSES
 
@@ -91,9 +90,11 @@ class LoadOptions:
         speculative: ``lookup`` to guess that the text repeats itself, or the folder, GGUF file or hub name of
             a draft model with the same tokenizer, which guesses; None to decode one token at a time.
         guesses: Guesses in each pass, 1 to 15; None for the number that pays most, possibly none.
+        defaults: Names of options that a file of defaults sets for many commands. One of them that has no
+            effect beside the others is left alone; others without effect are refused.
 
     Raises:
-        OptionError: An option is not legal; the message names it.
+        OptionError: An option is not legal, or has no effect; the message names it.
     """
 
     device: str = "auto"
@@ -119,6 +120,7 @@ class LoadOptions:
     lora: str | Path | None = None
     speculative: str | Path | None = None
     guesses: int | None = None
+    defaults: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not isinstance(self.plan, str | Path | Plan):
@@ -139,15 +141,6 @@ class LoadOptions:
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
         passes = () if self.request is None else self.request.passes
-        for_experts = expert_pass(passes) is not None or self.experts_gib is not None
-        for_experts = for_experts and SHADOW_ATTENTION not in passes
-        if self.calibration != self.weights_calibration and not for_experts:
-            raise OptionError(
-                "A calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8, "
-                "or for the pass npumoe or a memory budget of experts.",
-                fix="Choose scales stepped or precision w8a8, or leave the calibration out: a plan's file "
-                "has all that it needs of it.",
-            )
         if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":
             raise OptionError(
                 "Precision w8a8 needs the calibrated ranges of the model's activations.",
@@ -155,7 +148,7 @@ class LoadOptions:
                 "or choose plan gpu, which computes with float activations.",
             )
         check_kv_bits(self.kv_bits, is_sparse=SHADOW_ATTENTION in passes)
-        check_experts_gib(self.experts_gib, self.device)
+        check_experts_gib(self.experts_gib)
         check_speculative(self.speculative, self.guesses)
         for what, given, legal in (
             ("power", self.power, POWERS),
@@ -166,6 +159,7 @@ class LoadOptions:
                 raise OptionError(
                     f"There is no {what} {given!r:.80}.", fix=f"Choose among {', '.join(legal)}."
                 )
+        check_effects(self)
 
     @property
     def weights_calibration(self) -> str | Path | None:
@@ -200,6 +194,7 @@ class LoadKeywords(TypedDict, total=False):
     lora: str | Path | None
     speculative: str | Path | None
     guesses: int | None
+    defaults: frozenset[str]
 
 
 def check_speculative(speculative: object, guesses: object) -> None:
@@ -217,10 +212,6 @@ def check_speculative(speculative: object, guesses: object) -> None:
     if type(guesses) is not int or not 1 <= guesses <= MOST_GUESSES:
         raise OptionError(
             f"{guesses!r:.80} guesses cannot be checked in a pass.", fix=f"Give 1 to {MOST_GUESSES}."
-        )
-    if speculative is None:
-        raise OptionError(
-            f"There is nothing to make {guesses} guesses.", fix=f"Give --speculative {LOOKUP}, or a model."
         )
 
 
@@ -241,11 +232,11 @@ def check_kv_bits(kv_bits: object, *, is_sparse: bool) -> None:
         )
 
 
-def check_experts_gib(experts_gib: float | None, device: str) -> None:
-    """Refuse a memory budget of experts that is no size, or that the device cannot have.
+def check_experts_gib(experts_gib: float | None) -> None:
+    """Refuse a memory budget of experts that is no size.
 
     Raises:
-        OptionError: It is not legal; the message says why.
+        OptionError: It is not legal.
     """
     if experts_gib is None:
         return
@@ -253,12 +244,6 @@ def check_experts_gib(experts_gib: float | None, device: str) -> None:
     if not number or not 0 < experts_gib < math.inf:
         raise OptionError(
             f"The memory of experts is {experts_gib!r:.80} GiB.", fix="Give a number above 0, such as 1.5."
-        )
-    if is_simulated(device):
-        raise OptionError(
-            "A simulated device has no storage to read experts from, so that a budget of their memory would "
-            "cost it no time.",
-            fix="Leave --experts-gib out, or choose another device.",
         )
 
 

@@ -83,7 +83,7 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
     if (before := result.in_order) is not None:
         parts.append(Text(_bubbles(result, before)))
     if not result.graphs.fits:
-        parts.append(Text(_refused(result.graphs)))
+        parts.append(Text(_reopened(result.graphs)))
     slower = result.slowdown()
     if slower is not None:
         words = ", ".join(f"{phase} {factor:.2f} times" for phase, factor in slower.items())
@@ -190,10 +190,11 @@ def _bubbles(result: SimulationResult, before: PhaseUse) -> str:
     )
 
 
-def _refused(graphs: GraphUse) -> str:
+def _reopened(graphs: GraphUse) -> str:
     return (
-        f"The plan does not fit: its NPU graphs take {graphs.held_gib:.1f} GiB, and the NPU "
-        f"addresses {graphs.limit_gib:g} GiB. The times hold only for a device that could open them."
+        f"The NPU cannot hold the graphs of all lengths at once: they take {graphs.held_gib:.1f} GiB, and it "
+        f"addresses {graphs.limit_gib:g} GiB. A pass of another length opens its own again, and these times "
+        "leave that out."
     )
 
 

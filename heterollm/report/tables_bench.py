@@ -196,21 +196,28 @@ def energy_words(rows: Sequence[BenchRow]) -> str:
 
 
 def lacking_words(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Yield reasons for missing predictions and ceilings, and the engines' remarks."""
+    """Yield reasons for missing predictions and ceilings, and the engines' remarks, each text once."""
+    own = dict.fromkeys(row.label for row in rows if row.engine == "self")
+    lacking: dict[str, dict[str, dict[str, None]]] = {}
     for field, what in (("predicted_ms", "prediction"), ("ceilings", "ceilings")):
-        lacking: dict[str, dict[str, None]] = {}
         for row in rows:
             reason = row.reasons.get(field)
             if reason and row.engine == "self":
-                lacking.setdefault(reason, {})[row.label] = None
-        for reason, labels in lacking.items():
-            yield f"No {what} of {', '.join(labels)}: {reason}"
+                lacking.setdefault(reason, {}).setdefault(what, {})[row.label] = None
+    for reason, found in lacking.items():
+        kinds: dict[tuple[str, ...], list[str]] = {}
+        for what, labels in found.items():
+            kinds.setdefault(tuple(labels), []).append(what)
+        for labels, lacked in kinds.items():
+            of = "" if len(own) > 1 and labels == tuple(own) else f" of {', '.join(labels)}"
+            yield f"No {' and no '.join(lacked)}{of}: {reason}"
     remarks: dict[str, dict[str, None]] = {}
     for row in rows:
         for text in row.notes:
             remarks.setdefault(text, {})[row.label] = None
+    every = dict.fromkeys(row.label for row in rows)
     for text, labels in remarks.items():
-        yield f"{', '.join(labels)}: {text}"
+        yield text if len(every) > 1 and labels.keys() == every.keys() else f"{', '.join(labels)}: {text}"
 
 
 def _is_whole(rows: Sequence[BenchRow], row: BenchRow) -> bool:

@@ -12,7 +12,7 @@ from typing import Final, cast
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
-from heterollm.engine import Engine, ExpertRows
+from heterollm.engine import Engine, ExpertRows, fitting_need
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
@@ -37,8 +37,8 @@ from heterollm.model import (
     op_specs,
     shape_only_weights,
 )
+from heterollm.simulate.effects import check_case
 from heterollm.simulate.experts import AssumedExperts, ExpertUse
-from heterollm.simulate.memory import check_memory
 from heterollm.simulate.phase import PhaseUse, padding_us, splits_of, used
 from heterollm.simulate.plan import assumed_routing, assumed_shadows, own_length, planned, profile_of
 from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
@@ -53,7 +53,7 @@ from heterollm.solver import (
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
-__all__ = ["needs_profile", "profile_ahead", "simulate"]
+__all__ = ["needs_profile", "profile_ahead", "simulate", "simulated"]
 
 GROUP_SIZE: Final = 128
 
@@ -66,9 +66,15 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         progress: Called with a stage's name, steps done and steps in all.
 
     Raises:
-        OptionError: There is no such model or SoC, or it cannot run the case.
+        OptionError: There is no such model or SoC, it cannot run the case, or an option has no effect in it.
         HeteroLLMError: The plan cannot be made.
     """
+    check_case(request)
+    return simulated(request, progress)
+
+
+def simulated(request: SimulationRequest, progress: Progress | None = None) -> SimulationResult:
+    """Simulate a case of a grid, whose options may be for other cases; see :func:`simulate`."""
     found = find_model(request.model, closest=not request.numerics)
     positions = request.prompt + request.decode
     if positions > found.config.max_positions:
@@ -85,7 +91,7 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
         _open(replace(alone, numerics=False)), found.name, found.config, specs, request, report, strategy
     )
     device, every = _open(request), (*specs, *expert_specs(found.config, specs))
-    check_memory(device, found.name, found.config, every, plan, positions)
+    fitting_need(device, found.config, specs, plan, positions)
     run = _Run(device, found.config, specs, plan, request)
     phases = run.measured(report)
     in_order = None

@@ -11,7 +11,7 @@ import itertools
 import math
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -19,9 +19,10 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from heterollm.base import HeteroLLMError, OptionError, Progress, silent
 from heterollm.kernels.sim import GpuLoad
+from heterollm.simulate.effects import check_grid, without_idle
 from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync, SimulationRequest
 from heterollm.simulate.row import SimulatedRow
-from heterollm.simulate.run import needs_profile, profile_ahead, simulate
+from heterollm.simulate.run import needs_profile, profile_ahead, simulated
 from heterollm.solver import SHADOW_ATTENTION, PassName, expert_pass
 
 __all__ = ["CLUSTERS", "LARGEST_SWEEP", "Cluster", "expand", "run_case", "run_sweep"]
@@ -30,9 +31,6 @@ Cluster: TypeAlias = Literal["dask", "ray"]
 CLUSTERS: Final[tuple[Cluster, ...]] = get_args(Cluster)
 
 LARGEST_SWEEP: Final = 100_000
-COVERED: Final = ("npu", "layer")
-"""Levels at which the NPU computes whole groups, so that a length policy has an effect."""
-
 Result = TypeVar("Result")
 
 _Map: TypeAlias = Callable[[Callable[[SimulationRequest], Any], Sequence[SimulationRequest]], Iterator[Any]]
@@ -51,11 +49,12 @@ def expand(
     syncs: Sequence[SimulatedSync] = (),
     loads: Sequence[GpuLoad | None] = (),
     passes: Sequence[tuple[PassName, ...]] = (),
+    given: Collection[str] = (),
 ) -> tuple[SimulationRequest, ...]:
     """Return the cases of a grid, each once, models first.
 
-    Levels that ignore the length policy get the first of several; ``gpu``, which never waits, gets the first
-    of several syncs.
+    Options without effect in a case have their defaults there, such as a length policy at a level that needs
+    none.
 
     Args:
         base: Values of the fields whose list is empty.
@@ -68,9 +67,10 @@ def expand(
         syncs: How the processors wait for each other.
         loads: Games that use the GPU at the same time.
         passes: Techniques of a paper over the plan.
+        given: Names of options that must have an effect in some case.
 
     Raises:
-        OptionError: A value is not legal, or there are too many cases.
+        OptionError: A value is not legal, an option has no effect, or there are too many cases.
     """
     models, socs, levels = models or (base.model,), socs or (base.soc,), levels or (base.level,)
     prompts, decodes, loads = prompts or (base.prompt,), decodes or (base.decode,), loads or (base.load,)
@@ -82,9 +82,7 @@ def expand(
             f"The sweep has {cases} cases, more than {LARGEST_SWEEP}.",
             fix="Give shorter lists, or several sweeps.",
         )
-    ways = _ways(levels, policies, syncs)
-    runs = dict.fromkeys(itertools.product(models, socs, prompts, decodes, ways, loads, passes))
-    return tuple(
+    grid = [
         replace(
             base,
             model=model,
@@ -97,25 +95,20 @@ def expand(
             load=load,
             passes=own,
         )
-        for model, soc, prompt, decode, (level, policy, sync), load, own in runs
-    )
-
-
-def _ways(
-    levels: Sequence[str], policies: Sequence[SimulatedLengthPolicy], syncs: Sequence[SimulatedSync]
-) -> list[tuple[str, SimulatedLengthPolicy, SimulatedSync]]:
-    """Return each combination once: the first value stands for all where a level ignores the choice."""
-    found = (
-        (level, policy if level in COVERED else policies[0], sync if level != "gpu" else syncs[0])
-        for level, policy, sync in itertools.product(levels, policies, syncs)
-    )
-    return list(dict.fromkeys(found))
+        for model, soc, prompt, decode, level, policy, sync, load, own in itertools.product(*lists)
+    ]
+    check_grid(grid, given)
+    found: list[SimulationRequest] = []
+    for request in map(without_idle, grid):
+        if request not in found:
+            found.append(request)
+    return tuple(found)
 
 
 def run_case(request: SimulationRequest) -> SimulatedRow:
     """Simulate one case; a failure becomes a row that says why."""
     try:
-        return SimulatedRow.of(request, simulate(request))
+        return SimulatedRow.of(request, simulated(request))
     except HeteroLLMError as error:
         return SimulatedRow.of(request, error=str(error))
     except Exception as error:  # noqa: BLE001 - one case must not end a sweep of hours; its row is no result

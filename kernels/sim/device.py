@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from heterollm.base import OptionError
+from heterollm.base import GIB, OptionError
 from heterollm.kernels.device import Device, DeviceStatus
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.sim.clock import ClockCosts, MemoryRates, SimulatedClock
@@ -75,6 +75,7 @@ def open_simulated(
         activation_dtype=half if real is None else real.activation_dtype,
         cache_dtype=half if real is None else real.cache_dtype,
         time_kind="simulated",
+        memory_bytes=int(soc.memory.available_gib * GIB) or None,
     )
 
 

@@ -5,6 +5,8 @@ from .gguf import GGUF_FIELDS as GGUF_FIELDS
 from .quantization import FOREIGN_METHODS as FOREIGN_METHODS
 from .quantization import QUANTIZATION_FIELDS as QUANTIZATION_FIELDS
 from .rope import ROPE_FIELDS as ROPE_FIELDS
+from .table import Field as Field
+from .table import FieldTable as FieldTable
 from .tokenizer import ADDED_TOKENS_FIELDS as ADDED_TOKENS_FIELDS
 from .tokenizer import SPECIAL_TOKENS_FIELDS as SPECIAL_TOKENS_FIELDS
 from .tokenizer import TOKENIZER_CONFIG_FIELDS as TOKENIZER_CONFIG_FIELDS

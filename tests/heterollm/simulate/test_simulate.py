@@ -37,7 +37,8 @@ def results():
 
 def case(model, **options):
     """The paper's conditions, planned for the prompt alone."""
-    return SimulationRequest(model, soc=PAPER, **({"plan_for": "prompt"} | options))
+    solved = options.get("level", "tensor") in ("tensor", "block")
+    return SimulationRequest(model, soc=PAPER, **(({"plan_for": "prompt"} if solved else {}) | options))
 
 
 def parts_of(spans, part):

@@ -98,8 +98,9 @@ def test_a_grid_has_each_case_once(tiny):
     assert len(found) == 2 * 2 * (1 + 4 + 2)
     assert len({repr(one) for one in found}) == len(found)
     assert [one.prompt for one in found] == sorted(one.prompt for one in found)
-    # With one value there is nothing to choose from, and it is kept.
-    assert expand(base, levels=["tensor"], policies=["online"])[0].length_policy == "online"
+    assert expand(base, levels=["tensor"], policies=["online"])[0].length_policy == "auto"
+    with pytest.raises(OptionError, match="--length-policy online changes nothing"):
+        expand(base, levels=["tensor"], policies=["online"], given=["length_policy"])
     with pytest.raises(OptionError, match="more than"):
         expand(base, prompts=range(1, 1000), decodes=range(1000))
     with pytest.raises(OptionError, match="form"):
@@ -208,7 +209,7 @@ def test_a_bug_in_one_case_is_a_row(grid, monkeypatch):
     def broken(_request):
         raise ZeroDivisionError("by hand")
 
-    monkeypatch.setattr("heterollm.simulate.sweep.simulate", broken)
+    monkeypatch.setattr("heterollm.simulate.sweep.simulated", broken)
     assert run_case(grid[0]).error == "Unexpected ZeroDivisionError: by hand. This is a bug."
 
 

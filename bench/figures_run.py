@@ -1,0 +1,114 @@
+"""Takes simulated rows of bench/results again, and says where they or the tables of the pages differ.
+
+Rows of ``heterollm simulate`` hold their whole request, so that the rows are their own commands. Wall time is
+that of the simulation alone: no device is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from heterollm.cli.simulate import parse_load
+from heterollm.simulate import SimulatedRow, SimulationRequest, run_sweep
+from heterollm.solver import AttentionRequest, ExpertsRequest
+
+__all__ = ["FAST", "REPEATABLE", "cell_differences", "request_of", "row_differences", "rows_again"]
+
+FAST: Final = ("simulated_path", "simulated_contexts", "simulated_prior")
+"""Files behind the tables of README.md and docs/simulation.md, which take a few minutes on two cores."""
+
+REPEATABLE: Final = (
+    *FAST,
+    *("simulated_paper", "simulated_flights", "simulated_shadow_attention"),
+    *("simulated_experts", "simulated_llm_npu"),
+)
+"""Files of rows of ``heterollm simulate``."""
+
+FIGURES: Final = (
+    *("ttft_ms", "prefill_tokens_per_second", "decode_tokens_per_second"),
+    *("prefill_joules", "decode_joules_per_token"),
+)
+DIGITS: Final = 3
+"""Significant digits of a figure that must be the same: as many as a table shows."""
+
+Row = Mapping[str, Any]
+
+
+def request_of(row: SimulatedRow) -> SimulationRequest:
+    """Return the request of a row."""
+    return SimulationRequest(
+        row.model,
+        soc=row.soc,
+        prompt=row.prompt_tokens,
+        decode=row.decode_tokens,
+        level=row.plan_level,
+        plan_for=row.plan_for,  # type: ignore[arg-type]
+        length_policy=row.length_policy,  # type: ignore[arg-type]
+        in_flight=row.in_flight,
+        sync=row.sync,  # type: ignore[arg-type]
+        resolve=row.resolve,
+        load=None if row.gpu_load is None else parse_load(row.gpu_load),
+        overrides=row.what_if,
+        head_bits=row.head_bits,
+        every_form=row.every_form,
+        left_out=row.left_out,
+        calibrated=row.calibrated,
+        passes=row.passes,  # type: ignore[arg-type]
+        attention=AttentionRequest() if row.attention is None else AttentionRequest(**row.attention),
+        experts=ExpertsRequest(row.overflow or "gpu"),  # type: ignore[arg-type]
+        imbalance=row.imbalance,
+        pruned=row.pruned,
+        **({} if row.outlier_share is None else {"outlier_share": row.outlier_share}),
+    )
+
+
+def rows_again(rows: Sequence[Row], jobs: int, progress: Callable[[str, int, int], None]) -> list[Row]:
+    """Return the rows of the same requests by this version of the program."""
+    requests = [request_of(SimulatedRow.from_dict(row)) for row in rows]
+    return [row.to_dict() for row in run_sweep(requests, jobs=jobs, progress=progress)]
+
+
+def row_differences(name: str, old: Sequence[Row], new: Sequence[Row]) -> Iterator[str]:
+    """Yield the figures of rows that are no longer the same, to the digits that tables show.
+
+    Args:
+        name: Name of the file.
+        old: Its rows.
+        new: The rows of the same requests.
+    """
+    for number, (before, after) in enumerate(zip(old, new, strict=True), 1):
+        case = f"{name}, row {number} ({before['model']}, {before['plan_level']}, {before['prompt_tokens']})"
+        if (before["error"] is None) != (after["error"] is None):
+            yield f"{case}: {before['error'] or 'a result'} before, {after['error'] or 'a result'} now"
+            continue
+        for figure in FIGURES:
+            texts = [_digits(row[figure]) for row in (before, after)]
+            if texts[0] != texts[1]:
+                yield f"{case}: {figure} {texts[0]} before, {texts[1]} now"
+
+
+def cell_differences(place: str, page: str, made: str) -> Iterator[str]:
+    """Yield the cells of a table that differ.
+
+    Args:
+        place: Page and name of the table.
+        page: The table on the page.
+        made: The table of fresh rows.
+    """
+    old, new = ([_cells(line) for line in text.strip().splitlines()] for text in (page, made))
+    if [len(line) for line in old] != [len(line) for line in new]:
+        yield f"{place}: the page has other rows or columns"
+        return
+    for before, after in zip(old, new, strict=True):
+        for column, (one, other) in enumerate(zip(before, after, strict=True)):
+            if one != other:
+                yield f"{place}, {after[0]}, {new[0][column]}: {one} on the page, {other} now"
+
+
+def _digits(value: float | None) -> str:
+    return "none" if value is None else f"{value:.{DIGITS}g}"
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]

@@ -1,0 +1,90 @@
+"""Conditions under which options have an effect, so that none is accepted and ignored.
+
+A table of :class:`Effect` stands beside the options that it is about. A given option without an effect is
+refused; a default of a file is left out instead, because it is meant for other commands too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from heterollm.base.errors import OptionError
+
+Facts: TypeAlias = Mapping[str, Any]
+"""Values of all options by name, and of what else decides; a name may be missing."""
+
+FLAGS: Final[Mapping[str, str]] = {
+    "as_json": "--json",
+    "form": "--format",
+    "output": "--output",
+    "passes": "--pass",
+    "symmetric": "--asymmetric",
+}
+"""Names of options that differ from those of their parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A condition under which options have an effect.
+
+    Args:
+        names: Names of the options, separated by spaces.
+        acts: Whether they have an effect.
+        reason: Reason why they have none otherwise.
+        fix: Another option that would give them one; empty if there is none.
+    """
+
+    names: str
+    acts: Callable[[Facts], bool]
+    reason: str
+    fix: str = ""
+
+    def error(self, name: str, value: object) -> OptionError:
+        """Return the error of an option without effect."""
+        leave = f"eave {flag(name)} out."
+        return OptionError(
+            f"{shown_option(name, value)} changes nothing: {self.reason}.",
+            fix=f"{self.fix}, or l{leave}" if self.fix else f"L{leave}",
+        )
+
+
+def flag(name: str) -> str:
+    """Return the option of a parameter as the command line has it."""
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def shown_option(name: str, value: object) -> str:
+    """Return an option with its value, as given on the command line."""
+    if isinstance(value, bool) or value is None:
+        return flag(name)
+    if isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
+    return f"{flag(name)} {value!s:.80}"
+
+
+def idle_options(
+    effects: Iterable[Effect], given: Collection[str], facts: Facts
+) -> Iterator[tuple[str, Effect]]:
+    """Yield the given options that have no effect, with the condition that is not met.
+
+    Args:
+        effects: The conditions.
+        given: Names of the options.
+        facts: What decides.
+    """
+    for effect in effects:
+        named = [name for name in effect.names.split() if name in given]
+        if named and not effect.acts(facts):
+            yield from ((name, effect) for name in named)
+
+
+def refuse_idle(effects: Iterable[Effect], given: Collection[str], facts: Facts) -> None:
+    """Refuse a given option that has no effect.
+
+    Raises:
+        OptionError: There is one; the message has its name, its value and the reason.
+    """
+    for name, effect in idle_options(effects, given, facts):
+        raise effect.error(name, facts.get(name))

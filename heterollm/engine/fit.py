@@ -1,0 +1,85 @@
+"""Decides whether a device runs a plan: one rule for loads, plans, benches and simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from heterollm.base import PlanError, format_bytes
+from heterollm.engine.memory import NO_CHANNELS, MemoryNeed, memory_need
+from heterollm.model import expert_specs
+from heterollm.solver import check_plan
+
+if TYPE_CHECKING:
+    from heterollm.kernels.device import Device
+    from heterollm.kernels.ops import Group, OpSpec
+    from heterollm.model import ModelConfig
+    from heterollm.solver import Plan
+
+__all__ = ["fitting_need"]
+
+HALF: Final = np.dtype(np.float16)
+
+
+def fitting_need(
+    device: Device,
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    plan: Plan,
+    context: int,
+    *,
+    hot_channels: Mapping[tuple[int, Group], int] = NO_CHANNELS,
+    experts_bytes: int | None = None,
+) -> MemoryNeed:
+    """Return the memory of a model under a plan that the device runs.
+
+    The NPU holds the graphs of each pass, and closes those of other passes for them. A modelled phone states
+    its memory; a real device's is compared at the load, by :func:`heterollm.engine.check_memory`.
+
+    Args:
+        device: The device.
+        config: The model.
+        specs: Every group of it.
+        plan: The plan.
+        context: Positions of a session.
+        hot_channels: As of :func:`memory_need`.
+        experts_bytes: As of :func:`memory_need`.
+
+    Raises:
+        PlanError: The device refuses the plan, or its memory does not hold the model.
+    """
+    # A late import: without an OpenCL binding, opening the device has raised the error that says so.
+    from heterollm.engine.slots import HEAD_ROWS, pool_sizes
+
+    check_plan(
+        plan,
+        (*specs, *expert_specs(config, specs)),
+        device.npu,
+        longest=config.max_positions,
+        head_rows=HEAD_ROWS,
+        activation=config.activation,
+        heads=(config.heads, config.kv_heads),
+    )
+
+    def need(activation: np.dtype[Any], cache: np.dtype[Any]) -> MemoryNeed:
+        slots = pool_sizes(config, specs, plan, activation.itemsize, context)
+        return memory_need(
+            *(config, specs, plan, context, slots, cache, device.npu),
+            hot_channels=hot_channels,
+            item_bytes=activation.itemsize,
+            experts_bytes=experts_bytes,
+        )
+
+    if device.memory_bytes is not None:
+        # The processors that compute the numbers of a modelled phone have floats of 32 bits, and it of 16.
+        phone = need(HALF, HALF if device.cache_dtype.kind == "f" else device.cache_dtype)
+        if phone.total > device.memory_bytes:
+            raise PlanError(
+                f"The model takes {format_bytes(phone.total)} ({phone}), and a model can have "
+                f"{format_bytes(device.memory_bytes)} of the memory of {device.name}.",
+                fix="Use a smaller model or context, or ask about another phone: `heterollm simulate "
+                "--what-if memory.available_gib=0` has no limit.",
+            )
+    return need(device.activation_dtype, device.cache_dtype)

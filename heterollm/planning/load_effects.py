@@ -1,0 +1,275 @@
+"""Conditions under which the options of a load have an effect, for the command line and the Python API.
+
+A fact has the name of its option; :func:`load_facts` also takes apart the request to the solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, Final
+
+from heterollm.base import Effect, Facts, idle_options, refuse_idle, shown_option
+from heterollm.kernels.sim import is_simulated
+from heterollm.model import ModelConfig, kept_formats
+from heterollm.solver import LEVELS, SHADOW_ATTENTION, SOLVED_LEVELS, PlanRequest, expert_pass
+
+if TYPE_CHECKING:
+    from heterollm.kernels.device import Device
+    from heterollm.planning.load_options import LoadOptions
+    from heterollm.solver import Plan
+
+__all__ = [
+    "LOAD_EFFECTS",
+    "LOAD_OPTIONS",
+    "SOURCE_EFFECTS",
+    "check_effects",
+    "check_source_effects",
+    "idle_notes",
+    "is_file",
+    "load_facts",
+    "takes_no_calibration",
+]
+
+
+def _passes(facts: Facts) -> tuple[Any, ...]:
+    return tuple(facts.get("passes") or ())
+
+
+def _is_device(facts: Facts, *names: str) -> bool:
+    """Return whether the device is one of some, or may be; ``sim`` stands for all simulated ones."""
+    device = facts.get("device", "auto")
+    return "sim" in names if is_simulated(device) else device in names
+
+
+def is_file(plan: object) -> bool:
+    """Return whether a plan is made already: a file of one, or a plan itself."""
+    return plan not in ("auto", *LEVELS, *SOLVED_LEVELS)
+
+
+def _is_solved(facts: Facts) -> bool:
+    return facts.get("plan", "auto") in ("auto", *SOLVED_LEVELS)
+
+
+def _uses_npu(facts: Facts) -> bool:
+    return facts.get("plan", "auto") != "gpu" and facts.get("npu_threads") != 0
+
+
+def takes_no_calibration(facts: Facts) -> bool:
+    """Return whether neither the weights nor a pass nor the memory of experts can read a calibration."""
+    precision, stepped = facts.get("precision", "w4a16"), facts.get("scales", "free") == "stepped"
+    weights = precision == "w8a8" or (precision == "w4a16" and stepped)
+    experts = expert_pass(_passes(facts)) is not None or facts.get("experts_gib") is not None
+    return not weights and not (experts and SHADOW_ATTENTION not in _passes(facts))
+
+
+LOAD_EFFECTS: Final = (
+    Effect(
+        "keep keep_by score_buckets estimator",
+        lambda facts: SHADOW_ATTENTION in _passes(facts),
+        f"attention is sparse with the pass {SHADOW_ATTENTION} alone",
+        f"Add --pass {SHADOW_ATTENTION}",
+    ),
+    Effect(
+        "overflow",
+        lambda facts: expert_pass(_passes(facts)) is not None,
+        "experts have capacities with the pass npumoe alone",
+        "Add --pass npumoe",
+    ),
+    Effect(
+        "group_size asymmetric symmetric scales",
+        lambda facts: facts.get("precision", "w4a16") != "fp16",
+        "weights of precision fp16 have no blocks, scales or zero points",
+        "Choose another precision",
+    ),
+    Effect(
+        "calibration",
+        lambda facts: not takes_no_calibration(facts),
+        "a calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8, or for "
+        "the pass npumoe or a memory budget of experts; a plan's file has all that it needs of it",
+        "Add --scales stepped or --precision w8a8",
+    ),
+    Effect(
+        "calibration",
+        lambda facts: facts.get("plan") != "gpu" or _passes(facts) or facts.get("experts_gib") is not None,
+        "plan gpu has no integer NPU graphs",
+        "Choose another plan",
+    ),
+    Effect(
+        "power",
+        lambda facts: _is_device(facts, "auto", "snapdragon"),
+        "only a Snapdragon can be asked for clocks",
+    ),
+    Effect(
+        "gpu_threads",
+        lambda facts: not _is_device(facts, "snapdragon"),
+        "the GPU of a Snapdragon has no threads",
+    ),
+    Effect(
+        "npu_threads",
+        lambda facts: _is_device(facts, "auto", "host") or facts.get("npu_threads") == 0,
+        "only the NPU of host runs on threads; 0 leaves that of other devices out",
+    ),
+    Effect(
+        "npu_threads",
+        lambda facts: not _is_device(facts, "emulator"),
+        "the emulator always has its NPU, which runs on no threads",
+    ),
+    Effect(
+        "allow_slow",
+        lambda facts: _is_device(facts, "emulator"),
+        "only the emulator refuses slow models",
+        "Choose --device emulator",
+    ),
+    Effect(
+        "sync",
+        lambda facts: _uses_npu(facts) or facts.get("sync") == "operator",
+        "nothing waits for another processor without the NPU",
+        "Choose another plan than gpu",
+    ),
+    Effect(
+        "allow_fallback",
+        _uses_npu,
+        "nothing runs on the NPU, which could fail",
+        "Choose another plan than gpu",
+    ),
+    Effect(
+        "allow_fallback",
+        lambda facts: not _is_device(facts, "sim"),
+        "a modelled NPU never fails",
+        "Choose another device",
+    ),
+    Effect(
+        "length_policy",
+        lambda facts: facts.get("plan") in ("npu", "layer"),
+        "it is for plans npu and layer; others say how each length runs",
+        "Choose plan npu or layer",
+    ),
+    Effect(
+        "gpu_share energy_weight forbid npu_gib histogram build_budget in_flight",
+        _is_solved,
+        "the solver makes plans auto, tensor and block alone",
+        "Choose such a plan",
+    ),
+    Effect(
+        "build_budget",
+        lambda facts: facts.get("histogram") is not None,
+        "standard lengths are chosen for the prompts that come, and none are named",
+        "Name them with --histogram, such as 1:200,64:10,256:3",
+    ),
+    Effect(
+        "guesses",
+        lambda facts: facts.get("speculative") is not None,
+        "nothing guesses tokens",
+        "Add --speculative lookup, or a model",
+    ),
+    Effect(
+        "experts_gib",
+        lambda facts: not _is_device(facts, "sim"),
+        "a simulated device has no storage to read experts from, so that a budget of their memory would "
+        "cost it no time",
+        "Choose another device",
+    ),
+)
+"""Conditions that the options alone decide."""
+
+LOAD_OPTIONS: Final = frozenset(name for effect in LOAD_EFFECTS for name in effect.names.split())
+"""Options that may have no effect beside others."""
+
+SOURCE_EFFECTS: Final = (
+    Effect(
+        "group_size symmetric",
+        lambda facts: not facts["stored"],
+        "the checkpoint has quantised weights, with blocks and zero points of their own",
+        "Choose a checkpoint with float weights",
+    ),
+    Effect(
+        "experts_gib",
+        lambda facts: bool(facts["experts"]),
+        "a model without experts has no memory of experts",
+    ),
+)
+"""Conditions that the checkpoint decides."""
+
+CHOSEN_EFFECTS: Final = (
+    Effect("power", lambda facts: facts["asks_for_power"], "{device} has no clocks to ask for"),
+    Effect("gpu_threads", lambda facts: facts["has_threads"], "the GPU of {device} has no threads"),
+    Effect(
+        "allow_fallback",
+        lambda facts: facts["uses_npu"],
+        "plan {plan} has nothing on the NPU that could fail",
+    ),
+    Effect(
+        "sync",
+        lambda facts: facts["uses_npu"] or facts["sync"] == "operator",
+        "plan {plan} runs nothing on the NPU, which could be waited for",
+    ),
+    Effect("calibration", lambda facts: facts["reads_calibration"], "nothing in plan {plan} is calibrated"),
+)
+"""Conditions that the device and the plan decide, where ``auto`` or the solver chose them."""
+
+REQUEST_NAMES: Final = {"forbidden": "forbid", "build_budget_s": "build_budget"}
+"""Options of the fields of a request that have other names."""
+
+REQUEST_FIELDS: Final = (
+    *("gpu_share", "energy_weight", "forbidden", "npu_gib", "histogram", "build_budget_s", "in_flight"),
+    "passes",
+)
+
+
+def load_facts(options: LoadOptions) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the values of all options of a load by name, and the names of those that are not defaults."""
+    values: dict[str, Any] = {one.name: getattr(options, one.name) for one in fields(options)}
+    usual: dict[str, Any] = {
+        one.name: one.default if one.default is not MISSING else None for one in fields(options)
+    }
+    for request, target in ((options.request or PlanRequest(), values), (PlanRequest(), usual)):
+        for name in REQUEST_FIELDS:
+            target[REQUEST_NAMES.get(name, name)] = getattr(request, name)
+        attention = request.attention
+        target |= {"keep": attention.keep, "keep_by": attention.keep_by, "overflow": request.experts.overflow}
+        target |= {"score_buckets": attention.buckets, "estimator": attention.estimator}
+    given = {name for name, value in values.items() if value != usual[name]}
+    return values, frozenset(given - options.defaults)
+
+
+def check_effects(options: LoadOptions) -> None:
+    """Refuse an option of a load that has no effect beside the others.
+
+    Raises:
+        OptionError: There is one.
+    """
+    facts, given = load_facts(options)
+    refuse_idle(LOAD_EFFECTS, given, facts)
+
+
+def check_source_effects(options: LoadOptions, config: ModelConfig) -> None:
+    """Refuse an option of a load that has no effect on a checkpoint.
+
+    Args:
+        options: Of the load.
+        config: The model.
+
+    Raises:
+        OptionError: There is one.
+    """
+    facts, given = load_facts(options)
+    stored = kept_formats(config, options.precision, options.scales) is not None
+    refuse_idle(SOURCE_EFFECTS, given, facts | {"stored": stored, "experts": config.routing is not None})
+
+
+def idle_notes(options: LoadOptions, device: Device, plan: Plan) -> Iterator[str]:
+    """Yield a note for each option of a load without effect on the chosen device or plan."""
+    facts, given = load_facts(options)
+    chosen = {
+        "asks_for_power": device.power == options.power,
+        "has_threads": bool(device.split.gpu_cores),
+        "uses_npu": plan.uses_npu,
+        "reads_calibration": plan.has_integer_forms
+        or bool(plan.sparse_attention)
+        or plan.has_npu_experts
+        or options.experts_gib is not None,
+    }
+    for name, effect in idle_options(CHOSEN_EFFECTS, given, facts | chosen):
+        reason = effect.reason.format(device=device.name, plan=plan.level)
+        yield f"{shown_option(name, facts[name])} changes nothing: {reason}"
