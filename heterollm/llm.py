@@ -5,6 +5,7 @@ Start reading the code here.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,17 @@ __all__ = ["LLM"]
 T = TypeVar("T")
 
 
+@contextlib.contextmanager
+def _enough_memory() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise EngineError(
+            f"The memory ran out while the model was loaded. {error}".strip(),
+            fix="Close other programs, use a smaller context, or choose the plan level gpu.",
+        ) from error
+
+
 class LLM:
     """A loaded model on an opened device, made by :meth:`load`: use it as a context manager, or close it."""
 
@@ -96,6 +108,7 @@ class LLM:
         )
 
     @classmethod
+    @_enough_memory()
     def load(
         cls, model: str | Path, *, progress: Progress | None = None, **options: Unpack[LoadKeywords]
     ) -> Self:

@@ -401,6 +401,20 @@ def test_a_failed_load_ends_its_thread(bundled_model: Path) -> None:
     assert threading.active_count() <= before
 
 
+@pytest.mark.parametrize("place", ["heterollm.llm.Checkpoint", "heterollm.loading.load_weights"])
+def test_memory_that_runs_out_while_loading_is_named(
+    bundled_model: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def run_out(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(place, run_out)
+    before = threading.active_count()
+    with pytest.raises(EngineError, match="memory ran out while the model was loaded"):
+        LLM.load(bundled_model, device="host", plan="gpu")
+    assert threading.active_count() == before
+
+
 def test_a_cancelled_stream_ends_soon(llm: LLM) -> None:
     stream = llm.stream(CODE, **LONG)
     for _ in range(3):
