@@ -5,8 +5,9 @@ Start reading the code here.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
@@ -67,6 +68,17 @@ __all__ = ["LLM"]
 T = TypeVar("T")
 
 
+@contextlib.contextmanager
+def _enough_memory() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise EngineError(
+            f"The memory ran out while the model was loaded. {error}".strip(),
+            fix="Close other programs, use a smaller context, or choose the plan level gpu.",
+        ) from error
+
+
 class LLM:
     """A loaded model on an opened device, made by :meth:`load`: use it as a context manager, or close it."""
 
@@ -96,6 +108,7 @@ class LLM:
         )
 
     @classmethod
+    @_enough_memory()
     def load(
         cls, model: str | Path, *, progress: Progress | None = None, **options: Unpack[LoadKeywords]
     ) -> Self:
@@ -182,6 +195,9 @@ class LLM:
             InputError: A message is malformed, the dialogue is empty or too long, or the template refuses it.
             CheckpointError: The checkpoint has no tokenizer, or its template is damaged.
         """
+        if not isinstance(messages, Iterable):
+            raise InputError(f"{messages!r:.80} is no dialogue.", fix="Give a list of messages.")
+        messages = tuple(messages)  # an iterator gives them once
         for message in messages:
             sound = isinstance(message, Mapping) and set(message) == {"role", "content"}
             if not sound or not all(isinstance(text, str) for text in message.values()):
@@ -235,6 +251,8 @@ class LLM:
         target = options.get("session")
         if target is None:
             target = self._own_session = self._own_session or self.session()
+        if not isinstance(target, Session):
+            raise OptionError(f"session is {target!r:.80}.", fix="Use this model's session().")
         if not target.belongs_to(self._engine):
             raise OptionError("The session was made by another model.", fix="Use this model's session().")
 

@@ -34,9 +34,9 @@ class EngineThread:
     """
 
     def __init__(self) -> None:
+        self._calls: Calls = queue.SimpleQueue()  # first, for __del__ after a refusal
         check_process()
         mark_device_opened()
-        self._calls: Calls = queue.SimpleQueue()
         self._switches: list[PowerSwitch] = []
         self._lock = threading.Lock()
         self._closed = False

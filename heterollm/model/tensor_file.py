@@ -6,6 +6,7 @@ mapped file. Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Mapping
@@ -79,6 +80,7 @@ class TensorFile:
 
         Raises:
             CheckpointError: The file cannot be read, is cut short, or its header contradicts itself.
+            MemoryError: The address space has no room for the file.
         """
         try:
             with safetensors.safe_open(path, "numpy") as file:
@@ -90,6 +92,8 @@ class TensorFile:
             size = path.stat().st_size
             data = np.memmap(path, np.uint8, "r", start) if size > start else np.empty(0, np.uint8)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise MemoryError(f"{path} cannot be mapped.") from error
             raise _damaged(path, f"{error}{_last_tensor(path)}") from error
         entries: dict[str, TensorEntry] = {}
         position = 0

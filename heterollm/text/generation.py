@@ -125,6 +125,11 @@ class GenerationOptions:
             raise OptionError(f"max_new_tokens is {limit!r}, but must be a whole number of at least 0.")
         if not isinstance(self.stop, tuple) or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise OptionError(f"stop is {self.stop!r}, but must be a tuple of texts, none empty.")
+        for stop in self.stop:
+            if any(0xD800 <= ord(character) <= 0xDFFF for character in stop):
+                raise OptionError(
+                    f"stop is {stop!r:.80}, which no text holds.", fix="Remove lone surrogates."
+                )
         top = self.top_log_probabilities
         if type(top) is not int or top < 0:
             raise OptionError(f"top_log_probabilities is {top!r}, but must be a whole number of at least 0.")

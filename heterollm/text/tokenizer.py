@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from heterollm.base import CheckpointError, ContextError, InputError, parse_json
 from heterollm.model import end_ids
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
+from heterollm.text.rendering import render_whole
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
 from heterollm.text.token_bytes import TokenBytes
 
@@ -55,7 +56,7 @@ class _Wrapper(Protocol):
     def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str: ...
 
 
@@ -216,14 +217,14 @@ class Tokenizer:
             most_tokens: As for :meth:`encode`.
 
         Raises:
-            InputError: There is no message, or the template refuses these.
+            InputError: There is no message, or the template refuses or ignores one.
             ContextError: The dialogue has more than ``most_tokens``.
             CheckpointError: The template is damaged.
         """
         if not messages:
             raise InputError("A chat prompt needs at least one message.")
         if self.has_chat_template:
-            text = self._render(messages, add_generation_prompt)
+            text = render_whole(lambda given: self._render(given, add_generation_prompt), messages)
             return self.encode(text, add_bos=False, most_tokens=most_tokens)
         turns = [f"{message['role'].capitalize()}: {message['content'].strip()}\n\n" for message in messages]
         # No space after the colon: most vocabularies join it with the next word.
@@ -234,7 +235,7 @@ class Tokenizer:
         """Return a decoder for ids that arrive one at a time."""
         return StreamDecoder(self._backend, self._special_ids, self._byte_ids)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         import jinja2
 
         template = _template_file(self._folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import logging
@@ -226,8 +227,8 @@ class OpenClRuntime:
             declared = cl.Program(self.context, f"{builtin_declarations()}\n{source}")
             # A program that calls yet other functions is built with the header.
             with contextlib.suppress(OpenClError):
-                return declared.build(options=[*options, WITHOUT_HEADER], cache_dir=False)
-        return cl.Program(self.context, source).build(options=options, cache_dir=False)
+                return _built(declared, [*options, WITHOUT_HEADER])
+        return _built(cl.Program(self.context, source), options)
 
     def _from_binary(self, path: Path) -> cl.Program | None:
         with path.open("rb") as file:
@@ -574,6 +575,18 @@ def _build_flags(device: cl.Device) -> list[str]:
         return []
     newest = device.opencl_c_version.startswith("OpenCL C 3")
     return ["-cl-mad-enable", *(["-cl-std=CL3.0"] if newest else [])]
+
+
+def _built(program: cl.Program, options: list[str]) -> cl.Program:
+    try:
+        return program.build(options=options, cache_dir=False)
+    except MemoryError as error:
+        # PoCL keeps its lock: freeing the program, at the end of the process too, would wait for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(program))
+        raise KernelError(
+            "The memory ran out while the OpenCL compiler was at work.",
+            fix="Free some memory, or raise the limit of the process, and start it again.",
+        ) from error
 
 
 def _cache_bytes(device: cl.Device) -> int:

@@ -231,7 +231,8 @@ def test_a_dialogue_is_answered_by_the_template(llm: LLM) -> None:
     assert answer.prompt_tokens == len(ids)
     by_hand = llm.generate(ids, max_new_tokens=5, ignore_eos=True, stop=llm.tokenizer.chat_stop_strings)
     assert answer.token_ids == by_hand.token_ids
-    for wrong in ([], ["Hi"], [{"role": "user"}], [{"role": "user", "content": 1}]):
+    assert llm.chat(iter(messages), max_new_tokens=5, ignore_eos=True).token_ids == answer.token_ids
+    for wrong in ([], iter([]), None, "Hi", ["Hi"], [{"role": "user"}], [{"role": "user", "content": 1}]):
         with pytest.raises(InputError):
             llm.chat(wrong)  # type: ignore[arg-type]
 
@@ -280,6 +281,8 @@ def test_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
         {"stop": 5},
         {"stop": [""]},
         {"stop": ["a", 3]},
+        {"stop": "a\ud800"},
+        {"session": "mine"},
     ],
     ids=str,
 )
@@ -396,6 +399,20 @@ def test_a_failed_load_ends_its_thread(bundled_model: Path) -> None:
         with pytest.raises(OptionError):
             LLM.load(bundled_model, **{"device": "host", **options})
     assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("place", ["heterollm.llm.Checkpoint", "heterollm.loading.load_weights"])
+def test_memory_that_runs_out_while_loading_is_named(
+    bundled_model: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def run_out(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(place, run_out)
+    before = threading.active_count()
+    with pytest.raises(EngineError, match="memory ran out while the model was loaded"):
+        LLM.load(bundled_model, device="host", plan="gpu")
+    assert threading.active_count() == before
 
 
 def test_a_cancelled_stream_ends_soon(llm: LLM) -> None:

@@ -73,7 +73,7 @@ static inline void write_codes(__global const act_t *x, int columns, float steps
   }
   if (lane == 0)
     *factor = top;
-  const float scale = top > 0.0f ? steps / top : 0.0f;
+  const float scale = top > 0.0f ? quotient(steps, top) : 0.0f;
   int8 outside = 0;
   for (int i = lane * 8; i < columns; i += WG * 8) {
     float8 value = load_act8(x, i) * scale;

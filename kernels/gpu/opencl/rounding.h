@@ -5,6 +5,18 @@
 //
 // The codes and their order are those of linear_int8.h.
 
+// The quotient, rounded correctly. Division may be 2.5 units off on a GPU, and inputs of halves often lie halfway between
+// two codes: a factor that is a unit too small gives the other code.
+static inline float quotient(float a, float b) {
+  const float near = a / b;
+#if defined(__x86_64__) && !defined(PLAIN)
+  return near;
+#else
+  // The remainder has no error that matters, so that its own quotient may be a few units off.
+  return near + fma(-near, b, a) / b;
+#endif
+}
+
 #ifdef CODE_BITS
 // The last arguments of kernels that round their output.
 #define CODE_ARGUMENTS , __global uchar *codes, __global float2 *code_blocks
@@ -34,7 +46,7 @@ static inline void round_block(__global const act_t *x, __global uchar *codes, _
   const float4 four = largest.lo > largest.hi ? largest.lo : largest.hi;
   const float2 two = four.lo > four.hi ? four.lo : four.hi;
   const float top = two.x > two.y ? two.x : two.y;
-  const float factor = top > SMALLEST ? 127.0f / top : 0.0f;
+  const float factor = top > SMALLEST ? quotient(127.0f, top) : 0.0f;
   int8 sums = 0;
   for (int k = 0; k < block; k += 8) {
     const int8 code = ROUND8(load_act8(x, k) * factor);

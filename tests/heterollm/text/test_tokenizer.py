@@ -399,9 +399,12 @@ def test_a_template_file_is_used(tmp_path):
 
 
 def test_several_named_templates_use_the_default(tmp_path):
-    templates = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "plain"}]
+    templates = [
+        {"name": "tool_use", "template": "tool"},
+        {"name": "default", "template": "plain{{ messages[0].content }}"},
+    ]
     tokenizer = Tokenizer.from_folder(save(tmp_path / "a", byte_level(), {"chat_template": templates}))
-    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == "plain"
+    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == "plainx"
     tokenizer = Tokenizer.from_folder(save(tmp_path / "b", byte_level(), {"chat_template": templates[:1]}))
     with pytest.raises(CheckpointError, match="template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
@@ -422,6 +425,41 @@ def test_without_a_template_the_dialogue_is_plain(loaded, name):
     closed = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     assert tokenizer.decode(closed) == "User: Hello\n\nAssistant: all\n\nUser: more\n\n"
     assert "\n\nUser:" in tokenizer.chat_stop_strings
+
+
+LINES = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}|{% endfor %}"
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}|{% endfor %}"
+REASONING = (
+    "{% for m in messages %}{{ m.content.split('</think>')[-1].replace('/no_think', '') }}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [LINES, NO_SYSTEM, REASONING], ids=["parts", "no system", "reasoning"])
+def test_a_template_loses_no_message(tmp_path, template):
+    """Templates for pictures read parts of a content, and nothing of a text; others ignore a role."""
+    tokenizer = Tokenizer.from_folder(save(tmp_path / "t", byte_level(), {"chat_template": template}))
+    dialogue = [
+        {"role": "user", "content": "one /no_think"},
+        {"role": "assistant", "content": "<think>hm</think>two"},
+        {"role": "user", "content": "three"},
+    ]
+    found = tokenizer.decode(tokenizer.apply_chat_template(dialogue))
+    if template == REASONING:
+        assert found == "one |two|three|"
+    else:
+        assert found == "one /no_think|<think>hm</think>two|three|"
+    asked = [{"role": "system", "content": "be brief"}, *dialogue]
+    if template == NO_SYSTEM:
+        with pytest.raises(InputError, match="ignores messages of the role system"):
+            tokenizer.apply_chat_template(asked)
+        return
+    assert tokenizer.decode(tokenizer.apply_chat_template(asked)) == f"be brief|{found}"
+
+
+def test_a_template_that_reads_no_message_is_refused(tmp_path):
+    tokenizer = Tokenizer.from_folder(save(tmp_path / "t", byte_level(), {"chat_template": "hello"}))
+    with pytest.raises(InputError, match="ignores messages of the role user"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_what_a_template_refuses_is_bad_input(loaded):

@@ -7,7 +7,7 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.cases import fill_slot
-from heterollm.kernels.formats import quantize
+from heterollm.kernels.formats import linear_errors, quantize, reference
 from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
     STEP_LENGTH,
@@ -18,6 +18,7 @@ from heterollm.kernels.gpu import (
     HeadShape,
     KvLayer,
     MergedLaunch,
+    OpenClRuntime,
     RoundedInputs,
     Scores,
     Segments,
@@ -26,7 +27,10 @@ from heterollm.kernels.gpu import (
     head_stride,
     merge_launches,
 )
+from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.rounding import rounding_launch
+from heterollm.kernels.gpu.sources import read_sources
+from heterollm.kernels.linear_cases import LINEARS
 
 STYLES = ["vector", "simt"]
 TOKENS = (1, 7, 33)
@@ -287,3 +291,54 @@ def test_slots_that_do_not_fit_are_refused(runtime):
         slots = [runtime.shared((size,), np.uint8) for _ in range(2)]
         with pytest.raises(KernelError, match=message):
             layers.rms_norm(out, weight, out, **options, rounded=RoundedInputs(*slots, 4, block))
+
+
+# -- devices whose division is a few units off ------------------------------------------------------------
+
+UNITS = (-3, -2, -1, 1, 2, 3)
+"""OpenCL allows an error of 2.5 units. An H200 is one unit low for some of the quotients below."""
+
+
+@pytest.fixture
+def dividing(runtime, monkeypatch):
+    """Return a function that opens the device again, with divisions in roundings off by some units."""
+
+    def opened(units):
+        def read(files):
+            source = read_sources(files)
+            if "rounding.h" in files:
+                assert source.count("near = a / b;") == 1
+                source = source.replace("near = a / b;", f"near = as_float(as_int(a / b) + {units});")
+            return source
+
+        monkeypatch.setattr(opencl_runtime, "read_sources", read)
+        return OpenClRuntime(runtime._device)
+
+    return opened
+
+
+@pytest.mark.parametrize("units", UNITS)
+def test_codes_do_not_depend_on_the_device_s_division(dividing, units):
+    """Bit for bit on ties of halves, and within the gate in every case of `heterollm doctor`."""
+    runtime = dividing(units)
+    rng = np.random.default_rng(8)
+    # Every mantissa of a half is the largest of a block, with values halfway between two codes.
+    tops = (1024 + np.arange(1024)).reshape(-1, 1) / 1024
+    halfway = tops * (2 * rng.integers(-127, 127, (1024, 31)) + 1) / 254
+    rows = np.concatenate([tops, halfway], 1).reshape(64, 512)
+    for dtype in (np.float16, np.float32):
+        x = rows.astype(dtype)
+        slots = [runtime.shared((size,), np.uint8) for size in code_bytes(64, 512, 32)]
+        rounded = RoundedInputs(*slots, 8, 32)
+        variant = Variant("simt", plain=True)
+        options = {"columns": 512, "tokens": 64, "half": dtype == np.float16, "variant": variant}
+        rounding_launch(runtime, fill_slot(runtime, x), rounded, **options)()
+        runtime.finish()
+        codes = slots[0].array[: x.size].view(np.int8).reshape(64, 16, 32)
+        largest = np.abs(x.astype(np.float32)).reshape(64, 16, 32).max(2, keepdims=True)
+        values = codes * (largest / np.float32(127)).astype(np.float64)
+        np.testing.assert_array_equal(values.reshape(x.shape), reference.round_inputs(x, 32))
+    for case in LINEARS:
+        if case.integer_inputs:
+            errors = linear_errors(*case.on_gpu(runtime, np.float16, style=variant))
+            assert errors.within("fp16"), (case.weight, case.tokens)

@@ -1,0 +1,67 @@
+"""Renders a dialogue so that no message is lost in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from heterollm.base import InputError
+
+__all__ = ["render_whole"]
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+NEEDLE: Final = "zq8Kx2vW"
+"""A text that no template writes by itself."""
+
+
+def render_whole(render: Callable[[Messages], str], messages: Messages) -> str:
+    """Return the text of a dialogue, in which a template has left out no message but the assistant's.
+
+    Templates of models with pictures go through the parts of a content, and write nothing of a plain text;
+    they get the text as a part. A template may change a text, as SmolLM3's takes ``/no_think`` out, and cut
+    earlier answers, as those of reasoning models do.
+
+    Args:
+        render: Renders messages with the template.
+        messages: Role and content of each, oldest first.
+
+    Raises:
+        InputError: The template ignores a role.
+    """
+    text = render(messages)
+    roles = sorted({message["role"] for message in messages} - {"assistant"})
+    lost = [role for role in roles if _is_lost(text, messages, role)]
+    ignored = [role for role in lost if _ignores(render, messages, role)]
+    if "user" in ignored:
+        messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        text = render(messages)
+        ignored = [role for role in roles if _ignores(render, messages, role)]
+    if ignored:
+        raise InputError(
+            f"The chat template ignores messages of the role {ignored[0]}.",
+            fix="Put their text into a message of the user, or use another template.",
+        )
+    return text
+
+
+def _is_lost(text: str, messages: Messages, role: str) -> bool:
+    contents = (message["content"] for message in messages if message["role"] == role)
+    return any(content.strip() not in text for content in contents)
+
+
+def _ignores(render: Callable[[Messages], str], messages: Messages, role: str) -> bool:
+    """Whether the template writes nothing of a role's messages, whatever their text."""
+    probes = [
+        {**message, "content": _replaced(message["content"])} if message["role"] == role else message
+        for message in messages
+    ]
+    return NEEDLE not in render(probes)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+def _replaced(content: object) -> object:
+    return NEEDLE if isinstance(content, str) else _parts(NEEDLE)
