@@ -75,6 +75,8 @@ GEMMA: Final = ("gemma2", "gemma3")
 GEMMA2_WINDOW: Final = 4096
 GEMMA2_SOFT_CAPS: Final = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 ROPE_BASE: Final = 10000.0
+MOST_LAYERS: Final = 10_000
+"""Limit of a list over layers; the check of ``config.json`` refuses more."""
 LARGEST_GEMMA_LAYERS: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the largest Gemmas, whose attention llama.cpp scales by the share of a head in the width."""
 
@@ -230,15 +232,11 @@ def _gemma(file: GgufFile, stated: str, head_dim: int) -> dict[str, Any]:
     pattern = file.own("attention.sliding_window_pattern")
     if stated == "gemma3" and not file.own("attention.sliding_window"):
         pattern = None  # all layers see all positions
-    if isinstance(pattern, list):
+    if pattern is not None and not isinstance(pattern, list):
+        period = file.count("attention.sliding_window_pattern")
+        pattern = [at % period != period - 1 for at in range(min(file.count("block_count"), MOST_LAYERS))]
+    if pattern is not None:
         found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
-    elif pattern is not None and stated == "gemma2":
-        # transformers has no such field in this model type.
-        every, layers = file.count("attention.sliding_window_pattern"), file.count("block_count")
-        kinds = ("full_attention", "sliding_attention")
-        found["layer_types"] = [kinds[bool((at + 1) % every)] for at in range(layers)]
-    elif pattern is not None:
-        found["sliding_window_pattern"] = pattern
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from heterollm.base import CheckpointError, UnsupportedModelError
-from heterollm.model import Checkpoint, ModelConfig
+from heterollm.model import Checkpoint, ModelConfig, read_sampling_defaults
 from heterollm.model.fields import GGUF_FIELDS
 from heterollm.model.stored.gguf_config import check_metadata, gguf_config
 from heterollm.model.stored.gguf_file import GgufFile
@@ -521,7 +521,9 @@ def test_fields_of_other_programs_are_no_business_of_the_reader(sources, tmp_pat
 def test_recommended_sampling_is_that_of_the_generation_configuration(name, sources, tmp_path):
     entry, value = SAMPLING[name]
     source = sources("llama")[1]
-    found = config_of(rewritten(source, tmp_path / "sampled.gguf", {name: value}))
+    path = rewritten(source, tmp_path / "sampled.gguf", {name: value})
+    assert getattr(read_sampling_defaults(Checkpoint(path).folder), entry) == value
+    found = config_of(path)
     defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
     wanted = {**defaults, entry: value, "do_sample": True}
     generation = found.pop("generation_config.json")
