@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.sampling_defaults import read_generation
@@ -28,7 +29,7 @@ def token_ids(
     if name not in fields.values:
         return default
     value = fields.get(name)
-    listed = value if isinstance(value, list) else [] if value is None else [value]
+    listed: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int or token < -1 for token in listed):
         raise fields.fail(name, "token ids")
     return tuple(dict.fromkeys(token for token in listed if token >= 0))
