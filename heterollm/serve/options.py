@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from heterollm.base import OptionError
 from heterollm.text import GenerationOptions, SamplingOptions
@@ -48,7 +48,7 @@ class ServeOptions:
     sessions_gib: float | None = None
     queue: int = 64
     connections: int = 512
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     live: bool = False
 

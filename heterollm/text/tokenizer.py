@@ -123,7 +123,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> Mapping[int, str]:
         """The spelling of each id without text."""
-        return {index: self._backend.id_to_token(index) for index in self._special_ids}
+        return {index: self._backend.id_to_token(index) or "" for index in self._special_ids}
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

@@ -48,6 +48,20 @@ def test_answers_with_guesses_are_those_without(
     assert float(metrics["heterollm_accepted_guesses_total"]) >= counts["accepted"]
 
 
+def test_penalties_biases_and_grammars_agree_with_guesses(llm: LLM) -> None:
+    for options in (
+        {"frequency_penalty": 1.5, "presence_penalty": -0.5},
+        {"logit_bias": {200: -100, 300: 3.5}, "repetition_penalty": 1.2},
+        {"grammar": 'start: /[a-z_ ()=,]{4,30}/ "\U0001f600"', "top_log_probabilities": 2},
+    ):
+        keywords: Any = {"max_new_tokens": 40, **options}
+        plain = llm.generate(ASK["prompt"], speculate=False, session=llm.session(), **keywords)
+        guessed = llm.generate(ASK["prompt"], session=llm.session(), **keywords)
+        assert guessed.token_ids == plain.token_ids
+        assert guessed.text == plain.text
+        assert guessed.speculation is not None
+
+
 def test_the_sessions_of_the_draft_count_in_the_memory(llm: LLM) -> None:
     own = llm.session().memory_bytes
     assert llm.session_bytes == 2 * own

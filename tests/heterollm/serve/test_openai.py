@@ -115,6 +115,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
         "messages[0].content[0].type",
         None,
     ),
+    "tiny penalty": ({"extra_body": {"repetition_penalty": 1e-300}}, "repetition_penalty", None),
     "heat": ({"temperature": "hot"}, "temperature", None),
     "far too many": ({"n": 99}, "n", None),
     "more than there are sessions": ({"n": 4}, "n", None),
