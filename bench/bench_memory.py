@@ -67,7 +67,8 @@ class Peak(threading.Thread):
 def child(folder: Path, level: str, precision: str, context: int) -> dict[str, Any]:
     """Load in this process and return what it took."""
     import heterollm
-    from heterollm.engine import memory_need, pool_sizes
+    from heterollm.engine.memory import memory_need
+    from heterollm.engine.slots import pool_sizes
 
     before, _ = held_bytes()
     peak = Peak()

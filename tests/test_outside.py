@@ -114,8 +114,7 @@ RUNS = {
     "--trace trace.json --json",
     "trace": "trace trace.simulated.json --json",
     "simulate": "simulate MODEL --plan tensor --prompt 64 --decode 2 --json",
-    "simulate rows": "simulate MODEL --plan tensor --prompt 64 --decode 2 --jobs 1 "
-    "-o sweep.jsonl --format json",
+    "simulate rows": "simulate MODEL --plan tensor --prompt 64 --decode 2 -o sweep.jsonl --format json",
     "demo": f"demo --device {SIMULATED} --max-new-tokens 2 --json",
     "bench": f"bench MODEL --device {SIMULATED} --plan tensor -p 33 -n 1 -r 1 -o bench.jsonl --json",
     "doctor": "doctor --device host --json",

@@ -15,7 +15,7 @@ from .durations import format_duration as format_duration
 from .durations import format_moment as format_moment
 from .durations import parse_duration as parse_duration
 from .effects import Effect as Effect
-from .effects import Facts as Facts
+from .effects import OptionFacts as OptionFacts
 from .effects import idle_options as idle_options
 from .effects import refuse_idle as refuse_idle
 from .effects import shown_option as shown_option

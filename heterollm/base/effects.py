@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from heterollm.base.errors import OptionError
 
-Facts: TypeAlias = Mapping[str, Any]
+OptionFacts: TypeAlias = Mapping[str, Any]
 """Values of all options by name, and of what else decides; a name may be missing."""
 
 FLAGS: Final[Mapping[str, str]] = {
@@ -37,7 +37,7 @@ class Effect:
     """
 
     names: str
-    acts: Callable[[Facts], bool]
+    acts: Callable[[OptionFacts], bool]
     reason: str
     fix: str = ""
 
@@ -65,7 +65,7 @@ def shown_option(name: str, value: object) -> str:
 
 
 def idle_options(
-    effects: Iterable[Effect], given: Collection[str], facts: Facts
+    effects: Iterable[Effect], given: Collection[str], facts: OptionFacts
 ) -> Iterator[tuple[str, Effect]]:
     """Yield the given options that have no effect, with the condition that is not met.
 
@@ -80,7 +80,7 @@ def idle_options(
             yield from ((name, effect) for name in named)
 
 
-def refuse_idle(effects: Iterable[Effect], given: Collection[str], facts: Facts) -> None:
+def refuse_idle(effects: Iterable[Effect], given: Collection[str], facts: OptionFacts) -> None:
     """Refuse a given option that has no effect.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from typer.core import TyperCommand
 
-from heterollm.base import Effect, Facts, idle_options, refuse_idle
+from heterollm.base import Effect, OptionFacts, idle_options, refuse_idle
 
 __all__ = ["CheckedCommand", "command_effects", "given_options", "leave_idle_out", "options_of_file"]
 
@@ -81,16 +81,16 @@ def _is_made(plan: object) -> bool:
     return is_file(plan)
 
 
-def _has_npu(facts: Facts) -> bool:
+def _has_npu(facts: OptionFacts) -> bool:
     return facts["npu_threads"] != 0
 
 
-def _needs_profile(facts: Facts) -> bool:
+def _needs_profile(facts: OptionFacts) -> bool:
     made = facts["plan"] == "gpu" or _is_made(facts["plan"])
     return not made or facts.get("speculative") is not None
 
 
-def _is_simulated(facts: Facts) -> bool:
+def _is_simulated(facts: OptionFacts) -> bool:
     from heterollm.kernels.sim import is_simulated
 
     return is_simulated(facts["device"])

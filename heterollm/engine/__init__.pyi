@@ -6,7 +6,6 @@ from .fit import fitting_need as fitting_need
 from .memory import MemoryNeed as MemoryNeed
 from .memory import available_bytes as available_bytes
 from .memory import check_memory as check_memory
-from .memory import memory_need as memory_need
 from .npu_shards import PlannedGraph as PlannedGraph
 from .npu_shards import context_graphs as context_graphs
 from .npu_shards import planned_contexts as planned_contexts
@@ -21,7 +20,6 @@ from .session import Session as Session
 from .session import check_ids as check_ids
 from .shadows import ColdProduct as ColdProduct
 from .slots import HEAD_ROWS as HEAD_ROWS
-from .slots import pool_sizes as pool_sizes
 from .speculators import DraftSpeculator as DraftSpeculator
 from .speculators import LookupSpeculator as LookupSpeculator
 from .speculators import Speculator as Speculator

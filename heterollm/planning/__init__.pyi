@@ -16,15 +16,13 @@ from .experts import npu_bytes_left as npu_bytes_left
 from .lengths import LengthChoice as LengthChoice
 from .load_effects import LOAD_EFFECTS as LOAD_EFFECTS
 from .load_effects import LOAD_OPTIONS as LOAD_OPTIONS
-from .load_effects import check_source_effects as check_source_effects
-from .load_effects import idle_notes as idle_notes
 from .load_effects import is_file as is_file
-from .load_effects import load_facts as load_facts
 from .load_options import LOOKUP as LOOKUP
 from .load_options import LoadKeywords as LoadKeywords
 from .load_options import LoadOptions as LoadOptions
 from .load_options import check_kv_bits as check_kv_bits
 from .load_options import choose_context as choose_context
+from .load_options import load_facts as load_facts
 from .notes import profile_words as profile_words
 from .passes import fastest_in_flight as fastest_in_flight
 from .planner import Solved as Solved
@@ -37,3 +35,5 @@ from .profiling import ProfilingSession as ProfilingSession
 from .sparse_attention import assumed_heads as assumed_heads
 from .sparse_attention import dense_prompt_notes as dense_prompt_notes
 from .speculation import predicted_pass_s as predicted_pass_s
+from .unused_options import check_source_effects as check_source_effects
+from .unused_options import idle_notes as idle_notes

@@ -15,11 +15,11 @@ from heterollm.model import find_model, op_specs
 from heterollm.planning.additions import calibrated_parts
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.core_split import CoreSplit
-from heterollm.planning.load_effects import check_source_effects
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.passes import shadows_under
 from heterollm.planning.planner import Solved, solve_plan, stored_profile
 from heterollm.planning.profiled_model import ProfiledModel
+from heterollm.planning.unused_options import check_source_effects
 from heterollm.profiler.predict import checked
 from heterollm.profiler.records import Profile
 from heterollm.solver import PlanRequest

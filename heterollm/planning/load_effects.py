@@ -1,42 +1,32 @@
 """Conditions under which the options of a load have an effect, for the command line and the Python API.
 
-A fact has the name of its option; :func:`load_facts` also takes apart the request to the solver.
+A fact has the name of its option; :func:`heterollm.planning.load_facts` also takes apart the request to the
+solver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from heterollm.base import Effect, Facts, idle_options, refuse_idle, shown_option
+from heterollm.base import Effect, OptionFacts
 from heterollm.kernels.sim import is_simulated
-from heterollm.model import ModelConfig, kept_formats
-from heterollm.solver import LEVELS, SHADOW_ATTENTION, SOLVED_LEVELS, PlanRequest, expert_pass
-
-if TYPE_CHECKING:
-    from heterollm.kernels.device import Device
-    from heterollm.planning.load_options import LoadOptions
-    from heterollm.solver import Plan
+from heterollm.solver import LEVELS, SHADOW_ATTENTION, SOLVED_LEVELS, expert_pass
 
 __all__ = [
+    "CHOSEN_EFFECTS",
     "LOAD_EFFECTS",
     "LOAD_OPTIONS",
     "SOURCE_EFFECTS",
-    "check_effects",
-    "check_source_effects",
-    "idle_notes",
     "is_file",
-    "load_facts",
     "takes_no_calibration",
 ]
 
 
-def _passes(facts: Facts) -> tuple[Any, ...]:
+def _passes(facts: OptionFacts) -> tuple[Any, ...]:
     return tuple(facts.get("passes") or ())
 
 
-def _is_device(facts: Facts, *names: str) -> bool:
+def _is_device(facts: OptionFacts, *names: str) -> bool:
     """Return whether the device is one of some, or may be; ``sim`` stands for all simulated ones."""
     device = facts.get("device", "auto")
     return "sim" in names if is_simulated(device) else device in names
@@ -47,15 +37,15 @@ def is_file(plan: object) -> bool:
     return plan not in ("auto", *LEVELS, *SOLVED_LEVELS)
 
 
-def _is_solved(facts: Facts) -> bool:
+def _is_solved(facts: OptionFacts) -> bool:
     return facts.get("plan", "auto") in ("auto", *SOLVED_LEVELS)
 
 
-def _uses_npu(facts: Facts) -> bool:
+def _uses_npu(facts: OptionFacts) -> bool:
     return facts.get("plan", "auto") != "gpu" and facts.get("npu_threads") != 0
 
 
-def takes_no_calibration(facts: Facts) -> bool:
+def takes_no_calibration(facts: OptionFacts) -> bool:
     """Return whether neither the weights nor a pass nor the memory of experts can read a calibration."""
     precision, stepped = facts.get("precision", "w4a16"), facts.get("scales", "free") == "stepped"
     weights = precision == "w8a8" or (precision == "w4a16" and stepped)
@@ -207,69 +197,3 @@ CHOSEN_EFFECTS: Final = (
     Effect("calibration", lambda facts: facts["reads_calibration"], "nothing in plan {plan} is calibrated"),
 )
 """Conditions that the device and the plan decide, where ``auto`` or the solver chose them."""
-
-REQUEST_NAMES: Final = {"forbidden": "forbid", "build_budget_s": "build_budget"}
-"""Options of the fields of a request that have other names."""
-
-REQUEST_FIELDS: Final = (
-    *("gpu_share", "energy_weight", "forbidden", "npu_gib", "histogram", "build_budget_s", "in_flight"),
-    "passes",
-)
-
-
-def load_facts(options: LoadOptions) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the values of all options of a load by name, and the names of those that are not defaults."""
-    values: dict[str, Any] = {one.name: getattr(options, one.name) for one in fields(options)}
-    usual: dict[str, Any] = {
-        one.name: one.default if one.default is not MISSING else None for one in fields(options)
-    }
-    for request, target in ((options.request or PlanRequest(), values), (PlanRequest(), usual)):
-        for name in REQUEST_FIELDS:
-            target[REQUEST_NAMES.get(name, name)] = getattr(request, name)
-        attention = request.attention
-        target |= {"keep": attention.keep, "keep_by": attention.keep_by, "overflow": request.experts.overflow}
-        target |= {"score_buckets": attention.buckets, "estimator": attention.estimator}
-    given = {name for name, value in values.items() if value != usual[name]}
-    return values, frozenset(given - options.defaults)
-
-
-def check_effects(options: LoadOptions) -> None:
-    """Refuse an option of a load that has no effect beside the others.
-
-    Raises:
-        OptionError: There is one.
-    """
-    facts, given = load_facts(options)
-    refuse_idle(LOAD_EFFECTS, given, facts)
-
-
-def check_source_effects(options: LoadOptions, config: ModelConfig) -> None:
-    """Refuse an option of a load that has no effect on a checkpoint.
-
-    Args:
-        options: Of the load.
-        config: The model.
-
-    Raises:
-        OptionError: There is one.
-    """
-    facts, given = load_facts(options)
-    stored = kept_formats(config, options.precision, options.scales) is not None
-    refuse_idle(SOURCE_EFFECTS, given, facts | {"stored": stored, "experts": config.routing is not None})
-
-
-def idle_notes(options: LoadOptions, device: Device, plan: Plan) -> Iterator[str]:
-    """Yield a note for each option of a load without effect on the chosen device or plan."""
-    facts, given = load_facts(options)
-    chosen = {
-        "asks_for_power": device.power == options.power,
-        "has_threads": bool(device.split.gpu_cores),
-        "uses_npu": plan.uses_npu,
-        "reads_calibration": plan.has_integer_forms
-        or bool(plan.sparse_attention)
-        or plan.has_npu_experts
-        or options.experts_gib is not None,
-    }
-    for name, effect in idle_options(CHOSEN_EFFECTS, given, facts | chosen):
-        reason = effect.reason.format(device=device.name, plan=plan.level)
-        yield f"{shown_option(name, facts[name])} changes nothing: {reason}"

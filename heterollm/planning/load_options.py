@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Final, Literal, TypeAlias, TypedDict, get_args
 
-from heterollm.base import OptionError
+from heterollm.base import OptionError, refuse_idle
 from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
 from heterollm.model import ModelConfig
-from heterollm.planning.load_effects import check_effects
+from heterollm.planning.load_effects import LOAD_EFFECTS
 from heterollm.planning.passes import check_pass
 from heterollm.solver import (
     LENGTH_POLICIES,
@@ -31,6 +31,7 @@ __all__ = [
     "check_kv_bits",
     "check_weights",
     "choose_context",
+    "load_facts",
 ]
 
 KvBits: TypeAlias = Literal[8]
@@ -159,13 +160,39 @@ class LoadOptions:
                 raise OptionError(
                     f"There is no {what} {given!r:.80}.", fix=f"Choose among {', '.join(legal)}."
                 )
-        check_effects(self)
+        facts, given = load_facts(self)
+        refuse_idle(LOAD_EFFECTS, given, facts)
 
     @property
     def weights_calibration(self) -> str | Path | None:
         """The calibration where weights of this format can have ranges, scales and shadows; else None."""
         stepped = self.precision == "w4a16" and self.scales == "stepped"
         return self.calibration if stepped or self.precision == "w8a8" else None
+
+
+REQUEST_NAMES: Final = {"forbidden": "forbid", "build_budget_s": "build_budget"}
+"""Options of the fields of a request that have other names."""
+
+REQUEST_FIELDS: Final = (
+    *("gpu_share", "energy_weight", "forbidden", "npu_gib", "histogram", "build_budget_s", "in_flight"),
+    "passes",
+)
+
+
+def load_facts(options: LoadOptions) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the values of all options of a load by name, and the names of those that are not defaults."""
+    values: dict[str, Any] = {one.name: getattr(options, one.name) for one in fields(options)}
+    usual: dict[str, Any] = {
+        one.name: one.default if one.default is not MISSING else None for one in fields(options)
+    }
+    for request, target in ((options.request or PlanRequest(), values), (PlanRequest(), usual)):
+        for name in REQUEST_FIELDS:
+            target[REQUEST_NAMES.get(name, name)] = getattr(request, name)
+        attention = request.attention
+        target |= {"keep": attention.keep, "keep_by": attention.keep_by, "overflow": request.experts.overflow}
+        target |= {"score_buckets": attention.buckets, "estimator": attention.estimator}
+    given = {name for name, value in values.items() if value != usual[name]}
+    return values, frozenset(given - options.defaults)
 
 
 class LoadKeywords(TypedDict, total=False):

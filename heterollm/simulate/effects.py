@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any, Final
 
-from heterollm.base import Effect, Facts, HeteroLLMError, OptionError, idle_options, refuse_idle
+from heterollm.base import Effect, HeteroLLMError, OptionError, OptionFacts, idle_options, refuse_idle
 from heterollm.kernels.sim import load_soc
 from heterollm.model import find_model
 from heterollm.simulate.request import SimulationRequest
@@ -26,11 +26,11 @@ COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy has an effect."""
 
 
-def _is_solved(facts: Facts) -> bool:
+def _is_solved(facts: OptionFacts) -> bool:
     return facts["level"] in SOLVED_LEVELS or llm_npu_pass(facts["passes"]) is not None
 
 
-def _integer_graphs(facts: Facts) -> bool:
+def _integer_graphs(facts: OptionFacts) -> bool:
     return bool(load_soc(facts["soc"], dict(facts["overrides"])).npu.integer_graphs)
 
 

@@ -63,6 +63,8 @@ TOKENS = {
     "top_p": "--temperature 0.5 --top-p 0.5",
     "min_p": "--temperature 0.5 --min-p 0.1",
     "repetition_penalty": "--repetition-penalty 1.5",
+    "presence_penalty": "--presence-penalty 1",
+    "frequency_penalty": "--frequency-penalty 1",
     "seed": "--temperature 0.5 --seed 3",
 }
 ROWS = {
@@ -83,6 +85,8 @@ ROWS = {
     "chat": {**LOADED, **TOKENS, "max_new_tokens": "--max-new-tokens 3", "system": "--system s"},
     "serve": {
         **LOADED,
+        **TOKENS,
+        "max_tokens": "--max-tokens 9",
         "host": "--host ::1",
         "port": "--port 9",
         "name": "--name n",

@@ -191,7 +191,7 @@ def test_slots_are_shown_to_be_safe_under_delays(
 def test_memory_counts_the_copies_of_blocks(
     checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]
 ) -> None:
-    from heterollm.engine import memory_need
+    from heterollm.engine.memory import memory_need
 
     plain = host_llm(checkpoint("llama"), plan="gpu")
     specs = plain._weights.specs

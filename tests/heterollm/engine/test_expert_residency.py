@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from heterollm.base import CheckpointError, OptionError
-from heterollm.engine import check_memory, expert_budget, memory_need
+from heterollm.engine import check_memory, expert_budget
 from heterollm.engine.expert_residency import ExpertResidency
 from heterollm.engine.experts import ExpertEmitter
+from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.ops import Routing
 from heterollm.llm import LLM

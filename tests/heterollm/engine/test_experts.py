@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heterollm.engine import pool_sizes
 from heterollm.engine.memory import memory_need
+from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
 from heterollm.llm import LLM
 from heterollm.model import ModelWeights

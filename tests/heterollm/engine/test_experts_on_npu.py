@@ -13,9 +13,10 @@ from msgspec import structs
 
 import heterollm
 from heterollm.base import EngineError, GraphError, PlanError
-from heterollm.engine import memory_need, pool_sizes
 from heterollm.engine.builder import PassBuilder
+from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE, SlotCheck
+from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.formats import linear, linear_errors, reference_layers
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
 from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE

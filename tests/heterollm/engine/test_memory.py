@@ -17,8 +17,8 @@ import pytest
 
 import heterollm.engine.memory
 from heterollm.base import GIB, MIB, DeviceError, PlanError
-from heterollm.engine import available_bytes, check_memory, memory_need
-from heterollm.engine.memory import MemoryNeed
+from heterollm.engine import available_bytes, check_memory
+from heterollm.engine.memory import MemoryNeed, memory_need
 from heterollm.kernels.npu import LinearShard
 from heterollm.kernels.ops import GraphMemory
 from heterollm.llm import LLM

@@ -14,9 +14,11 @@ from msgspec import structs
 import heterollm
 from heterollm.base import CalibrationError, EngineError, GraphError, OptionError, PlanError, silent
 from heterollm.calibration import calibrate, load_calibration
-from heterollm.engine import HEAD_ROWS, Engine, memory_need, pool_sizes
+from heterollm.engine import HEAD_ROWS, Engine
 from heterollm.engine.builder import PassBuilder
+from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE
+from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
 from heterollm.kernels.gpu import is_complete
