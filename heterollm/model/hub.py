@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from urllib.parse import urlsplit
 
 import huggingface_hub
 
-from heterollm.base import CheckpointError, OptionError, Progress, locked
+from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked, parse_json
 
 __all__ = ["CONFIG_FILES", "HUB_FILES", "hub_folder", "is_hub_name", "pull_model"]
 
@@ -22,6 +24,9 @@ CONFIG_FILES: Final = ("config.json", "generation_config.json")
 HUB_IGNORED: Final = ("*/*", "consolidated*")
 
 SHA_256: Final = re.compile("[0-9a-f]{64}")
+NAMING_HEADERS: Final = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Xet-Hash")
+"""Headers of which the hub's client makes names of files and folders."""
+
 RESUMED_BYTES: Final = 16 << 20
 """Smaller files begin again after an interruption."""
 
@@ -48,11 +53,14 @@ def hub_folder(name: str, *, weights: bool = True) -> Path:
         CheckpointError: The hub did not deliver it.
     """
     try:
+        _check_answers()
         found = huggingface_hub.snapshot_download(
             name,
             allow_patterns=list(HUB_FILES if weights else CONFIG_FILES),
             ignore_patterns=list(HUB_IGNORED),
         )
+    except CheckpointError:
+        raise
     except Exception as error:
         # The hub's client raises the errors of several libraries, without a common base.
         problem, fix = _problem(name, error)
@@ -79,8 +87,10 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
     if not is_hub_name(name):
         raise OptionError(f"{name!r:.200} is no name of a model on the hub.", fix="Give OWNER/NAME.")
     try:
+        _check_answers()
         info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        sizes = {file: size for file, size in sizes.items() if all(map(is_plain_name, file.split("/")))}
         wanted = needed_files(name, tuple(sizes), gguf)
         bytes_of = _Bytes(f"Fetching {name}", sum(sizes[file] for file in wanted), progress)
         paths = []
@@ -97,6 +107,32 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
         message = f"{name} was not fetched: {problem}."
         raise CheckpointError(message, fix=f"{fix} Files that have arrived are kept.") from error
     return paths[0] if wanted[0].endswith(".gguf") else paths[0].parent
+
+
+def _check_answers() -> None:
+    """Make the hub's client refuse answers by which a hub names files outside of the client's cache."""
+    session: Any = huggingface_hub.get_session()
+    hooks = session.event_hooks
+    if _check_answer not in hooks["response"]:
+        hooks["response"].append(_check_answer)
+        session.event_hooks = hooks
+
+
+def _check_answer(response: Any) -> None:  # noqa: ANN401 - of the client's own HTTP library
+    names: dict[str, object] = {}
+    if response.request.method == "HEAD":  # the others' are not read
+        names = {header: response.headers.get(header) for header in NAMING_HEADERS}
+    elif response.request.url.path.startswith("/api/") and response.is_success:
+        response.read()
+        with contextlib.suppress(ValueError):
+            content = parse_json(response.content)
+            names = {"sha": content.get("sha")} if isinstance(content, dict) else {}
+    for field, name in names.items():
+        if name is not None and not is_plain_name(str(name).removeprefix("W/").strip('"')):
+            raise CheckpointError(
+                f"The hub names a file {name!r:.100} ({field}), which is no name.",
+                fix="Fetch the model from another hub: HF_ENDPOINT names this one.",
+            )
 
 
 def _fetch_blob(name: str, file: str, bar: type) -> None:
@@ -123,8 +159,10 @@ def _fetch_blob(name: str, file: str, bar: type) -> None:
     with locked(part):
         if blob.exists():
             return
-        with part.open("ab") as target:
-            size = target.tell()
+        # A link that someone else put there is an error.
+        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+        with os.fdopen(os.open(part, flags, 0o666), "ab") as target:
+            size = target.seek(0, os.SEEK_END)
             file_download.http_get(
                 stated.location,
                 target,
@@ -133,11 +171,13 @@ def _fetch_blob(name: str, file: str, bar: type) -> None:
                 expected_size=stated.size,
                 tqdm_class=bar,
             )
-        if SHA_256.fullmatch(blob.name) and _sha256(part) != blob.name:
-            part.unlink()
-            raise CheckpointError(
-                f"{file} of {name} has arrived with other content than the hub states.", fix="Fetch it again."
-            )
+            target.flush()
+            if SHA_256.fullmatch(blob.name) and _sha256(part) != blob.name:
+                target.truncate(0)
+                raise CheckpointError(
+                    f"{file} of {name} has arrived with other content than the hub states.",
+                    fix="Fetch it again.",
+                )
         part.replace(blob)
 
 

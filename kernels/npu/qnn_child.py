@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from heterollm.base import DeviceError, GraphError, HeteroLLMError, see
+from heterollm.base import DeviceError, GraphError, HeteroLLMError, delete, see
 
 __all__ = ["ChildError", "answer_parent", "run_child"]
 
@@ -37,7 +37,7 @@ def run_child(module: str, request: Mapping[str, Any], answer: Path, task: str, 
         ChildError: The child crashed, hung, or raised a :class:`GraphError`.
         DeviceError: The child raised another error of this package.
     """
-    answer.unlink(missing_ok=True)
+    delete(answer)
     # -P: a folder named heterollm in the working directory must not be imported.
     command = [sys.executable, "-P", "-m", module]
     try:

@@ -22,11 +22,11 @@ from heterollm.base import (
     ProfileError,
     atomic_path,
     cache_name,
-    cache_root,
     decode,
     decode_json,
     locked,
     missing_field,
+    own_folder,
 )
 from heterollm.kernels.device import Device, fingerprint_of
 from heterollm.kernels.ops import GraphMemory
@@ -295,12 +295,12 @@ def profile_path(device: str, fingerprint: str, purpose: str = "") -> Path:
         purpose: :data:`DEMO`, or empty for the profile that all commands read.
     """
     name = f"{cache_name(name_in_words(device), fingerprint)}.json"
-    return cache_root() / "profiles" / (f"{purpose}-{name}" if purpose else name)
+    return own_folder("profiles") / (f"{purpose}-{name}" if purpose else name)
 
 
 def stored_profiles() -> list[Path]:
     """Return the profile files of the cache that all commands read, in order of their names."""
-    found = (cache_root() / "profiles").glob("*.json")
+    found = (own_folder("profiles")).glob("*.json")
     return sorted(path for path in found if not path.name.startswith(f"{DEMO}-"))
 
 
