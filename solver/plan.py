@@ -17,7 +17,16 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
-from heterollm.base import Count, PlanError, Positive, atomic_path, decode, decode_json, missing_field
+from heterollm.base import (
+    Count,
+    PlanError,
+    Positive,
+    atomic_path,
+    decode,
+    decode_json,
+    missing_field,
+    read_file,
+)
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import GROUPS, GraphMemory, OpSpec, Phase, ffn_specs
 from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
@@ -332,9 +341,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             PlanError: The file is missing or not a plan.
         """
         try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"Cannot read the plan {path}: {error}.") from error
+            text = read_file(path).decode()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PlanError(f"Cannot read the plan {str(path)!r:.200}: {reason}.") from error
         return cls.from_json(text, source=str(path))
 
 

@@ -76,6 +76,8 @@ from .terminal import quiet_libraries as quiet_libraries
 from .terminal import visible as visible
 from .terminal import write as write
 from .terminal import write_json as write_json
+from .text_file import LARGEST_TEXT_BYTES as LARGEST_TEXT_BYTES
+from .text_file import read_file as read_file
 from .text_file import read_text as read_text
 from .typed_json import Amount as Amount
 from .typed_json import Count as Count

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from heterollm.base.cache_place import CACHE_VARIABLE
 from heterollm.base.errors import CacheError, HeteroLLMError, see
 from heterollm.base.own_files import make_parent, scratch_file
+from heterollm.base.text_file import read_file
 
 __all__ = ["atomic_path", "cache_error", "cache_name", "load_or_make", "locked"]
 
@@ -110,7 +111,7 @@ def load_or_make(
         text: Returns the file's content from a value.
     """
     try:
-        return read(path.read_bytes())
+        return read(read_file(path))
     except FileNotFoundError:
         pass
     except (OSError, HeteroLLMError) as error:

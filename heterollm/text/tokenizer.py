@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from heterollm.base import CheckpointError, ContextError, InputError, parse_json
+from heterollm.base import CheckpointError, ContextError, InputError, parse_json, read_file
 from heterollm.model import end_ids
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
@@ -331,7 +331,7 @@ def _check_small_files(folder: Path) -> None:
     template = folder / "chat_template.jinja"
     try:
         if template.exists():
-            template.read_text(encoding="utf-8")
+            read_file(template).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{template} cannot be read: {error}.", fix=FIX) from error
 
@@ -339,7 +339,7 @@ def _check_small_files(folder: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, empty if the file is missing."""
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json(read_file(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -27,6 +27,7 @@ from heterollm.base import (
     locked,
     missing_field,
     own_folder,
+    read_file,
 )
 from heterollm.kernels.device import Device, fingerprint_of
 from heterollm.kernels.ops import GraphMemory
@@ -246,9 +247,10 @@ class Profile:
             ProfileError: The file cannot be read, is damaged, or belongs to another device.
         """
         try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise ProfileError(f"Cannot read the profile {path}: {error.strerror}.", fix=FIX) from error
+            text = read_file(path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ProfileError(f"Cannot read the profile {str(path)!r:.200}: {reason}.", fix=FIX) from error
         profile = cls.from_json(text, source=str(path))
         if expected is not None:
             profile.check_device(expected, path)
