@@ -40,6 +40,10 @@ __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
 SCHEMA_VERSION: Final = 2
 
 
+LARGEST_PLAN: Final = 16_000_000
+"""Most characters of a file; a plan of 100 layers with a range of its own for each length takes a tenth."""
+
+
 class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     """All that run time decides by.
 
@@ -313,6 +317,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             PlanError: The text is not a plan of this schema version.
         """
+        if len(text) > LARGEST_PLAN:
+            raise PlanError(f"{source} is not a plan: it has more than {LARGEST_PLAN} characters.")
         data = decode_json(text, source=source, error=PlanError)
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
@@ -341,7 +347,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             PlanError: The file is missing or not a plan.
         """
         try:
-            text = read_file(path).decode()
+            text = read_file(path, LARGEST_PLAN).decode()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise PlanError(f"Cannot read the plan {str(path)!r:.200}: {reason}.") from error

@@ -44,9 +44,12 @@ from .exit_codes import FAILED as FAILED
 from .exit_codes import INTERRUPTED as INTERRUPTED
 from .exit_codes import PARTLY as PARTLY
 from .exit_codes import USAGE as USAGE
+from .file_index import FileIndex as FileIndex
 from .forks import check_process as check_process
 from .forks import mark_device_opened as mark_device_opened
 from .keywords import check_keywords as check_keywords
+from .limited_child import LimitedChild as LimitedChild
+from .limited_child import LimitError as LimitError
 from .output_file import check_folder as check_folder
 from .output_file import check_target as check_target
 from .output_file import labelled as labelled

@@ -1,7 +1,7 @@
 """Decides which files heterollm made, and deletes no others: every deletion in the package happens here.
 
 A file is heterollm's if this process made it as a scratch file, or if all of these hold: it lies in a known
-subfolder of the cache, which holds heterollm's tag; its name is one that heterollm gives; no folder between
+subfolder of the cache that heterollm made; its name is one that heterollm gives; no folder between
 is a link; and it belongs to this user. Links are deleted themselves, never followed.
 """
 
@@ -20,6 +20,7 @@ from typing import Final
 
 from heterollm.base.cache_place import CACHE_VARIABLE, cache_root, is_trusted, own_folder
 from heterollm.base.errors import CacheError
+from heterollm.base.text_file import read_file
 
 __all__ = [
     "KINDS",
@@ -49,12 +50,10 @@ KINDS: Final = {
 }
 """Subfolders of the cache folder and their content."""
 
-TAG: Final = "CACHEDIR.TAG"
-TAG_TEXT: Final = (
-    "Signature: 8a477f597d28d172789f06886806bc55\n# This folder belongs to heterollm's cache; "
-    "`heterollm cache clear` deletes its files. See https://bford.info/cachedir/\n"
-)
-"""The tag by which backup programs know a cache, and heterollm its own folders."""
+LIST: Final = ".heterollm"
+"""The file in the cache folder that names the subfolders which heterollm made, one a line."""
+
+LONGEST_LIST: Final = 4096
 
 LABEL: Final = "simulated"
 """Part of the name of every file that holds simulated times, and the folder of such profiles in the cache."""
@@ -66,7 +65,7 @@ OWN_NAME: Final = re.compile(
     r"(?:\.lock|\.damaged-\d+)?"
     rf"|\.{HEX}\.(?:building|temporary)(?:\.lock)?"
     rf"|\.[\w.-]*{HEX}[\w.-]*\.partial"
-    r"|pocl-[\w.-]+|digests\.json(?:\.lock)?|\.digests\.json\.[0-9a-f]{16}\.partial"
+    r"|pocl-[\w.-]+|(?:digests|tokenizers)\.json(?:\.lock)?"
 )
 """Names that heterollm gives to the files and folders in a subfolder of its cache."""
 
@@ -107,7 +106,7 @@ def is_own_file(path: Path) -> bool:
         parts = path.relative_to(cache_root()).parts
     except (ValueError, CacheError):
         return False
-    if len(parts) < 2 or parts[0] not in KINDS or ".." in parts or not _is_tagged(cache_root() / parts[0]):
+    if len(parts) < 2 or parts[0] not in KINDS or ".." in parts or parts[0] not in _listed(cache_root()):
         return False
     named = parts[2:3] if parts[:2] == ("profiles", LABEL) else parts[1:2]
     folders = [cache_root().joinpath(*parts[:count]) for count in range(1, len(parts))]
@@ -180,26 +179,27 @@ def delete_quietly(path: Path) -> None:
 
 
 def make_own_folder(kind: str) -> Path:
-    """Make a subfolder of the cache, for this user alone, and tag it as heterollm's.
+    """Make a subfolder of the cache, for this user alone, and note that heterollm made it.
 
     Raises:
         CacheError: Another user can write it, or it is there with files that heterollm did not make.
         OSError: It cannot be made.
     """
     folder = own_folder(kind)
-    if _is_tagged(folder):
-        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    names = {entry.name for entry in folder.iterdir()} - {TAG, LABEL}
+    if kind in _listed(folder.parent):
+        return folder
+    names = {entry.name for entry in folder.iterdir()} - {LABEL}
     foreign = next((name for name in sorted(names) if OWN_NAME.fullmatch(name) is None), None)
     if foreign is not None:
         raise CacheError(
             f"{folder} holds {foreign!r:.80}, which heterollm did not make.",
             fix=f"Point {CACHE_VARIABLE} at a folder without other files of such a name.",
         )
-    with contextlib.suppress(FileExistsError):
-        _write_new(folder / TAG, TAG_TEXT.encode())
+    flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+    with os.fdopen(os.open(folder.parent / LIST, flags, 0o600), "ab") as file:
+        file.write(f"{kind}\n".encode())
     return folder
 
 
@@ -255,16 +255,15 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         _scratch.discard(folder)
 
 
-def _is_tagged(folder: Path) -> bool:
-    """Return whether heterollm made a folder: its tag is a plain file of this user, or of root."""
-    tag = folder / TAG
+def _listed(root: Path) -> set[str]:
+    """Return the subfolders that heterollm made; none if another user can write their list."""
+    listed = root / LIST
     try:
-        if folder.is_symlink() or not stat.S_ISREG(tag.lstat().st_mode) or not is_trusted(tag):
-            return False
-        with tag.open("rb") as file:
-            return file.read(len(TAG_TEXT) + 1) == TAG_TEXT.encode()
-    except OSError:
-        return False
+        if not stat.S_ISREG(listed.lstat().st_mode) or not is_trusted(listed):
+            return set()
+        return set(read_file(listed, LONGEST_LIST).decode().split())
+    except (OSError, ValueError):
+        return set()
 
 
 def _write_new(path: Path, content: bytes = b"") -> None:

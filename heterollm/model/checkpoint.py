@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, OptionError
+from heterollm.base import CheckpointError, FileIndex, OptionError
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
-from heterollm.model.file_index import FileIndex
 from heterollm.model.hub import hub_folder, is_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape

@@ -23,7 +23,7 @@ from heterollm.base import (
     own_folder,
     scratch_folder,
 )
-from heterollm.base.own_files import TAG
+from heterollm.base.own_files import LIST
 
 DIGEST = "0123456789abcdef" * 2
 PACKAGE = Path(heterollm.__file__).parent
@@ -74,7 +74,7 @@ def test_a_folder_of_the_users_is_neither_written_nor_cleared(root, kind):
         delete(alike)
 
 
-def test_a_cache_of_an_earlier_version_becomes_tagged(root):
+def test_a_cache_of_an_earlier_version_is_taken_over(root):
     old = put(root / "plans" / f"{DIGEST}.json")
     assert own_entries("plans") == []
     with atomic_path(root / "plans" / f"{DIGEST[::-1]}.json") as temporary:
@@ -96,7 +96,6 @@ def test_a_cache_of_an_earlier_version_becomes_tagged(root):
         f"a/../../plans/{DIGEST}.json",
         f".{DIGEST}.json",
         f"{DIGEST}.json\n",
-        TAG,
     ],
 )
 def test_other_names_are_not_ours(root, name):
@@ -117,7 +116,7 @@ def test_links_are_deleted_and_never_followed(root, tmp_path):
     (made / "in").symlink_to(outside.parent)
     (make_own_folder("graphs") / f".{DIGEST}.building").symlink_to(outside.parent)
     clear_cache()
-    assert [path.name for path in weights.iterdir()] == [TAG]
+    assert not list(weights.iterdir())
     assert not made.exists()
     assert outside.read_text() == hard.read_text() == "mine"
 
@@ -181,7 +180,7 @@ def test_a_folder_of_another_user_is_refused(root):
     with pytest.raises(CacheError, match="belongs to another user"):
         own_folder("graphs")
     os.chown(folder, 0, 0)
-    os.chown(folder / TAG, 12345, 12345)
+    os.chown(root / LIST, 12345, 12345)
     assert not is_own_file(folder / f"{DIGEST}.onnx")
 
 
@@ -318,7 +317,13 @@ def test_no_command_touches_a_file_elsewhere(tmp_path):
     assert done.returncode == 0, done.stderr
     codes, events = json.loads(result.read_text())
     assert [words[0] for words, code in codes if code != 0] == [], done.stderr
-    allowed = [*(cache / kind for kind in KINDS), scratch, Path(model), out / ".model-", Path(os.devnull)]
+    allowed = [
+        *(cache / kind for kind in (*KINDS, LIST)),
+        scratch,
+        Path(model),
+        out / ".model-",
+        Path(os.devnull),
+    ]
     strange = {
         (event, path)
         for event, path in events

@@ -7,7 +7,10 @@ import logging
 import os
 from pathlib import Path
 
-from heterollm.base import CacheError, atomic_path, locked, own_folder, parse_json
+from heterollm.base.cache import atomic_path, locked
+from heterollm.base.cache_place import own_folder
+from heterollm.base.errors import CacheError
+from heterollm.base.strict_json import parse_json
 
 __all__ = ["FileIndex"]
 
