@@ -1,16 +1,14 @@
-"""Renders chat templates in a child process, under limits that hold within one call of a template."""
+"""Renders chat templates in a child process; only the child imports this module."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-from heterollm.base import MIB, LimitedChild
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
 
-__all__ = ["TEMPLATES", "render"]
-
-TEMPLATES: Final = LimitedChild(f"{__name__}:render", cpu_s=5, memory_bytes=512 * MIB, answer_bytes=64 * MIB)
-"""The child of this process; templates of published checkpoints take milliseconds in it."""
+__all__ = ["render"]
 
 
 def render(request: Mapping[str, Any]) -> dict[str, str]:
@@ -19,9 +17,6 @@ def render(request: Mapping[str, Any]) -> dict[str, str]:
     Args:
         request: Arguments of transformers' ``render_jinja_template``.
     """
-    import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     try:
         rendered, _ = render_jinja_template(**request)
     except jinja2.TemplateSyntaxError as error:

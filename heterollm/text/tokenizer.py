@@ -16,11 +16,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from heterollm.base import CheckpointError, ContextError, InputError, LimitError, parse_json, read_file
+from heterollm.base import (
+    MIB,
+    CheckpointError,
+    ContextError,
+    InputError,
+    LimitedChild,
+    LimitError,
+    parse_json,
+    read_file,
+)
 from heterollm.model import end_ids
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
-from heterollm.text.template_child import TEMPLATES
 from heterollm.text.token_bytes import TokenBytes
 from heterollm.text.tokenizer_check import check_tokenizer_file
 
@@ -38,6 +46,11 @@ _FIX_MISSING = (
 _FORMATS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 LONG_TEXT = 1 << 16
 """Characters from which a text may be refused before it is tokenised; a shorter one takes milliseconds."""
+
+TEMPLATES = LimitedChild(
+    "heterollm.text.template_child:render", cpu_s=5, memory_bytes=512 * MIB, answer_bytes=64 * MIB
+)
+"""Renders the chat templates of this process; those of published checkpoints take milliseconds in it."""
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 

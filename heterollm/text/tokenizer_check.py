@@ -77,10 +77,10 @@ def check_tokenizer_file(path: Path) -> None:
 
 
 def try_tokenizer(request: Mapping[str, Any]) -> str | None:
-    """Load a tokenizer, let it read long texts, and return its fault; in a child, as either may take for ever.
+    """Return the fault of a tokenizer that reads long texts; in a child, since it may take for ever.
 
     Args:
-        request: The ``path`` of the file, and ``texts`` to repeat.
+        request: The ``path`` of the file, ``texts`` to repeat, and the ``end`` of each.
     """
     import tokenizers
 
@@ -89,7 +89,8 @@ def try_tokenizer(request: Mapping[str, Any]) -> str | None:
         tokenizer = tokenizers.Tokenizer.from_file(request["path"])
         for length in PROBE_LENGTHS:
             for text in request["texts"]:
-                encoding = tokenizer.encode(text * (length // len(text)) + "!", add_special_tokens=False)
+                whole = text * (length // len(text)) + request["end"]
+                encoding = tokenizer.encode(whole, add_special_tokens=False)
                 tokenizer.decode(encoding.ids)
     except MemoryError:
         raise
@@ -106,7 +107,7 @@ def _trial_problem(path: Path, patterns: Sequence[str]) -> str | None:
     memory_bytes = LOAD_BYTES + LOAD_FACTOR * path.stat().st_size
     child = LimitedChild(f"{__name__}:try_tokenizer", cpu_s=CPU_S, memory_bytes=memory_bytes)
     try:
-        fault = child.ask({"path": str(path), "texts": texts})
+        fault = child.ask({"path": str(path), "texts": texts, "end": f"!{''.join(sorted(letters)[:128])}"})
     except LimitError as error:
         return f"{error.message} to read texts of {PROBE_LENGTHS[-1]} characters"
     finally:
