@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import huggingface_hub
 
 from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked, parse_json
+from heterollm.model.hub_names import parse_hub_name
 
-__all__ = ["CONFIG_FILES", "HUB_FILES", "hub_folder", "is_hub_name", "pull_model"]
+__all__ = ["CONFIG_FILES", "HUB_FILES", "hub_folder", "pull_model"]
 
-HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 CONFIG_FILES: Final = ("config.json", "generation_config.json")
 HUB_IGNORED: Final = ("*/*", "consolidated*")
@@ -35,11 +35,6 @@ UNREACHED: Final = {"TransportError", "ConnectionError"}
 
 LISTED: Final = 12
 """Most GGUF files that a message lists."""
-
-
-def is_hub_name(name: Path | str) -> bool:
-    """Return whether a text is a legal repository name on the Hugging Face hub."""
-    return HUB_NAME.fullmatch(str(name)) is not None
 
 
 def hub_folder(name: str, *, weights: bool = True) -> Path:
@@ -84,8 +79,10 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
         OptionError: The name is not legal, or no file or several match the pattern.
         CheckpointError: The hub did not deliver, or the model has neither safetensors nor GGUF files.
     """
-    if not is_hub_name(name):
+    named = parse_hub_name(name)
+    if named is None:
         raise OptionError(f"{name!r:.200} is no name of a model on the hub.", fix="Give OWNER/NAME.")
+    name, gguf = named.name, gguf or named.gguf
     try:
         _check_answers()
         info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
@@ -213,7 +210,7 @@ def needed_files(name: str, files: Sequence[str], gguf: str | None) -> list[str]
 
 
 def _matches(file: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+    return any(fnmatch.fnmatchcase(file.lower(), pattern.lower()) for pattern in patterns)
 
 
 class _Bytes:

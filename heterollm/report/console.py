@@ -94,7 +94,10 @@ class SafeConsole(Console):
     """A console that ignores markup in texts, and shows control characters instead of obeying them."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - those of rich's Console
-        super().__init__(markup=False, emoji=False, highlight=False, **options)
+        # rich takes any Unicode digits of COLUMNS for a number.
+        stated = os.environ.get("COLUMNS", "0")
+        legal = dict(os.environ) if stated.isascii() else dict(os.environ, COLUMNS="")
+        super().__init__(markup=False, emoji=False, highlight=False, _environ=legal, **options)
 
     def on_broken_pipe(self) -> None:
         """End the command as a closed stdout does."""

@@ -425,7 +425,7 @@ class Generation:
         return self._accept(self._sampler, self._logits, begin, new_s)
 
     def _accept(self, sampler: Sampler, logits: Logits, begin: float, new_s: float) -> GenerationStep:
-        """Return the step of a token sampled from logits; it began at ``begin`` and compiled for ``new_s``."""
+        """Return the step of a token sampled from logits: when it began, and how long it compiled."""
         end = len(self._prompt_ids) + self._count
         history = self._history[:end] if sampler.uses_history else self._history
         constraint, speculation = self._constraint, self._speculation

@@ -1,4 +1,4 @@
-"""Long work without a terminal: a line for each stage every ten seconds, and the columns that the user states."""
+"""Long work without a terminal: a line every ten seconds, and the columns that the user states."""
 
 import subprocess
 import sys
