@@ -59,7 +59,6 @@ from .own_files import LABEL as LABEL
 from .own_files import check_fetched as check_fetched
 from .own_files import delete as delete
 from .own_files import delete_quietly as delete_quietly
-from .own_files import is_own_file as is_own_file
 from .own_files import is_plain_name as is_plain_name
 from .own_files import make_own_folder as make_own_folder
 from .own_files import make_parent as make_parent

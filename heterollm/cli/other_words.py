@@ -1,7 +1,8 @@
-"""Commands and options of llama.cpp, Ollama and vLLM: taken where they mean the same, else answered with ours."""
+"""Commands and options of llama.cpp, Ollama and vLLM: taken where they mean the same, else answered."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -24,13 +25,13 @@ COMMANDS: Final[Mapping[str, str]] = {
 
 UNLIKE_COMMANDS: Final[Mapping[str, str]] = {
     "show": "`heterollm plan MODEL` shows the shapes and the split of a model, `heterollm list` the models",
-    "ps": "each process holds one model; `GET /health` of a server names it",
+    "ps": "Each process holds one model; `GET /health` of a server names it",
     "stop": "Ctrl-C ends a server",
     "create": "`heterollm convert MODEL -o FOLDER` writes a quantised model; `--system` gives instructions",
-    "cp": "a model is a folder or a GGUF file: copy that",
+    "cp": "A model is a folder or a GGUF file: copy that",
     "push": "`hf upload` takes a folder that `heterollm convert` wrote",
     "login": "`hf auth login` keeps a token for the hub",
-    "embedding": "heterollm computes no embeddings",
+    "embedding": "It computes no embeddings",
 }
 """Answers to other commands."""
 
@@ -87,9 +88,7 @@ def own_words(words: Sequence[str], program: Any) -> list[str]:  # noqa: ANN401 
     name, rest = words[place], words[place + 1 :]
     if name not in program.commands:
         if name in UNLIKE_COMMANDS:
-            raise OptionError(
-                f"heterollm has no command {name!r}.", fix=f"{_sentence(UNLIKE_COMMANDS[name])}."
-            )
+            raise OptionError(f"heterollm has no command {name!r}.", fix=f"{UNLIKE_COMMANDS[name]}.")
         if name not in COMMANDS:
             return list(words)
     command = program.commands.get(COMMANDS.get(name, name)) or program.commands[name]
@@ -102,8 +101,8 @@ def own_words(words: Sequence[str], program: Any) -> list[str]:  # noqa: ANN401 
 
 
 def _own_options(words: Sequence[str], command: Any) -> Iterator[str]:  # noqa: ANN401
-    own = {name: option for option in command.params for name in (*option.opts, *option.secondary_opts)}
-    named = {parameter.human_readable_name.upper() for parameter in command.params} | {"MODEL"}
+    own = _options(command)
+    named = {one.name.upper() for one in command.params if one.param_type_name == "argument"}
     first: list[str] = []
     last: list[str] = []
     kept: list[str] = []
@@ -116,7 +115,7 @@ def _own_options(words: Sequence[str], command: Any) -> Iterator[str]:  # noqa: 
         if not word.startswith("-") or name in own:
             kept.append(word)
             if name in own and not equals and not own[name].is_flag:
-                kept.extend(next(rest, None) for _ in range(1))  # type: ignore[arg-type]
+                kept += itertools.islice(rest, 1)
             continue
         if name in UNLIKE_OPTIONS:
             raise OptionError(f"heterollm has no option {name}.", fix=f"It has {UNLIKE_OPTIONS[name]}.")
@@ -130,12 +129,12 @@ def _own_options(words: Sequence[str], command: Any) -> Iterator[str]:  # noqa: 
                 last = ["--", given]
         else:
             kept.append(word)
-    yield from (word for word in (*first, *kept, *last) if word is not None)
+    yield from (*first, *kept, *last)
 
 
 def _positional(words: Sequence[str], command: Any) -> int:  # noqa: ANN401
     """Return the number of words that are no options and no values of options."""
-    own = {name: option for option in command.params for name in option.opts}
+    own = _options(command)
     count, rest = 0, iter(words)
     for word in rest:
         if word == "--":
@@ -147,5 +146,7 @@ def _positional(words: Sequence[str], command: Any) -> int:  # noqa: ANN401
     return count
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+def _options(command: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the options of a command by their names."""
+    options = (one for one in command.params if one.param_type_name == "option")
+    return {name: option for option in options for name in (*option.opts, *option.secondary_opts)}

@@ -85,7 +85,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         if is_ollama_name(str(name)):
             raise CheckpointError(
                 f"{name} is a name of Ollama's library.",
-                fix="Take OWNER/NAME of the Hugging Face hub, or hf.co/OWNER/NAME:Q4_K_M for a GGUF file of it.",
+                fix="Take OWNER/NAME of the Hugging Face hub, or OWNER/NAME:Q4_K_M for a GGUF file.",
             )
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import huggingface_hub
 
-from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked, parse_json
+from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked
 from heterollm.model.hub_names import parse_hub_name
 
 __all__ = ["CONFIG_FILES", "HUB_FILES", "hub_folder", "pull_model"]
@@ -26,6 +27,9 @@ HUB_IGNORED: Final = ("*/*", "consolidated*")
 SHA_256: Final = re.compile("[0-9a-f]{64}")
 NAMING_HEADERS: Final = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Xet-Hash")
 """Headers of which the hub's client makes names of files and folders."""
+
+NAMING_FIELDS: Final = {"sha", "oid", "sha256", "blobId", "xetHash"}
+"""Fields of its listings of which it makes them, too."""
 
 RESUMED_BYTES: Final = 16 << 20
 """Smaller files begin again after an interruption."""
@@ -86,8 +90,7 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
     try:
         _check_answers()
         info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        sizes = {file: size for file, size in sizes.items() if all(map(is_plain_name, file.split("/")))}
+        sizes = plain_files({file.rfilename: file.size or 0 for file in info.siblings or ()})
         wanted = needed_files(name, tuple(sizes), gguf)
         bytes_of = _Bytes(f"Fetching {name}", sum(sizes[file] for file in wanted), progress)
         paths = []
@@ -106,6 +109,11 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
     return paths[0] if wanted[0].endswith(".gguf") else paths[0].parent
 
 
+def plain_files(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the files whose names stay in a folder, on every system."""
+    return {file: size for file, size in sizes.items() if all(map(is_plain_name, file.split("/")))}
+
+
 def _check_answers() -> None:
     """Make the hub's client refuse answers by which a hub names files outside of the client's cache."""
     session: Any = huggingface_hub.get_session()
@@ -116,20 +124,31 @@ def _check_answers() -> None:
 
 
 def _check_answer(response: Any) -> None:  # noqa: ANN401 - of the client's own HTTP library
-    names: dict[str, object] = {}
+    names: list[tuple[str, object]] = []
     if response.request.method == "HEAD":  # the others' are not read
-        names = {header: response.headers.get(header) for header in NAMING_HEADERS}
+        names = [(header, response.headers.get(header)) for header in NAMING_HEADERS]
     elif response.request.url.path.startswith("/api/") and response.is_success:
         response.read()
         with contextlib.suppress(ValueError):
-            content = parse_json(response.content)
-            names = {"sha": content.get("sha")} if isinstance(content, dict) else {}
-    for field, name in names.items():
+            names = list(_naming_fields(json.loads(response.content)))
+    for field, name in names:
         if name is not None and not is_plain_name(str(name).removeprefix("W/").strip('"')):
             raise CheckpointError(
                 f"The hub names a file {name!r:.100} ({field}), which is no name.",
                 fix="Fetch the model from another hub: HF_ENDPOINT names this one.",
             )
+
+
+def _naming_fields(content: object) -> Iterator[tuple[str, object]]:
+    """Yield the fields of a listing that the hub's client makes names of, at any depth."""
+    pending = [content]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict):
+            yield from ((field, one[field]) for field in NAMING_FIELDS & one.keys())
+            pending += one.values()
+        elif isinstance(one, list):
+            pending += one
 
 
 def _fetch_blob(name: str, file: str, bar: type) -> None:

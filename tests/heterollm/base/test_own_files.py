@@ -16,14 +16,13 @@ from heterollm.base import (
     atomic_path,
     clear_cache,
     delete,
-    is_own_file,
     is_plain_name,
     make_own_folder,
     own_entries,
     own_folder,
     scratch_folder,
 )
-from heterollm.base.own_files import LIST
+from heterollm.base.own_files import LIST, is_own_file
 
 DIGEST = "0123456789abcdef" * 2
 PACKAGE = Path(heterollm.__file__).parent
