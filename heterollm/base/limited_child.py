@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, Final
+from typing import IO, Any, Final
 
 from heterollm.base.errors import EngineError, HeteroLLMError
 from heterollm.base.units import MIB, format_bytes
@@ -159,7 +159,7 @@ class LimitedChild:
         process.wait()
 
 
-def _read_answers(pipe: BinaryIO, answers: queue.SimpleQueue[bytes | None], limit_bytes: int) -> None:
+def _read_answers(pipe: IO[bytes], answers: queue.SimpleQueue[bytes | None], limit_bytes: int) -> None:
     """Put each answer into a queue, and None at the end; on a thread: Windows' pipes know no timeout."""
     with contextlib.suppress(OSError, ValueError):  # closed meanwhile
         while (answer := _read(pipe, limit_bytes)) is not None:
@@ -167,7 +167,7 @@ def _read_answers(pipe: BinaryIO, answers: queue.SimpleQueue[bytes | None], limi
     answers.put(None)
 
 
-def _read(pipe: BinaryIO, limit_bytes: int) -> bytes | None:
+def _read(pipe: IO[bytes], limit_bytes: int) -> bytes | None:
     size = int.from_bytes(pipe.read(SIZE_BYTES), "little")
     if not 0 < size <= limit_bytes:
         return None
@@ -175,7 +175,7 @@ def _read(pipe: BinaryIO, limit_bytes: int) -> bytes | None:
     return content if len(content) == size else None
 
 
-def _write(pipe: BinaryIO | None, content: bytes) -> None:
+def _write(pipe: IO[bytes] | None, content: bytes) -> None:
     assert pipe is not None
     pipe.write(len(content).to_bytes(SIZE_BYTES, "little") + content)
     pipe.flush()
