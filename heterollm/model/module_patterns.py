@@ -11,8 +11,7 @@ from heterollm.base import MIB, LimitedChild
 __all__ = ["full_match", "match"]
 
 PLAIN: Final = re.compile(r"(?:\(\.\*\\\.\)\?\()?[\w.\\-]{1,200}\)?")
-"""Names with escapes, or with dots for any character, perhaps at the end of a module's name: a match takes time
-in proportion to a name."""
+"""Names with escapes, or with dots for any character: a match takes time in proportion to a name."""
 
 MATCHER: Final = LimitedChild(f"{__name__}:match", cpu_s=5, memory_bytes=256 * MIB)
 """The child of this process; published adapters' patterns take microseconds in it."""
