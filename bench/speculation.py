@@ -108,8 +108,7 @@ class Ways:
         found = llm.generate(
             ids, session=session, max_new_tokens=self._tokens, ignore_eos=True, speculate=speculate
         )
-        assert found.decode_tokens_per_s is not None
-        seconds = (found.generated_tokens - 1) / found.decode_tokens_per_s
+        seconds = found.decode_s
         counts = found.speculation
         if counts is None:
             return found.token_ids, seconds, {}

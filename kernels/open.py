@@ -6,13 +6,12 @@ The engine thread opens the device that it will run, because its affinity determ
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
 import platform
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,9 +24,11 @@ from heterollm.base import (
     CacheError,
     DeviceError,
     OptionError,
-    cache_root,
     check_process,
+    make_parent,
     mark_device_opened,
+    own_folder,
+    scratch_folder,
     see,
 )
 from heterollm.kernels.device import Device, DeviceStatus
@@ -374,16 +375,18 @@ def _fixed_threads() -> int | None:
 def _make_pocl_cache() -> None:
     """Create PoCL's cache folder; PoCL silently offers no device if it cannot write there."""
     try:
-        default = cache_root() / "opencl" / f"pocl-{target_for_this_machine() or 'default'}"
+        default = own_folder("opencl") / f"pocl-{target_for_this_machine() or 'default'}"
     except CacheError as error:  # no device without it
         raise DeviceError(error.message, fix=error.fix) from error
     folder = Path(os.environ.get("POCL_CACHE_DIR", default))
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = _writable_copy(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if folder == default:  # heterollm clears no other folder
+            make_parent(folder)
+            folder.mkdir(exist_ok=True)
             guard_programs(folder)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DeviceError(
             f"The folder of compiled OpenCL programs, {folder}, cannot be made: {error.strerror}.",
@@ -485,14 +488,15 @@ def _require_qnn(*, emulator: bool) -> str:
 
 def _writable_copy(folder: Path) -> Path:
     """Return a writable copy of a read-only folder, deleted at exit."""
-    copy = tempfile.mkdtemp(prefix="heterollm-opencl-")
-    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    made = contextlib.ExitStack()
+    copy = made.enter_context(scratch_folder("heterollm-opencl-"))
+    atexit.register(made.close)
     for path in folder.rglob("*"):
-        target = Path(copy) / path.relative_to(folder)
+        target = copy / path.relative_to(folder)
         if path.is_dir():
             target.mkdir(parents=True, exist_ok=True)
         elif path.is_file() and not path.name.startswith("."):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
             target.chmod(0o700)
-    return Path(copy)
+    return copy

@@ -17,7 +17,16 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
-from heterollm.base import Count, PlanError, Positive, atomic_path, decode, decode_json, missing_field
+from heterollm.base import (
+    Count,
+    PlanError,
+    Positive,
+    atomic_path,
+    decode,
+    decode_json,
+    missing_field,
+    read_file,
+)
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import GROUPS, GraphMemory, OpSpec, Phase, ffn_specs
 from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
@@ -29,6 +38,10 @@ from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest, expert_pass
 __all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
 
 SCHEMA_VERSION: Final = 2
+
+
+LARGEST_PLAN: Final = 16_000_000
+"""Most characters of a file; a plan of 100 layers with a range of its own for each length takes a tenth."""
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True):
@@ -304,6 +317,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             PlanError: The text is not a plan of this schema version.
         """
+        if len(text) > LARGEST_PLAN:
+            raise PlanError(f"{source} is not a plan: it has more than {LARGEST_PLAN} characters.")
         data = decode_json(text, source=source, error=PlanError)
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
@@ -332,9 +347,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             PlanError: The file is missing or not a plan.
         """
         try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"Cannot read the plan {path}: {error}.") from error
+            text = read_file(path, LARGEST_PLAN).decode()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PlanError(f"Cannot read the plan {str(path)!r:.200}: {reason}.") from error
         return cls.from_json(text, source=str(path))
 
 

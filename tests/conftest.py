@@ -12,6 +12,18 @@ from hypothesis import HealthCheck, settings
 
 from heterollm.kernels.threads import split_threads
 
+# The developer's shell says nothing to a test of heterollm, the hub, a proxy, the terminal or the language.
+# `--shared-memory`, `--processor` and the names in KEPT set some of them for a run.
+KEPT = {"HETEROLLM_GOLDEN", "HETEROLLM_PUBLISHED_MODEL", "HETEROLLM_ADRENO_TOOL", "HETEROLLM_HALF_RUNTIME"}
+FOREIGN = re.compile(
+    r"(HETEROLLM_|HF_|HUGGINGFACE_|TRANSFORMERS_|POCL_|PYOPENCL_|OCL_|LC_).*|COLUMNS|LINES|NO_COLOR|LANG|LANGUAGE"
+    r"|(FORCE|CLICOLOR|TTY)_?\w*|(all|https?|no)_proxy|PYTHONWARNINGS|TERM",
+    re.IGNORECASE,
+)
+for name in [name for name in os.environ if FOREIGN.fullmatch(name) and name not in KEPT]:
+    del os.environ[name]
+os.environ["LC_ALL"] = "C.UTF-8"
+
 # NumPy and PyTorch read these at their first import. Their waiting threads take cores from the other worker.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")

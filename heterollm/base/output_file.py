@@ -6,15 +6,12 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Final
 
 from heterollm.base.cache import atomic_path
 from heterollm.base.errors import CacheError, OptionError
+from heterollm.base.own_files import LABEL
 
-__all__ = ["LABEL", "check_folder", "check_target", "labelled", "save_file"]
-
-LABEL: Final = "simulated"
-"""Part of the name of every file that holds simulated times."""
+__all__ = ["check_folder", "check_target", "labelled", "save_file"]
 
 
 def labelled(path: Path, *, simulated: bool = True) -> Path:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from heterollm.base import EngineError, HeteroLLMError, quiet_libraries
+from heterollm.base import EngineError, HeteroLLMError, quiet_libraries, scratch_folder
 
 __all__ = ["GRACE_S", "Child", "ChildDiedError", "start"]
 
@@ -81,11 +81,11 @@ class Child:
         self._name = name
         self._timeout_s = timeout_s
         self._busy = False
-        descriptor, path = tempfile.mkstemp(prefix="heterollm-bench-")
-        os.close(descriptor)
-        self._output = Path(path)
+        self._files = contextlib.ExitStack()
+        self._output = self._files.enter_context(scratch_folder("heterollm-bench-")) / "output"
+        self._output.touch()
         self._pipe, other = CONTEXT.Pipe()
-        self._process = start(_serve, other, path)
+        self._process = start(_serve, other, str(self._output))
         other.close()
 
     def ask(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - what the method returns
@@ -117,7 +117,7 @@ class Child:
             self._process.join(GRACE_S)
         self._process.kill()
         self._process.join()
-        self._output.unlink(missing_ok=True)
+        self._files.close()
 
     def _death(self, how: str, fix: str) -> ChildDiedError:
         output = self._output.read_text("utf-8", "replace").strip()[-TAIL:]

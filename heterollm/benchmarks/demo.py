@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from safetensors.numpy import save_file
 
-from heterollm.base import CacheError, HeteroLLMError, Progress, silent
+from heterollm.base import CacheError, HeteroLLMError, Progress, scratch_folder, silent
 from heterollm.benchmarks.significance import Verdict
 from heterollm.data import bundled_model
 from heterollm.kernels.npu import TimeKind
@@ -287,8 +287,8 @@ def _simulated(soc: str, progress: Progress) -> tuple[tuple[DemoRow, ...], tuple
 
 def _layer_folder(stack: ExitStack, progress: Progress) -> Path:
     try:
-        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="heterollm-demo-"))
-        folder = Path(temporary, LAYER.replace(" ", "-"))  # the profile shows this name
+        temporary = stack.enter_context(scratch_folder("heterollm-demo-"))
+        folder = temporary / LAYER.replace(" ", "-")  # the profile shows this name
         folder.mkdir()
         progress("Writing a layer of random weights", 0, 1)
         write_layer_checkpoint(folder)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from heterollm.base import CacheError, InputError, format_bytes, markdown_table, parse_json
+from heterollm.base import CacheError, InputError, format_bytes, markdown_table, parse_json, read_file
 from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow, flat
 
 __all__ = [
@@ -125,7 +125,7 @@ def read_json_items(path: Path) -> list[object]:
         InputError: The file cannot be read, or is empty.
     """
     try:
-        text = path.read_text("utf-8")
+        text = read_file(path).decode()
     except (OSError, ValueError) as error:  # such as bytes that are no text, or names that are no paths
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"Cannot read {str(path)!r}: {reason}.") from error

@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from heterollm.base import CacheError
+from heterollm.base import CacheError, atomic_path
 from heterollm.benchmarks.formats import to_jsonl
 from heterollm.benchmarks.rows import BenchRow
 
@@ -52,7 +52,8 @@ class RowFile:
 
     def _append(self, line: bytes) -> None:
         if self._replace:
-            self._path.unlink(missing_ok=True)
+            with atomic_path(self._path):  # an empty file in the place of the old one, or of a link
+                pass
             self._replace = False
         with self._path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)

@@ -22,6 +22,7 @@ from heterollm.base import (
     Positive,
     decode,
     decode_json,
+    read_file,
     save_file,
 )
 from heterollm.calibration.head_records import MASSES, HeadCalibration, head_mistakes
@@ -337,12 +338,11 @@ def load_calibration(path: Path) -> Calibration:
         CalibrationError: The file is missing, too large, damaged, or of another version.
     """
     try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise CalibrationError(f"{path} is too large to be a calibration.", fix=FIX)
-        text = path.read_bytes()
-    except OSError as error:
+        text = read_file(path, LARGEST_FILE_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CalibrationError(
-            f"The calibration {str(path)!r:.200} cannot be read: {error.strerror or error}.", fix=FIX
+            f"The calibration {str(path)!r:.200} cannot be read: {reason}.", fix=FIX
         ) from error
     return Calibration.from_json(text, source=str(path))
 

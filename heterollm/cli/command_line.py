@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from heterollm.base import BROKEN_PIPE, DONE, FAILED, INTERRUPTED, USAGE, HeteroLLMError
+from heterollm.base import BROKEN_PIPE, DONE, FAILED, INTERRUPTED, USAGE, HeteroLLMError, OptionError
 from heterollm.cli import bench as cli_bench
 from heterollm.cli import cache as cli_cache
 from heterollm.cli import calibrate as cli_calibrate
@@ -35,6 +35,7 @@ from heterollm.cli import serve as cli_serve
 from heterollm.cli import simulate as cli_simulate
 from heterollm.cli import trace as cli_trace
 from heterollm.cli.examples import add_examples
+from heterollm.cli.other_words import own_words
 
 __all__ = ["app", "main"]
 
@@ -148,6 +149,11 @@ def _run(words: list[str], *, debug: bool, config: bool) -> int:
     with quiet_libraries(_note, debug=debug), cli_complete.whole_words():
         try:
             check_stdout()
+            try:
+                words = own_words(words, _program())
+            except OptionError as error:
+                _show_error(error)
+                return USAGE
             _program()(args=words, prog_name="heterollm", default_map=_defaults(words) if config else None)
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else DONE

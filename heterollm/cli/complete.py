@@ -82,10 +82,10 @@ def stored_models(incomplete: str) -> list[str]:
 
 def profiles(incomplete: str) -> list[str]:
     """Return the fingerprints of the profiles in the cache."""
-    from heterollm.base import CacheError, cache_root
+    from heterollm.base import CacheError, own_folder
 
     try:
-        folder = cache_root() / "profiles"
+        folder = own_folder("profiles")
     except CacheError:
         return []
     return beginning(incomplete, sorted(path.stem.rpartition("-")[2] for path in folder.glob("*.json")))

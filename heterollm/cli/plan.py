@@ -193,13 +193,13 @@ def _show(solved: Solved, prompts: Sequence[int], answer: AnswerOptions) -> None
 
 def _histogram(text: str) -> dict[int, float]:
     """Return weights by length from pairs, or from a file of pairs, separated by commas or white space."""
-    from heterollm.base import OptionError
+    from heterollm.base import OptionError, read_file
 
     fix = "Give lengths with weights, 64:10,256:3, or a file of such pairs."
     pairs = text
     try:
         if Path(text).is_file():
-            pairs = Path(text).read_text(encoding="utf-8")
+            pairs = read_file(Path(text)).decode()
     except (OSError, ValueError) as error:
         raise OptionError(f"--histogram is {text!r:.80}, which cannot be read: {error}.", fix=fix) from error
     counts: dict[int, float] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from heterollm.base import HeteroLLMError, InputError, check_stdin, parse_json, read_text
+from heterollm.base import LARGEST_TEXT_BYTES, HeteroLLMError, InputError, check_stdin, parse_json, read_text
 
 if TYPE_CHECKING:
     from heterollm.text import Message
@@ -104,7 +104,10 @@ def _stdin() -> str:
     """Return all of stdin without the newline that `echo` and editors put at its end."""
     check_stdin()
     try:
-        return sys.stdin.read().removesuffix("\n")
+        text = sys.stdin.read(LARGEST_TEXT_BYTES + 1)
+        if len(text) > LARGEST_TEXT_BYTES:
+            raise InputError("stdin has no end.", fix="Pipe a text into the command.")
+        return text.removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"stdin cannot be read: {error}.") from error
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Final, TypeAlias
 
 from heterollm.engine.compiler import Compiler
@@ -43,6 +46,7 @@ class KeptPasses:
 
     Attributes:
         compiled: The passes through the layers, the latest last.
+        prepared_s: Time that compiling passes has taken.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class KeptPasses:
         observer: Observer | None,
     ) -> None:
         self.compiled: OrderedDict[PassKey, CompiledPass] = OrderedDict()
+        self.prepared_s = 0.0
         self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool], CompiledPass] = {}
         self._device = device
         self._compiler = compiler
@@ -86,7 +91,7 @@ class KeptPasses:
             key = (phase, length, bucket)
             compiled = self.compiled.get(key)
             if compiled is None:
-                with during(self._observer, "build"), compiling(phase, tokens):
+                with self._preparing(), compiling(phase, tokens):
                     if isinstance(length, int):
                         compiled = self._compiler.compile_pass(phase, length, bucket, cache.memory)
                     else:
@@ -105,7 +110,7 @@ class KeptPasses:
         key = (phase, rows, compiled.output.splits, compiled.output.join, compiled.lane, compiled.uses_npu)
         head = self._heads.get(key)
         if head is None:
-            with during(self._observer, "build"), compiling(phase, rows):
+            with self._preparing(), compiling(phase, rows):
                 head = self._compiler.compile_head(phase, rows, compiled)
             self._heads[key] = self._observable(head)
         return head
@@ -126,6 +131,13 @@ class KeptPasses:
         while bucket < positions:
             bucket *= 2
         return min(bucket, self._context)
+
+    @contextlib.contextmanager
+    def _preparing(self) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        with during(self._observer, "build"):
+            yield
+        self.prepared_s += time.perf_counter() - begin_s
 
     def _observable(self, compiled: CompiledPass) -> CompiledPass:
         """Replace the calls of the steps by those of the observer, if there is one."""

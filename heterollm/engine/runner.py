@@ -178,6 +178,11 @@ class Engine:
         self._compiler.reset_counts()
 
     @property
+    def prepared_s(self) -> float:
+        """Time in which passes were compiled."""
+        return self._passes.prepared_s
+
+    @property
     def kept_passes(self) -> tuple[PassKey, ...]:
         """Phase, tokens (of each chunk in flight) and context bucket of the passes in memory, latest last."""
         return tuple(self._passes.compiled)

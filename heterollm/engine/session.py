@@ -70,6 +70,11 @@ class Session:
         return self._position
 
     @property
+    def prepared_s(self) -> float:
+        """Time in which the engine has compiled passes."""
+        return self._engine.prepared_s
+
+    @property
     def context(self) -> int:
         """Number of positions."""
         return self._engine.context

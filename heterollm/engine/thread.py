@@ -97,7 +97,8 @@ class EngineThread:
                 ended.result()
 
     def __del__(self) -> None:
-        self._calls.put(None)
+        if hasattr(self, "_calls"):  # else the process was refused
+            self._calls.put(None)
 
 
 def _work(calls: Calls, switches: list[PowerSwitch]) -> None:

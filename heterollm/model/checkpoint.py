@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, OptionError
+from heterollm.base import CheckpointError, FileIndex, OptionError, silent
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
-from heterollm.model.file_index import FileIndex
-from heterollm.model.hub import hub_folder, is_hub_name
+from heterollm.model.hub import hub_folder, pull_model
+from heterollm.model.hub_names import is_ollama_name, parse_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
 from heterollm.model.lora import LoraAdapter
@@ -80,11 +80,19 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         return bundled_model()
     if difflib.get_close_matches(str(name), (BUNDLED_NAME,), cutoff=ALIKE):
         raise CheckpointError(f"There is no model {name}.", fix=f"Did you mean {BUNDLED_NAME}?")
-    if not is_hub_name(name):
+    named = parse_hub_name(str(name))
+    if named is None:
+        if is_ollama_name(str(name)):
+            raise CheckpointError(
+                f"{name} is a name of Ollama's library.",
+                fix="Take OWNER/NAME of the Hugging Face hub, or OWNER/NAME:Q4_K_M for a GGUF file.",
+            )
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."
         )
-    return hub_folder(str(name), weights=weights)
+    if named.gguf is not None:
+        return gguf_folder(pull_model(named.name, named.gguf, silent))
+    return hub_folder(named.name, weights=weights)
 
 
 def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:

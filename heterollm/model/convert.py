@@ -9,8 +9,8 @@ import contextlib
 import functools
 import json
 import math
+import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import OptionError, Progress, UnsupportedModelError, round_up, silent
+from heterollm.base import OptionError, Progress, UnsupportedModelError, round_up, scratch_folder, silent
 from heterollm.kernels.formats import QuantizedTensor, effective_block
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
@@ -95,7 +95,7 @@ def convert_model(
         UnsupportedModelError: The model is quantised already, or stacks its experts in one tensor.
         CheckpointError: The source, or the adapter, is not usable.
     """
-    if folder.exists():
+    if os.path.lexists(folder):  # a link to nothing, too
         raise OptionError(f"{folder} exists.", fix="Name a new folder.")
     with _scratch_folder(folder) as scratch:
         checkpoint = Checkpoint(model, lora)
@@ -141,15 +141,13 @@ def convert_model(
 @contextlib.contextmanager
 def _scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a folder beside a future one, before the work begins, and delete it afterwards unless renamed."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            scratch = stack.enter_context(scratch_folder(f".{folder.name}-", folder.parent))
+        except OSError as error:
+            raise _unwritable(folder, error) from error
         yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _check_convertible(model: str | Path, config: ModelConfig) -> None:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
+import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import huggingface_hub
 
-from heterollm.base import CheckpointError, OptionError, Progress, locked
+from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked
+from heterollm.model.hub_names import parse_hub_name
 
-__all__ = ["CONFIG_FILES", "HUB_FILES", "hub_folder", "is_hub_name", "pull_model"]
+__all__ = ["CONFIG_FILES", "HUB_FILES", "hub_folder", "pull_model"]
 
-HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 CONFIG_FILES: Final = ("config.json", "generation_config.json")
 HUB_IGNORED: Final = ("*/*", "consolidated*")
 
 SHA_256: Final = re.compile("[0-9a-f]{64}")
+NAMING_HEADERS: Final = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Xet-Hash")
+"""Headers of which the hub's client makes names of files and folders."""
+
+NAMING_FIELDS: Final = {"sha", "oid", "sha256", "blobId", "xetHash"}
+"""Fields of its listings of which it makes them, too."""
+
 RESUMED_BYTES: Final = 16 << 20
 """Smaller files begin again after an interruption."""
 
@@ -30,11 +39,6 @@ UNREACHED: Final = {"TransportError", "ConnectionError"}
 
 LISTED: Final = 12
 """Most GGUF files that a message lists."""
-
-
-def is_hub_name(name: Path | str) -> bool:
-    """Return whether a text is a legal repository name on the Hugging Face hub."""
-    return HUB_NAME.fullmatch(str(name)) is not None
 
 
 def hub_folder(name: str, *, weights: bool = True) -> Path:
@@ -48,11 +52,14 @@ def hub_folder(name: str, *, weights: bool = True) -> Path:
         CheckpointError: The hub did not deliver it.
     """
     try:
+        _check_answers()
         found = huggingface_hub.snapshot_download(
             name,
             allow_patterns=list(HUB_FILES if weights else CONFIG_FILES),
             ignore_patterns=list(HUB_IGNORED),
         )
+    except CheckpointError:
+        raise
     except Exception as error:
         # The hub's client raises the errors of several libraries, without a common base.
         problem, fix = _problem(name, error)
@@ -76,11 +83,14 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
         OptionError: The name is not legal, or no file or several match the pattern.
         CheckpointError: The hub did not deliver, or the model has neither safetensors nor GGUF files.
     """
-    if not is_hub_name(name):
+    named = parse_hub_name(name)
+    if named is None:
         raise OptionError(f"{name!r:.200} is no name of a model on the hub.", fix="Give OWNER/NAME.")
+    name, gguf = named.name, gguf or named.gguf
     try:
+        _check_answers()
         info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        sizes = plain_files({file.rfilename: file.size or 0 for file in info.siblings or ()})
         wanted = needed_files(name, tuple(sizes), gguf)
         bytes_of = _Bytes(f"Fetching {name}", sum(sizes[file] for file in wanted), progress)
         paths = []
@@ -97,6 +107,48 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
         message = f"{name} was not fetched: {problem}."
         raise CheckpointError(message, fix=f"{fix} Files that have arrived are kept.") from error
     return paths[0] if wanted[0].endswith(".gguf") else paths[0].parent
+
+
+def plain_files(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the files whose names stay in a folder, on every system."""
+    return {file: size for file, size in sizes.items() if all(map(is_plain_name, file.split("/")))}
+
+
+def _check_answers() -> None:
+    """Make the hub's client refuse answers by which a hub names files outside of the client's cache."""
+    session: Any = huggingface_hub.get_session()
+    hooks = session.event_hooks
+    if _check_answer not in hooks["response"]:
+        hooks["response"].append(_check_answer)
+        session.event_hooks = hooks
+
+
+def _check_answer(response: Any) -> None:  # noqa: ANN401 - of the client's own HTTP library
+    names: list[tuple[str, object]] = []
+    if response.request.method == "HEAD":  # the others' are not read
+        names = [(header, response.headers.get(header)) for header in NAMING_HEADERS]
+    elif response.request.url.path.startswith("/api/") and response.is_success:
+        response.read()
+        with contextlib.suppress(ValueError):
+            names = list(_naming_fields(json.loads(response.content)))
+    for field, name in names:
+        if name is not None and not is_plain_name(str(name).removeprefix("W/").strip('"')):
+            raise CheckpointError(
+                f"The hub names a file {name!r:.100} ({field}), which is no name.",
+                fix="Fetch the model from another hub: HF_ENDPOINT names this one.",
+            )
+
+
+def _naming_fields(content: object) -> Iterator[tuple[str, object]]:
+    """Yield the fields of a listing that the hub's client makes names of, at any depth."""
+    pending = [content]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict):
+            yield from ((field, one[field]) for field in NAMING_FIELDS & one.keys())
+            pending += one.values()
+        elif isinstance(one, list):
+            pending += one
 
 
 def _fetch_blob(name: str, file: str, bar: type) -> None:
@@ -123,8 +175,10 @@ def _fetch_blob(name: str, file: str, bar: type) -> None:
     with locked(part):
         if blob.exists():
             return
-        with part.open("ab") as target:
-            size = target.tell()
+        # A link that someone else put there is an error.
+        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+        with os.fdopen(os.open(part, flags, 0o666), "ab") as target:
+            size = target.seek(0, os.SEEK_END)
             file_download.http_get(
                 stated.location,
                 target,
@@ -133,11 +187,13 @@ def _fetch_blob(name: str, file: str, bar: type) -> None:
                 expected_size=stated.size,
                 tqdm_class=bar,
             )
-        if SHA_256.fullmatch(blob.name) and _sha256(part) != blob.name:
-            part.unlink()
-            raise CheckpointError(
-                f"{file} of {name} has arrived with other content than the hub states.", fix="Fetch it again."
-            )
+            target.flush()
+            if SHA_256.fullmatch(blob.name) and _sha256(part) != blob.name:
+                target.truncate(0)
+                raise CheckpointError(
+                    f"{file} of {name} has arrived with other content than the hub states.",
+                    fix="Fetch it again.",
+                )
         part.replace(blob)
 
 
@@ -173,7 +229,7 @@ def needed_files(name: str, files: Sequence[str], gguf: str | None) -> list[str]
 
 
 def _matches(file: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+    return any(fnmatch.fnmatchcase(file.lower(), pattern.lower()) for pattern in patterns)
 
 
 class _Bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from heterollm.base import CheckpointError, parse_json
+from heterollm.base import CheckpointError, parse_json, read_file
 
 __all__ = ["JsonFields", "read_json_object"]
 
@@ -100,7 +100,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, or holds something else.
     """
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_file(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"Cannot read {path}: {error}.") from error
     if not isinstance(content, dict):

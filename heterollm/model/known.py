@@ -17,7 +17,7 @@ from heterollm.kernels.ops import Precision, Scales
 from heterollm.model.checkpoint import checkpoint_folder
 from heterollm.model.closest import closest_config
 from heterollm.model.config import ModelConfig
-from heterollm.model.hub import is_hub_name
+from heterollm.model.hub_names import is_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.shape import ModelShape, model_shape, read_config
 from heterollm.model.stored import foreign_format, gguf_folder, is_gguf

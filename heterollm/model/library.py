@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -12,7 +12,7 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import CacheNotFound
 
-from heterollm.base import CacheError, CheckpointError, cache_root, delete_path
+from heterollm.base import CacheError, CheckpointError, check_fetched, delete, own_entries
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.model.stored import GGUF_FOLDERS
 from heterollm.model.tensor_file import TensorFile
@@ -59,17 +59,24 @@ def remove_models(models: Iterable[StoredModel]) -> None:
     for model in models:
         try:
             if model.kind == "fetched":
-                huggingface_hub.scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(
-                    *model.revisions
-                ).execute()
+                _remove_fetched(model)
                 continue
             for path in model.paths:
-                delete_path(path)
+                delete(path)
         except OSError as error:
             raise CacheError(
                 f"Cannot delete the files of {model.name}: {error.strerror or error}.",
                 fix="Close other programs that use them, or check who owns the folder.",
             ) from error
+
+
+def _remove_fetched(model: StoredModel) -> None:
+    cache = huggingface_hub.scan_cache_dir(constants.HF_HUB_CACHE)
+    # A copy of a repository has the same commits.
+    own = frozenset(one for one in cache.repos if one.repo_type == "model" and one.repo_id == model.name)
+    for repository in own:
+        check_fetched(repository.repo_path)
+    replace(cache, repos=own).delete_revisions(*model.revisions).execute()
 
 
 def _fetched() -> Iterable[StoredModel]:
@@ -101,15 +108,18 @@ def _prepared(names: Mapping[str, str]) -> Iterable[StoredModel]:
         names: Names of models by those of their folders, which are commits for the hub's.
     """
     found: dict[str, list[Path]] = defaultdict(list)
-    for path in sorted((cache_root() / WEIGHTS_FOLDER).glob("*.safetensors")):
+    for path in own_entries(WEIGHTS_FOLDER):
+        if path.suffix != ".safetensors" or path.name.startswith("."):
+            continue
         try:
             model = TensorFile.open(path).metadata.get("model", "")
         except CheckpointError:
             model = ""  # damaged; `heterollm cache clear weights` deletes it
         if model:
             found[names.get(model, model)].append(path)
-    for source in sorted((cache_root() / GGUF_FOLDERS).glob("*/*/gguf.json")):
-        found[source.parent.name].append(source.parent.parent)
+    for folder in own_entries(GGUF_FOLDERS):
+        for source in folder.glob("*/gguf.json"):
+            found[source.parent.name].append(folder)
     for name, paths in found.items():
         yield StoredModel(name, "prepared", sum(map(_size, paths)), tuple(paths))
 

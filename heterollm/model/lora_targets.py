@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from heterollm.base import CheckpointError, LimitError
 from heterollm.model.json_fields import JsonFields
+from heterollm.model.module_patterns import full_match
 
 __all__ = ["is_target", "module_number"]
 
@@ -21,12 +23,15 @@ def matches(fields: JsonFields, name: str, pattern: str, module: str) -> bool:
     """Return whether a regular expression of a field matches a whole module name.
 
     Raises:
-        CheckpointError: It is no regular expression.
+        CheckpointError: It is no regular expression, or takes too long.
     """
     try:
-        return re.fullmatch(pattern, module) is not None
+        return full_match(pattern, module)
     except re.error:
         raise fields.fail(name, "regular expressions") from None
+    except LimitError as error:
+        message = f"Matching {name} of {fields.where} {error.message}."
+        raise CheckpointError(message, fix="Write the names out.") from error
 
 
 def is_target(fields: JsonFields, module: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from heterollm.base import cache_root
+from heterollm.base import own_folder
 from heterollm.kernels.formats import (
     QUANTIZER_VERSION,
     STEPPED_VERSION,
@@ -147,7 +147,7 @@ class ModelWeights:
             return None
         name = f"{self.content_key[:32]}.{layer}.{group}.{np.dtype(dtype)}.safetensors"
         members = tuple(linear_rows(self.config, layer)[group].values())
-        path = cache_root() / WEIGHTS_FOLDER / name
+        path = own_folder(WEIGHTS_FOLDER) / name
         return channel_file(path, self.content_key, self.checkpoint, members, dtype)
 
     def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32], ...]:
@@ -246,7 +246,7 @@ def load_weights(
         linears, floats = _read_tensors(checkpoint, recipe, dtype)
     else:
         shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
-        path = cache_root() / WEIGHTS_FOLDER / f"{recipe.key[:32]}.safetensors"
+        path = own_folder(WEIGHTS_FOLDER) / f"{recipe.key[:32]}.safetensors"
         file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
         linears, floats, errors = _quantized_tensors(file, recipe)
         notes += stored_notes(checkpoint, formats, errors)

@@ -23,8 +23,9 @@ from heterollm.base import (
     OptionError,
     ProfileError,
     Progress,
-    cache_root,
     format_bytes,
+    make_own_folder,
+    own_folder,
     silent,
 )
 from heterollm.engine import (
@@ -245,7 +246,7 @@ def precompile(
         SOCS[soc].name,
         chosen.level,
         precision,
-        cache_root() / GRAPHS_FOLDER,
+        own_folder(GRAPHS_FOLDER),
         npu.versions(),
         builds,
         notes,
@@ -322,8 +323,7 @@ def _check_disk(
         count += len(context)
     # While a context is built, the weights of each of its graphs lie beside its binary.
     needed_bytes += max((sum(graph.weight_bytes for graph in context) for context in contexts), default=0)
-    folder = cache_root()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_own_folder(GRAPHS_FOLDER)
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise CacheError(

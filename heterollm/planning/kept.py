@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heterollm.base import PlanError, cache_root, load_or_make, parse_json
+from heterollm.base import PlanError, load_or_make, own_folder, parse_json
 from heterollm.kernels.gpu import source_hash
 from heterollm.profiler.predict import profile_digest
 from heterollm.solver import Plan
@@ -43,7 +43,7 @@ def plan_path(profile: Profile, inputs: Mapping[str, object]) -> Path:
     """
     named = "".join(f"{name} {value!r}\n" for name, value in sorted(inputs.items()))
     key = profile_digest(profile, f" {solver_hash()}\n{named}")
-    return cache_root() / "plans" / f"{key}.json"
+    return own_folder("plans") / f"{key}.json"
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from heterollm.base import (
     write,
     write_json,
 )
+from heterollm.report.stage_lines import stage_lines
 
 if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
@@ -58,6 +60,7 @@ __all__ = [
     "models_table",
     "note",
     "pairs_table",
+    "pipe_width",
     "precompile_report",
     "present",
     "progress_bars",
@@ -72,7 +75,10 @@ __all__ = [
 T = TypeVar("T")
 
 PIPE_WIDTH: Final = 110
-"""Columns of a pipe or a file."""
+"""Columns of a pipe or a file, unless COLUMNS says otherwise."""
+
+LEAST_WIDTH: Final = 40
+
 
 PACE_S: Final = 1.0
 """Time after which a task's pace predicts the time left."""
@@ -88,7 +94,10 @@ class SafeConsole(Console):
     """A console that ignores markup in texts, and shows control characters instead of obeying them."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - those of rich's Console
-        super().__init__(markup=False, emoji=False, highlight=False, **options)
+        # rich takes any Unicode digits of COLUMNS for a number.
+        stated = os.environ.get("COLUMNS", "0")
+        legal = dict(os.environ) if stated.isascii() else dict(os.environ, COLUMNS="")
+        super().__init__(markup=False, emoji=False, highlight=False, _environ=legal, **options)
 
     def on_broken_pipe(self) -> None:
         """End the command as a closed stdout does."""
@@ -112,8 +121,14 @@ def stderr_console() -> Console:
     """Return the console on stderr; it writes messages above the progress bars."""
     console = SafeConsole(stderr=True)
     if not console.is_terminal:
-        console.width = PIPE_WIDTH
+        console.width = pipe_width()
     return console
+
+
+def pipe_width() -> int:
+    """Return the columns of a pipe: those of COLUMNS, as other programs have it, or a default."""
+    stated = os.environ.get("COLUMNS", "")
+    return max(LEAST_WIDTH, int(stated)) if stated.isascii() and stated.isdigit() else PIPE_WIDTH
 
 
 def show(renderable: RenderableType) -> None:
@@ -129,7 +144,7 @@ def render(renderable: RenderableType, *, like: TextIO | None = None, width: int
     Args:
         renderable: The report.
         like: The stream whose colours and width the text takes; plain text by default.
-        width: Columns; by default those of the terminal, or :data:`PIPE_WIDTH`.
+        width: Columns; by default those of the terminal, or :func:`pipe_width`.
     """
     terminal = like is not None and like.isatty()
     buffer = io.StringIO()
@@ -137,7 +152,7 @@ def render(renderable: RenderableType, *, like: TextIO | None = None, width: int
         file=buffer,
         force_terminal=terminal,
         no_color=None if terminal else True,
-        width=width or (None if terminal else PIPE_WIDTH),
+        width=width or (None if terminal else pipe_width()),
     )
     console.print(renderable)
     return buffer.getvalue()
@@ -190,11 +205,15 @@ def answer(shown: RenderableType, data: object, *, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Show one bar for each reported stage, on a terminal only.
+    """Show one bar for each reported stage; without a terminal, a line for each stage that takes long.
 
     A bar vanishes with its stage, so that a result can be written between two stages.
     """
     bars = bars_with(TimeColumn())
+    if bars.disable:
+        with stage_lines(lambda text: show(note(text))) as lines:
+            yield lines
+        return
     tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
@@ -285,6 +304,8 @@ def statistics_lines(
     parts = [f"{result.prompt_tokens} prompt tokens", f"{result.generated_tokens} new tokens"]
     if result.ttft_s is not None:
         parts.append(f"first after {result.ttft_s * 1e3:.0f} ms")
+    if result.prepared_s:
+        parts.append(f"prepared in {result.prepared_s:.1f} s")
     if result.prefill_tokens_per_s is not None:
         parts.append(f"prefill {result.prefill_tokens_per_s:.1f} tokens/s")
     if result.decode_tokens_per_s is not None:

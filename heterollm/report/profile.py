@@ -15,7 +15,8 @@ from rich.text import Text
 
 from heterollm.base import Progress, format_bytes, format_duration, format_moment
 from heterollm.profiler import WIDE_FRACTION
-from heterollm.report.console import bars_with, note, pairs_table, section_table, table
+from heterollm.report.console import bars_with, note, pairs_table, section_table, show, table
+from heterollm.report.stage_lines import stage_lines
 from heterollm.report.tables_profile import sections
 
 if TYPE_CHECKING:
@@ -52,8 +53,12 @@ SKIPPED_FRACTION: Final = 0.1
 
 @contextlib.contextmanager
 def time_bar() -> Iterator[Progress]:
-    """Show one bar with the time left, on a terminal only. Steps are milliseconds of estimated work."""
+    """Show one bar with the time left, or lines. Steps are milliseconds of estimated work."""
     bars = bars_with(TextColumn("{task.fields[left]}", markup=False))
+    if bars.disable:
+        with stage_lines(lambda text: show(note(text))) as lines:
+            yield lines
+        return
     task = bars.add_task("Profiling", total=None, left="")
     pace = Pace()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from heterollm.serve.answers import Ended, Spent, StepOf
 from heterollm.serve.bodies import AnswerRequest
+from heterollm.text import decode_rate, prefill_rate
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -176,10 +177,10 @@ class Reply:
             "cached_tokens": spent.cached_tokens,
             "prefill_tokens": prefilled,
             "prefill_ms": round(1e3 * spent.prefill_s, 3),
-            "prefill_tokens_per_s": prefilled / spent.prefill_s if spent.prefill_s else None,
+            "prefill_tokens_per_s": prefill_rate(prefilled, spent.prefill_s),
             "decode_tokens": spent.decoded,
             "decode_ms": round(1e3 * spent.decode_s, 3),
-            "decode_tokens_per_s": spent.decoded / spent.decode_s if spent.decode_s else None,
+            "decode_tokens_per_s": decode_rate(spent.decoded, spent.decode_s),
             "speculation": None
             if spent.speculation is None
             else {**asdict(spent.speculation), "tokens_per_pass": spent.speculation.tokens_per_pass},

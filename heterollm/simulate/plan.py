@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import structs
 
-from heterollm.base import LABEL, OptionError, Progress, cache_name, cache_root
+from heterollm.base import LABEL, OptionError, Progress, cache_name, own_folder
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import kernel_source_hash, source_hash
 from heterollm.kernels.npu import TILE_OF_INTEGERS
@@ -261,7 +261,7 @@ def profile_of(
     sparse, experts = SHADOW_ATTENTION in passes, expert_pass(passes) is not None
     measured = [name for name, asked in ((SHADOW_ATTENTION, sparse), (NPU_EXPERTS, experts)) if asked]
     words = " ".join((model, *measured, LABEL, device.name.removeprefix(SIMULATED)))
-    path = cache_root() / "profiles" / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
+    path = own_folder("profiles") / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
     profile = profile_for(device, path)[0]
     if any(run["finished"] for run in profile.runs.values()):
         return profile

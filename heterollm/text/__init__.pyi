@@ -7,6 +7,8 @@ from .generation import GenerationOptions as GenerationOptions
 from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
 from .generation import TokenSource as TokenSource
+from .generation import decode_rate as decode_rate
+from .generation import prefill_rate as prefill_rate
 from .grammar import GrammarTokens as GrammarTokens
 from .grammar import check_structure as check_structure
 from .likelihood import divergences as divergences

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from msgspec import Struct, structs
 
-from heterollm.base import InputError, check_target, decode, decode_json, save_file
+from heterollm.base import InputError, check_target, decode, decode_json, read_file, save_file
 from heterollm.text.tokenizer import Message
 
 __all__ = ["load_dialogue", "save_dialogue"]
@@ -53,9 +53,7 @@ def load_dialogue(path: Path) -> tuple[Message, ...]:
     """
     source = str(path)
     try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise InputError(f"{source} is no dialogue: it has {path.stat().st_size} bytes.", fix=FIX)
-        text = path.read_bytes()
+        text = read_file(path, LARGEST_FILE_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{source!r:.200} cannot be read: {reason}.", fix=FIX) from error

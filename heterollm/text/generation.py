@@ -24,7 +24,13 @@ __all__ = [
     "StopStrings",
     "StreamingTokenizer",
     "TokenSource",
+    "decode_rate",
+    "prefill_rate",
 ]
+
+LEAST_PREFILL_TOKENS: Final = 32
+LEAST_DECODE_TOKENS: Final = 8
+"""Fewer tokens have no rate."""
 
 StopReason = Literal["eos", "complete", "stop", "length", "context", "cancelled"]
 """The reason for an answer's end: an end token, the end of its schema or grammar, a stop string, the
@@ -192,11 +198,14 @@ class GenerationResult:
         generated_tokens: Length of ``token_ids``.
         stop_reason: The reason for the end.
         ttft_s: Seconds from the start to the first token.
-        prefill_tokens_per_s: Rate of the tokens that were prefilled, without reused ones.
-        decode_tokens_per_s: Rate of the tokens after the first, without the caller's time between them.
+        prefill_tokens_per_s: Rate of the tokens that were prefilled, without reused ones. There is none of a
+            pass that was compiled for this prompt, nor of fewer than 32 tokens.
+        decode_tokens_per_s: Rate of those tokens for which no pass was compiled, if they are at least eight.
         log_probabilities: One value for each token, if requested.
         top_log_probabilities: The likeliest tokens at the place of each token, if requested.
         speculation: The guesses, if there were any to make.
+        prepared_s: Seconds in which passes were compiled.
+        decode_s: Seconds of the tokens after the first, without the caller's time between them.
     """
 
     text: str
@@ -210,6 +219,8 @@ class GenerationResult:
     log_probabilities: tuple[float, ...] | None = None
     top_log_probabilities: tuple[TopTokens, ...] | None = None
     speculation: SpeculationResult | None = None
+    prepared_s: float = 0.0
+    decode_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -331,7 +342,8 @@ class Generation:
         self._top_log_probabilities: list[TopTokens] = []
         self._count = 0
         self._texts: list[str] = []
-        self._prefill_s = self._ttft_s = self._decode_s = 0.0
+        self._prefill_s = self._ttft_s = self._decode_s = self._prepared_s = 0.0
+        self._rate_s, self._rate_tokens, self._prefill_prepared = 0.0, 0, False
         self._result: GenerationResult | None = None
         self._closed = False
 
@@ -395,7 +407,7 @@ class Generation:
 
     def _step(self) -> GenerationStep | None:
         """Return the next step; None if the answer was cancelled while the source read the prompt."""
-        begin = self._clock()
+        begin, prepared_s = self._clock(), _prepared_s(self._source)
         if self._logits is None or self._sampler is None:
             self._logits = self._source.prefill(self._prompt_ids[self._reused :])
             if self._cancel.is_set():
@@ -414,10 +426,11 @@ class Generation:
             else:
                 most = self._limit - self._count - 1
                 self._logits = self._speculation.decode(self._history, end, most)
-        return self._accept(self._sampler, self._logits, begin)
+        new_s = _prepared_s(self._source) - prepared_s
+        return self._accept(self._sampler, self._logits, begin, new_s)
 
-    def _accept(self, sampler: Sampler, logits: Logits, begin: float) -> GenerationStep:
-        """Return the step, begun at ``begin``, of a token sampled from the logits."""
+    def _accept(self, sampler: Sampler, logits: Logits, begin: float, new_s: float) -> GenerationStep:
+        """Return the step of a token sampled from logits: when it began, and how long it compiled."""
         end = len(self._prompt_ids) + self._count
         history = self._history[:end] if sampler.uses_history else self._history
         constraint, speculation = self._constraint, self._speculation
@@ -452,10 +465,14 @@ class Generation:
             text += rest + self._stops.finish()
             reason = "stop" if stopped else reason
         self._texts.append(text)
+        self._prepared_s += new_s
         if self._count == 1:
-            self._ttft_s = self._clock() - begin
+            self._ttft_s, self._prefill_prepared = self._clock() - begin, new_s > 0
         else:
-            self._decode_s += self._clock() - begin
+            took_s = self._clock() - begin
+            self._decode_s += took_s
+            if not new_s:
+                self._rate_s, self._rate_tokens = self._rate_s + took_s, self._rate_tokens + 1
         if reason is not None:
             self._finish(reason)
         return GenerationStep(text, token, log_probability, top)
@@ -489,12 +506,30 @@ class Generation:
             generated_tokens=self._count,
             stop_reason=reason,
             ttft_s=self._ttft_s if self._count else None,
-            prefill_tokens_per_s=prefilled / self._prefill_s if self._prefill_s > 0 else None,
-            decode_tokens_per_s=(self._count - 1) / self._decode_s if self._decode_s > 0 else None,
+            prefill_tokens_per_s=None if self._prefill_prepared else prefill_rate(prefilled, self._prefill_s),
+            decode_tokens_per_s=decode_rate(self._rate_tokens, self._rate_s),
             log_probabilities=tuple(values.tolist()) if wanted.wants_log_probabilities else None,
             top_log_probabilities=tops if wanted.top_log_probabilities else None,
             speculation=None if self._speculation is None else self._speculation.result,
+            prepared_s=self._prepared_s,
+            decode_s=self._decode_s,
         )
+
+
+def prefill_rate(tokens: int, seconds: float) -> float | None:
+    """Return a prompt's tokens per second; None for so few that they take the time of one pass."""
+    return tokens / seconds if tokens >= LEAST_PREFILL_TOKENS and seconds > 0 else None
+
+
+def decode_rate(tokens: int, seconds: float) -> float | None:
+    """Return the tokens per second of an answer; None for too few to be a rate."""
+    return tokens / seconds if tokens >= LEAST_DECODE_TOKENS and seconds > 0 else None
+
+
+def _prepared_s(source: TokenSource) -> float:
+    """Return the time in which a source's engine has compiled passes, if it has an engine."""
+    seconds: float = getattr(source, "prepared_s", 0.0)
+    return seconds
 
 
 def _check_prompt(source: TokenSource, prompt_ids: Sequence[int], reused: int) -> None:

@@ -10,20 +10,28 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from heterollm.base import CheckpointError, ContextError, InputError, parse_json
+from heterollm.base import (
+    MIB,
+    CheckpointError,
+    ContextError,
+    InputError,
+    LimitedChild,
+    LimitError,
+    parse_json,
+    read_file,
+)
 from heterollm.model import end_ids
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
 from heterollm.text.rendering import render_whole
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
 from heterollm.text.token_bytes import TokenBytes
+from heterollm.text.tokenizer_check import check_tokenizer_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,11 +45,13 @@ _FIX_MISSING = (
     "Put the checkpoint's tokenizer files into the folder, or give token ids: only text needs them."
 )
 _FORMATS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-TEMPLATE_LIMIT_S = 5.0
-"""Time limit of one rendering; templates of published checkpoints take milliseconds."""
-
 LONG_TEXT = 1 << 16
 """Characters from which a text may be refused before it is tokenised; a shorter one takes milliseconds."""
+
+TEMPLATES = LimitedChild(
+    "heterollm.text.template_child:render", cpu_s=5, memory_bytes=512 * MIB, answer_bytes=64 * MIB
+)
+"""Renders the chat templates of this process; those of published checkpoints take milliseconds in it."""
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
@@ -55,9 +65,10 @@ class _Wrapper(Protocol):
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...
+    @property
+    def special_tokens_map(self) -> dict[str, Any]: ...
+
+    def get_chat_template(self) -> str: ...
 
 
 class Tokenizer:
@@ -236,27 +247,27 @@ class Tokenizer:
         return StreamDecoder(self._backend, self._special_ids, self._byte_ids)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        import jinja2
-
         template = _template_file(self._folder)
         try:
-            with _deadline(TEMPLATE_LIMIT_S):
-                text: str = self._wrapper.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"The chat template in {template} is damaged: {error}.", fix=FIX) from error
-        except jinja2.TemplateError as error:
-            raise InputError(f"The chat template refuses these messages: {error}.") from error
-        except _TemplateTimeout as error:
-            raise CheckpointError(
-                f"The chat template in {template} did not end within {TEMPLATE_LIMIT_S:.0f} s.", fix=FIX
-            ) from error
-        except (TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise CheckpointError(f"The chat template in {template} fails: {reason}.", fix=FIX) from error
+            reply = TEMPLATES.ask(
+                {
+                    "conversations": [[dict(message) for message in messages]],
+                    "chat_template": self._wrapper.get_chat_template(),
+                    "add_generation_prompt": add_generation_prompt,
+                    **self._wrapper.special_tokens_map,
+                }
+            )
+        except ValueError as error:  # several templates, and none by default
+            raise CheckpointError(f"The chat template in {template} fails: {error}.", fix=FIX) from error
+        except LimitError as error:
+            raise CheckpointError(f"The chat template in {template} {error.message}.", fix=FIX) from error
+        if "damaged" in reply:
+            raise CheckpointError(f"The chat template in {template} is damaged: {reply['damaged']}.", fix=FIX)
+        if "refused" in reply:
+            raise InputError(f"The chat template refuses these messages: {reply['refused']}.")
+        if "failed" in reply:
+            raise CheckpointError(f"The chat template in {template} fails: {reply['failed']}.", fix=FIX)
+        text: str = reply["text"]
         return text
 
     def _added_prefix(self) -> list[int]:
@@ -332,7 +343,7 @@ def _check_small_files(folder: Path) -> None:
     template = folder / "chat_template.jinja"
     try:
         if template.exists():
-            template.read_text(encoding="utf-8")
+            read_file(template).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{template} cannot be read: {error}.", fix=FIX) from error
 
@@ -340,7 +351,7 @@ def _check_small_files(folder: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, empty if the file is missing."""
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json(read_file(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -354,6 +365,8 @@ def _load_wrapper(folder: Path) -> _Wrapper:
     """Return transformers' tokenizer for a folder."""
     check_tokenizer(folder)
     name = str(_tokenizer_file(folder))
+    if name == "tokenizer.json":
+        check_tokenizer_file(folder / name)
     with _no_advice():
         import transformers  # takes half a second, and most commands need no tokenizer
     kind = transformers.PreTrainedTokenizerFast
@@ -373,28 +386,6 @@ def _load_wrapper(folder: Path) -> _Wrapper:
             fix="Convert it to tokenizer.json with transformers' save_pretrained.",
         )
     return wrapper
-
-
-class _TemplateTimeout(BaseException):
-    """A template runs for too long; no ``Exception``, so that no handler in between catches it."""
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Interrupt the block's Python code, such as a compiled template, on this thread after some time."""
-    end_s = time.monotonic() + seconds
-    before = sys.gettrace()
-
-    def check(_frame: object, _event: str, _value: object) -> Any:  # noqa: ANN401 - itself
-        if time.monotonic() > end_s:
-            raise _TemplateTimeout
-        return check
-
-    sys.settrace(check)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def _template_file(folder: Path) -> Path:

@@ -26,6 +26,7 @@ from heterollm.base import (
     atomic_path,
     decode,
     decode_json,
+    read_file,
 )
 from heterollm.engine import LinearWork
 from heterollm.kernels.npu import TimeKind
@@ -213,7 +214,7 @@ def load_trace(path: Path) -> Trace:
         size = path.stat().st_size
         if size > LARGEST_FILE_BYTES:
             raise TraceError(f"{path} has {size} bytes, more than a trace can have.", fix=FIX)
-        text = path.read_bytes()
+        text = read_file(path, LARGEST_FILE_BYTES)
     except OSError as error:
         raise TraceError(f"Cannot read the trace {path}: {error.strerror or error}.", fix=FIX) from error
     return trace_from_json(text, source=str(path))

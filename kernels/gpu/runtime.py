@@ -25,8 +25,10 @@ from heterollm.base import (
     KernelError,
     OptionError,
     atomic_path,
-    cache_root,
+    delete_quietly,
     format_bytes,
+    is_trusted,
+    own_folder,
     see,
 )
 from heterollm.kernels.gpu.binding import OpenClError, cl
@@ -200,7 +202,7 @@ class OpenClRuntime:
         # PoCL has a cache of binaries; for other drivers this is one file per program and driver.
         own_cache = self.traits.platform != POCL_NAME
         device_key = hashlib.sha256(repr((self.traits, source, options)).encode()).hexdigest()
-        path = cache_root() / "opencl" / f"{device_key}.bin"
+        path = own_folder("opencl") / f"{device_key}.bin"
         with warnings.catch_warnings():
             # Some compilers write to the log on success, and pyopencl warns about it.
             warnings.simplefilter("ignore", cl.CompilerWarning)
@@ -231,6 +233,9 @@ class OpenClRuntime:
         return _built(cl.Program(self.context, source), options)
 
     def _from_binary(self, path: Path) -> cl.Program | None:
+        if not is_trusted(path):
+            logger.warning("Another user can write the OpenCL program %s; building it again", path)
+            return None
         with path.open("rb") as file:
             digest, binary = file.read(32), file.read()
         if hashlib.sha256(binary).digest() != digest:
@@ -240,16 +245,16 @@ class OpenClRuntime:
         marker = path.with_suffix(".loading")
         if marker.exists():
             logger.warning("A process ended while it loaded the OpenCL program %s; building it again", path)
-            marker.unlink(missing_ok=True)
+            delete_quietly(marker)
             return None
         try:
             marker.touch()
             program = cl.Program(self.context, [self._device], [binary]).build(cache_dir=False)
-            marker.unlink(missing_ok=True)
+            delete_quietly(marker)
         except OSError:  # a folder that cannot be written
             return None
         except OpenClError as error:
-            marker.unlink(missing_ok=True)
+            delete_quietly(marker)
             logger.warning(
                 "The driver refuses the cached OpenCL program %s (%s); building it again", path, error
             )

@@ -26,11 +26,11 @@ from heterollm.base import (
     OptionError,
     atomic_path,
     cache_error,
-    cache_root,
     decode,
     decode_json,
     locked,
     missing_field,
+    own_folder,
 )
 from heterollm.kernels.gpu.attention_tuning import AttentionClass, TunedAttention
 from heterollm.kernels.gpu.parameters import KernelParameters, KernelStyle, ShapeClass
@@ -97,7 +97,7 @@ class DeviceIdentity(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def path(self) -> Path:
         """Path of the device's file."""
-        return cache_root() / "tuning" / f"{self.key}.json"
+        return own_folder("tuning") / f"{self.key}.json"
 
     def can_run(self, parameters: KernelParameters) -> bool:
         """Return whether a work-group of these parameters is within the device's limits and features."""

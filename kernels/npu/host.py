@@ -8,14 +8,12 @@ packed for the CPU) and maps 2 MB of scales; a session loaded from bytes instead
 from __future__ import annotations
 
 import functools
-import shutil
 import tempfile
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from heterollm.base import DeviceError, GraphError, OptionError
+from heterollm.base import DeviceError, GraphError, OptionError, scratch_folder
 from heterollm.kernels.npu.forms import every_form
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form, edge_dtype
@@ -113,11 +111,10 @@ class HostNpu:
         options.add_session_config_entry("session.x64quantprecision", "1")
         # ONNX Runtime would round the inputs of integer forms to 8 bits.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
-        folder = None
         try:
-            folder = Path(tempfile.mkdtemp(prefix="heterollm-graph-"))
-            model = write_graph(shard, form, self.activation_dtype, folder)
-            return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+            with scratch_folder("heterollm-graph-") as folder:  # Windows keeps mapped files: they stay there
+                model = write_graph(shard, form, self.activation_dtype, folder)
+                return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
         except OSError as error:
             reason = error.strerror or error
             raise GraphError(
@@ -126,10 +123,6 @@ class HostNpu:
             ) from error
         except runtime_errors() as error:
             raise GraphError(f"ONNX Runtime refused the graph of {shard.label}: {error}") from error
-        finally:
-            if folder is not None:
-                # Windows keeps mapped files; they stay in the temporary folder.
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache

@@ -21,7 +21,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from heterollm.base import GIB, MIB, CacheError, DeviceError, GraphError, OptionError, locked, see
+from heterollm.base import (
+    GIB,
+    MIB,
+    CacheError,
+    DeviceError,
+    GraphError,
+    OptionError,
+    locked,
+    scratch_folder,
+    see,
+)
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
 from heterollm.kernels.npu.contexts import (
     ContextGraph,
@@ -312,8 +322,8 @@ class QnnNpu:
         label = f"{shard.label} ({chosen}, {length} tokens)"
         stored = self._binary(shard, chosen, length)
         try:
-            with tempfile.TemporaryDirectory(prefix="heterollm-emulate-", ignore_cleanup_errors=True) as name:
-                folder, model = Path(name), stored.model
+            with scratch_folder("heterollm-emulate-") as folder:
+                model = stored.model
                 if stored.problem() is not None:
                     model = folder / "compiled.onnx"
                     self._compile([(shard, chosen, length)], folder, [model], label)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,17 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from heterollm.base import GraphError, atomic_path, cache_error, cache_root, parse_json
+from heterollm.base import (
+    GraphError,
+    atomic_path,
+    cache_error,
+    delete,
+    delete_quietly,
+    is_trusted,
+    make_parent,
+    own_folder,
+    parse_json,
+)
 
 __all__ = ["GRAPHS_FOLDER", "ContextBinary", "temporary_graphs"]
 
@@ -50,7 +59,7 @@ class ContextBinary:
         """The wrapper of the first graph."""
         text = json.dumps(dict(self.identity), sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return (self.folder or cache_root() / GRAPHS_FOLDER) / f"{name}.onnx"
+        return (self.folder or own_folder(GRAPHS_FOLDER)) / f"{name}.onnx"
 
     @property
     def models(self) -> tuple[Path, ...]:
@@ -86,6 +95,8 @@ class ContextBinary:
             return "damaged (its description is of another graph)"
         if stored.get("made_by") != self._plain(self.made_by):
             return f"stale (made by {stored.get('made_by')})"
+        if not all(map(is_trusted, self._files)):
+            return "not safe (another user can write it)"
         try:
             sums = self._checksums()
         except OSError:
@@ -104,11 +115,12 @@ class ContextBinary:
         """
         building = self.model.with_name(f".{self.model.stem}.building")
         try:
-            shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
-            building.mkdir(parents=True)
+            make_parent(building)
+            delete_quietly(building)  # left by a process that was killed
+            building.mkdir()
             models = tuple([building / model.name for model in self.models])
             compile_into(building, models)
-            self.manifest.unlink(missing_ok=True)
+            delete(self.manifest)
             for name in (self.binary.name, *(model.name for model in models)):
                 (building / name).replace(self.model.with_name(name))
             description = {
@@ -123,13 +135,12 @@ class ContextBinary:
         except OSError as error:
             raise cache_error(self.model, error) from error
         finally:
-            shutil.rmtree(building, ignore_errors=True)
+            delete_quietly(building)
 
     def remove(self) -> None:
         """Delete the files as far as the system allows; no other process may use them."""
         for path in (*self._files, self.model.with_name(f"{self.model.name}.lock")):
-            with contextlib.suppress(OSError):  # Windows keeps files that are mapped
-                path.unlink(missing_ok=True)
+            delete_quietly(path)  # Windows keeps files that are mapped
 
     @property
     def _files(self) -> tuple[Path, ...]:
@@ -157,11 +168,11 @@ def temporary_graphs() -> Iterator[Path]:
     Raises:
         CacheError: The cache folder cannot be written.
     """
-    parent = cache_root() / GRAPHS_FOLDER
+    parent = own_folder(GRAPHS_FOLDER)
     folder = parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     lock = FileLock(_lock_path(folder))
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        make_parent(folder)
         for left in parent.glob(f".*{TEMPORARY_SUFFIX}"):
             _delete_if_left(left)
         lock.acquire()
@@ -179,10 +190,9 @@ def _delete_if_left(folder: Path) -> None:
     """Delete a folder unless a process holds its lock."""
     lock_path = _lock_path(folder)
     with contextlib.suppress(Timeout, OSError), FileLock(lock_path, timeout=0):
-        shutil.rmtree(folder, ignore_errors=True)
+        delete_quietly(folder)
     if not folder.exists():
-        with contextlib.suppress(OSError):
-            lock_path.unlink(missing_ok=True)
+        delete_quietly(lock_path)
 
 
 def _lock_path(folder: Path) -> Path:

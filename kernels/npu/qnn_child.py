@@ -37,7 +37,7 @@ def run_child(module: str, request: Mapping[str, Any], answer: Path, task: str, 
         ChildError: The child crashed, hung, or raised a :class:`GraphError`.
         DeviceError: The child raised another error of this package.
     """
-    answer.unlink(missing_ok=True)
+    answer.write_bytes(b"")  # an earlier child's is none of this one
     # -P: a folder named heterollm in the working directory must not be imported.
     command = [sys.executable, "-P", "-m", module]
     try:
@@ -54,7 +54,7 @@ def run_child(module: str, request: Mapping[str, Any], answer: Path, task: str, 
     except OSError as error:
         raise ChildError(f"The child process for the {task} cannot be started: {error}.") from error
     log = child.stderr.decode(errors="replace")
-    if child.returncode != 0 or not answer.exists():
+    if child.returncode != 0 or not answer.stat().st_size:
         raise ChildError(
             f"The {task} crashed ({_exit_text(child.returncode)}). {log.strip()[-300:]}".strip(),
             fix="Choose another precision or form for the graph. " + see("the-graph-compiler-crashes"),

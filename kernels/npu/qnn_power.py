@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from heterollm.base import HeteroLLMError
+from heterollm.base import HeteroLLMError, scratch_folder
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.npu.session import runtime_errors
 from heterollm.kernels.ops import Power
@@ -117,7 +115,7 @@ def _small_session(target: QnnTarget) -> Any:  # noqa: ANN401 - onnxruntime ship
     )
     graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "power", [x], [y])
     opset = onnx.helper.make_opsetid("", 21)
-    with tempfile.TemporaryDirectory(prefix="heterollm-power-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "power.onnx"
+    with scratch_folder("heterollm-power-") as folder:
+        path = folder / "power.onnx"
         onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10), path)
         return open_session(path, target, "power")

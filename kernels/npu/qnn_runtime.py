@@ -13,12 +13,14 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from heterollm.base import DeviceError, GraphError, see
 from heterollm.kernels.npu.session import runtime_errors, session_options
@@ -40,6 +42,10 @@ HEXAGON_PLATFORMS = {("Linux", "aarch64"), ("Windows", "ARM64")}
 
 UNPLACED = "assigned to the default CPU EP"
 """Text in ONNX Runtime's refusal of a graph that the provider did not take as a whole."""
+
+
+BACKEND_FAILURE: Final = re.compile(r"SetupBackend failed (.*?)(?:\x1b\[m)?\n")
+"""The provider's words in the log where no graph could run, as without a driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,11 @@ def open_session(
         with _quiet_stdout(target.emulator):
             session = onnxruntime.InferenceSession(str(model), options, enable_fallback=False)
     except runtime_errors() as error:
+        if UNPLACED in str(error) and (reason := _backend_failure(model, options)) is not None:
+            raise DeviceError(
+                f"QNN cannot set up its backend: {reason}.",
+                fix="Check the driver of the NPU and who may open it. " + see("the-hexagon-is-not-found"),
+            ) from error
         raise _session_error(label, str(error)) from error
     if PROVIDER not in session.get_providers():
         raise GraphError(f"{label} runs on {session.get_providers()} instead of the NPU.")
@@ -200,6 +211,36 @@ def _importing() -> Iterator[None]:
             f"onnxruntime-qnn cannot be imported: {error}.",
             fix=f"Run `{_install_command()} --force-reinstall`. {see('the-hexagon-is-not-found')}",
         ) from error
+
+
+def _backend_failure(model: Path, options: Any) -> str | None:  # noqa: ANN401 - onnxruntime ships no types
+    """Return why QNN's backend cannot be set up, which only the log says; None if the graph is the reason."""
+    import onnxruntime
+
+    options.log_severity_level = 3
+    with tempfile.TemporaryFile() as log:
+        with _stderr_into(log.fileno()), contextlib.suppress(*runtime_errors()):
+            onnxruntime.InferenceSession(str(model), options, enable_fallback=False)
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+    found = BACKEND_FAILURE.search(text)
+    return None if found is None else found[1].strip().rstrip(".")
+
+
+@contextlib.contextmanager
+def _stderr_into(descriptor: int) -> Iterator[None]:
+    """Send what native code writes to standard error elsewhere."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def _session_error(label: str, text: str) -> GraphError:

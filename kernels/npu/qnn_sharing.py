@@ -28,11 +28,13 @@ from heterollm.base import (
     HeteroLLMError,
     atomic_path,
     cache_name,
-    cache_root,
     decode,
+    delete,
     format_bytes,
     load_or_make,
+    own_folder,
     parse_json,
+    scratch_folder,
 )
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
 from heterollm.kernels.npu.contexts import SharingVerdict
@@ -89,8 +91,7 @@ def run_sharing_test(target: QnnTarget, *, loads: bool, timeout_s: float = TIMEO
     """
     shard = _shard()
     try:
-        with tempfile.TemporaryDirectory(prefix="heterollm-sharing-", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
+        with scratch_folder("heterollm-sharing-") as folder:
             models = _compiled(shard, target, folder)
             size_bytes = models[0].with_name(f"{models[0].stem}_qnn.bin").stat().st_size
             once = f"{len(LENGTHS)} graphs with {format_bytes(shard.weight_bytes)} of weights take "
@@ -134,7 +135,7 @@ def _run(
     """
     inputs = _inputs()
     for place in [(turn, number) for turn in (0, 1) for number in range(len(models))]:
-        _output_file(folder, *place).unlink(missing_ok=True)
+        delete(_output_file(folder, *place))
     for number, x in enumerate(inputs):
         np.save(_input_file(folder, number), x)
     request = {
@@ -207,7 +208,7 @@ def _verdict_file(target: QnnTarget, soc_model: str) -> Path:
         "graph_version": GRAPH_VERSION,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_root() / GRAPHS_FOLDER / f"{cache_name('shared contexts', digest)}.json"
+    return own_folder(GRAPHS_FOLDER) / f"{cache_name('shared contexts', digest)}.json"
 
 
 def _read(content: bytes) -> SharingVerdict:

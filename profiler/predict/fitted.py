@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from heterollm.base import cache_root, load_or_make
+from heterollm.base import load_or_make, own_folder
 from heterollm.profiler.predict.predictor import Predictor
 from heterollm.profiler.records import Profile, record_line
 
@@ -25,7 +25,7 @@ def fitted_predictor(profile: Profile) -> Predictor:
     Raises:
         ProfileError: There is too little to fit.
     """
-    path = cache_root() / "predictors" / f"{profile_digest(profile)}.json"
+    path = own_folder("predictors") / f"{profile_digest(profile)}.json"
 
     def fit() -> Predictor:
         return Predictor.fit(profile)

@@ -22,11 +22,12 @@ from heterollm.base import (
     ProfileError,
     atomic_path,
     cache_name,
-    cache_root,
     decode,
     decode_json,
     locked,
     missing_field,
+    own_folder,
+    read_file,
 )
 from heterollm.kernels.device import Device, fingerprint_of
 from heterollm.kernels.ops import GraphMemory
@@ -246,9 +247,10 @@ class Profile:
             ProfileError: The file cannot be read, is damaged, or belongs to another device.
         """
         try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise ProfileError(f"Cannot read the profile {path}: {error.strerror}.", fix=FIX) from error
+            text = read_file(path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ProfileError(f"Cannot read the profile {str(path)!r:.200}: {reason}.", fix=FIX) from error
         profile = cls.from_json(text, source=str(path))
         if expected is not None:
             profile.check_device(expected, path)
@@ -295,12 +297,12 @@ def profile_path(device: str, fingerprint: str, purpose: str = "") -> Path:
         purpose: :data:`DEMO`, or empty for the profile that all commands read.
     """
     name = f"{cache_name(name_in_words(device), fingerprint)}.json"
-    return cache_root() / "profiles" / (f"{purpose}-{name}" if purpose else name)
+    return own_folder("profiles") / (f"{purpose}-{name}" if purpose else name)
 
 
 def stored_profiles() -> list[Path]:
     """Return the profile files of the cache that all commands read, in order of their names."""
-    found = (cache_root() / "profiles").glob("*.json")
+    found = (own_folder("profiles")).glob("*.json")
     return sorted(path for path in found if not path.name.startswith(f"{DEMO}-"))
 
 

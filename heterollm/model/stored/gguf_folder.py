@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from heterollm.base import CheckpointError, atomic_path, cache_root, parse_json
+from heterollm.base import CheckpointError, atomic_path, own_folder, parse_json
 from heterollm.model.stored.gguf_config import check_metadata, gguf_config, gguf_generation
 from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.model.stored.gguf_model import GgufTensors
@@ -38,7 +38,7 @@ def gguf_folder(path: Path) -> Path:
     file = GgufFile.open(path.resolve())
     header = hashlib.sha256(file.data[: file.header_bytes].data).hexdigest()
     key = hashlib.sha256(f"{FOLDER_VERSION} {file.path} {len(file.data)} {header}".encode()).hexdigest()
-    folder = cache_root() / GGUF_FOLDERS / key[:32] / path.stem
+    folder = own_folder(GGUF_FOLDERS) / key[:32] / path.stem
     if not (folder / SOURCE).is_file():
         _write(file, folder)
     return folder

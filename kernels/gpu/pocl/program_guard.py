@@ -19,7 +19,16 @@ from typing import Final
 
 from filelock import FileLock, Timeout
 
-from heterollm.base import CACHE_VARIABLE, DeviceError, atomic_path, format_bytes, parse_json, see
+from heterollm.base import (
+    CACHE_VARIABLE,
+    DeviceError,
+    atomic_path,
+    delete_quietly,
+    format_bytes,
+    is_trusted,
+    parse_json,
+    see,
+)
 
 __all__ = ["guard_programs", "programs_are_sound"]
 
@@ -58,15 +67,19 @@ def guard_programs(folder: Path) -> None:
             "Compiling OpenCL programs again: a process ended while it loaded them from %s.", folder
         )
         for program in _programs(folder):
-            shutil.rmtree(program, ignore_errors=True)
+            delete_quietly(program)
     known = _known(folder)
-    damaged = {file for file, checksum in known.items() if _checksum(folder / file) not in (checksum, None)}
+    damaged = {
+        file
+        for file, checksum in known.items()
+        if _checksum(folder / file) not in (checksum, None) or not is_trusted(folder / file)
+    }
     if damaged:
         logger.warning(
             "%d compiled OpenCL programs in %s are damaged; compiling again.", len(damaged), folder
         )
         for file in damaged:
-            shutil.rmtree(folder.joinpath(*Path(file).parts[:2]), ignore_errors=True)
+            delete_quietly(folder.joinpath(*Path(file).parts[:2]))
     marker = FileLock(folder / f"{MARKER}{secrets.token_hex(8)}")
     marker.acquire()
     _guarded, _marker = folder, marker
@@ -90,7 +103,7 @@ def programs_are_sound() -> None:
     try:
         with atomic_path(_guarded / LIST) as temporary:
             temporary.write_text(json.dumps(found, indent=0), encoding="utf-8")
-        Path(_marker.lock_file).unlink(missing_ok=True)
+        delete_quietly(Path(_marker.lock_file))
         _marker.release()
     except Exception as error:  # noqa: BLE001 - this may run while the interpreter ends
         logger.info("Checksums of OpenCL programs are not kept: %s", error)
@@ -105,7 +118,7 @@ def _someone_died(folder: Path) -> bool:
         try:
             with lock:
                 died = True
-                path.unlink(missing_ok=True)
+                delete_quietly(path)
         except Timeout:  # it is alive
             continue
     return died

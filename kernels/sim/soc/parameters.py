@@ -18,7 +18,7 @@ import msgspec
 import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from heterollm.base import OptionError, decode
+from heterollm.base import OptionError, decode, read_file
 from heterollm.kernels.sim.options import SIMULATED
 from heterollm.kernels.sim.soc.quantities import SocParameters, Source, quantities, soc_parameters, unit_of
 
@@ -103,7 +103,7 @@ def load_soc(name_or_path: str | Path, overrides: Mapping[str, float] | None = N
             )
         if path.stat().st_size > LARGEST_BYTES:
             raise OptionError(f"{path} is no file of a SoC: it has more than {LARGEST_BYTES} bytes.")
-        text = path.read_text("utf-8")
+        text = read_file(path, LARGEST_BYTES).decode()
     except (OSError, ValueError, RuntimeError) as error:
         raise OptionError(f"Cannot read {str(name_or_path)!r:.200}: {error}.") from error
     return parse_soc(text, str(path), overrides)

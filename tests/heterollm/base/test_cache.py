@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterollm.base import CacheError, atomic_path, cache_name, cache_root
-from heterollm.base.cache import LONGEST_PREFIX, LONGEST_WORDS
+from heterollm.base.cache import LONGEST_WORDS
+from heterollm.base.own_files import LONGEST_PREFIX
 from heterollm.profiler.records import profile_path
 
 RESERVED = {"con", "prn", "aux", "nul", *(f"{name}{digit}" for name in ("com", "lpt") for digit in range(10))}

@@ -2,7 +2,15 @@ import os
 
 import pytest
 
-from heterollm.base import KINDS, CacheError, OptionError, clear_cache, list_cache
+from heterollm.base import (
+    KINDS,
+    CacheError,
+    OptionError,
+    cache_root,
+    clear_cache,
+    list_cache,
+    make_own_folder,
+)
 
 DIGEST = "0123456789abcdef" * 2
 
@@ -14,7 +22,10 @@ def root(tmp_path, monkeypatch):
     return folder
 
 
-def put(path, size=10):
+def put(path, size=10, *, tagged=True):
+    kind = path.relative_to(cache_root()).parts[0] if path.is_relative_to(cache_root()) else ""
+    if tagged and kind in KINDS:
+        make_own_folder(kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"x" * size)
     return path
@@ -32,7 +43,7 @@ def test_every_name_that_is_made_is_counted_and_cleared(root):
     made = [
         put(root / "weights" / f"{DIGEST}.safetensors", 100),
         put(root / "weights" / f"{DIGEST}.safetensors.lock", 0),
-        put(root / "weights" / f".{DIGEST}.safetensors.abc.partial", 7),
+        put(root / "weights" / f".{DIGEST}.safetensors.0123456789abcdef.partial", 7),
         put(root / "graphs" / f"{DIGEST}.onnx"),
         put(root / "graphs" / f"{DIGEST}_qnn.bin"),
         put(root / "graphs" / f".{DIGEST}.building" / "graph.onnx"),
@@ -85,9 +96,8 @@ def test_what_heterollm_did_not_make_stays(root):
 @pytest.mark.skipif(os.name == "nt", reason="symbolic links need rights on Windows")
 def test_symbolic_links_are_not_followed(root, tmp_path):
     outside = put(tmp_path / "outside" / f"{DIGEST}.safetensors")
-    root.mkdir()
+    make_own_folder("opencl")
     (root / "weights").symlink_to(outside.parent)
-    (root / "opencl").mkdir()
     (root / "opencl" / "pocl-x").symlink_to(outside.parent)
     clear_cache()
     assert outside.exists()

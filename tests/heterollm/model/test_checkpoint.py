@@ -481,7 +481,7 @@ class TestContentHash:
     def test_a_damaged_index_is_made_again(self, model, tmp_path, content):
         folder = model()
         first = Checkpoint(folder).content_hash()
-        index = tmp_path / "cache" / "digests.json"
+        index = tmp_path / "cache" / "checks" / "digests.json"
         index.write_bytes(content)
         assert Checkpoint(folder).content_hash() == first
         assert len(json.loads(index.read_text())) == 2
@@ -491,12 +491,12 @@ class TestContentHash:
         Checkpoint(folder).content_hash()
         shutil.rmtree(folder)
         Checkpoint(model("tied")).content_hash()
-        listed = json.loads((tmp_path / "cache" / "digests.json").read_text())
+        listed = json.loads((tmp_path / "cache" / "checks" / "digests.json").read_text())
         assert all("tied" in path for path in listed)
 
     def test_a_cache_that_cannot_be_written_is_only_said(self, model, tmp_path, monkeypatch, caplog):
         monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
-        (tmp_path / "cache" / "digests.json").mkdir(parents=True)
+        (tmp_path / "cache" / "checks" / "digests.json").mkdir(parents=True)
         assert len(Checkpoint(model()).content_hash()) == 64
         assert "Cannot write" in caplog.text
 

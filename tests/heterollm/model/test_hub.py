@@ -11,7 +11,7 @@ import pytest
 
 from heterollm.base import CheckpointError, HeteroLLMError
 from heterollm.model import pull_model, stored_models
-from heterollm.model.hub import needed_files
+from heterollm.model.hub import hub_folder, needed_files, plain_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -26,6 +26,9 @@ class Hub(ThreadingHTTPServer):
         self.repositories = repositories
         self.requests = []
         self.sends = None
+        self.headers = {}
+        self.listed = {}
+        self.sha = COMMIT
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -34,20 +37,27 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         hub = self.server
         info = re.fullmatch(r"/api/models/(\w+/[\w-]+)(/revision/\w+)?(\?.*)?", self.path)
+        tree = re.fullmatch(r"/api/models/(\w+/[\w-]+)/tree/.*", self.path)
         file = re.fullmatch(r"/(\w+/[\w-]+)/resolve/(main|\w{40})/([\w./-]+)", self.path)
-        files = hub.repositories.get((info or file or [None, None])[1])
+        files = hub.repositories.get((info or tree or file or [None, None])[1])
         if files is None or (file and file[3] not in files):
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound" if files else "RepoNotFound"})
+        elif tree:
+            listed = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40, **hub.listed}
+                for name, data in files.items()
+            ]
+            self.answer(200, json.dumps(listed).encode())
         elif info:
             siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
-            found = {"id": info[1], "sha": COMMIT, "siblings": siblings, "tags": []}
+            found = {"id": info[1], "sha": hub.sha, "siblings": siblings, "tags": []}
             self.answer(200, json.dumps(found).encode())
         else:
             data = files[file[3]]
             place = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
             start = int(place[1]) if place else 0
             hub.requests.append((self.command, file[3], start))
-            more = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            more = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, **hub.headers}
             if place:
                 more["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             self.answer(206 if place else 200, (hub.sends or data)[start:], more)
@@ -167,3 +177,73 @@ def test_a_model_that_is_not_there_is_refused(hub):
         fetched("me/nothing")
     with pytest.raises(HeteroLLMError, match="no name of a model"):
         fetched("../etc")
+
+
+OUTSIDE = ["/tmp/x", "../../../outside/x", "a/b", "..", "nul", "a\\b", "c:x"]
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-ETag", "X-Repo-Commit"])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_hub_names_no_files_outside_of_its_cache(hub, tmp_path, header, name):
+    for size in (10, 17 << 20):  # fetched by the client, and by heterollm
+        hub.repositories["me/evil"] = {"config.json": b"{}", "model.safetensors": bytes(size)}
+        hub.headers = {header: f'"{name}"' if header == "ETag" else name}
+        with pytest.raises(CheckpointError, match=r"which is no name"):
+            fetched("me/evil")
+        with pytest.raises(CheckpointError, match=r"which is no name"):
+            hub_folder("me/evil")
+    made = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert all(path.is_relative_to(tmp_path / "hub") and "blobs" not in path.parts for path in made)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_listing_names_no_files_outside_of_the_cache(hub, tmp_path, name):
+    hub.repositories["me/evil"] = {"config.json": b"{}", "model.safetensors": b"x"}
+    lfs = {"oid": name, "size": 1, "pointerSize": 1}
+    for listed in ({"oid": name}, {"lfs": lfs}, {"xetHash": name}):
+        hub.listed = listed
+        with pytest.raises(CheckpointError, match=r"which is no name"):
+            hub_folder("me/evil")
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_hub_names_no_commit_outside_of_its_cache(hub, tmp_path, name):
+    hub.repositories["me/evil"] = {"config.json": b"{}", "model.safetensors": b"x"}
+    hub.sha = name
+    for fetch in (fetched, hub_folder):
+        with pytest.raises(CheckpointError, match=r"which is no name"):
+            fetch("me/evil")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_files_of_other_names_are_not_fetched():
+    names = ("config.json", "../x.safetensors", "a/../../y.gguf", "nul.json", "model.safetensors")
+    assert plain_files(dict.fromkeys(names, 1)) == {"config.json": 1, "model.safetensors": 1}
+
+
+def test_rm_keeps_files_that_are_not_the_hubs(hub, tmp_path, run):
+    hub.repositories["me/tiny"] = {"config.json": b"{}", "model.safetensors": b"x" * 100}
+    fetched("me/tiny")
+    folder = tmp_path / "hub" / "models--me--tiny"
+    notes = folder / "notes.txt"
+    notes.write_text("mine")
+    code, _, err = run("rm", "me/tiny", "--yes")
+    assert (code, notes.read_text()) == (1, "mine")
+    assert "'notes.txt', which is not the hub's" in err
+    notes.unlink()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert run("rm", "me/tiny", "--yes")[0] == 1
+    assert (tmp_path / "elsewhere" / "snapshots").is_dir()
+    folder.unlink()
+    (tmp_path / "elsewhere").rename(folder)
+    assert run("rm", "me/tiny", "--yes")[0] == 0
+    assert not folder.exists()
+
+
+def test_rm_takes_the_named_one_of_two_copies(hub, tmp_path, run):
+    for name in ("me/tiny", "me/copy"):
+        hub.repositories[name] = {"config.json": b"{}", "model.safetensors": b"x" * 100}
+        fetched(name)
+    assert run("rm", "me/copy", "--yes")[0] == 0
+    assert [model.name for model in stored_models()] == ["me/tiny"]

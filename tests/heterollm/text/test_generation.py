@@ -183,24 +183,64 @@ def test_times_and_their_json_form(tokenizer, monkeypatch):
             return super().decode(token_id)
 
     monkeypatch.setattr("heterollm.text.generation.time.perf_counter", lambda: Slow.clock)
+    answer = list(range(50, 62))
     generation = Generation(
-        Slow([50, 51, 52, 53]), tokenizer, [1, 2, 3, 4], GenerationOptions(max_new_tokens=4)
+        Slow(answer), tokenizer, list(range(1, 41)), GenerationOptions(max_new_tokens=len(answer))
     )
     for _ in generation:
         Slow.clock += 100.0  # what the caller does between tokens is not the model's time
     result = generation.result
-    assert result.ttft_s == 2.0
-    assert result.prefill_tokens_per_s == 2.0
+    assert (result.ttft_s, result.prepared_s) == (2.0, 0.0)
+    assert result.prefill_tokens_per_s == 20.0
     assert result.decode_tokens_per_s == 4.0
+    assert result.decode_s == 2.75
     data = json.loads(json.dumps(result.to_dict()))
     assert data["stop_reason"] == "length"
-    assert data["token_ids"] == [50, 51, 52, 53]
+    assert data["token_ids"] == answer
     assert data["decode_tokens_per_s"] == 4.0
     nothing, _ = run(Script([50]), tokenizer, max_new_tokens=0)
     assert (nothing.ttft_s, nothing.prefill_tokens_per_s, nothing.decode_tokens_per_s) == (None, None, None)
     one, _ = run(Slow([50]), tokenizer, max_new_tokens=1)
     assert one.ttft_s == 2.0
     assert one.decode_tokens_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "prefill", "decode"),
+    [(31, 8, False, False), (32, 9, True, True), (400, 1, True, False)],
+)
+def test_few_tokens_have_no_rate(tokenizer, monkeypatch, prompt, answer, prefill, decode):
+    clock = iter(range(10**6))
+    monkeypatch.setattr("heterollm.text.generation.time.perf_counter", lambda: float(next(clock)))
+    script = Script([50] * answer)
+    script.context = 1000
+    options = GenerationOptions(max_new_tokens=answer)
+    generation = Generation(script, tokenizer, [1] * prompt, options)
+    list(generation)
+    result = generation.result
+    assert (result.prefill_tokens_per_s is not None) == prefill
+    assert (result.decode_tokens_per_s is not None) == decode
+
+
+def test_a_pass_that_is_compiled_has_no_rate(tokenizer):
+    class Compiling(Script):
+        prepared_s = 0.0
+
+        def prefill(self, ids, /):
+            self.prepared_s += 0.5
+            return super().prefill(ids)
+
+        def decode(self, token_id, /):
+            if self.position == 40:
+                self.prepared_s += 0.25
+            return super().decode(token_id)
+
+    options = GenerationOptions(max_new_tokens=12)
+    generation = Generation(Compiling([50] * 12), tokenizer, [1] * 40, options)
+    list(generation)
+    result = generation.result
+    assert (result.prepared_s, result.prefill_tokens_per_s) == (0.75, None)
+    assert result.decode_tokens_per_s > 10 / result.decode_s  # the token with the compiler is left out
 
 
 def test_cancel_before_and_between_tokens(tokenizer):

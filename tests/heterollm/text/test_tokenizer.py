@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -632,19 +631,15 @@ class TestFailuresOfTheLibrary:
     [
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{{ 1e300 * 10 ** 400 }}", "OverflowError"),
-        ("{{ 'x' * 10 ** 17 }}", "MemoryError"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "did not end"),
+        ("{{ 'x' * 10 ** 17 }}", "of memory"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ],
 )
-def test_a_template_that_fails_or_never_ends_is_named(tmp_path, monkeypatch, template, reason, own_file):
-    monkeypatch.setattr("heterollm.text.tokenizer.TEMPLATE_LIMIT_S", 0.5)
+def test_a_template_that_fails_is_named(tmp_path, template, reason, own_file):
     folder = save(tmp_path / "t", byte_level(), {} if own_file else {"chat_template": template})
     name = "chat_template.jinja" if own_file else "tokenizer_config.json"
     if own_file:
         (folder / name).write_text(template)
-    before = sys.gettrace()
     with pytest.raises(CheckpointError, match=reason) as caught:
         Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}])
     assert str(folder / name) in caught.value.message
-    assert sys.gettrace() is before

@@ -1,5 +1,6 @@
 """Damaged programs in PoCL's cache, which end the process that loads them."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ from collections import namedtuple
 
 import pytest
 
-from heterollm.base import DeviceError
+from heterollm.base import DeviceError, make_own_folder
 from heterollm.kernels.gpu.pocl import program_guard
 
 SCRIPT = """
@@ -86,14 +87,17 @@ def test_a_process_that_is_loading_keeps_its_programs(cache, monkeypatch):
 
 
 def test_one_process_has_one_marker(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    folder = make_own_folder("opencl") / "pocl-unknown"
+    folder.mkdir()
     monkeypatch.setattr(program_guard, "_marker", None)
     monkeypatch.setattr(program_guard, "_guarded", None)
     monkeypatch.setattr(program_guard.atexit, "register", lambda _: None)
-    program_guard.guard_programs(tmp_path)
-    program_guard.guard_programs(tmp_path)
-    assert len(list(tmp_path.glob(f"{program_guard.MARKER}*"))) == 1
+    program_guard.guard_programs(folder)
+    program_guard.guard_programs(folder)
+    assert len(list(folder.glob(f"{program_guard.MARKER}*"))) == 1
     program_guard.programs_are_sound()
-    assert not list(tmp_path.glob(f"{program_guard.MARKER}*"))
+    assert not list(folder.glob(f"{program_guard.MARKER}*"))
     assert not caplog.records
 
 
@@ -111,3 +115,15 @@ def test_a_damaged_list_is_none(cache, content):
     listed.write_bytes(content)
     done = run(cache)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_list_that_names_other_folders_deletes_nothing_there(cache, tmp_path):
+    outside = tmp_path / "outside" / "thesis"
+    outside.mkdir(parents=True)
+    (outside / "text").write_text("mine")
+    [listed] = (cache / "opencl").glob("pocl-*/.checksums.json")
+    named = [f"{outside}/text", "../../../outside/thesis/text"]
+    listed.write_text(json.dumps(dict.fromkeys(named, 5)))
+    done = run(cache)
+    assert done.returncode == 0, done.stderr
+    assert (outside / "text").read_text() == "mine"

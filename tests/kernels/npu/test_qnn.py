@@ -219,6 +219,19 @@ print(npu.compiled_count, npu.loaded_count)
 """
 
 
+@pytest.mark.emulator
+@pytest.mark.skipif(not USABLE, reason=REASON)
+def test_a_backend_that_cannot_be_set_up_is_named(tmp_path, capfd):
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT16, [1, 64]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "small", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.save(model, tmp_path / "small.onnx")
+    target = QnnTarget(emulator=True, options={"backend_path": "/missing/libQnnHtp.so"})
+    with pytest.raises(DeviceError, match=r"cannot set up its backend: .*/missing/libQnnHtp\.so"):
+        open_session(tmp_path / "small.onnx", target, "small")
+    assert capfd.readouterr().err == ""
+
+
 class TestBinaries:
     pytestmark = emulated
 

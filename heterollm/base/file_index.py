@@ -7,7 +7,10 @@ import logging
 import os
 from pathlib import Path
 
-from heterollm.base import CacheError, atomic_path, cache_root, locked, parse_json
+from heterollm.base.cache import atomic_path, locked
+from heterollm.base.cache_place import own_folder
+from heterollm.base.errors import CacheError
+from heterollm.base.strict_json import parse_json
 
 __all__ = ["FileIndex"]
 
@@ -23,8 +26,8 @@ class FileIndex:
     """
 
     def __init__(self, name: str) -> None:
-        """Use the index ``<cache folder>/<name>.json``."""
-        self._path = cache_root() / f"{name}.json"
+        """Use the index ``checks/<name>.json`` in the cache folder."""
+        self._path = own_folder("checks") / f"{name}.json"
 
     def get(self, file: Path) -> str | None:
         """Return the text of an unchanged file; None without one."""
