@@ -5,9 +5,9 @@ with long prompts. Some read slowly, some leave before or during the answer, som
 requests. Others attack: schemas and grammars that are large, deep or chained, prompts of megabytes, options
 beyond all bounds, sockets that stay silent or stop in the middle of a request (`soak_attacks.py`). The health
 is asked for all the time. Each completion has a seed or temperature 0, and must have the text that the server
-gave before the load, alone. With ``--kill-npu`` the NPU part fails in the middle of the run; from then on they
-must be the texts of the GPU alone. The row has requests by kind, wrong answers, unhealthy states, and memory and
-sessions before and after.
+gave before the load, alone. With ``--kill-npu`` the NPU part fails in the middle of the run; from then on
+they must be the texts of the GPU alone. The row has requests by kind, wrong answers, unhealthy states, and
+memory and sessions before and after.
 Exit code 1 if an answer is wrong, a request is neither answered nor refused, the server was unhealthy, or its
 memory grew.
 

@@ -25,7 +25,9 @@ STALL_S: Final = 60.0
 
 CHECK_S: Final = 1.0
 READ_BYTES: Final = 4096
-"""Bytes of a connection that are parsed at once: without a limit asyncio reads 256 KiB."""
+BODY_READ_BYTES: Final = 1 << 16
+"""Bytes of a connection that are parsed at once, and of a body of known length, which is quick to parse.
+Without a limit asyncio reads 256 KiB."""
 
 PARSE_S: Final = 0.005
 """Time for parsing in one round of the loop, after which answers of others are sent."""
@@ -74,8 +76,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; end the connection that has waited longest if there are too many."""
         super().connection_made(transport)
-        if hasattr(transport, "max_size"):
-            transport.max_size = READ_BYTES
+        self._read_at_once(READ_BYTES)
         self.parse_s = 0.0
         self._unsent = 0
         self.rests_since_s = time.monotonic()
@@ -97,8 +98,16 @@ class Connection(H11Protocol):
 
     def parse(self, data: bytes) -> None:
         """Parse bytes and start the requests that are complete with them."""
-        if not self.transport.is_closing():
-            super().data_received(data)
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        has_length = self.headers and all(name != b"transfer-encoding" for name, _ in self.headers)
+        in_body = has_length and self.cycle is not None and self.cycle.more_body
+        self._read_at_once(BODY_READ_BYTES if in_body else READ_BYTES)
+
+    def _read_at_once(self, size: int) -> None:
+        if hasattr(self.transport, "max_size"):
+            self.transport.max_size = size
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""

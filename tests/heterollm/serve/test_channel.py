@@ -224,8 +224,8 @@ class Condition:
     """A condition variable whose waits are steps of a run."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._owner, self._notified = run, None, False
-        self._depth = 0
+        self._run, self._notified, self._depth = run, False, 0
+        self._owner: Actor | None = None
 
     def __enter__(self) -> None:
         if self._owner is not self._run.current or self._owner is None:
@@ -253,8 +253,8 @@ class Loop:
     """The part of asyncio that a channel uses, on the reader's actor: events, and calls of other threads."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._calls = run, []
-        self._calls: list[Callable[[], None]]
+        self._run = run
+        self._calls: list[Callable[[], None]] = []
 
     def get_running_loop(self) -> Loop:
         return self
@@ -328,7 +328,7 @@ def program_of(kind: type[Channel], monkeypatch: pytest.MonkeyPatch) -> Callable
             while len(got) < EVENTS:
                 events = await channel.read()
                 assert events or kind is not Channel  # at least one
-                got.extend(events)
+                got.extend(events or ())
 
         def reader() -> None:
             loop.run_until_complete(read())
