@@ -36,6 +36,7 @@ def own(line):
         ("chat x --ctx-size 64 -s 3", "chat x --context 64 --seed 3"),
         ("serve x --served-model-name y --max-model-len 64", "serve x --name y --context 64"),
         ("rm x", "rm x"),
+        ("serve x --max-tokens 3", "serve x --max-tokens 3"),
         ("simulate x --prompt 64", "simulate x --prompt 64"),
         ("profile list", "profile list"),
         ("nothing x", "nothing x"),
@@ -66,7 +67,7 @@ def test_the_tables_name_what_there_is_and_hide_nothing_of_ours():
     assert set(COMMANDS.values()) <= set(program.commands)
     assert not (set(COMMANDS) | set(UNLIKE_COMMANDS)) & set(program.commands)
     assert set(OPTIONS.values()) <= options
-    for name in ("generate", "chat", "serve"):
+    for name in ("generate", "chat"):  # serve has a --max-tokens of its own, which comes first
         own_names = {one for parameter in program.commands[name].params for one in parameter.opts}
         assert not (set(OPTIONS) | set(UNLIKE_OPTIONS) | set(POSITIONAL)) & own_names
 
