@@ -277,9 +277,7 @@ class LLM:
             raise OptionError(f"speculate is {speculate!r:.80}, but must be True or False.")
         # Stop strings need text.
         tokenizer = self.tokenizer if asked.stop else self._tokenizer
-        given = prompt
-        if isinstance(prompt, str):
-            given = self.tokenizer.encode(prompt, most_tokens=self.context)
+        given = self.tokenizer.encode(prompt, most_tokens=self.context) if isinstance(prompt, str) else prompt
         ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
         if len(ids) > self.context:
             raise ContextError(

@@ -82,7 +82,7 @@ def _is_made(plan: object) -> bool:
 
 
 def _has_npu(facts: OptionFacts) -> bool:
-    return facts["npu_threads"] != 0
+    return bool(facts["npu_threads"] != 0)
 
 
 def _needs_profile(facts: OptionFacts) -> bool:

@@ -389,9 +389,15 @@ class TokenOptions:
 class CheckedTyper(typer.Typer):
     """A group whose commands refuse given options without an effect."""
 
-    def command(self, *names: Any, cls: type[TyperCommand] = CheckedCommand, **options: Any) -> Any:  # noqa: ANN401
+    def command(  # type: ignore[override] # names one default, and hands on all else
+        self,
+        name: str | None = None,
+        *,
+        cls: type[TyperCommand] = CheckedCommand,
+        **options: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
         """Return the decorator of a command, as typer does."""
-        return super().command(*names, cls=cls, **options)
+        return super().command(name, cls=cls, **options)
 
 
 def command_group(

@@ -93,7 +93,7 @@ HARMLESS: Final[Mapping[str, str]] = {
     "transformers.js_config",
 }
 
-NEUTRAL: Final = (False, 0, 0.0, "", [], {})
+NEUTRAL: Final[tuple[object, ...]] = (False, 0, 0.0, "", [], {})
 """Values with which a field says that the model has no such layers."""
 
 LAYER_FIELDS: Final = FieldTable(

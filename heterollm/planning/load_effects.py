@@ -81,7 +81,9 @@ LOAD_EFFECTS: Final = (
     ),
     Effect(
         "calibration",
-        lambda facts: facts.get("plan") != "gpu" or _passes(facts) or facts.get("experts_gib") is not None,
+        lambda facts: (
+            facts.get("plan") != "gpu" or bool(_passes(facts)) or facts.get("experts_gib") is not None
+        ),
         "plan gpu has no integer NPU graphs",
         "Choose another plan",
     ),

@@ -151,14 +151,14 @@ class LoadOptions:
         check_kv_bits(self.kv_bits, is_sparse=SHADOW_ATTENTION in passes)
         check_experts_gib(self.experts_gib)
         check_speculative(self.speculative, self.guesses)
-        for what, given, legal in (
+        for what, chosen, legal in (
             ("power", self.power, POWERS),
             ("sync", self.sync, SYNC_OPTIONS),
             ("length policy", self.length_policy, LENGTH_POLICIES),
         ):
-            if given not in legal:
+            if chosen not in legal:
                 raise OptionError(
-                    f"There is no {what} {given!r:.80}.", fix=f"Choose among {', '.join(legal)}."
+                    f"There is no {what} {chosen!r:.80}.", fix=f"Choose among {', '.join(legal)}."
                 )
         facts, given = load_facts(self)
         refuse_idle(LOAD_EFFECTS, given, facts)

@@ -208,8 +208,8 @@ def lacking_words(rows: Sequence[BenchRow]) -> Iterator[str]:
         kinds: dict[tuple[str, ...], list[str]] = {}
         for what, labels in found.items():
             kinds.setdefault(tuple(labels), []).append(what)
-        for labels, lacked in kinds.items():
-            of = "" if len(own) > 1 and labels == tuple(own) else f" of {', '.join(labels)}"
+        for names, lacked in kinds.items():
+            of = "" if len(own) > 1 and names == tuple(own) else f" of {', '.join(names)}"
             yield f"No {' and no '.join(lacked)}{of}: {reason}"
     remarks: dict[str, dict[str, None]] = {}
     for row in rows:
