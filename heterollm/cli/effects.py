@@ -90,6 +90,14 @@ def _needs_profile(facts: OptionFacts) -> bool:
     return not made or facts.get("speculative") is not None
 
 
+def _is_sampled(facts: OptionFacts) -> bool:
+    """Return whether tokens are sampled; an option out of its bounds is refused with them."""
+    from heterollm.text import SamplingOptions
+
+    SamplingOptions(**{name: facts[name] for name in SAMPLED.split()})
+    return bool(facts["temperature"] != 0)
+
+
 def _is_simulated(facts: OptionFacts) -> bool:
     from heterollm.kernels.sim import is_simulated
 
@@ -99,9 +107,12 @@ def _is_simulated(facts: OptionFacts) -> bool:
 LOADING: Final = ("generate", "chat", "serve", "eval", "plan", "compile", "profile", "doctor")
 """Commands with options of a load; bench checks a configuration's, and simulate a case's."""
 
+SAMPLED: Final = "top_k top_p min_p seed"
+"""Options that choose among tokens."""
+
 SAMPLING: Final = Effect(
-    "top_k top_p min_p seed",
-    lambda facts: facts["temperature"] != 0,
+    SAMPLED,
+    _is_sampled,
     "temperature 0 takes the likeliest token",
     "Give a --temperature above 0",
 )

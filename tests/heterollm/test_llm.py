@@ -272,7 +272,7 @@ def test_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
         {"temperature": float("nan")},
         {"temperature": "hot"},
         {"top_k": -1},
-        {"top_p": 0},
+        {"top_p": -0.1},
         {"top_p": 1.1},
         {"min_p": 2},
         {"repetition_penalty": 0},

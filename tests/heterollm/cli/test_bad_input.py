@@ -150,7 +150,6 @@ def test_a_truncated_file(copy: Path, kept: float) -> None:
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": -64}, "hidden_size"),
         ({"num_key_value_heads": 3}, "3 key heads"),
-        ({"eos_token_id": 256}, "eos_token_id"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 0.5}}, "rope_theta"),
     ],
     ids=str,
@@ -161,12 +160,24 @@ def test_a_configuration_that_is_wrong(copy: Path, changes: dict[str, Any], mess
         answer(copy)
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_an_end_token_beyond_the_vocabulary(copy: Path, name: str) -> None:
+    if name == "config.json":  # which counts where the other file has none
+        (copy / "generation_config.json").unlink()
+    edit_json(copy / name, eos_token_id=256)
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        answer(copy)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization_config: 'hqq'"),
+        (
+            {"quantization_config": {"quant_method": "hqq", "bits": 4}},
+            "quantization_config: quant_method = 'hqq'",
+        ),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "mrope"),
@@ -178,7 +189,7 @@ def test_what_is_not_supported_is_refused_by_name(copy: Path, changes: dict[str,
     edit_json(copy / "config.json", **changes)
     with pytest.raises(UnsupportedModelError, match=named) as caught:
         answer(copy)
-    assert "Llama" in caught.value.fix
+    assert ("GPTQ" if "hqq" in named else "Llama") in caught.value.fix
     assert "Qwen2" in caught.value.fix
 
 
@@ -296,10 +307,10 @@ def test_a_cache_that_cannot_be_made_in_a_fresh_process(good: Path, tmp_path: Pa
     surroundings = os.environ | {"HETEROLLM_CACHE": str(tmp_path / "file" / "cache")}
     surroundings.pop("POCL_CACHE_DIR")
     done = run_script(
-        "from heterollm.base.errors import DeviceError\n"
+        "from heterollm.base.errors import CacheError\n"
         "try:\n"
         "    LLM.load(model, device='host')\n"
-        "except DeviceError as error:\n"
+        "except CacheError as error:\n"
         "    print(error)\n",
         good,
         surroundings,

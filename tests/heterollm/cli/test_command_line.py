@@ -14,7 +14,7 @@ from rich.console import Console
 
 import heterollm.llm
 from heterollm import __version__
-from heterollm.base import KINDS
+from heterollm.base import KINDS, make_own_folder
 from heterollm.cli.command_line import app
 from heterollm.engine import Sync
 from heterollm.kernels.ops import Precision
@@ -121,9 +121,9 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(run, fake):
 
 
 def test_options_reach_the_model(run, fake):
-    words = "--device host --plan npu --precision fp16 --group-size 64 --asymmetric --context 99"
+    words = "--device host --plan npu --precision w8a8 --group-size 64 --asymmetric --context 99"
     words += " --scales stepped"
-    words += " --gpu-threads 1 --npu-threads 2 --allow-slow --max-new-tokens 7 --temperature 0.5 --top-k 3"
+    words += " --gpu-threads 1 --npu-threads 2 --max-new-tokens 7 --temperature 0.5 --top-k 3"
     words += " --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 5 --stop END --stop ;"
     words += " --sync poll --allow-fallback --experts-gib 1.5 --kv-bits 8"
     words += " --speculative lookup --guesses 3"
@@ -134,7 +134,7 @@ def test_options_reach_the_model(run, fake):
     assert loaded == {
         "device": "host",
         "plan": "npu",
-        "precision": "fp16",
+        "precision": "w8a8",
         "group_size": 64,
         "symmetric": False,
         "scales": "stepped",
@@ -143,7 +143,7 @@ def test_options_reach_the_model(run, fake):
         "gpu_threads": 1,
         "npu_threads": 2,
         "power": "burst",
-        "allow_slow": True,
+        "allow_slow": False,
         "sync": "poll",
         "allow_fallback": True,
         "experts_gib": 1.5,
@@ -169,6 +169,10 @@ def test_options_reach_the_model(run, fake):
         "grammar": None,
         "top_log_probabilities": 0,
     }
+    words = "--device emulator --precision fp16 --allow-slow"
+    assert run("generate", "folder", "hello", *words.split())[0] == 0
+    loaded = fake.loads[1][1]
+    assert (loaded["device"], loaded["precision"], loaded["allow_slow"]) == ("emulator", "fp16", True)
 
 
 def test_json_is_all_that_stdout_gets(run, fake):
@@ -325,8 +329,7 @@ def test_devices_where_nothing_is_installed(run, monkeypatch):
 def test_cache_list_clear_and_path(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     assert run("cache", "path") == (0, f"{tmp_path}\n", "")
-    weights = tmp_path / "weights" / f"{'a' * 32}.safetensors"
-    weights.parent.mkdir()
+    weights = make_own_folder("weights") / f"{'a' * 32}.safetensors"
     weights.write_bytes(b"x" * 2048)
     kinds = {kind["name"]: kind for kind in json.loads(run("cache", "list", "--json")[1])}
     assert (kinds["weights"]["files"], kinds["weights"]["size_bytes"]) == (1, 2048)
@@ -342,8 +345,7 @@ def test_clearing_asks_first(run, tmp_path, monkeypatch):
     import io
 
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
-    weights = tmp_path / "weights" / f"{'a' * 32}.safetensors"
-    weights.parent.mkdir()
+    weights = make_own_folder("weights") / f"{'a' * 32}.safetensors"
     weights.write_bytes(b"x")
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
     assert run("cache", "clear")[0] == 1

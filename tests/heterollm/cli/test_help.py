@@ -279,7 +279,7 @@ def odd(tmp_path, monkeypatch, bundled_model, session_cache):
 
 def test_paths_with_blanks_and_other_letters(run, odd):
     simulated = ("--device", "sim:snapdragon-8gen3")
-    code, out, err = run("profile", ODD, *simulated, "--quick", "--no-tune", "--json")
+    code, out, err = run("profile", ODD, *simulated, "--quick", "--json")
     assert code == 0, err
     assert json.loads(out)["device"] == "sim:snapdragon-8gen3"
     code, _, err = run("profile", "export", f"{ODD}.json")

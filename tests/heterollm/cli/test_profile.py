@@ -143,9 +143,9 @@ def test_a_run_says_what_it_did_and_what_comes_next(run, fake, cache):
 
 
 def test_options_reach_the_profiler(run, fake):
-    words = "--device emulator --gpu-threads 1 --npu-threads 2 --precision fp16 --precision w4a16"
+    words = "--device host --gpu-threads 1 --npu-threads 2 --precision fp16 --precision w4a16"
     assert run(*words.split(), "--budget", "2m30s", "--update", "--no-tune", "--characterise")[0] == 0
-    assert fake.opened == [("emulator", {"gpu_threads": 1, "npu_threads": 2, "power": "burst"})]
+    assert fake.opened == [("host", {"gpu_threads": 1, "npu_threads": 2, "power": "burst"})]
     shapes, options = fake.calls[0]
     assert (options.budget_s, options.update, options.tune, options.quick) == (150.0, True, False, False)
     assert options.characterise

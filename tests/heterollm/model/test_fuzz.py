@@ -303,10 +303,10 @@ def check_config(config, data, generation):
     assert config.mlp_bias is (stated.get("mlp_bias") or False)
     assert config.qkv_bias is config.o_bias is (stated.get("attention_bias") or False)
     for name, ids in (("bos_token_id", config.bos_ids), ("eos_token_id", config.eos_ids)):
-        listed = [source[name] for source in (stated, plain_json(generation)) if name in source]
-        flat = [one for entry in listed for one in (entry if isinstance(entry, list) else [entry])]
-        wanted = {one for one in flat if one not in (None, -1)}
-        assert set(ids) == (wanted if listed else {1 if name == "bos_token_id" else 2})
+        first = plain_json(generation)
+        source = stated if first.get(name) is None else first
+        entry = source.get(name, 1 if name == "bos_token_id" else 2)
+        assert set(ids) == set(entry if isinstance(entry, list) else [entry]) - {None, -1}
     for table in rope_tables(config.rope, config.head_dim, 16):
         assert table.shape == (16, config.head_dim // 2)
         assert np.isfinite(table).all()
@@ -415,7 +415,8 @@ def cached_weights(files):
 
     exact = tensors()
     (path,) = (root / "weights").glob("*.safetensors")
-    good = {path: path.read_bytes(), root / "digests.json": (root / "digests.json").read_bytes()}
+    digests = root / "checks" / "digests.json"
+    good = {path: path.read_bytes(), digests: digests.read_bytes()}
     size = int.from_bytes(good[path][:8], "little")
     header, data = good[path][8 : 8 + size], good[path][8 + size :]
 
@@ -423,7 +424,7 @@ def cached_weights(files):
         for name, content in good.items():
             name.write_bytes(content)
         if rng.random() < 0.2:
-            (root / "digests.json").write_bytes(mutate(rng, good[root / "digests.json"]))
+            digests.write_bytes(mutate(rng, good[digests]))
         elif rng.random() < 0.4:
             text = mutate_json(rng, header)
             path.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -456,7 +457,9 @@ def plan_file(files):
         stated = plain_json(mutated)
         for entry in stated["entries"]:
             placement = {"form": None, "predicted_us": None, "rejected": []} | entry["placement"]
-            placement["rejected"] = [{"of_ffn": False} | other for other in placement["rejected"]]
+            placement["rejected"] = [
+                {"of_ffn": False, "error_us": 0.0} | other for other in placement["rejected"]
+            ]
             entry["placement"] = placement
         # What the NPU holds follows from the entries where nothing is stated.
         own = json.loads(loaded.to_json())

@@ -217,9 +217,10 @@ def test_a_field_changes_an_entry(name):
 
 
 def test_named_chat_templates_load(tmp_path):
-    metadata = {**SPM, "tokenizer.chat_template": "hi", "tokenizer.chat_template.tool_use": "ab"}
+    template = "hi {{ messages[0].content }}"
+    metadata = {**SPM, "tokenizer.chat_template": template, "tokenizer.chat_template.tool_use": "ab"}
     own = loaded(metadata, tmp_path)
-    assert own.apply_chat_template([{"role": "user", "content": "x"}]) == own.encode("hi", add_bos=False)
+    assert own.apply_chat_template([{"role": "user", "content": "x"}]) == own.encode("hi x", add_bos=False)
 
 
 @pytest.mark.parametrize("pre", [None, "", "default"])

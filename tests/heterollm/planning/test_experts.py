@@ -271,7 +271,7 @@ def test_a_calibration_of_another_model_is_refused(monkeypatch, changes, found, 
     monkeypatch.setattr("heterollm.planning.experts.routing_of", lambda _path: found)
     config = dict(CONFIG)
     if changes:
-        config = {**config, "model_type": "qwen3"}
-        del config["num_experts"]
+        dense = {name: value for name, value in CONFIG.items() if "moe" not in name and "expert" not in name}
+        config = {**dense, "model_type": "qwen3"}
     with pytest.raises(error, match=message):
         calibrated_routing("file", ModelConfig.from_dict(config), REQUEST)
