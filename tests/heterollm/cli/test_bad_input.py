@@ -189,8 +189,8 @@ def test_what_is_not_supported_is_refused_by_name(copy: Path, changes: dict[str,
     edit_json(copy / "config.json", **changes)
     with pytest.raises(UnsupportedModelError, match=named) as caught:
         answer(copy)
-    assert ("GPTQ" if "hqq" in named else "Llama") in caught.value.fix
-    assert "Qwen2" in caught.value.fix
+    for word in ("GPTQ",) if "hqq" in named else ("Llama", "Qwen2"):
+        assert word in caught.value.fix
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,8 @@ def test_a_calibration_of_another_model_is_refused(monkeypatch, changes, found, 
     monkeypatch.setattr("heterollm.planning.experts.routing_of", lambda _path: found)
     config = dict(CONFIG)
     if changes:
-        dense = {name: value for name, value in CONFIG.items() if "moe" not in name and "expert" not in name}
+        words = ("moe", "expert", "topk")
+        dense = {key: value for key, value in CONFIG.items() if not any(word in key for word in words)}
         config = {**dense, "model_type": "qwen3"}
     with pytest.raises(error, match=message):
         calibrated_routing("file", ModelConfig.from_dict(config), REQUEST)

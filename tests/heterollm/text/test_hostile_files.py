@@ -56,7 +56,7 @@ def save(folder, backend, template=None):
         "{{ lipsum(n=10 ** 8) }}",
         "{{ messages | tojson(indent=10 ** 9) }}",
         "{% set n = namespace(x='x') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
         "{{ 9 ** (9 ** 9) }}",
         "{{ (10 ** 4000000) | string | length }}",
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
