@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -54,7 +54,8 @@ PAYS: Final[Mapping[Verdict, str]] = {
 PHONE: Final = "snapdragon-8gen3"
 PHONE_MODEL: Final = "llama-3-8b"
 ANY_MEMORY: Final = {"memory.available_gib": 0.0}
-"""The NPU's row needs more than the phone has; a note says so."""
+NO_LIMITS: Final = {**ANY_MEMORY, "npu.address_space_gib": 0.0}
+"""The NPU's row needs more than the phone has, and than its NPU addresses; a note says so."""
 
 
 LAYER: Final = "TinyLlama layer"
@@ -264,18 +265,19 @@ def _simulated(soc: str, progress: Progress) -> tuple[tuple[DemoRow, ...], tuple
     base = SimulationRequest(
         PHONE_MODEL, soc, prompt=PREFILL_TOKENS, decode=DECODE_TOKENS, overrides=ANY_MEMORY
     )
+    limit: float | None = None
     for done, request in enumerate(expand(base, levels=tuple(ROWS))):
         progress("Simulating a phone", done, len(ROWS))
         name = ROWS[request.level]
         try:
-            found = simulate(request)
+            found = simulate(replace(request, overrides=NO_LIMITS) if request.level == "npu" else request)
         except HeteroLLMError as error:
             rows.append(DemoRow(name, None, None))
             notes.append(f"{name}, simulated: {error.message}")
             continue
         decode = None if found.decode is None else found.decode.tokens_per_second
         rows.append(DemoRow(name, found.prefill.tokens_per_second, decode))
-        held, limit = found.graphs.held_gib, found.graphs.limit_gib
+        held, limit = found.graphs.held_gib, found.graphs.limit_gib or limit  # the row before has the phone's
         if limit is not None and held > limit:
             notes.append(
                 f"{name}, simulated: the graphs of all lengths take {held:.1f} GiB, and this phone's NPU "

@@ -36,14 +36,15 @@ def test_a_model_rests_between_answers_and_asks_nothing_within_one(monkeypatch, 
     switch, opened = Switch(), []
 
     def open_awake(name, *, power, **options):
-        device = open_device(name, power=power, **options)
+        assert name == "auto"
+        device = open_device("host", power=power, **options)
         opened.append(power)
         device.power, device.power_switch = power, switch
         return device
 
     monkeypatch.setattr("heterollm.loading.open_device", open_awake)
     monkeypatch.setattr("heterollm.engine.thread.IDLE_S", 0.05)
-    with LLM.load(bundled_model, device="host", plan="gpu", power="balanced") as llm:
+    with LLM.load(bundled_model, plan="gpu", power="balanced") as llm:
         assert opened == ["balanced"]
         assert llm.device.description()["power"] == "balanced"
         llm.generate("import os", max_new_tokens=1)  # makes the session, so that the next answer is one call
@@ -52,7 +53,7 @@ def test_a_model_rests_between_answers_and_asks_nothing_within_one(monkeypatch, 
         llm.generate("import os", max_new_tokens=8, ignore_eos=True)
         switch.await_rest()
         assert switch.calls[calls:] == ["wake", "rest"]
-    with LLM.load(bundled_model, device="host", plan="gpu", power="default") as llm:
+    with LLM.load(bundled_model, plan="gpu", power="default") as llm:
         assert "power" not in llm.device.description()
         before = list(switch.calls)
         llm.generate("import os", max_new_tokens=2)

@@ -154,6 +154,8 @@ def test_the_demo_of_a_modelled_phone_measures_nothing():
     assert [row.processors for row in result.simulated] == ["GPU", "NPU", "both"]
     gpu, npu, both = (row.prefill for row in result.simulated)
     assert both > max(gpu, npu)
+    [note] = result.notes  # the row has rates without limits
+    assert note.startswith("NPU, simulated: the graphs of all lengths take")
     assert "measured:" not in render(demo_report(result)).replace("nothing measured:", "")
 
 

@@ -212,7 +212,9 @@ def test_a_stopped_calibration_goes_on(bundled_model: Path, calibrated: Path, tm
 
 def load_integer(bundled_model: Path, calibration: Path, device: str, **options: Any) -> LLM:
     ffn, width = options.pop("ffn", False), options.pop("width", None)
-    given = {"device": device, "scales": "stepped", "context": 600, "allow_slow": True, **options}
+    given = {"device": device, "scales": "stepped", "context": 600, **options}
+    if device == "emulator":
+        given["allow_slow"] = True
     with LLM.load(bundled_model, plan="npu", **given) as plain:
         plan = integer_plan(plain, calibration, ffn=ffn, width=width)
     return LLM.load(bundled_model, plan=plan, calibration=calibration, **given)
@@ -330,7 +332,7 @@ def test_saturated_outputs_are_counted(
 
 
 def test_other_weights_are_refused(bundled_model: Path, calibrated: Path) -> None:
-    options: dict[str, Any] = {"device": "host", "plan": "gpu", "calibration": calibrated}
+    options: dict[str, Any] = {"device": "host", "plan": "layer", "calibration": calibrated}
     with pytest.raises(OptionError, match="stepped"):
         LLM.load(bundled_model, **options)
     with pytest.raises(OptionError, match="path of a file"):
@@ -444,7 +446,7 @@ def chosen_forms(device: str, model: Path, calibration: Path, folder: Path, *lim
     assert without.calibration is None
     assert not forms_of(without) & INTEGER_FORMS
     if plan.uses_npu:
-        options: dict[str, Any] = {"device": device, "scales": "stepped", "allow_slow": True}
+        options: dict[str, Any] = {"device": device, "scales": "stepped"}
         with LLM.load(model, plan=paths[0], calibration=calibration, context=256, **options) as llm:
             llm.session().prefill(range(40))
             labels = [step.label for step in llm.steps("prefill", 40) if step.action == "graph"]

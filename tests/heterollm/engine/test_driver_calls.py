@@ -52,10 +52,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def load(
     host_llm: Callable[..., LLM], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., LLM]:
-    def loaded(kind: MemoryKind, plan: str | Plan, sync: str, **options: Any) -> LLM:
+    def loaded(kind: MemoryKind, plan: str | Plan, **options: Any) -> LLM:
         opened = functools.partial(open_device, shared_memory=kind)
         monkeypatch.setattr("heterollm.loading.open_device", opened)
-        return host_llm(checkpoint("llama"), plan=plan, sync=sync, **options)
+        return host_llm(checkpoint("llama"), plan=plan, **options)
 
     return loaded
 
@@ -91,11 +91,11 @@ def count(llm: LLM, calls: Counter[str], tokens: int) -> tuple[Counter[str], int
 def test_a_pass_on_the_gpu_alone_waits_only_for_its_end(
     tokens: int,
     kind: MemoryKind,
-    load: Callable[[MemoryKind, str | Plan, str], LLM],
+    load: Callable[..., LLM],
     calls: Counter[str],
 ) -> None:
     """Neither a map nor a copy, and no blocking call but the wait for the logits."""
-    found, graphs = count(load(kind, "gpu", "event"), calls, tokens)
+    found, graphs = count(load(kind, "gpu"), calls, tokens)
     assert graphs == 0
     assert {name: found[name] for name in (*BLOCKING, "unmap")} == {
         "map": 0,
@@ -111,12 +111,12 @@ def test_a_pass_on_the_gpu_alone_waits_only_for_its_end(
 def test_a_split_in_shared_virtual_memory_has_one_wait_at_most(
     tokens: int,
     sync: str,
-    load: Callable[[MemoryKind, str | Plan, str], LLM],
+    load: Callable[..., LLM],
     half_rows_of_llama: Plan,
     calls: Counter[str],
 ) -> None:
     """The driver's wait with ``event``; none with a poll, of which the pass's end has one more."""
-    found, splits = count(load("svm", half_rows_of_llama, sync), calls, tokens)
+    found, splits = count(load("svm", half_rows_of_llama, sync=sync), calls, tokens)
     assert splits == 9
     assert (found["map"], found["unmap"], found["copy"]) == (0, 0, 0)
     assert found["finish"] == 1
@@ -127,7 +127,7 @@ def test_a_split_in_shared_virtual_memory_has_one_wait_at_most(
 def test_a_split_of_mapped_memory_maps_its_input_and_its_output(
     beside: bool,
     monkeypatch: pytest.MonkeyPatch,
-    load: Callable[[MemoryKind, str | Plan, str], LLM],
+    load: Callable[..., LLM],
     half_rows_of_llama: Plan,
     calls: Counter[str],
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_split_of_mapped_memory_maps_its_input_and_its_output(
         "heterollm.kernels.gpu.runtime.queue_for_maps",
         lambda context, device, _queue: cl.CommandQueue(context, device) if beside else None,
     )
-    found, splits = count(load("mapped", half_rows_of_llama, "event"), calls, 1)
+    found, splits = count(load("mapped", half_rows_of_llama, sync="event"), calls, 1)
     assert (found["map"], found["unmap"]) == (2 * splits + 3, 2 * splits + 3)
     assert (found["wait"], found["finish"], found["copy"]) == (splits, 1, 0)
 
@@ -164,7 +164,7 @@ def test_codes_of_integer_graphs_need_no_further_call(
     ranges = {(spec.layer, spec.group): LinearRanges(4.0) for spec in plain._weights.specs}
     monkeypatch.setattr("heterollm.loading.calibrated_ranges", lambda *_: ranges)
     monkeypatch.setattr(Plan, "has_integer_forms", False)  # else a calibration must be named
-    llm = load("svm", plan, "event", scales="stepped")
+    llm = load("svm", plan, sync="event", scales="stepped")
     found, splits = count(llm, calls, tokens)
     assert splits == 9
     assert (found["map"], found["unmap"], found["copy"]) == (0, 0, 0)

@@ -258,7 +258,7 @@ def test_without_leave_it_is_an_error_and_the_session_stays_usable(
 def test_with_leave_the_gpu_answers(
     when: str, technique: Technique, npu: Npu, opened: Callable[[LLM], LLM], ids: list[int]
 ) -> None:
-    expected = answer(opened(technique.load(plan="gpu")), ids)
+    expected = answer(opened(technique.load(plan="gpu", calibration=None)), ids)
     llm = opened(technique.load(allow_fallback=True))
     prompt, token = places(npu, llm, ids)
     if when == "token" and not token:

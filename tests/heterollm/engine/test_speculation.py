@@ -1,5 +1,6 @@
 """Speculative decoding on the host device: answers, their distribution, and the sessions behind them."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -244,7 +245,7 @@ def test_sampled_answers_have_the_distribution_of_the_model(llm: LLM) -> None:
         options = GenerationOptions(
             max_new_tokens=3,
             ignore_eos=True,
-            sampling=SamplingOptions(0.9, 3, 0.98, 0.02, 1.1, seed),
+            sampling=dataclasses.replace(sampling, seed=seed),
         )
         session.reset()
         result = answer(llm, session, prompt, Guesser(guess, 2, drawn), options)
@@ -381,7 +382,7 @@ def test_a_draft_that_cannot_guess_is_refused(bundled_model: Path, tmp_path: Pat
         ({"speculative": ""}, "speculative is ''"),
         ({"speculative": "lookup", "guesses": 16}, "16 guesses"),
         ({"speculative": "lookup", "guesses": 0}, "0 guesses"),
-        ({"guesses": 4}, "nothing to make 4 guesses"),
+        ({"guesses": 4}, "--guesses 4 changes nothing: nothing guesses tokens"),
     ):
         with pytest.raises(OptionError, match=words):
             LLM.load(bundled_model, device="host", **options)
@@ -436,4 +437,4 @@ def test_the_command_counts_passes_and_guesses(bundled_model: Path, run: Callabl
     assert right <= guesses <= 4 * passes
     code, out, told = run("generate", *options, "--guesses", "4")
     assert (code, out) == (1, "")
-    assert "nothing to make 4 guesses" in told
+    assert "--guesses 4 changes nothing: nothing guesses tokens" in told

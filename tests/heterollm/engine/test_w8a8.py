@@ -180,15 +180,15 @@ def test_a_solved_plan_uses_static_int8_graphs(
     bundled_model: Path, files: dict[str, Path], ids: list[int]
 ) -> None:
     """On a simulated device, which computes the answer with the graphs of the host."""
-    options = {"device": "sim:snapdragon-8gen3", "precision": "w8a8", "calibration": files["int8"]}
-    with LLM.load(bundled_model, plan="tensor", **options) as llm:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"device": "sim:snapdragon-8gen3", "precision": "w8a8"}
+    with LLM.load(bundled_model, plan="tensor", calibration=files["int8"], **options) as llm:
         assert "static_int8" in {entry.placement.form for entry in llm.plan.placed}
         assert not {"integer", "matmul_nbits"} & {
             entry.placement.form for entry in llm.plan.placed if entry.group != "head"
         }
         assert "static_int8" in forms(llm.steps("prefill", 256))
         split = llm.session().prefill(ids, all_logits=True)
-    with LLM.load(bundled_model, plan="gpu", **options) as llm:  # type: ignore[arg-type]
+    with LLM.load(bundled_model, plan="gpu", **options) as llm:
         assert sqnr_db(split, llm.session().prefill(ids, all_logits=True)) > INT8_DB
 
 

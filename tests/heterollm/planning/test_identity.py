@@ -97,7 +97,7 @@ def test_a_simulated_plan_is_one_list_of_steps(model, tmp_path, monkeypatch):
     weights = shape_only_weights(config, specs)
     device = opened()
     profile = profile_of(device, model, config, specs, silent)
-    monkeypatch.setattr("heterollm.planning.planner.stored_profile", lambda _: profile)
+    monkeypatch.setattr("heterollm.planning.planner.stored_profile", lambda *_: profile)
     options = LoadOptions(device=DEVICE, plan="auto")
 
     target = PlanTarget.of(device)

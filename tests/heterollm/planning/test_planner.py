@@ -301,10 +301,11 @@ def test_a_profile_without_blocks_has_level_tensor(profile, folder) -> None:
 
 def test_level_block_needs_a_feed_forward_network(profile, tmp_path) -> None:
     """A mixture has one only with shared experts."""
-    sizes = {**FIELDS, "num_hidden_layers": 2, "shared_intermediate_size": 768}
-    for family in ("granitemoe", "granitemoeshared"):
+    sizes = {**FIELDS, "num_hidden_layers": 2}
+    for family, shared in (("granitemoe", {}), ("granitemoeshared", {"shared_intermediate_size": 768})):
         (tmp_path / family).mkdir()
-        (tmp_path / family / "config.json").write_text(json.dumps({**sizes, "model_type": family}))
+        fields = {**sizes, **shared, "model_type": family}
+        (tmp_path / family / "config.json").write_text(json.dumps(fields))
     with pytest.raises(OptionError, match="no feed-forward network that level block") as caught:
         solved(profile, tmp_path / "granitemoe", context=64, level="block")
     assert "--plan tensor" in caught.value.fix
