@@ -47,7 +47,7 @@ def main():
     found = {}
     for model in MODELS:
         known = set(cache_root().rglob("*simulated*.json"))
-        request = SimulationRequest(model, prompt=64, decode=4, every_form=True)
+        request = SimulationRequest(model, prompt=64, decode=4)
         profile_ahead(request)
         (path,) = set(cache_root().rglob("*simulated*.json")) - known
         profile = Profile.load(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterollm.base import OptionError
+from heterollm.base import OptionError, PlanError
 from heterollm.cli import main
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation, clock_of, load_soc, soc_of
@@ -145,10 +145,12 @@ def test_a_load_plans_for_all_lengths_within_what_the_npu_addresses():
     assert alone.plan.entries != found[256].plan.entries
     assert alone.prefill.elapsed_us <= found[256].prefill.elapsed_us
     assert alone.graphs.fits
-    # A level that follows a rule holds all it needs, and is told where that does not fit.
-    layer = simulate(replace(asked(level="layer", overrides=small), decode=0))
+    # A level that follows a rule needs all its graphs: those of each pass, or it is refused as in a load.
+    layer = simulate(replace(asked(level="layer"), decode=0))
     assert not layer.graphs.fits
     assert layer.graphs.opening_s == pytest.approx(layer.graphs.count * load_soc(OWN).build.session_us / 1e6)
+    with pytest.raises(PlanError, match=r"needs NPU graphs of .* addresses 512\.0 MiB"):
+        simulate(replace(asked(level="layer", overrides=small), decode=0))
 
 
 @pytest.mark.parametrize(
@@ -188,24 +190,28 @@ def test_parameters_of_integer_graphs_are_no_identity_of_a_soc_without_them():
     assert load_soc(OWN, changed).digest() != load_soc(OWN).digest()
 
 
-@pytest.mark.parametrize("soc", [pytest.param(OWN, marks=pytest.mark.slow), PAPER])
-def test_calibrated_models_have_integer_graphs_where_the_profile_has_them_faster(soc):
+@pytest.mark.slow
+def test_calibrated_models_have_integer_graphs_where_the_profile_has_them_faster():
     forms = {}
     for calibrated in (False, True):
-        case = asked(level="block", soc=soc, every_form=True, calibrated=calibrated)
+        case = asked(level="block", calibrated=calibrated)
         found = forms[calibrated] = simulate(replace(case, decode=2))
         assert found.to_dict()["calibrated"] == calibrated
         assert found.plan.calibration == ("assumed" if calibrated else None)
-        assert found.plan.has_integer_forms == (found.prefill.npu_us[0] > 0) == (calibrated and soc == OWN)
-    if soc == OWN:
-        assert forms[True].prefill.elapsed_us < forms[False].prefill.elapsed_us
-        integer_us, npu_us = forms[True].prefill.npu_us
-        assert 0 < integer_us <= npu_us
-        # Where integers are slow, the same profile keeps floats.
-        slow = {"npu.int16_tflops": 0.01}
-        assert not simulate(replace(case, overrides=slow)).plan.has_integer_forms
-    else:
-        assert forms[True].prefill.elapsed_us == forms[False].prefill.elapsed_us
+        assert found.plan.has_integer_forms == (found.prefill.npu_us[0] > 0) == calibrated
+    assert forms[True].prefill.elapsed_us < forms[False].prefill.elapsed_us
+    integer_us, npu_us = forms[True].prefill.npu_us
+    assert 0 < integer_us <= npu_us
+    # Where integers are slow, the same profile keeps floats.
+    slow = {"npu.int16_tflops": 0.01}
+    assert not simulate(replace(case, overrides=slow)).plan.has_integer_forms
+
+
+def test_a_soc_without_integer_graphs_refuses_a_calibration():
+    case = asked(level="block", soc=PAPER)
+    assert not simulate(replace(case, decode=0)).plan.has_integer_forms
+    with pytest.raises(OptionError, match=r"--calibrated changes nothing: .*npu\.integer_graphs is 0"):
+        simulate(replace(case, calibrated=True))
 
 
 def test_the_kernel_for_few_tokens_reads_no_faster_than_the_dram():
@@ -255,9 +261,13 @@ def test_the_rows_of_the_what_ifs_are_those_of_the_committed_model():
     named = ("model", "soc", "plan_level", "plan_for", "what_if", "calibrated", "prompt_tokens")
     stated = [[getattr(row, name) for name in named] for row in rows]
     assert stated == [[getattr(SimulatedRow.of(case), name) for name in named] for case in cases]
-    assert not [row.error for row in rows if row.error]
+    for row, case in zip(rows, cases, strict=True):
+        refused = case.level == what_if.REFUSED_LEVEL and case.overrides != what_if.NO_LIMITS
+        assert ("needs NPU graphs" in (row.error or "")) == (row.error is not None) == refused
     again = "Run `python bench/what_if.py --out bench/results/simulated_path.jsonl`."
     for row in rows:
+        if row.error:
+            continue
         device = open_device(f"sim:{row.soc}", simulation=Simulation(overrides=row.what_if))
         assert row.fingerprint == device.fingerprint(), again
     lines = what_if.what_if_table(rows)

@@ -132,8 +132,10 @@ def test_every_row_is_labelled_and_a_failure_says_why(grid, rows):
     online = {row.plan_level: row for row in rows[:-1] if row.length_policy == "online"}
     assert online["layer"].prompt_tokens == 45
     assert online["layer"].cuts["prefill"]["qkv"] == "N"
+    assert {row.plan_level for row in rows[:-1] if row.length_policy == "auto"} == {"gpu", "tensor"}
     padded = next(row for row in rows if row.length_policy == "padding" and row.prompt_tokens == 45)
-    assert padded.plan_level == "gpu"
+    assert padded.plan_level == "layer"
+    assert padded.cuts["prefill"]["qkv"] == "N@64"
     assert rows[0].cuts["decode"]["head"] == "G"
 
 
