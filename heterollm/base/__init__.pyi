@@ -48,8 +48,10 @@ from .file_index import FileIndex as FileIndex
 from .forks import check_process as check_process
 from .forks import mark_device_opened as mark_device_opened
 from .keywords import check_keywords as check_keywords
+from .limited_child import CrashError as CrashError
 from .limited_child import LimitedChild as LimitedChild
 from .limited_child import LimitError as LimitError
+from .limited_child import OverdueError as OverdueError
 from .output_file import check_folder as check_folder
 from .output_file import check_target as check_target
 from .output_file import labelled as labelled

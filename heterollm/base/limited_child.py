@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 from heterollm.base.errors import EngineError, HeteroLLMError
 from heterollm.base.units import MIB, format_bytes
 
-__all__ = ["LimitError", "LimitedChild"]
+__all__ = ["CrashError", "LimitError", "LimitedChild", "OverdueError"]
 
 POLL_S: Final = 0.05
 """Time between two looks at the child's memory, where the system sets no limit."""
@@ -38,6 +38,14 @@ SIZE_BYTES: Final = 8
 
 class LimitError(HeteroLLMError):
     """A call in a child took more time or memory than it may; the message has the limit."""
+
+
+class CrashError(LimitError):
+    """Native code ended the child, as it does on a stack that is too small."""
+
+
+class OverdueError(LimitError):
+    """The child took too long by the clock, which depends on other programs as well."""
 
 
 class LimitedChild:
@@ -111,7 +119,10 @@ class LimitedChild:
         threading.Thread(
             target=_read_answers, args=(process.stdout, self._answers, self._answer_bytes), daemon=True
         ).start()
-        self._answer(process, None, START_S)
+        try:
+            self._answer(process, None, START_S)
+        except LimitError as error:
+            raise EngineError(f"A child process cannot be started: it {error.message}.") from error
         return process
 
     def _answer(self, process: subprocess.Popen[bytes], content: bytes | None, wall_s: float) -> bytes:
@@ -127,7 +138,7 @@ class LimitedChild:
             except queue.Empty:
                 used_bytes = used_bytes or _memory(process.pid)
                 if time.monotonic() > end_s:
-                    raise LimitError(f"takes more than {wall_s:.0f} s") from None
+                    raise OverdueError(f"takes more than {wall_s:.0f} s") from None
                 if content is not None and _memory(process.pid) > used_bytes + self._memory_bytes:
                     raise LimitError(
                         f"takes more than {format_bytes(self._memory_bytes)} of memory"
@@ -135,17 +146,19 @@ class LimitedChild:
         if answer is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
-            raise LimitError(self._ending(process.poll()))
+            raise self._ending(process.poll())
         return answer
 
-    def _ending(self, code: int | None) -> str:
+    def _ending(self, code: int | None) -> LimitError:
         import signal
 
         if code is None:
-            return f"gives more than {format_bytes(self._answer_bytes)}"
+            return LimitError(f"gives more than {format_bytes(self._answer_bytes)}")
         if code in (-getattr(signal, "SIGXCPU", 0), -getattr(signal, "SIGKILL", 0)):
-            return f"takes more than {self._cpu_s} s of processor time"
-        return f"takes too much memory, or ends the process ({code})"
+            return LimitError(f"takes more than {self._cpu_s} s of processor time")
+        # Libraries abort where memory runs out.
+        kind = CrashError if code < 0 and code != -signal.SIGABRT else LimitError
+        return kind(f"takes too much memory, or ends the process ({code})")
 
     def _stop(self) -> None:
         process, self._process = self._process, None

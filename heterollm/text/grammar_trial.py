@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
-from heterollm.base import EngineError, GrammarError, format_bytes
-from heterollm.text.grammar_child import CPU_S, MEMORY_BYTES
+from heterollm.base import MIB, CrashError, GrammarError, LimitedChild, LimitError, OverdueError, format_bytes
 
 __all__ = ["is_plain", "refusal_of"]
 
 MOST_BYTES: Final = 256 << 10
 """Longest grammar or schema: 500 tools of an agent, or 15,000 values of an enumeration."""
 
-WALL_S: Final = 60
-"""Longest wait for the child, whose own limits end it far sooner on a machine that is not overloaded."""
+CPU_S: Final = 3
+MEMORY_BYTES: Final = 512 * MIB
+"""Limits of the child. 200 tools in one schema take 0.2 s and 40 MiB; the interpreter takes 0.2 s."""
 
 KEPT: Final = 256
 """Verdicts that stay in memory."""
@@ -75,10 +72,8 @@ def refusal_of(grammar: str) -> str | None:
             return _verdicts[key]
     try:
         verdict = _tried(grammar)
-    except subprocess.TimeoutExpired:  # depends on other programs, so it is not kept
-        return f"compiling it takes more than {WALL_S} s"
-    except OSError as error:
-        raise EngineError(f"The child process that tries a grammar cannot be started: {error}.") from error
+    except OverdueError as error:  # depends on other programs, so it is not kept
+        return f"compiling it {error.message}"
     with _keeping:
         _verdicts[key] = verdict
         while len(_verdicts) > KEPT:
@@ -87,26 +82,16 @@ def refusal_of(grammar: str) -> str | None:
 
 
 def _tried(grammar: str) -> str | None:
-    # -P: a folder named heterollm in the working directory must not be imported.
-    command = [sys.executable, "-P", "-m", "heterollm.text.grammar_child"]
-    child = subprocess.run(  # noqa: S603 - our own interpreter and module
-        command, input=grammar.encode(), capture_output=True, timeout=WALL_S, check=False
-    )
-    if child.returncode == 0:
-        refusal: str | None = json.loads(child.stdout)
-        return refusal
-    log = child.stderr.decode(errors="replace")
-    if "memory allocation" in log or "MemoryError" in log:
-        return f"compiling it takes more than {format_bytes(MEMORY_BYTES)}"
-    if _stopped_by_time(child.returncode):
-        return f"compiling it takes more than {CPU_S} s of processor time"
-    if child.returncode < 0:
+    # A child for each: after other grammars less memory would be left.
+    child = LimitedChild("heterollm.text.grammar_child:refusal", cpu_s=CPU_S, memory_bytes=MEMORY_BYTES)
+    try:
+        refusal: str | None = child.ask(grammar)
+    except OverdueError:
+        raise
+    except CrashError:
         return "its rules or references are nested, or follow one another, too deeply"
-    raise EngineError(f"The child process that tries a grammar fails: {log.strip()[-300:]}.")
-
-
-def _stopped_by_time(code: int) -> bool:
-    """Return whether an exit code is that of a process beyond its processor time."""
-    import signal
-
-    return code < 0 and -code in (getattr(signal, "SIGXCPU", 0), getattr(signal, "SIGKILL", 0))
+    except LimitError as error:
+        return f"compiling it {error.message}"
+    finally:
+        child.close()
+    return refusal

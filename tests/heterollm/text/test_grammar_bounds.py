@@ -111,7 +111,7 @@ def test_a_verdict_is_kept(monkeypatch):
     options = GenerationOptions(**lark_chain(15_000, "a{}:a{}", "a"))
     with pytest.raises(InputError, match="too deeply"):
         check_structure(options)
-    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(InputError, match="too deeply"):
         check_structure(options)
 
@@ -143,7 +143,7 @@ SIMPLE = {"type": "object", "properties": {"name": {"type": "string", "maxLength
 def test_only_a_small_and_simple_schema_compiles_without_a_child(tokens, monkeypatch, schema, plain):
     assert is_plain(schema, json.dumps(schema)) == plain
     if plain:
-        monkeypatch.setattr(subprocess, "run", None)
+        monkeypatch.setattr(subprocess, "Popen", None)
         assert tokens.constraint(GenerationOptions(json_schema=schema)) is not None
         check_structure(GenerationOptions(json_schema=schema))
 
