@@ -14,25 +14,6 @@ from heterollm.calibration.int8_records import Int8Calibration
 from heterollm.kernels.formats import quantize
 from heterollm.kernels.ops import Member
 
-__all__ = [
-    "Linears",
-    "Method",
-    "by_token",
-    "clamped",
-    "error",
-    "exact",
-    "gain",
-    "importance",
-    "int16",
-    "llm_int8",
-    "shadow",
-    "shadow_with_float_outputs",
-    "smooth",
-    "smooth_by_row",
-    "static",
-    "static_by_row",
-]
-
 CHECKED_TOKENS = 64
 SMOOTH_POWER = 0.5
 LLM_INT8_THRESHOLD = 6.0

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-__all__ = ["accuracy_lines", "importance_lines", "loss_lines", "outlier_lines"]
-
 Row = Mapping[str, Any]
 BAND = 5
 """Layers of a line."""

@@ -8,16 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from heterollm.benchmarks.conditions import (
-    CORES,
-    TICK_S,
-    busy_s,
     commit_of,
     processor_name,
-    undisturbed,
-    wait_until_idle,
 )
-
-__all__ = ["CORES", "TICK_S", "busy_s", "conditions", "undisturbed", "wait_until_idle", "with_fixed"]
 
 
 def conditions() -> dict[str, Any]:

@@ -22,8 +22,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["HEADS", "imbalances", "phone", "unlimited"]
-
 Row = Mapping[str, Any]
 Find = Callable[..., Row]
 

@@ -42,8 +42,6 @@ from heterollm.kernels.threads import allowed_cores
 from heterollm.report import console
 from heterollm.simulate import SimulatedRow
 
-__all__ = ["BLOCKS", "differences", "phrases", "written"]
-
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = "README.md"
 LIMITS: Final = "docs/limits.md"

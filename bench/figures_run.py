@@ -13,8 +13,6 @@ from heterollm.cli.simulate import parse_load
 from heterollm.simulate import SimulatedRow, SimulationRequest, run_sweep
 from heterollm.solver import AttentionRequest, ExpertsRequest
 
-__all__ = ["FAST", "REPEATABLE", "cell_differences", "request_of", "row_differences", "rows_again"]
-
 FAST: Final = ("simulated_path", "simulated_contexts", "simulated_prior")
 """Files behind the tables of README.md and docs/simulation.md, which take a few minutes on two cores."""
 

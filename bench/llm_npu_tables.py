@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from what_if import NO_LIMITS
 
-__all__ = ["HEADS", "lengths", "published", "splits", "steps"]
-
 Row = Mapping[str, Any]
 Find = Callable[..., Row]
 

@@ -8,8 +8,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["bytes_lines", "capacity_lines", "overflow_lines", "overlap_lines", "popularity_lines"]
-
 Row = dict[str, Any]
 Lines = list[tuple[str, ...]]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from conditions import busy_s, undisturbed, wait_until_idle
 
-__all__ = ["Rounds"]
-
 
 class Rounds:
     """Times of ways that take turns, in rounds; the first one compiles and learns, and does not count.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["HEADS", "lengths", "steps"]
-
 Row = Mapping[str, Any]
 Find = Callable[..., Row]
 

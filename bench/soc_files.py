@@ -18,19 +18,6 @@ from heterollm.kernels.sim.soc.parameters import TEMPLATE, file_text
 from heterollm.kernels.sim.soc.power_model import split_joules
 from heterollm.kernels.sim.soc.quantities import PowerSplit, Source, quantities, soc_parameters, unit_of
 
-__all__ = [
-    "PAPER",
-    "SLOWER",
-    "TABLE_FILE",
-    "additive_watts",
-    "soc_of",
-    "starting_values",
-    "texts",
-    "with_power",
-    "write_files",
-    "write_table",
-]
-
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "kernels" / "sim" / "soc"
 TABLE_FILE: Final = ROOT / "docs" / "soc-model.md"

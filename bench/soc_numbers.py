@@ -21,8 +21,6 @@ from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.memory_model import granted_gbps
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 
-__all__ = ["NUMBERS", "Number", "Residual", "markdown", "residuals"]
-
 OPERATORS: Final = "HeteroLLM v2, operators"
 FACTS: Final = "HeteroLLM, section 4.1"
 OVERALL: Final = "HeteroLLM, end to end"

@@ -16,8 +16,6 @@ from heterollm.kernels.sim import SocParameters
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.report.figures import new_figure, save_png, step_curves
 
-__all__ = ["draw", "emulated_curves", "modelled_curves"]
-
 LONG: Final = tuple(tokens for tile in range(8) for tokens in (32 * tile + 1, 32 * tile + 32))
 PICTURE: Final = HERE.parent / "docs" / "simulated_soc_stages.png"
 COUNTS: Final = HERE / "results" / "emulator_stages.jsonl"

@@ -11,8 +11,6 @@ from typing import Final
 
 from heterollm.kernels.sim.soc.quantities import Source
 
-__all__ = ["ELITE_RATIOS", "FREE", "KNOWN", "OWN_PATH", "Known"]
-
 
 @dataclass(frozen=True, slots=True)
 class Known:

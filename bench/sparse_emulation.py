@@ -19,8 +19,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from heterollm.calibration.head_records import HeadCalibration
 from heterollm.kernels.formats.score_scales import ScoreScale, buckets, score_scales
 
-__all__ = ["Agreement", "Emulation", "Sparse", "by_head", "scales_of"]
-
 BLOCK = 32
 FIRST = 4
 LAST = 64

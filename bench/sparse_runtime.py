@@ -17,8 +17,6 @@ from heterollm.planning import calibrated_scales
 from heterollm.solver import Plan, keep_ratios
 from heterollm.solver.attention import AttentionEntry, SparseAttention
 
-__all__ = ["runtime_rows"]
-
 KEEP = 0.2
 
 

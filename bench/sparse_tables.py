@@ -9,8 +9,6 @@ import numpy as np
 
 from heterollm.solver.keep import HeadNeeds, keep_ratios
 
-__all__ = ["agreement_lines", "kept_picture", "loss_lines", "needed_lines", "retrieval_lines"]
-
 Row = Mapping[str, Any]
 Lines = list[tuple[str, ...]]
 

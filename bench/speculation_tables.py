@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["ANSWERS_HEAD", "LENGTHS", "answer_lines", "pass_lines"]
-
 Row = Mapping[str, Any]
 
 LENGTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -22,18 +22,6 @@ from heterollm.report import console
 from heterollm.report.tables_sweep import read_simulated
 from heterollm.simulate import SimulatedRow, SimulationRequest, run_sweep
 
-__all__ = [
-    "CHANGES",
-    "LEVEL",
-    "MODEL",
-    "NO_LIMITS",
-    "PATH_LEVELS",
-    "SOC",
-    "Change",
-    "path_cases",
-    "what_if_table",
-]
-
 MODEL: Final = "llama-3-8b"
 SOC: Final = "snapdragon-8gen3"
 PATH_LEVELS: Final = ("gpu", "layer", "tensor", "block")

@@ -12,8 +12,6 @@ from typing import Final
 import heterollm.model.fields as room
 from heterollm.model.fields.table import Field, FieldTable
 
-__all__ = ["PAGE", "tables", "with_tables"]
-
 PAGE: Final = Path(__file__).parent / "checkpoints.md"
 BEGIN: Final = "<!-- fields: written by docs/generate.py -->"
 END: Final = "<!-- end of fields -->"

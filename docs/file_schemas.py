@@ -21,8 +21,6 @@ from heterollm.solver import PhaseSync, Plan, PlanRequest
 from heterollm.solver.plan import SCHEMA_VERSION
 from heterollm.trace.file import TraceFile
 
-__all__ = ["schema_files"]
-
 FOLDER: Final = Path(__file__).parent / "schemas"
 
 FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {

@@ -24,8 +24,6 @@ from file_schemas import schema_files
 
 from heterollm.cli.command_line import app
 
-__all__ = ["PAGE", "commands", "example_files", "reference"]
-
 PAGE: Final = Path(__file__).parent / "commands.md"
 NAME: Final = "heterollm"
 

@@ -20,8 +20,6 @@ from heterollm.simulate import SimulationRequest
 from heterollm.simulate.run import profile_ahead
 from heterollm.solver import PlanRequest
 
-__all__ = ["FIGURE", "PAGE", "Example", "figure", "solved", "with_numbers"]
-
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE / "how-the-split-works.md"
 FIGURE: Final = HERE / "simulated_operator_cut.svg"

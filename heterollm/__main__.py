@@ -6,8 +6,6 @@ import sys
 
 from heterollm.base import INTERRUPTED
 
-__all__ = ["run"]
-
 
 def run() -> int:
     """Run the command line; Ctrl-C ends it with one line from its first import on."""

@@ -63,8 +63,6 @@ if TYPE_CHECKING:
     from heterollm.engine import Engine, ExpertReads, Step
     from heterollm.trace import Trace
 
-__all__ = ["LLM"]
-
 T = TypeVar("T")
 
 

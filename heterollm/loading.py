@@ -52,8 +52,6 @@ from heterollm.trace import Tracer, take_trace
 if TYPE_CHECKING:
     from heterollm.engine import Engine, ExpertBudget, MemoryNeed
 
-__all__ = ["PlannedModel", "SourceModel", "open_for", "planned_draft", "speculator_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:

@@ -40,22 +40,6 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.ops import Activation, Join
 
-__all__ = [
-    "GUARD",
-    "GuardedOutput",
-    "LayerCases",
-    "Numbers",
-    "cache_view",
-    "empty_cache",
-    "fill_slot",
-    "run_launches",
-    "scales_view",
-    "slot_values",
-    "split_segments",
-    "step_slot",
-    "summed_segments",
-]
-
 Numbers: TypeAlias = tuple[NDArray[Any], NDArray[np.float64]]
 """The output of the processor and the exact result."""
 

@@ -17,8 +17,6 @@ from heterollm.kernels.threads import ThreadSplit, allowed_cores, biggest_cores,
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import GpuRuntime
 
-__all__ = ["Device", "DeviceStatus", "PowerSwitch", "fingerprint_of"]
-
 
 class PowerSwitch(Protocol):
     """Asks the system for a processor's clocks; a refusal raises nothing."""

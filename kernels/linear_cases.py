@@ -33,8 +33,6 @@ from heterollm.kernels.npu import (
 )
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["EMBEDDINGS", "LINEARS", "LinearCase", "embed", "run_linear", "run_part"]
-
 FORMATS: Final = (
     *(WeightFormat(4, block, symmetric) for symmetric in (True, False) for block in (32, 64, 128)),
     WeightFormat(8, 32),

@@ -43,8 +43,6 @@ from heterollm.kernels.threads import ThreadSplit, biggest_cores, on_cores, spli
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import MemoryKind, OpenClRuntime
 
-__all__ = ["DEVICE_NAMES", "DeviceName", "list_devices", "open_device", "opens_host", "shares_cores"]
-
 logger = logging.getLogger(__name__)
 
 DeviceName = Literal["snapdragon", "host", "emulator"]

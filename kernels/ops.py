@@ -18,26 +18,6 @@ from msgspec.structs import replace as replace_struct
 
 from heterollm.base import OptionError
 
-__all__ = [
-    "GROUPS",
-    "POWERS",
-    "Activation",
-    "Group",
-    "Join",
-    "Member",
-    "OpSpec",
-    "Phase",
-    "Power",
-    "Precision",
-    "Routing",
-    "ScaleKind",
-    "Scales",
-    "Scoring",
-    "WeightFormat",
-    "ffn_spec",
-    "ffn_specs",
-]
-
 Precision = Literal["w4a16", "w4a8", "w8a8", "fp16"]
 Scales = Literal["free", "stepped"]
 """Scales of 4-bit blocks: each of least squared error alone, or 1 to 16 times one number of its row, which

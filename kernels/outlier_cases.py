@@ -20,8 +20,6 @@ from heterollm.kernels.gpu import (
     outlier_flag_bytes,
 )
 
-__all__ = ["OutlierCases"]
-
 LOW, HIGH = -1.28, 1.27
 ROOM = 16
 """Cold channels of a batch, so few that cases need several batches."""

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from heterollm.kernels.formats import largest_code, zero_code
 from heterollm.kernels.npu import NpuBackend, ScoresShard
 
-__all__ = ["ScoresCase"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScoresCase:

@@ -34,8 +34,6 @@ from heterollm.kernels.gpu import (
     SparseShape,
 )
 
-__all__ = ["GARBAGE", "Selected", "SparseCase", "SparsePass"]
-
 GARBAGE: Final = 0xA5
 """Code in memory that no kernel has written."""
 

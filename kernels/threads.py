@@ -15,16 +15,6 @@ import psutil
 
 from heterollm.base import OptionError
 
-__all__ = [
-    "ThreadSplit",
-    "allowed_cores",
-    "biggest_cores",
-    "on_cores",
-    "pin_current_thread",
-    "processor_model",
-    "split_threads",
-]
-
 logger = logging.getLogger(__name__)
 
 CPU_FOLDER: Final = Path("/sys/devices/system/cpu")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from heterollm.profiler.measure import Task
 
-__all__ = ["Ahead"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ahead:

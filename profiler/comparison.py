@@ -27,8 +27,6 @@ from heterollm.profiler.records import (
     SweepKey,
 )
 
-__all__ = ["KindSummary", "PairVerdict", "ProfileComparison", "RecordPair", "compare", "describe"]
-
 PairVerdict: TypeAlias = Literal["no change", "faster", "slower", "only in A", "only in B", "failed"]
 
 

@@ -25,8 +25,6 @@ from heterollm.profiler.measure import BuildPace, Task, correct_drift, with_refe
 from heterollm.profiler.predict import AGAIN_FACTOR, far_off, mark, series_of
 from heterollm.profiler.records import DriftKey, Key, LinearKey, Processor, Profile, Record
 
-__all__ = ["ProfileOptions", "Ranking", "Reference", "RunSummary", "run_tasks"]
-
 logger = logging.getLogger(__name__)
 
 Clock: TypeAlias = Callable[[], float]

@@ -50,8 +50,6 @@ from heterollm.profiler.tune import default_jobs, tune, tune_attention
 from heterollm.profiler.work import Tier
 from heterollm.profiler.worth import by_worth
 
-__all__ = ["EssentialWork", "SessionOptions", "budget_of", "essential_work", "profile_device", "profile_for"]
-
 logger = logging.getLogger(__name__)
 
 QUICK_BUDGET_S: Final = 45.0

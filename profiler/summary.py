@@ -51,8 +51,6 @@ from heterollm.profiler.summary_rows import (
     SweepRow,
 )
 
-__all__ = ["summarize"]
-
 COUNTS: Final = ("measured", "failed", "known", "left")
 
 V = TypeVar("V", LinearKey, LayerKey, SparseKey, ExpertsKey, GraphKey, SweepKey)

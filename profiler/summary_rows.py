@@ -13,27 +13,6 @@ from heterollm.profiler.measure import Measurement
 from heterollm.profiler.predict import HIGH, Score, percentile
 from heterollm.profiler.records import ContentionBound, LinearPoint, Processor, Record
 
-__all__ = [
-    "WIDE_FRACTION",
-    "AccuracyRow",
-    "BandwidthRow",
-    "ContentionRow",
-    "CopyRow",
-    "ExpertsRow",
-    "Failure",
-    "FenceRow",
-    "GraphRow",
-    "LaunchRow",
-    "LayerRow",
-    "LinearRow",
-    "PowerRow",
-    "ProfileSummary",
-    "RecordTimes",
-    "RunRow",
-    "SparseRow",
-    "SweepRow",
-]
-
 WIDE_FRACTION: Final = 0.5
 """Distance between the quartiles, as a fraction of the median, from which on samples lie far apart."""
 

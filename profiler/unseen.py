@@ -10,8 +10,6 @@ from heterollm.profiler.predict import CANDIDATES, Hull, Kind, PointTimes, held_
 from heterollm.profiler.records import LinearPoint, Processor
 from heterollm.profiler.summary_rows import ProfileSummary
 
-__all__ = ["HeldOut", "held_out"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:

@@ -16,8 +16,6 @@ from heterollm.profiler.measure import Task
 from heterollm.profiler.predict import Predictor
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile
 
-__all__ = ["by_worth"]
-
 KNOWN_FRACTION: Final = 0.04
 """An interval this narrow is as good as a measurement repeated on another day."""
 

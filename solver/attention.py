@@ -13,22 +13,6 @@ from msgspec import Meta, Struct
 from heterollm.base import Amount, Count, OptionError, PlanError, Positive
 from heterollm.kernels.formats import BucketCount
 
-__all__ = [
-    "DENSE_ATTENTION",
-    "FUSED_HEADS",
-    "AttentionEntry",
-    "AttentionPlacement",
-    "AttentionRequest",
-    "DenseAttention",
-    "Estimator",
-    "EstimatorChoice",
-    "KeepBy",
-    "KeyHeads",
-    "Pipeline",
-    "Share",
-    "SparseAttention",
-]
-
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 
 Exponent: TypeAlias = Annotated[int, Meta(ge=0, le=31)]

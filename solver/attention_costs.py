@@ -9,8 +9,6 @@ from heterollm.profiler.records import Profile
 from heterollm.solver.profile_costs import ProfileCosts
 from heterollm.solver.sparse_costs import SparseTimes
 
-__all__ = ["ProfileAttentionCosts"]
-
 
 class ProfileAttentionCosts:
     """Times of one layer's attention on a profiled device; see :class:`.attention_times.AttentionCosts`.

@@ -17,17 +17,6 @@ from heterollm.solver.predict import PredictedPass
 from heterollm.solver.sparse_costs import SparseTimes
 from heterollm.solver.standard_lengths import score_keys, score_tokens
 
-__all__ = [
-    "AttentionCosts",
-    "AttentionTimes",
-    "BreakEven",
-    "attention_times",
-    "break_even",
-    "graph_times",
-    "mean_keeps",
-    "with_attention_time",
-]
-
 
 class AttentionCosts(Protocol):
     """Times of one layer's attention in passes of prefill.

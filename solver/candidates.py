@@ -20,21 +20,6 @@ from heterollm.profiler.work import split_rows
 from heterollm.solver.ffn import ffn_shard, split_alignment
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement, RowsPlacement
 
-__all__ = [
-    "NpuLimits",
-    "Rows",
-    "Splits",
-    "aligned_splits",
-    "candidates",
-    "few_leading_lengths_for",
-    "few_lengths_for",
-    "npu_lengths_for",
-    "placements_of_built",
-    "sequence_lengths_for",
-    "split_stride",
-    "splits_near",
-]
-
 Rows: TypeAlias = tuple[int, ...]
 """Rows of each member on the NPU; empty where the GPU computes all."""
 

@@ -18,8 +18,6 @@ from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, ffn_options, group_options, whole_cost_of
 from heterollm.solver.submissions import LayerGroup, solve_layer, submits_singly
 
-__all__ = ["Chain", "Choice", "activation_cost", "ffn_path_us", "solve_chain"]
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:

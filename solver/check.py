@@ -24,8 +24,6 @@ from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
 from heterollm.solver.plan_records import PlanEntry
 
-__all__ = ["check_plan"]
-
 
 def check_plan(
     plan: Plan,

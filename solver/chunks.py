@@ -26,8 +26,6 @@ from heterollm.solver.prompts import relative_time
 from heterollm.solver.slices import Slices
 from heterollm.solver.solve import Solver
 
-__all__ = ["best_chunk", "plan_chunks"]
-
 GAIN_FRACTION: Final = 0.1
 """A shorter chunk must be this much faster, as predictions of different lengths have different errors."""
 

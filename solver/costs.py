@@ -11,18 +11,6 @@ from typing import Final, NamedTuple, Protocol
 
 from heterollm.kernels.ops import Group, OpSpec
 
-__all__ = [
-    "NO_SHADOW",
-    "WRITTEN_BY_NORMS",
-    "CachedCosts",
-    "Costs",
-    "Errors",
-    "Overheads",
-    "ShadowTimes",
-    "Slowdown",
-    "joint_time_us",
-]
-
 WRITTEN_BY_NORMS: Final[frozenset[Group]] = frozenset({"qkv", "gate_up", "ffn", "head"})
 """Groups whose input codes the norm before them writes; for the others a kernel of its own does."""
 

@@ -14,8 +14,6 @@ from heterollm.solver.placements import Placement, RejectedOption, bare
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.solver.words import describe
 
-__all__ = ["annotated", "in_order", "merged"]
-
 MAX_REJECTED: Final = 3
 
 SHORT_TOKENS: Final = 32

@@ -11,15 +11,6 @@ from msgspec import Struct
 
 from heterollm.base import Amount, Count, OptionError, PlanError, Positive
 
-__all__ = [
-    "EXPERTS_ON_GPU",
-    "ExpertGroup",
-    "ExpertsEntry",
-    "ExpertsPlacement",
-    "ExpertsRequest",
-    "Overflow",
-]
-
 Overflow = Literal["gpu", "drop", "pad"]
 """Fate of tokens beyond a capacity: the GPU computes them, or nobody does; ``pad`` takes capacities that hold
 all calibrated loads."""

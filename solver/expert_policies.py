@@ -17,8 +17,6 @@ from heterollm.solver.expert_prices import ExpertPrices
 from heterollm.solver.experts import LayerExperts
 from heterollm.solver.slice_sets import Ints
 
-__all__ = ["ExpertPolicy", "capacity_tiers", "experts_by_policy", "imbalance"]
-
 ExpertPolicy: TypeAlias = Literal["each", "tiers", "groups", "residency"]
 """All experts on the NPU, in a graph each at one capacity; each at that of its tier; in groups of a tier; or
 the solver's choice, with cold experts on the GPU."""

@@ -11,8 +11,6 @@ from heterollm.solver.costs import Slowdown
 from heterollm.solver.expert_placements import ExpertsPlacement
 from heterollm.solver.slice_sets import Floats, Ints
 
-__all__ = ["ExpertPrices", "ExpertsEstimate", "estimate_experts"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertPrices:

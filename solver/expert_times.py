@@ -24,8 +24,6 @@ from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.expert_prices import ExpertPrices
 from heterollm.solver.slice_sets import Floats
 
-__all__ = ["FLAT_FACTOR", "MEMORY_BOUND_FRACTION", "ExpertTimes", "expert_times"]
-
 MEMORY_BOUND_FRACTION: Final = 0.5
 """A linear is bound by memory if reading its weights at full bandwidth takes this fraction of its time."""
 

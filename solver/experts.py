@@ -24,8 +24,6 @@ from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement, Ov
 from heterollm.solver.expert_prices import ExpertPrices
 from heterollm.solver.slice_sets import Floats, Ints, array_frontier
 
-__all__ = ["LayerExperts", "place_experts"]
-
 BLOCKS: Final = 12
 """Most blocks of experts of similar popularity that get one capacity each, before single experts move."""
 

@@ -13,8 +13,6 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.work import ffn_alignment
 from heterollm.solver.costs import Costs, Errors
 
-__all__ = ["ffn_groups", "ffn_shard", "first_group", "gpu_shard_us", "split_alignment"]
-
 
 @lru_cache(maxsize=256)
 def ffn_groups(ffn: OpSpec) -> tuple[OpSpec, OpSpec]:

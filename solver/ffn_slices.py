@@ -29,8 +29,6 @@ from heterollm.solver.slices import (
     ResidentSlices,
 )
 
-__all__ = ["FeedForwardCosts"]
-
 ALL_TRIPLES: Final = 20_000
 """Triples of sets up to which all are tried."""
 

@@ -28,16 +28,6 @@ from heterollm.solver.schedule import SchedulePolicy, Stage, schedule_chunks
 from heterollm.solver.slices import Slices
 from heterollm.solver.solve import Solver
 
-__all__ = [
-    "AUTOMATIC",
-    "WORTH_DOUBLING",
-    "PredictedPrompt",
-    "plan_flights",
-    "predict_prompt",
-    "shortened",
-    "with_schedule",
-]
-
 SAMPLED_LAYERS: Final = (4, 8)
 """Layers that are scheduled; all others take as long as those between these two numbers. The first layers
 hide more than later ones: from 2 and 4 layers prompts were predicted 4 % too fast."""

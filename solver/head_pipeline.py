@@ -20,18 +20,6 @@ from typing import Final, TypeAlias
 from heterollm.solver.attention import FUSED_HEADS
 from heterollm.solver.costs import Slowdown
 
-__all__ = [
-    "HeadPipeline",
-    "PipelineUnit",
-    "fused_heads",
-    "greedy_order",
-    "johnson_order",
-    "lanes_us",
-    "plan_pipeline",
-    "three_lanes_us",
-    "two_lanes_us",
-]
-
 Order: TypeAlias = Sequence["PipelineUnit"]
 
 UNDISTURBED: Final = Slowdown()

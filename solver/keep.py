@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from heterollm.base import OptionError
 
-__all__ = ["KEEP_RULES", "HeadNeeds", "KeepRatios", "KeepRule", "keep_ratios"]
-
 KeepRule = Literal["mass", "importance", "importance_literal", "uniform"]
 """Rules of :func:`keep_ratios`."""
 

@@ -14,15 +14,6 @@ from heterollm.solver.placements import GPU_ONLY, RowsPlacement
 from heterollm.solver.plan import Plan, model_shape
 from heterollm.solver.plan_records import PlanEntry
 
-__all__ = [
-    "LENGTH_POLICIES",
-    "LEVELS",
-    "LengthCosts",
-    "LengthPolicy",
-    "PlanLevel",
-    "level_plan",
-]
-
 PlanLevel = Literal["gpu", "npu", "layer"]
 LEVELS: Final[tuple[PlanLevel, ...]] = get_args(PlanLevel)
 

@@ -11,8 +11,6 @@ from heterollm.solver.costs import Errors
 from heterollm.solver.placements import Placement
 from heterollm.solver.request import check_forbidden
 
-__all__ = ["Objective", "Power"]
-
 
 @dataclass(frozen=True, slots=True)
 class Power:

@@ -22,24 +22,6 @@ from heterollm.solver.ffn import gpu_shard_us
 from heterollm.solver.objective import Objective
 from heterollm.solver.placements import Placement
 
-__all__ = [
-    "UNSURE_FRACTION",
-    "Option",
-    "OptionTable",
-    "all_options",
-    "check_any",
-    "evaluate",
-    "evaluated",
-    "ffn_options",
-    "gain_error_us",
-    "group_options",
-    "restricted",
-    "rows_of",
-    "slowdown_of",
-    "whole_cost_of",
-    "with_new_rows",
-]
-
 ALONE: Final = Slowdown()
 
 SUBMISSIONS: Final = 2

@@ -26,8 +26,6 @@ from heterollm.solver.options import Option, OptionTable, evaluated
 from heterollm.solver.packing import FfnPacking, Frontier, GroupPacking, Packing, pack
 from heterollm.solver.slices import Budget, Slices, pass_weights
 
-__all__ = ["Layers", "packed_slices"]
-
 FIRST_SPLITS: Final = 6
 """Splits of a group in the first search."""
 

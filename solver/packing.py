@@ -26,8 +26,6 @@ from heterollm.solver.options import Option
 from heterollm.solver.slice_sets import Floats, Ints, array_frontier
 from heterollm.solver.slices import OVER_CAP, Budget, Slices
 
-__all__ = ["FfnPacking", "Frontier", "GroupPacking", "Packing", "pack"]
-
 MOST_OF_A_PATH: Final = 24
 """Sets of one group to combine for one division of the lengths between the paths of an ffn."""
 

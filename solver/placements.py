@@ -14,17 +14,6 @@ from heterollm.base import Amount, Count, PlanError, Positive
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec
 
-__all__ = [
-    "GPU_ONLY",
-    "PLACEMENT_KINDS",
-    "FfnPlacement",
-    "Placement",
-    "PlacementKind",
-    "RejectedOption",
-    "RowsPlacement",
-    "bare",
-]
-
 PlacementKind = Literal["gpu", "npu", "row", "sequence", "hybrid", "block"]
 """The paper's names of splits, and ``block`` for a split of an ffn, which the paper does not have."""
 

@@ -35,8 +35,6 @@ from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
 from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest, expert_pass
 
-__all__ = ["SCHEMA_VERSION", "Plan", "model_shape"]
-
 SCHEMA_VERSION: Final = 2
 
 

@@ -13,8 +13,6 @@ from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.placements import Placement
 from heterollm.solver.request import MOST_IN_FLIGHT
 
-__all__ = ["ChunkSchedule", "GroupTimes", "PhaseSync", "PlanEntry", "ResidentSlice", "resident_slices"]
-
 Layer = Annotated[int, Meta(ge=-1)]
 """A decoder layer, counted from 0; -1 is the head."""
 

@@ -22,15 +22,6 @@ from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
 from heterollm.solver.submissions import LayerGroup, layer_us, submits_singly
 
-__all__ = [
-    "PredictedOperator",
-    "PredictedPass",
-    "layer_cost",
-    "layer_time_us",
-    "predict_pass",
-    "with_experts_time",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PredictedOperator:

@@ -47,16 +47,6 @@ from heterollm.solver.profile_errors import ProfileErrors
 from heterollm.solver.shadows import GroupShadow
 from heterollm.solver.sparse_costs import SparseTimes, sparse_times
 
-__all__ = [
-    "DECODE_POSITION",
-    "RETURN_VALUE",
-    "ProfileCosts",
-    "best_strategy",
-    "limits_of",
-    "overheads_of",
-    "power_of",
-]
-
 BEFORE: Final[dict[Group, tuple[GlueOperator, ...]]] = {
     "qkv": ("rms_norm",),
     "o": ("rope_and_store", "attention"),

@@ -11,8 +11,6 @@ from heterollm.profiler.measure import Measurement
 from heterollm.profiler.predict import Prediction, Predictor
 from heterollm.profiler.records import FenceKey, LinearPoint, Processor, Profile
 
-__all__ = ["ProfileErrors"]
-
 REPEATED_FRACTION: Final = 0.02
 """Least error of a measured time: the median of a measurement that is repeated on another day."""
 

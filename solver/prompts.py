@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-__all__ = ["relative_time"]
-
 
 def relative_time(
     prompts: Mapping[int, float], before_us: Mapping[int, float], after_us: Callable[[int], float]

@@ -13,27 +13,6 @@ from heterollm.solver.attention import AttentionRequest
 from heterollm.solver.expert_placements import ExpertsRequest
 from heterollm.solver.placements import PLACEMENT_KINDS
 
-__all__ = [
-    "FORBIDDEN",
-    "MOST_IN_FLIGHT",
-    "NPU_EXPERTS",
-    "PASSES",
-    "SHADOW_ATTENTION",
-    "SOLVED_LEVELS",
-    "ExpertPass",
-    "InFlight",
-    "LlmNpuPass",
-    "PassName",
-    "PlanRequest",
-    "RequestedLevel",
-    "SolvedLevel",
-    "check_forbidden",
-    "check_in_flight",
-    "check_passes",
-    "expert_pass",
-    "llm_npu_pass",
-]
-
 SolvedLevel: TypeAlias = Literal["tensor", "block"]
 """Levels of the solver: ``tensor`` places every group of linears on its own, ``block`` may also place a
 layer's feed-forward network as one operator."""

@@ -15,8 +15,6 @@ from typing import Final, Literal, TypeAlias
 from heterollm.base import PlanError
 from heterollm.profiler.records import Processor
 
-__all__ = ["EXACT_STAGES", "POLICIES", "Schedule", "SchedulePolicy", "Stage", "schedule_chunks"]
-
 SchedulePolicy: TypeAlias = Literal["in_order", "out_of_order", "exact"]
 """``in_order`` runs chunk after chunk. ``out_of_order`` takes the shortest schedule of some priority rules,
 equation (5) among them. ``exact`` searches all schedules; it suits small cases only."""

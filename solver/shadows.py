@@ -15,8 +15,6 @@ from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.plan import Plan
 from heterollm.solver.plan_records import PlanEntry
 
-__all__ = ["GroupShadow", "ShadowChannels", "group_shadows", "with_shadows"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShadowChannels:

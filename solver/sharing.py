@@ -9,8 +9,6 @@ from typing import Final
 from heterollm.kernels.ops import GraphMemory, OpSpec
 from heterollm.solver.plan import Plan
 
-__all__ = ["GraphSharing", "graph_sharing"]
-
 LINEAR_PARTS: Final = ("qkv", "o", "ffn")
 """Linear parts of a layer as llm.npu counts them: the feed-forward network is one."""
 

@@ -15,18 +15,6 @@ from numpy.typing import NDArray
 
 from heterollm.solver.candidates import Rows
 
-__all__ = [
-    "Flags",
-    "Floats",
-    "Ints",
-    "SliceCost",
-    "SliceSets",
-    "array_frontier",
-    "frontier",
-    "weighted_sum",
-    "with_margin",
-]
-
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]

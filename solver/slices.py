@@ -21,19 +21,6 @@ from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option
 from heterollm.solver.slice_sets import SliceCost, SliceSets, frontier, weighted_sum
 
-__all__ = [
-    "Budget",
-    "GroupCosts",
-    "ResidentSlices",
-    "Rows",
-    "SliceChoices",
-    "SliceCost",
-    "Slices",
-    "choose_slices",
-    "pass_weights",
-    "slice_costs",
-]
-
 MAX_SLICES: Final = 3
 MOST_TRIED: Final = 12
 """Slices up to which all sets of three are tried; of more slices, only the best of each length."""

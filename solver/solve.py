@@ -44,8 +44,6 @@ from heterollm.solver.slices import (
 from heterollm.solver.submissions import chain_costs, submits_singly
 from heterollm.solver.words import describe
 
-__all__ = ["Solver"]
-
 RANGE_TOKENS: Final = 32
 """Step of lengths, between standard lengths, for which resident slices are chosen."""
 

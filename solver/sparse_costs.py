@@ -11,8 +11,6 @@ from heterollm.profiler.measure import FUSED_HEADS, SPARSE_KEEPS, sparse_key
 from heterollm.profiler.predict import Predictor
 from heterollm.profiler.records import SparseOperator
 
-__all__ = ["SparseTimes", "sparse_times"]
-
 GPU_OPERATORS: Final = frozenset(get_args(SparseOperator)) - {"scores"}
 
 

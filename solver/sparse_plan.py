@@ -27,8 +27,6 @@ from heterollm.solver.attention_times import AttentionCosts, attention_times, gr
 from heterollm.solver.head_pipeline import fused_heads, plan_pipeline
 from heterollm.solver.standard_lengths import LEAST_SCORE_TOKENS, score_keys
 
-__all__ = ["AttentionHeads", "plan_attention"]
-
 FUSED_BY: Final[Mapping[Pipeline, tuple[int, ...]]] = {
     "heads": FUSED_HEADS[-1:],
     "fused": FUSED_HEADS[:1],

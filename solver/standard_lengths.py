@@ -13,8 +13,6 @@ from typing import Final
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 
-__all__ = ["LEAST_SCORE_TOKENS", "MOST_LENGTHS", "choose_lengths", "score_keys", "score_tokens"]
-
 MOST_LENGTHS: Final = 12
 """The search tries every set of so many lengths: 4096 sets."""
 

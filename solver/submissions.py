@@ -21,8 +21,6 @@ from heterollm.solver.ffn import ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import UNSURE_FRACTION, Option
 
-__all__ = ["LayerGroup", "SolvedLayer", "chain_costs", "layer_us", "solve_layer", "submits_singly"]
-
 MOST_LAYERS: Final = 16
 """Layers to simulate until they repeat; without repetition the mean of the later half counts."""
 

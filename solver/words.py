@@ -7,8 +7,6 @@ from typing import Final
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver.placements import Placement
 
-__all__ = ["describe", "notation"]
-
 PLAIN_FORMS: Final = (None, "matmul_nbits", "matmul_nbits_int8")
 """Default graph forms of linear layers with 4-bit weights."""
 

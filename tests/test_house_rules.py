@@ -174,6 +174,17 @@ def test_front_doors_open_to_what_other_rooms_import() -> None:
             assert all(hasattr(importlib.import_module(room), name) for name in offered)
 
 
+def test_doors_alone_list_their_names() -> None:
+    """A second list in each module repeats its door, or names that only its room uses."""
+    listing = {
+        module
+        for module, path in PATHS.items()
+        for node in parsed(path).body
+        if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0])
+    }
+    assert listing == {module for module, path in PATHS.items() if path.with_suffix(".pyi").exists()}
+
+
 @pytest.mark.parametrize(
     ("library", "home"),
     [

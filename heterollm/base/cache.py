@@ -17,8 +17,6 @@ from heterollm.base.errors import CacheError, HeteroLLMError, see
 from heterollm.base.own_files import make_parent, scratch_file
 from heterollm.base.text_file import read_file
 
-__all__ = ["atomic_path", "cache_error", "cache_name", "load_or_make", "locked"]
-
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 1800.0

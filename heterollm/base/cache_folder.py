@@ -11,8 +11,6 @@ from heterollm.base.cache_place import cache_root
 from heterollm.base.errors import CacheError, OptionError
 from heterollm.base.own_files import KINDS, delete, own_entries
 
-__all__ = ["CLEARED", "CacheKind", "clear_cache", "list_cache"]
-
 CLEARED: Final = tuple(kind for kind in KINDS if kind != "profiles")
 """Subfolders that are cleared by default: profiles take minutes of measuring."""
 

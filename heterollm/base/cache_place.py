@@ -11,8 +11,6 @@ import platformdirs
 
 from heterollm.base.errors import CacheError, see
 
-__all__ = ["CACHE_VARIABLE", "cache_root", "is_trusted", "own_folder"]
-
 CACHE_VARIABLE: Final = "HETEROLLM_CACHE"
 """Environment variable that moves the cache folder."""
 

@@ -8,8 +8,6 @@ from typing import Final
 
 from heterollm.base.errors import OptionError
 
-__all__ = ["format_duration", "format_moment", "parse_duration"]
-
 UNITS: Final = {"h": 3600.0, "m": 60.0, "s": 1.0}
 NUMBER: Final = r"(\d{1,6}(?:\.\d{1,6})?)"
 DURATION: Final = re.compile(rf"(?:{NUMBER}h)?(?:{NUMBER}m)?(?:{NUMBER}s)?", re.ASCII)

@@ -9,27 +9,6 @@ import functools
 import sysconfig
 from pathlib import Path
 
-__all__ = [
-    "CacheError",
-    "CalibrationError",
-    "CheckpointError",
-    "ContextError",
-    "DeviceError",
-    "EngineError",
-    "FenceError",
-    "GrammarError",
-    "GraphError",
-    "HeteroLLMError",
-    "InputError",
-    "KernelError",
-    "OptionError",
-    "PlanError",
-    "ProfileError",
-    "TraceError",
-    "UnsupportedModelError",
-    "see",
-]
-
 
 @functools.cache
 def page_url(name: str) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BROKEN_PIPE", "DONE", "EXIT_CODES", "FAILED", "INTERRUPTED", "PARTLY", "USAGE"]
-
 DONE: Final = 0
 FAILED: Final = 1
 USAGE: Final = 2

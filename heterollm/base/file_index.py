@@ -12,8 +12,6 @@ from heterollm.base.cache_place import own_folder
 from heterollm.base.errors import CacheError
 from heterollm.base.strict_json import parse_json
 
-__all__ = ["FileIndex"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ import os
 
 from heterollm.base.errors import EngineError
 
-__all__ = ["check_process", "mark_device_opened"]
-
 _opened = _lost = False
 
 

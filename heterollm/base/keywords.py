@@ -7,8 +7,6 @@ from collections.abc import Collection
 
 from heterollm.base.errors import OptionError
 
-__all__ = ["check_keywords"]
-
 
 def check_keywords(given: Collection[str], known: Collection[str]) -> None:
     """Refuse the names of a call's arguments that the function does not take.

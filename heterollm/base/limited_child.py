@@ -21,8 +21,6 @@ from typing import IO, Any, Final
 from heterollm.base.errors import EngineError, HeteroLLMError
 from heterollm.base.units import MIB, format_bytes
 
-__all__ = ["CrashError", "LimitError", "LimitedChild", "OverdueError"]
-
 POLL_S: Final = 0.05
 """Time between two looks at the child's memory, where the system sets no limit."""
 

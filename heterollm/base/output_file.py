@@ -11,8 +11,6 @@ from heterollm.base.cache import atomic_path
 from heterollm.base.errors import CacheError, OptionError
 from heterollm.base.own_files import LABEL
 
-__all__ = ["check_folder", "check_target", "labelled", "save_file"]
-
 
 def labelled(path: Path, *, simulated: bool = True) -> Path:
     """Return the path of an output file; with simulated times ``game.json`` becomes ``game.simulated.json``.

@@ -22,21 +22,6 @@ from heterollm.base.cache_place import CACHE_VARIABLE, cache_root, is_trusted, o
 from heterollm.base.errors import CacheError
 from heterollm.base.text_file import read_file
 
-__all__ = [
-    "KINDS",
-    "LABEL",
-    "check_fetched",
-    "delete",
-    "delete_quietly",
-    "is_own_file",
-    "is_plain_name",
-    "make_own_folder",
-    "make_parent",
-    "own_entries",
-    "scratch_file",
-    "scratch_folder",
-]
-
 KINDS: Final = {
     "weights": "quantised weights",
     "gguf": "tokenizers and settings of GGUF files",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-__all__ = ["Progress", "silent"]
-
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with the name of a stage, the steps done and the total number of steps."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import Final
 
-__all__ = ["Section", "markdown_table"]
-
 LINE: Final = 118
 
 

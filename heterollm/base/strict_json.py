@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["parse_json"]
-
 
 def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
     """Return the value of a JSON text in which no object repeats a field.

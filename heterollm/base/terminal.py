@@ -16,18 +16,6 @@ from typing import Any, Final
 
 from heterollm.base.errors import HeteroLLMError, InputError
 
-__all__ = [
-    "check_stdin",
-    "check_stdout",
-    "discard_output",
-    "hold_descriptors",
-    "private_stdout",
-    "quiet_libraries",
-    "visible",
-    "write",
-    "write_json",
-]
-
 STDOUT: Final = 1
 STDERR: Final = 2
 

@@ -11,8 +11,6 @@ from typing import Final
 from heterollm.base.errors import InputError
 from heterollm.base.units import MIB, format_bytes
 
-__all__ = ["LARGEST_TEXT_BYTES", "read_file", "read_text"]
-
 LARGEST_TEXT_BYTES: Final = 256 * MIB
 LARGEST_RECORDS_BYTES: Final = 256 * MIB
 """Largest file of records; a profile of a whole device takes some megabytes."""

@@ -13,18 +13,6 @@ from msgspec import Meta, inspect
 from heterollm.base.errors import HeteroLLMError, OptionError
 from heterollm.base.strict_json import parse_json
 
-__all__ = [
-    "Amount",
-    "Count",
-    "Factor",
-    "Number",
-    "Positive",
-    "PositiveNumber",
-    "decode",
-    "decode_json",
-    "missing_field",
-]
-
 T = TypeVar("T")
 
 LONGEST_PROBLEM: Final = 300

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GIB", "MIB", "PAGE_BYTES", "bandwidth_gbps", "format_bytes", "round_up"]
-
 MIB = 1024**2
 GIB = 1024**3
 PAGE_BYTES = 4096

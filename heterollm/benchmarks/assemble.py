@@ -28,8 +28,6 @@ from heterollm.benchmarks.rows import (
 )
 from heterollm.benchmarks.work import Ceilings, Rates, Work, achieved
 
-__all__ = ["BenchRun", "Loaded", "State", "make_row", "run_of"]
-
 TRACED: Final = tuple(name for name in TraceTimes.__struct_fields__ if name != "operators")
 ACCOUNTED: Final = ("gpu_share", "cut_groups", "padded_tokens", "predicted_ms")
 

@@ -32,16 +32,6 @@ from heterollm.solver import (
     expert_pass,
 )
 
-__all__ = [
-    "LEVEL_NAMES",
-    "Case",
-    "Configuration",
-    "cases_of",
-    "expand",
-    "parse_threads",
-    "with_baseline",
-]
-
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
 COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy has an effect."""

@@ -15,8 +15,6 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import BenchEngine, Facts, FoundFields, Ids, Job
 from heterollm.benchmarks.engines import open_engine
 
-__all__ = ["Model", "TimedRun", "random_ids"]
-
 
 class TimedRun(NamedTuple):
     """One run of a test.

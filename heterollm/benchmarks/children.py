@@ -18,8 +18,6 @@ from typing import Any, Final
 
 from heterollm.base import EngineError, HeteroLLMError, quiet_libraries, scratch_folder
 
-__all__ = ["GRACE_S", "Child", "ChildDiedError", "start"]
-
 CONTEXT: Final = multiprocessing.get_context("spawn")
 THREAD_VARIABLES: Final = ("POCL_MAX_PTHREAD_COUNT", "DPCPP_CPU_NUM_CUS")
 TIMEOUT_S: Final = 1800.0

@@ -14,17 +14,6 @@ import psutil
 
 from heterollm.kernels.threads import processor_model
 
-__all__ = [
-    "CORES",
-    "TICK_S",
-    "busy_s",
-    "commit_of",
-    "processor_name",
-    "undisturbed",
-    "versions",
-    "wait_until_idle",
-]
-
 CORES: Final = psutil.cpu_count() or 1
 TICK_S: Final = 0.01
 """Resolution of the processors' times on Linux; other systems are finer."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from heterollm.benchmarks.rows import BenchRow
     from heterollm.engine import Sync
 
-__all__ = ["PROMPT", "DemoResult", "DemoRow", "run_demo", "write_layer_checkpoint"]
-
 PROMPT: Final = "import os\n\ndef read_lines(path):\n"
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 3
 """Sampling of the shown text: greedy text of a small model repeats itself."""

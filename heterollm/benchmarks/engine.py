@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from heterollm.benchmarks.cases import Case, Configuration
 
-__all__ = ["BenchEngine", "Facts", "FoundFields", "Ids", "Job"]
-
 Ids = NDArray[np.int32]
 
 

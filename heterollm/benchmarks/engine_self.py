@@ -22,8 +22,6 @@ from heterollm.planning import LoadKeywords, ProfiledModel, stored_profile
 from heterollm.profiler.measure import simulated_meters
 from heterollm.trace import save_trace, summarise
 
-__all__ = ["SelfEngine"]
-
 FILL_TOKENS: Final = 512
 """Tokens of each pass that fills a session to a depth."""
 

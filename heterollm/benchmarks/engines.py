@@ -5,8 +5,6 @@ from __future__ import annotations
 from heterollm.benchmarks.engine import BenchEngine, Job
 from heterollm.benchmarks.plugins import load_plugin
 
-__all__ = ["open_engine"]
-
 
 def open_engine(job: Job) -> BenchEngine:
     """Load a model with the engine of a job.

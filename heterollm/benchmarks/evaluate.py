@@ -17,8 +17,6 @@ from heterollm.llm import LLM
 from heterollm.planning import LoadKeywords
 from heterollm.text import Tokenizer, divergences, perplexity, surprises, top_1_agreement
 
-__all__ = ["Evaluation", "evaluate"]
-
 SHORTEST_WINDOW: Final = 2
 STAGE: Final = "Reading the text"
 

@@ -12,18 +12,6 @@ from typing import Any, Final, Protocol
 from heterollm.base import CacheError, InputError, format_bytes, markdown_table, parse_json, read_file
 from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow, flat
 
-__all__ = [
-    "FORMATS",
-    "Row",
-    "append_jsonl",
-    "read_json_items",
-    "read_rows",
-    "to_csv",
-    "to_json",
-    "to_jsonl",
-    "to_markdown",
-]
-
 COLUMNS: Final = (
     "model", "size", "params", "engine", "level", "lengths", "sync", "precision", "threads", "test", "t/s",
 )  # fmt: skip

@@ -9,8 +9,6 @@ from pathlib import Path
 from heterollm.base import OptionError
 from heterollm.benchmarks.cases import Case, Configuration
 
-__all__ = ["BenchOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:

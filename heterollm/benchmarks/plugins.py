@@ -19,8 +19,6 @@ from urllib.request import url2pathname
 
 from heterollm.base import DeviceError, OptionError
 
-__all__ = ["check_engine", "load_plugin"]
-
 
 def _checkout() -> Path:
     """Return the folder that heterollm runs in, or that `pip install .` installed it from."""

@@ -19,8 +19,6 @@ from heterollm.kernels.threads import split_threads
 from heterollm.model import checkpoint_folder
 from heterollm.planning import other_splits
 
-__all__ = ["profile_command", "profile_splits", "run_profile"]
-
 
 def profile_command(
     model: str | Path, configuration: Configuration, *, budget_s: float | None = None

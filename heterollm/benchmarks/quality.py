@@ -14,8 +14,6 @@ from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.rows import LogitsCheck
 from heterollm.text import top_1_agreement
 
-__all__ = ["DECODED_TOKENS", "PROMPT_TOKENS", "judge", "sqnr_db"]
-
 PROMPT_TOKENS: Final = 64
 DECODED_TOKENS: Final = 8
 

@@ -11,8 +11,6 @@ from heterollm.base import CacheError, atomic_path
 from heterollm.benchmarks.formats import to_jsonl
 from heterollm.benchmarks.rows import BenchRow
 
-__all__ = ["RowFile"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,22 +14,6 @@ from msgspec import Struct
 from heterollm.base import Amount, Count, InputError, Number, Positive, decode
 from heterollm.benchmarks.cases import Case, Configuration
 
-__all__ = [
-    "FIELD_NAMES",
-    "Account",
-    "Asked",
-    "BenchRow",
-    "LogitsCheck",
-    "OperatorRow",
-    "Sample",
-    "Setup",
-    "Times",
-    "TraceTimes",
-    "asked_of",
-    "flat",
-    "times_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -27,8 +27,6 @@ from heterollm.benchmarks.worker_pool import WorkerPool
 from heterollm.engine import available_bytes
 from heterollm.model import ModelConfig, checkpoint_folder
 
-__all__ = ["BenchOptions", "BenchResult", "OnRow", "run_bench"]
-
 Test: TypeAlias = tuple[Configuration, Case]
 OnRow: TypeAlias = Callable[[BenchRow], None]
 

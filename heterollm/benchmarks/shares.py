@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from heterollm.planning import ProfiledModel
     from heterollm.profiler.records import Processor
 
-__all__ = ["Shares", "predicted_us", "shares_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shares:

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-__all__ = ["FEWEST_SAMPLES", "SMALLEST_CHANGE", "Change", "Verdict", "compare_times", "student_quantile"]
-
 SMALLEST_CHANGE: Final = 0.02
 """Smaller differences never count as a change."""
 

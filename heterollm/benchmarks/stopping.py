@@ -12,8 +12,6 @@ from typing import Final
 
 from heterollm.base import INTERRUPTED
 
-__all__ = ["Stop", "TerminatedInterrupt", "TimeUpError", "signals_interrupt"]
-
 SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 

@@ -13,8 +13,6 @@ from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 from heterollm.benchmarks.rows import Sample
 from heterollm.profiler.measure import RaplCounter, power_sources
 
-__all__ = ["EnergyMeter", "UndisturbedSampler", "schedule"]
-
 
 def schedule(
     configurations: Sequence[Configuration], cases: Sequence[Case], turn: int, *, all_loaded: bool

@@ -13,9 +13,6 @@ from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.significance import Change, compare_times
 from heterollm.kernels.open import shares_cores
 
-__all__ = ["COMPARED", "best_of", "compare_rows", "groups_of", "is_split", "verdicts", "whole_device"]
-
-
 COMPARED: Final = ("real", "simulated")
 """Kinds of time that measure speed; an emulator's does not."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from heterollm.model import ModelConfig
     from heterollm.profiler.records import Profile
 
-__all__ = ["Bound", "Ceilings", "Rates", "Work", "achieved", "ceilings_of", "passes_of", "work_of"]
-
 Rates: TypeAlias = dict[str, float | str]
 """Rates of a time, and its bound, by the names of an account's fields."""
 

@@ -11,8 +11,6 @@ from heterollm.benchmarks.cases import Case, Configuration
 from heterollm.benchmarks.children import Child, ChildDiedError
 from heterollm.benchmarks.engine import Facts, FoundFields, Ids, Job
 
-__all__ = ["WorkerPool"]
-
 
 class WorkerPool:
     """One process for each loaded configuration.

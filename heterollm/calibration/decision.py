@@ -15,8 +15,6 @@ from heterollm.base import OptionError
 from heterollm.calibration.int8_records import Activations, Decision, LossAtShare
 from heterollm.calibration.records import LinearCalibration
 
-__all__ = ["Loss", "Policy", "decide"]
-
 Loss = Callable[[Sequence[LinearCalibration]], NDArray[np.float64]]
 """Returns the negative log-likelihood of each token of calibration text with the decided activations."""
 

@@ -12,8 +12,6 @@ from heterollm.kernels.formats import LinearWeight, QuantizedTensor
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 
-__all__ = ["FloatWeights", "as_floats"]
-
 KEPT_BYTES: Final = 1 << 30
 FREE_FRACTION: Final = 0.25
 """Most of the free memory that kept values take."""

@@ -15,8 +15,6 @@ from heterollm.calibration.observer import Floats, Reader
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 
-__all__ = ["measure_importance"]
-
 STAGE = "Removing heads"
 
 

@@ -10,8 +10,6 @@ from msgspec import Struct
 from heterollm.base import Amount, Count, Number
 from heterollm.calibration.int8_records import Share
 
-__all__ = ["MASSES", "HeadCalibration", "head_mistakes"]
-
 MASSES: Final = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 """Shares of a query's attention for which the records say how many keys hold them."""
 

@@ -14,8 +14,6 @@ from heterollm.calibration.head_records import MASSES, HeadCalibration
 if TYPE_CHECKING:
     from heterollm.model import ModelConfig
 
-__all__ = ["HeadStatistics"]
-
 Floats = NDArray[np.float32]
 
 BLOCK: Final = 32

@@ -20,8 +20,6 @@ from heterollm.calibration.int8_records import (
 from heterollm.kernels.formats import largest_code, on_grid
 from heterollm.kernels.ops import Member
 
-__all__ = ["Int8Statistics", "int8_checked", "int8_output"]
-
 Floats = NDArray[np.float32]
 
 CHANNEL_SHARES: Final = (0.003, 0.01, 0.03)

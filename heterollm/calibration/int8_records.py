@@ -10,20 +10,6 @@ from msgspec import Meta, Struct
 
 from heterollm.base import Amount, Count, Number, Positive, PositiveNumber
 
-__all__ = [
-    "HOT_SHARE",
-    "Activations",
-    "ChannelOutliers",
-    "Decision",
-    "Int8Calibration",
-    "Int8Errors",
-    "LossAtShare",
-    "Shadow",
-    "Share",
-    "choose_shadow",
-    "int8_mistakes",
-]
-
 HOT_SHARE: Final = 0.8
 """Share of the outliers that hot channels cover."""
 

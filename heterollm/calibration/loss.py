@@ -16,8 +16,6 @@ from heterollm.engine import Engine
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.text import surprises
 
-__all__ = ["LossMeter"]
-
 
 class LossMeter:
     """Runs text through an engine while a reader replaces outputs of linears.

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from heterollm.kernels.gpu import HostClock, KvMemory
     from heterollm.model import ModelConfig
 
-__all__ = ["ActivationObserver", "LinearStatistics", "Reader"]
-
 OUTLIER_FACTOR = 8.0
 """Magnitude of an outlier in root mean squares of the first window."""
 

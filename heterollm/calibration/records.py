@@ -39,18 +39,6 @@ from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, Precision
 from heterollm.solver import HeadNeeds
 
-__all__ = [
-    "FIX",
-    "LOWEST_OCTAVE",
-    "OCTAVES",
-    "STEPS_PER_OCTAVE",
-    "Calibration",
-    "FfnCalibration",
-    "LinearCalibration",
-    "RangeErrors",
-    "load_calibration",
-]
-
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
 SCHEMA_VERSION: Final = 5
 LARGEST_FILE_BYTES: Final = 1 << 28

@@ -13,8 +13,6 @@ from heterollm.base import CalibrationError, Count, OptionError
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver import imbalance
 
-__all__ = ["ROUTED_TOKENS", "RoutingCalibration", "RoutingStatistics", "overlap", "routing_mistakes"]
-
 ROUTED_TOKENS: Final = 64
 """Tokens of a chunk of the records; chunks of a multiple are sums."""
 

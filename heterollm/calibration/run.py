@@ -38,8 +38,6 @@ from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 from heterollm.solver import level_plan
 from heterollm.text import Tokenizer, load_tokenizer
 
-__all__ = ["calibrate"]
-
 CALIBRATION_WINDOWS: Final = 8
 WINDOW_TOKENS: Final = 512
 CHECKED_TOKENS: Final = 64

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from heterollm.llm import LLM
     from heterollm.text import GenerationResult, GenerationStep
 
-__all__ = ["answer_lines", "write_answer"]
-
 
 def write_answer(llm: LLM, model: str, prompt: Prompt, options: dict[str, Any], *, as_json: bool) -> None:
     """Write one answer as it is made, or as one JSON value; notes and statistics go to stderr.

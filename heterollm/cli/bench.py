@@ -40,8 +40,6 @@ from heterollm.engine import Sync
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchOptions, BenchResult, Configuration, RowFile
 
-__all__ = ["commands"]
-
 commands = command_group()
 
 ENGINES = ("self", "llama.cpp", "transformers")

@@ -11,8 +11,6 @@ from heterollm.base import KINDS
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.options import JsonOption, command_group, one_of
 
-__all__ = ["commands"]
-
 commands = command_group("cache", "Look at and clear the cache.")
 
 

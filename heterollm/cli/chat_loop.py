@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from heterollm.llm import LLM
     from heterollm.text import GenerationResult
 
-__all__ = ["ChatLoop"]
-
 COMMANDS: Final = {
     "/help": "show this list",
     "/system": "show the instructions; /system TEXT replaces them, /system - removes them",

@@ -37,9 +37,6 @@ from heterollm.cli import trace as cli_trace
 from heterollm.cli.examples import add_examples
 from heterollm.cli.other_words import own_words
 
-__all__ = ["app", "main"]
-
-
 EVERYWHERE: Final = ("--debug", "--no-config")
 """Options of the program that may also follow the command."""
 

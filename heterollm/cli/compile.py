@@ -22,8 +22,6 @@ from heterollm.cli.options import (
 )
 from heterollm.cli.records import takes_records
 
-__all__ = ["commands"]
-
 commands = command_group()
 
 

@@ -9,18 +9,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = [
-    "beginning",
-    "devices",
-    "known_models",
-    "models",
-    "plans",
-    "profiled",
-    "profiles",
-    "socs",
-    "whole_words",
-]
-
 PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
 WORD_BREAKS = ":="
 """Characters at which bash breaks words: it passes ``sim:sn`` as three, and completes only the last."""

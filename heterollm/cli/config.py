@@ -8,8 +8,6 @@ import typer
 
 from heterollm.cli.options import JsonOption, command_group
 
-__all__ = ["commands"]
-
 commands = command_group("config", "Look at the file of defaults.")
 
 

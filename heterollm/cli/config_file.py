@@ -25,8 +25,6 @@ import platformdirs
 
 from heterollm.base import OptionError
 
-__all__ = ["CONFIG_VARIABLE", "EVERY", "config_defaults", "config_path", "read_config", "rows"]
-
 CONFIG_VARIABLE: Final = "HETEROLLM_CONFIG"
 """Environment variable that names the file."""
 

@@ -9,8 +9,6 @@ import typer
 
 from heterollm.cli.options import DeviceOption, JsonOption, SyncOption, command_group
 
-__all__ = ["commands"]
-
 commands = command_group()
 
 

@@ -8,8 +8,6 @@ from heterollm.base import FAILED
 from heterollm.cli.options import DeviceOptions, JsonOption, command_group
 from heterollm.cli.records import takes_records
 
-__all__ = ["commands"]
-
 commands = command_group()
 
 

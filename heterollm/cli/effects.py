@@ -14,8 +14,6 @@ from typer.core import TyperCommand
 
 from heterollm.base import Effect, OptionFacts, idle_options, refuse_idle
 
-__all__ = ["CheckedCommand", "command_effects", "given_options", "leave_idle_out", "options_of_file"]
-
 BESIDE: Final = ("DEFAULT_MAP", "ENVIRONMENT")
 """Sources of options beside the command line."""
 

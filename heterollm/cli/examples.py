@@ -10,8 +10,6 @@ from typer.models import CommandInfo, TyperInfo
 
 from heterollm.base import EXIT_CODES
 
-__all__ = ["EXAMPLES", "add_examples", "command_names"]
-
 EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "": (
         "heterollm demo",

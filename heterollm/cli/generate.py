@@ -23,8 +23,6 @@ from heterollm.cli.records import takes_records
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
-__all__ = ["commands"]
-
 commands = command_group()
 
 

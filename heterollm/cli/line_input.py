@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
-__all__ = ["history_path", "line_reader"]
-
 PROMPT: Final = "> "
 OWNER_ONLY: Final = 0o600
 

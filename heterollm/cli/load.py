@@ -12,8 +12,6 @@ from heterollm.cli.options import ModelOptions, RunOptions, pass_request
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
-__all__ = ["load_model"]
-
 
 def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: bool = False) -> LLM:
     """Load a model with a progress bar, and show the reasons for its device and plan.

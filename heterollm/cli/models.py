@@ -16,8 +16,6 @@ from heterollm.cli.options import GroupSize, JsonOption, LoraOption, Model, comm
 if TYPE_CHECKING:
     from heterollm.model import StoredModel
 
-__all__ = ["commands"]
-
 commands = command_group()
 
 

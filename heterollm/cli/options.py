@@ -22,48 +22,6 @@ from heterollm.kernels.ops import Power, Precision, Scales
 if TYPE_CHECKING:
     from heterollm.solver import AttentionRequest, Overflow, PlanRequest
 
-__all__ = [
-    "PASSES",
-    "PRECISIONS",
-    "AttentionOptions",
-    "CalibrationOption",
-    "Context",
-    "DeviceOption",
-    "DeviceOptions",
-    "ExpertsGibOption",
-    "Format",
-    "FormatOption",
-    "GroupSize",
-    "GuessesOption",
-    "InFlightOption",
-    "IntegerList",
-    "JsonOption",
-    "LoraOption",
-    "MaybeModel",
-    "Model",
-    "ModelOptions",
-    "Names",
-    "OverflowOption",
-    "PassChoice",
-    "PassOption",
-    "PowerOption",
-    "RowsOption",
-    "RunOptions",
-    "ScalesOption",
-    "SpeculativeOption",
-    "SyncOption",
-    "ThreadOptions",
-    "TokenOptions",
-    "WeightOptions",
-    "chosen_format",
-    "command_group",
-    "numbers",
-    "one_of",
-    "pass_request",
-    "several",
-    "whole_number",
-]
-
 
 def one_of(names: Sequence[str]) -> Callable[[str], str]:
     """Return a parser of typer that takes one of some names."""

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from heterollm.base import OptionError
 
-__all__ = ["COMMANDS", "OPTIONS", "POSITIONAL", "UNLIKE_COMMANDS", "UNLIKE_OPTIONS", "own_words"]
-
 COMMANDS: Final[Mapping[str, str]] = {
     "ls": "list",
     "server": "serve",

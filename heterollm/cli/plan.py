@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from heterollm.planning import Solved
     from heterollm.solver import PlanRequest, RequestedLevel
 
-__all__ = ["commands"]
-
 commands = command_group()
 
 FORBIDDEN = ("gpu", "npu", "row", "sequence", "hybrid", "block")

@@ -30,8 +30,6 @@ from heterollm.cli.records import takes_records
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Precision
 
-__all__ = ["commands"]
-
 
 class ProfileGroup(TyperGroup):
     """Takes models unless its first word is a command."""

@@ -16,8 +16,6 @@ from heterollm.base import LARGEST_TEXT_BYTES, HeteroLLMError, InputError, check
 if TYPE_CHECKING:
     from heterollm.text import Message
 
-__all__ = ["Prompt", "prompt_lines", "single_prompt"]
-
 JSON_LINES: Final = (".jsonl", ".ndjson")
 FIELDS: Final = frozenset({"id", "prompt", "system", "messages"})
 

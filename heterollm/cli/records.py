@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import get_type_hints
 
-__all__ = ["takes_records"]
-
 
 def takes_records(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes the fields of its records one by one, as typer calls it.

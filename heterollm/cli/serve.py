@@ -12,8 +12,6 @@ from heterollm.cli.load import load_model
 from heterollm.cli.options import Model, ModelOptions, RunOptions, command_group
 from heterollm.cli.records import takes_records
 
-__all__ = ["commands"]
-
 commands = command_group()
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from heterollm.simulate import SimulationRequest
     from heterollm.trace import Trace
 
-__all__ = ["commands", "parse_load", "parse_parameter"]
-
 commands = command_group()
 
 LEVELS: Final = cli_complete.PLANS[1:]

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
     from heterollm.planning import LoadOptions, Solved
 
-__all__ = ["show_steps"]
-
 
 def show_steps(
     model: str,

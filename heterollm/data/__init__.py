@@ -6,8 +6,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-__all__ = ["BUNDLED_NAME", "bundled_model"]
-
 BUNDLED_NAME: Final = "tiny-python-lm"
 """The name that commands take for the bundled model."""
 

@@ -13,8 +13,6 @@ from heterollm.kernels.cases import Numbers
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, ComputeType, linear_errors
 from heterollm.kernels.gpu import OpenClError
 
-__all__ = ["SEED", "Check", "DoctorCase", "Seen", "run_case"]
-
 Processor = Literal["GPU", "NPU"]
 Status = Literal["pass", "fail", "unverified", "not offered"]
 SEED: Final = 20260101

@@ -17,8 +17,6 @@ from heterollm.doctor.sparse import sparse_cases
 from heterollm.kernels.device import Device
 from heterollm.kernels.sync import LITMUS_ROUNDS, flag_litmus, refused_strategies
 
-__all__ = ["FLAG", "device_cases"]
-
 FLAG: Final = "flag seen by the host"
 LIMIT_S: Final = 20.0
 """Limit for all rounds; a slower device runs fewer."""

@@ -11,8 +11,6 @@ from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import ContextPackager
 
-__all__ = ["CONTEXTS", "context_cases"]
-
 CONTEXTS: Final = "lengths with shared weights"
 FIX: Final = "heterollm uses contexts of one graph; update onnxruntime-qnn and the NPU driver. " + see(
     "contexts-with-shared-weights"

@@ -16,8 +16,6 @@ from heterollm.kernels.gpu import ExpertLists, ExpertShape, GpuExperts, GpuGlue,
 from heterollm.kernels.npu import ExpertsShard, FfnShard, NpuBackend
 from heterollm.kernels.ops import Routing, WeightFormat
 
-__all__ = ["EXPERTS", "MIXTURE", "expert_cases", "gpu_expert_cases"]
-
 MIXTURE: Final = "mixture of experts"
 ROUTING: Final = Routing(8, 2)
 LENGTHS: Final = (1, 33)

@@ -15,8 +15,6 @@ from heterollm.kernels.gpu import GpuGlue, GpuOutliers, HeadShape, Scores
 from heterollm.kernels.ops import Join
 from heterollm.kernels.outlier_cases import OutlierCases
 
-__all__ = ["gpu_layer_cases"]
-
 SHAPE: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=80)
 PER_TOKEN: Final = CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
 STATIC: Final = CodeGrid(8 / LARGEST_CODE, 8 / LARGEST_CODE, per_token=False)

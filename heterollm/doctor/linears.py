@@ -17,8 +17,6 @@ from heterollm.kernels.linear_cases import EMBEDDINGS, LINEARS, LinearCase, embe
 from heterollm.kernels.npu import LinearShape, NpuBackend
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["AGREEMENT", "gpu_linear_cases", "npu_cases"]
-
 AGREEMENT: Final = "w4a8, GPU and NPU agree"
 LENGTHS: Final = (1, 32, 256)
 """Standard lengths to check; each has its own graph."""

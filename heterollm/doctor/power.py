@@ -13,8 +13,6 @@ from heterollm.kernels.device import Device, PowerSwitch
 from heterollm.kernels.gpu import OpenClRuntime
 from heterollm.kernels.threads import allowed_cores, on_cores
 
-__all__ = ["CLOCKS", "CORES", "power_cases"]
-
 CLOCKS: Final = "clocks"
 CORES: Final = "cores of the engine thread"
 

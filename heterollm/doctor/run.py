@@ -19,8 +19,6 @@ from heterollm.kernels.threads import allowed_cores
 if TYPE_CHECKING:
     from heterollm.doctor.case import Check
 
-__all__ = ["Diagnosis", "Problem", "diagnose", "unlisted_vendors"]
-
 PACKAGES: Final = ("heterollm", "numpy", "pyopencl", "onnx", "onnxruntime", "onnxruntime-qnn", "transformers")
 NOT_INSTALLED: Final = "not installed"
 VENDORS: Final = Path("/etc/OpenCL/vendors")

@@ -13,8 +13,6 @@ from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.kernels.npu import NpuBackend
 from heterollm.kernels.score_cases import ScoresCase
 
-__all__ = ["SCORES", "code_differences", "score_cases"]
-
 SCORES: Final = "attention scores, 8 bits"
 LARGEST_FRACTION: Final = 0.01
 """Codes that may differ from the exact ones, by one: on the emulator 1 of 2000 does, between two codes."""

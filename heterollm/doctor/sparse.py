@@ -17,8 +17,6 @@ from heterollm.kernels.formats import reference_sparse
 from heterollm.kernels.gpu import GpuSparseAttention, HeadShape, Scores, SparseShape
 from heterollm.kernels.sparse_cases import SparseCase, SparsePass
 
-__all__ = ["ATTENTION", "CODES", "SELECTION", "sparse_cases"]
-
 CODES: Final = "codes of queries and keys"
 SELECTION: Final = "selection of keys"
 ATTENTION: Final = "attention, selected keys"

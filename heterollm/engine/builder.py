@@ -23,8 +23,6 @@ from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Fence
 from heterollm.solver import Placement
 
-__all__ = ["PassBuilder"]
-
 SCRATCH_CODES = Buffer("scratch_codes")
 """GPU memory for int8 codes between a rounding kernel and the linear that follows it."""
 

@@ -37,8 +37,6 @@ from heterollm.kernels.sync import Pool
 from heterollm.model import ModelWeights
 from heterollm.solver import EXPERTS_ON_GPU, Placement, Plan, SparseAttention
 
-__all__ = ["Compiler"]
-
 FIRST_OF_FFN: Final[tuple[Group, ...]] = ("ffn", "gate_up")
 """The operator that begins a feed-forward network, as a whole or as two."""
 

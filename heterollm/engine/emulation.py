@@ -12,8 +12,6 @@ from heterollm.kernels.ops import Phase
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
 
-__all__ = ["check_emulation", "step_seconds"]
-
 SECONDS_PER_WEIGHT: Final = 1.3e-7
 """Measured on the HTP emulator: 0.5 s for one token through 3.7 million MatMulNBits weights."""
 

@@ -26,8 +26,6 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.model import ExpertReader, ModelWeights
 from heterollm.solver import ExpertsPlacement
 
-__all__ = ["ExpertBudget", "ExpertReads", "ExpertResidency", "expert_budget"]
-
 GIB: Final = 2**30
 
 

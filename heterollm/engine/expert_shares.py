@@ -25,8 +25,6 @@ from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import ExpertsPlacement
 
-__all__ = ["ExpertCounts", "ExpertPairs", "ExpertShares", "SharedExperts"]
-
 SHOWN_EXPERTS: Final = 6
 WORD_BYTES: Final = 4
 

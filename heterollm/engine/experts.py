@@ -43,8 +43,6 @@ from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.model import ModelWeights
 from heterollm.solver import ExpertsPlacement
 
-__all__ = ["ExpertEmitter", "ExpertRows"]
-
 ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
 """Returns the experts that have rows on the GPU, and the rows, by layer, phase, tokens and first position."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from heterollm.model import ModelConfig
     from heterollm.solver import Plan
 
-__all__ = ["fitting_need"]
-
 HALF: Final = np.dtype(np.float16)
 
 

@@ -18,8 +18,6 @@ from heterollm.kernels.ops import GROUPS, Group
 from heterollm.profiler.records import Processor
 from heterollm.solver import ChunkSchedule, GroupTimes, Stage, schedule_chunks
 
-__all__ = ["Chunk", "interleaved"]
-
 
 class Chunk(NamedTuple):
     """A chunk in flight: its tokens, the position of the first, and its steps through all layers."""

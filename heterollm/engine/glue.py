@@ -26,8 +26,6 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelConfig, Norm
 
-__all__ = ["GlueEmitter"]
-
 PARTIAL = Buffer("attention_partial")
 """GPU memory for the results of attention over each part of the context, before they are joined."""
 

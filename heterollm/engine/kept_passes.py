@@ -21,8 +21,6 @@ from heterollm.kernels.ops import Join, Phase
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan
 
-__all__ = ["KEPT_PASSES", "KeptPasses", "PassKey", "PassLength"]
-
 KEPT_PASSES: Final = 32
 SMALLEST_BUCKET: Final = 256
 

@@ -6,8 +6,6 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import DeviceMemory, KvMemory, head_stride, position_bytes, scales_start
 from heterollm.model import ModelConfig
 
-__all__ = ["KvCache"]
-
 
 class KvCache:
     """``[layer][k|v][kv_head][position][head_dim]`` of the device's cache type, each head page-aligned.

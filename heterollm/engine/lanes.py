@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from heterollm.engine.step import Buffer
 from heterollm.kernels.gpu import DeviceMemory, SharedArray
 
-__all__ = ["Lane"]
-
 
 @dataclass(frozen=True, slots=True)
 class Lane:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from heterollm.kernels.npu import NpuBackend
     from heterollm.model import ModelConfig
 
-__all__ = ["MemoryNeed", "available_bytes", "check_memory", "memory_need", "return_freed_memory"]
-
 USABLE_FRACTION: Final = 0.95
 """Fraction of the available memory that a model may take; the rest is for libraries and the system."""
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from heterollm.engine.step import NOT_RUN, Buffer, Call, Step
 from heterollm.kernels.gpu import GpuRuntime, Launch, MergedLaunch, merge_launches
 
-__all__ = ["merge_steps"]
-
 
 def merge_steps(runtime: GpuRuntime, steps: Sequence[Step]) -> list[Step]:
     """Return the steps with consecutive launches merged, if the device benefits from it."""

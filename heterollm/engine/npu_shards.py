@@ -29,19 +29,6 @@ from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelWeights
 from heterollm.solver import ExpertGroup, ExpertsPlacement, Plan
 
-__all__ = [
-    "PlannedGraph",
-    "context_graphs",
-    "experts_shard",
-    "form_of_ranges",
-    "npu_shard",
-    "planned_contexts",
-    "planned_expert_graphs",
-    "planned_graphs",
-    "planned_shard",
-    "shard_ranges",
-]
-
 
 def shard_ranges(
     ranges: Mapping[tuple[int, Group], StaticRanges],

@@ -11,8 +11,6 @@ from heterollm.kernels.ops import Phase
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import HostClock
 
-__all__ = ["UNOBSERVED", "EngineActivity", "Observer", "during"]
-
 EngineActivity: TypeAlias = Literal["bind", "step", "build"]
 """The engine's work beside the steps of a pass: finding the compiled pass and binding the session's memory,
 writing the step buffer, and compiling."""

@@ -12,8 +12,6 @@ from heterollm.engine.step import Buffer, Call, Step
 from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, OpenClError, Segments
 from heterollm.kernels.ops import Phase
 
-__all__ = ["CompiledPass", "PassError", "StalePassError", "compiling"]
-
 
 @dataclass(slots=True)
 class CompiledPass:

@@ -13,8 +13,6 @@ from typing import Final
 from heterollm.engine.step import Buffer, Step
 from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, SharedArray
 
-__all__ = ["Pause", "find_pauses", "set_aside"]
-
 NOT_SET_ASIDE: Final = ("tokens", "step", "kv_cache", "code_counts", "expert_counts")
 """Buffers that the engine writes again, that belong to a session, or that count over all passes."""
 

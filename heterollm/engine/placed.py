@@ -11,8 +11,6 @@ from heterollm.kernels.gpu import DeviceMemory, NpuCodes, RoundedInputs, Segment
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver import Placement
 
-__all__ = ["HandedOver", "Memory", "PlacedOp", "codes_of", "place_of", "segments_of"]
-
 Memory: TypeAlias = "DeviceMemory | Buffer"
 """A buffer, or the memory of one."""
 

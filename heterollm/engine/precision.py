@@ -9,8 +9,6 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.npu import LinearShape
 from heterollm.kernels.ops import OpSpec, Precision
 
-__all__ = ["check_precision"]
-
 
 def check_precision(device: Device, precision: Precision, specs: Iterable[OpSpec]) -> None:
     """Refuse a device whose NPU does not support the precision's int8 activations.

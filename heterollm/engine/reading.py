@@ -9,8 +9,6 @@ from typing import Final
 
 from heterollm.base import Progress
 
-__all__ = ["READING", "PromptReading"]
-
 READING: Final = "Reading the prompt"
 """The name of the stage."""
 

@@ -51,8 +51,6 @@ from heterollm.kernels.sync import Pool, WaitLimits, prepare_fence, resynchronis
 from heterollm.model import ModelWeights
 from heterollm.solver import Plan
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger(__name__)
 
 DRAIN_LIMITS: Final = WaitLimits(spin_us=0.0, timeout_s=30.0, compiling_s=270.0)

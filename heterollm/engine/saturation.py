@@ -9,8 +9,6 @@ import numpy as np
 
 from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GpuRuntime
 
-__all__ = ["SaturationCount"]
-
 WORD_BYTES: Final = 4
 
 

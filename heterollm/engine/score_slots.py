@@ -17,18 +17,6 @@ from heterollm.kernels.npu import ScoresShard, graph_tensors
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan, SparseAttention, score_keys, score_tokens
 
-__all__ = [
-    "PRIVATE_SCORE_SLOTS",
-    "SCORE_SLOTS",
-    "key_borders",
-    "longest_scored_pass",
-    "score_graph_bytes",
-    "score_graphs",
-    "score_memory",
-    "score_sizes",
-    "sparse_shape",
-]
-
 SCORE_QUERIES, SCORE_KEYS, SCORES = "score_queries", "score_keys", "scores"
 SCORE_STEPS, SCORE_RANGES = "score_steps", "score_ranges"
 SELECTION, SELECTION_COUNTS = "selection", "selection_counts"

@@ -15,8 +15,6 @@ from heterollm.kernels.ops import Phase
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
 
-__all__ = ["Session", "check_ids"]
-
 SHORT_PASS: Final = 16
 """Tokens up to which plans have entries of their own for decode passes."""
 

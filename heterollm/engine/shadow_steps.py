@@ -16,8 +16,6 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import Placement, Plan
 
-__all__ = ["ShadowEmitter"]
-
 
 class ShadowEmitter:
     """Emits the steps of operators with a shadow; most methods append nothing for others.

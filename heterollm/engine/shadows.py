@@ -24,8 +24,6 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ChannelFile, ModelWeights
 from heterollm.solver import Placement, Plan
 
-__all__ = ["ColdProduct", "OutlierShadow", "Shadows"]
-
 
 @dataclass(frozen=True, slots=True)
 class OutlierShadow:

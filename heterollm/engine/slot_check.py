@@ -25,8 +25,6 @@ from heterollm.engine.step import Buffer, Step
 from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, Launch
 from heterollm.kernels.sync import LateWriter
 
-__all__ = ["CHECK_VARIABLE", "SlotCheck"]
-
 CHECK_VARIABLE: Final = "HETEROLLM_CHECK_SLOTS"
 DELAYED_FRACTION: Final = 0.25
 """Fraction of the kernels that a delay precedes."""

@@ -20,30 +20,6 @@ from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelConfig, expert_specs
 from heterollm.solver import Plan
 
-__all__ = [
-    "COLD_CHANNELS",
-    "COLD_WEIGHTS",
-    "EXPERT_ACTIVATED",
-    "EXPERT_GATE_UP",
-    "EXPERT_LISTS",
-    "EXPERT_NPU_INPUT",
-    "EXPERT_NPU_OUTPUT",
-    "EXPERT_OUTPUT",
-    "EXPERT_ROWS",
-    "HEAD_ROWS",
-    "INPUT_SLOTS",
-    "NPU_CODES",
-    "NPU_FACTORS",
-    "NPU_OUTPUT_CODES",
-    "OUTLIERS",
-    "OUTLIER_BATCH",
-    "OUTLIER_FLAGS",
-    "ROUTER_LOGITS",
-    "is_private",
-    "lane_slot",
-    "pool_sizes",
-]
-
 HEAD_ROWS: Final = 32
 """Positions whose logits are computed at once."""
 

@@ -40,8 +40,6 @@ from heterollm.kernels.npu import NpuGraph, ScoresShard
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan, SparseAttention
 
-__all__ = ["NO_SCALES", "ScoreScales", "SparseAttentionEmitter"]
-
 ScoreScales: TypeAlias = Mapping[BucketCount, Mapping[int, tuple[ScoreScale, ...]]]
 """Scales of each key head, by number of buckets and layer."""
 

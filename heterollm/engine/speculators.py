@@ -25,8 +25,6 @@ from heterollm.text import (
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
 
-__all__ = ["DraftSpeculator", "LookupSpeculator", "Speculator", "longest_guessed_pass", "measured_pass_s"]
-
 DRAFT_PRIOR: Final = 0.7
 """Expected acceptance of a draft model's guesses before any was tried."""
 

@@ -55,8 +55,6 @@ from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import WRITTEN_BY_NORMS, Placement, Plan
 
-__all__ = ["NO_RANGES", "SplitEmitter"]
-
 NO_RANGES: Final[Mapping[tuple[int, Group], StaticRanges]] = MappingProxyType({})
 SHOWN_NAMES: Final = 6
 

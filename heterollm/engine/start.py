@@ -18,8 +18,6 @@ from heterollm.solver import Plan
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
 
-__all__ = ["start_engine"]
-
 WARM_TOKENS: Final = (2, 5, 16)
 """Lengths of prompts that run at load: kernels differ between few, some and many tokens."""
 

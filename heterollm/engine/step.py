@@ -12,19 +12,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import OpSpec
 
-__all__ = [
-    "Action",
-    "Buffer",
-    "Call",
-    "LinearWork",
-    "Operator",
-    "Step",
-    "StepProcessor",
-    "Wait",
-    "operator_name",
-    "shard_name",
-]
-
 Call: TypeAlias = Callable[[], Any]
 
 StepProcessor: TypeAlias = Literal["gpu", "npu", "host"]

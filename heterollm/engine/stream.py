@@ -18,8 +18,6 @@ from heterollm.engine.session import Session, check_ids
 from heterollm.engine.thread import EngineThread
 from heterollm.text import Generation, GenerationResult, GenerationStep, TokenSource
 
-__all__ = ["AnswerKeywords", "PreparedAnswer", "SessionSource", "Stream"]
-
 Item: TypeAlias = GenerationStep | GenerationResult | BaseException
 
 

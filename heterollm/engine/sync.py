@@ -6,8 +6,6 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.kernels.gpu import SyncChoice
 
-__all__ = ["SYNC_OPTIONS", "Sync"]
-
 Sync: TypeAlias = Literal["auto", SyncChoice]
 """A strategy in place of the plan's; ``auto`` is the plan's."""
 

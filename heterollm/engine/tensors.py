@@ -11,8 +11,6 @@ from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelWeights, Norm, RopeConfig, rope_tables
 
-__all__ = ["GlueTensors"]
-
 
 class GlueTensors:
     """Uploads norms, biases and RoPE tables once; layers with the same RoPE share tables."""

@@ -17,8 +17,6 @@ from heterollm.base import EngineError, check_process, mark_device_opened
 if TYPE_CHECKING:
     from heterollm.kernels.device import PowerSwitch
 
-__all__ = ["EngineThread"]
-
 T = TypeVar("T")
 Calls: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
 

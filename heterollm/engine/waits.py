@@ -12,8 +12,6 @@ from heterollm.kernels.ops import Phase
 from heterollm.kernels.sync import Fence, WaitLimits, prepare_fence, strategies_for
 from heterollm.solver import PhaseSync
 
-__all__ = ["Fences", "PassFences", "default_sync"]
-
 LIMITS: Final = WaitLimits()
 
 

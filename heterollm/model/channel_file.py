@@ -18,8 +18,6 @@ from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.expert_layout import TensorRows
 from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
 
-__all__ = ["ChannelFile", "channel_file"]
-
 NAME = "channels"
 SLAB_ROWS = 1024
 TYPES = {np.dtype(np.float16): "F16", np.dtype(np.float32): "F32"}

@@ -35,8 +35,6 @@ from heterollm.model.stored import (
 from heterollm.model.stored_formats import normalized_quantization
 from heterollm.model.tensor_file import TensorFile
 
-__all__ = ["FLOAT_TYPES", "Checkpoint", "checkpoint_folder"]
-
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
 

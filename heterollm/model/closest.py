@@ -13,8 +13,6 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.families import unsupported
 from heterollm.model.fields import Field, FieldTable
 
-__all__ = ["LAYER_FIELDS", "closest_config"]
-
 SOURCE: Final = "configuration_*.py in transformers/models; the published code of the model type"
 
 KEPT: Final = (

@@ -26,8 +26,6 @@ from heterollm.model.stored import refuse_foreign_weights
 from heterollm.model.stored_formats import StoredFormats, read_stored_formats
 from heterollm.model.token_ids import token_ids
 
-__all__ = ["LayerConfig", "ModelConfig", "check_config"]
-
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations by their names in ``config.json``."""
 

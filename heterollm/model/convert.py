@@ -30,8 +30,6 @@ from heterollm.model.layout import embedding_name, expected_tensors, head_name, 
 from heterollm.model.tensor_file import layout_tensors, write_header
 from heterollm.model.weights import load_weights
 
-__all__ = ["Conversion", "convert_model"]
-
 BITS: Final = 4
 WORD_CODES: Final = 32 // BITS
 TINY: Final = float(np.finfo(np.float64).tiny)

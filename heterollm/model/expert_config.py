@@ -6,8 +6,6 @@ from heterollm.kernels.ops import Routing
 from heterollm.model.family import Mixture
 from heterollm.model.json_fields import JsonFields
 
-__all__ = ["read_mixture"]
-
 EXPERT_COUNTS = ("num_local_experts", "num_experts")
 """Fields with the number of experts. The first that a configuration has counts; families give the last a
 default."""

@@ -13,8 +13,6 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import Mixture
 
-__all__ = ["TensorRows", "expert_rows", "expert_specs", "expert_tensors", "router_name"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:

@@ -22,8 +22,6 @@ from heterollm.model.weight_cache import quantized_tensor, suffixes
 from heterollm.model.weight_views import beyond_float16
 from heterollm.model.weights import ModelWeights
 
-__all__ = ["ExpertReader"]
-
 
 class ExpertReader:
     """Reads gate, up and down of one expert at a time.

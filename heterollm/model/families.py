@@ -26,8 +26,6 @@ from heterollm.model.family import (
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import MIXTURES
 
-__all__ = ["FAMILIES", "SUPPORTED", "unsupported"]
-
 # ---- tensor names ---------------------------------------------------------------------------------------
 
 FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(

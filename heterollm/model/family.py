@@ -10,19 +10,6 @@ from typing import Literal
 from heterollm.kernels.ops import Group, Scoring
 from heterollm.model.json_fields import JsonFields
 
-__all__ = [
-    "HEAD_NORMS",
-    "NORMS",
-    "ROPE_KINDS",
-    "SEPARATE",
-    "Family",
-    "Mixture",
-    "Norm",
-    "RopeKind",
-    "TensorNames",
-    "every_layer",
-]
-
 Norm = Literal[
     "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
 ]

@@ -18,8 +18,6 @@ from heterollm.model.fields import (
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.stored_formats import check_quantization, normalized_quantization
 
-__all__ = ["file_notes"]
-
 TOKENIZER_TABLES = (TOKENIZER_CONFIG_FIELDS, SPECIAL_TOKENS_FIELDS, ADDED_TOKENS_FIELDS)
 
 

@@ -18,8 +18,6 @@ import huggingface_hub
 from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked
 from heterollm.model.hub_names import parse_hub_name
 
-__all__ = ["CONFIG_FILES", "HUB_FILES", "hub_folder", "pull_model"]
-
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 CONFIG_FILES: Final = ("config.json", "generation_config.json")
 HUB_IGNORED: Final = ("*/*", "consolidated*")

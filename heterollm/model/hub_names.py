@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-__all__ = ["HubName", "is_hub_name", "is_ollama_name", "parse_hub_name"]
-
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 ADDRESS: Final = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://", re.IGNORECASE)
 FILE: Final = re.compile(r"/(?:blob|resolve|tree)/[\w.-]+(?:/(.+))?$")

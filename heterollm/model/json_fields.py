@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from heterollm.base import CheckpointError, parse_json, read_file
 
-__all__ = ["JsonFields", "read_json_object"]
-
 LARGEST_COUNT: Final = 2**31 - 1
 LARGEST_NUMBER: Final = sys.float_info.max
 

@@ -22,8 +22,6 @@ from heterollm.model.json_fields import read_json_object
 from heterollm.model.shape import ModelShape, model_shape, read_config
 from heterollm.model.stored import foreign_format, gguf_folder, is_gguf
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "ModelSize", "default_shapes", "find_model"]
-
 ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "llama": "LlamaForCausalLM",

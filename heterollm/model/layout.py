@@ -15,27 +15,6 @@ from heterollm.model.families import FAMILIES
 from heterollm.model.family import Norm, TensorNames
 from heterollm.model.stored_formats import StoredFormats
 
-__all__ = [
-    "HEAD_LAYER",
-    "bias_names",
-    "block_norms",
-    "embedding_name",
-    "expected_tensors",
-    "final_norm_bias_name",
-    "final_norm_name",
-    "head_name",
-    "kept_formats",
-    "layer_norms",
-    "layer_of",
-    "linear_names",
-    "linear_rows",
-    "matrix_shape",
-    "norm_bias_name",
-    "norm_name",
-    "op_specs",
-    "shortened_blocks",
-]
-
 HEAD_LAYER = -1
 """Layer number of the LM head."""
 

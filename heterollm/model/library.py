@@ -18,8 +18,6 @@ from heterollm.model.stored import GGUF_FOLDERS
 from heterollm.model.tensor_file import TensorFile
 from heterollm.model.weights import WEIGHTS_FOLDER
 
-__all__ = ["StoredModel", "remove_models", "stored_models"]
-
 READ: Final = (".safetensors", ".gguf")
 
 

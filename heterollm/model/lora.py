@@ -21,8 +21,6 @@ from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.lora_targets import is_target, module_number
 from heterollm.model.tensor_file import TensorFile
 
-__all__ = ["LoraAdapter"]
-
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."

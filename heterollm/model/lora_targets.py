@@ -13,8 +13,6 @@ from heterollm.base import CheckpointError, LimitError
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.module_patterns import full_match
 
-__all__ = ["is_target", "module_number"]
-
 ALL_LINEARS: Final = "all-linear"
 FIRST_NUMBER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
 

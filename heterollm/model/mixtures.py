@@ -8,8 +8,6 @@ from types import MappingProxyType
 from heterollm.kernels.ops import Group
 from heterollm.model.family import HEAD_NORMS, NORMS, SEPARATE, Family, Mixture, TensorNames, every_layer
 
-__all__ = ["MIXTURES"]
-
 # ---- tensor names ---------------------------------------------------------------------------------------
 
 ATTENTION: Mapping[Group, Mapping[str, str]] = MappingProxyType(

@@ -8,8 +8,6 @@ from typing import Final
 
 from heterollm.base import MIB, LimitedChild
 
-__all__ = ["full_match", "match"]
-
 PLAIN: Final = re.compile(r"(?:\(\.\*\\\.\)\?\()?[\w.\\-]{1,200}\)?")
 """Names with escapes, or with dots for any character: a match takes time in proportion to a name."""
 

@@ -17,8 +17,6 @@ from heterollm.base import CheckpointError, OptionError
 from heterollm.model.family import RopeKind
 from heterollm.model.rope_config import RopeConfig
 
-__all__ = ["inverse_frequencies", "rope_tables"]
-
 Frequencies = NDArray[np.float32]
 
 

@@ -13,8 +13,6 @@ from heterollm.model.families import unsupported
 from heterollm.model.family import ROPE_KINDS, Family, RopeKind
 from heterollm.model.json_fields import JsonFields
 
-__all__ = ["RopeConfig", "read_ropes", "read_rotary_dim"]
-
 DEFAULT_ROPE_BASE = 10_000.0
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from heterollm.model.json_fields import JsonFields, read_json_object
 
-__all__ = ["SamplingDefaults", "read_generation", "read_sampling_defaults"]
-
 FILE: Final = "generation_config.json"
 
 DERIVED: Final[Mapping[str, object]] = MappingProxyType(

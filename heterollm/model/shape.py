@@ -13,8 +13,6 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_specs
 from heterollm.model.layout import HEAD_LAYER, op_specs
 
-__all__ = ["ModelShape", "model_shape", "read_config", "shape_of_specs"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

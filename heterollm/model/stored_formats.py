@@ -15,8 +15,6 @@ from heterollm.model.families import unsupported
 from heterollm.model.fields import FOREIGN_METHODS, QUANTIZATION_FIELDS
 from heterollm.model.json_fields import JsonFields
 
-__all__ = ["StoredFormats", "check_quantization", "normalized_quantization", "read_stored_formats"]
-
 FIX_FOREIGN: Final = "Take the checkpoint that it was made from, or a GGUF, GPTQ or AWQ file of it."
 
 LAYER_GROUPS: Final = ("qkv", "o", "gate_up", "down", "experts")

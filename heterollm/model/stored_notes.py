@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.checkpoint import Checkpoint
 
-__all__ = ["stored_notes"]
-
 
 def stored_notes(
     checkpoint: Checkpoint, formats: Mapping[str, WeightFormat], errors: Mapping[str, float]

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, parse_json, round_up
 
-__all__ = ["TensorEntry", "TensorFile", "layout_tensors", "write_header"]
-
 ITEM_BITS: Mapping[str, int] = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),

@@ -8,8 +8,6 @@ from typing import Any
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.sampling_defaults import read_generation
 
-__all__ = ["end_ids", "token_ids"]
-
 
 def token_ids(
     config: JsonFields, generation: JsonFields, name: str, default: tuple[int, ...] = ()

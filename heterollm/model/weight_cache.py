@@ -24,8 +24,6 @@ from heterollm.kernels.threads import allowed_cores
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
 
-__all__ = ["ByteProgress", "Recipe", "cached_tensors", "quantized_view", "stored_errors"]
-
 logger = logging.getLogger(__name__)
 
 ByteProgress = Callable[[int, int], None]

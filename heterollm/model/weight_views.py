@@ -13,8 +13,6 @@ from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.expert_layout import TensorRows
 from heterollm.model.weight_cache import SLAB_WEIGHTS
 
-__all__ = ["FloatLinears", "Members", "beyond_float16"]
-
 
 def beyond_float16(name: str) -> CheckpointError:
     """Return the error of a tensor with a value beyond the range of FP16."""

@@ -58,8 +58,6 @@ from heterollm.model.weight_cache import (
 )
 from heterollm.model.weight_views import FloatLinears, Members
 
-__all__ = ["WEIGHTS_FOLDER", "ModelWeights", "load_weights", "shape_only_weights"]
-
 logger = logging.getLogger(__name__)
 
 WEIGHTS_FOLDER = "weights"

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from heterollm.calibration import RoutingCalibration
     from heterollm.planning.profiled_model import ProfiledModel
 
-__all__ = ["addition_notes", "calibrated_parts", "with_additions"]
-
 
 def calibrated_parts(
     path: str | Path | None, config: ModelConfig, request: PlanRequest | None

@@ -57,8 +57,6 @@ from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.profiler.records import Profile
 from heterollm.solver import Plan, PlanRequest, check_plan
 
-__all__ = ["GroupBuild", "Precompiled", "precompile"]
-
 TARGET_DEVICE: Final = "snapdragon"
 
 GRAPH_BYTES: Final = 96 * 1024

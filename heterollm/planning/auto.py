@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.solver import Solver
 
-__all__ = ["Candidate", "Threads", "compared", "predicted", "rule_plans", "weights_of", "words"]
-
 Threads: TypeAlias = tuple[int, int]
 """Threads of the GPU and of the NPU, on a device whose processors share CPU cores."""
 

@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from heterollm.calibration import Calibration, RoutingCalibration
     from heterollm.solver import Plan
 
-__all__ = [
-    "calibrated_experts",
-    "calibrated_needs",
-    "calibrated_ranges",
-    "calibrated_scales",
-    "calibrated_shadows",
-    "calibration_key",
-    "check_shadows",
-    "routing_of",
-]
-
 
 def calibration_key(path: str | Path | None) -> str | None:
     """Return the identity of a calibration's file; None without one.

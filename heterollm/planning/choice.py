@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.profiler.records import Profile
 
-__all__ = ["PlanSources", "PlanTarget", "choose_plan", "plan_for", "read_plan"]
-
 UNPROFILED: Final = (
     "auto: gpu, since {} has no profile with these threads; `--profile quick` measures it first, in about a "
     "minute, and `heterollm profile MODEL` in more detail"

@@ -24,8 +24,6 @@ from heterollm.profiler.predict import checked
 from heterollm.profiler.records import Profile
 from heterollm.solver import PlanRequest
 
-__all__ = ["no_profile", "solve_for"]
-
 
 def solve_for(model: str | Path, options: LoadOptions, profile: Path | None = None) -> Solved:
     """Return the solver's plan of a model on a profiled device.

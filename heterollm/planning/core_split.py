@@ -31,8 +31,6 @@ from heterollm.profiler.predict import checked
 from heterollm.profiler.records import Profile, stored_profiles
 from heterollm.solver import LEVELS, SOLVED_LEVELS, PlanRequest
 
-__all__ = ["CoreSplit", "other_splits"]
-
 HOST: Final = "host"
 SPLIT_MARGIN: Final = 0.5
 """Fraction of the time by which cores for both processors must be predicted faster than all for the GPU. It

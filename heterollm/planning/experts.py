@@ -37,15 +37,6 @@ if TYPE_CHECKING:
     from heterollm.calibration import RoutingCalibration
     from heterollm.planning.profiled_model import ProfiledModel
 
-__all__ = [
-    "calibrated_routing",
-    "drop_notes",
-    "expert_loads",
-    "expert_notes",
-    "npu_bytes_left",
-    "with_expert_placements",
-]
-
 Ints = NDArray[np.int64]
 
 GAIN_FRACTION: Final = 0.1

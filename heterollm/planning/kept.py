@@ -21,8 +21,6 @@ from heterollm.solver import Plan
 if TYPE_CHECKING:
     from heterollm.profiler.records import Profile
 
-__all__ = ["kept_plan", "plan_path"]
-
 
 def kept_plan(path: Path, solve: Callable[[], Plan]) -> Plan:
     """Return the plan that is kept in a file, or a new one, which is then kept.

@@ -18,8 +18,6 @@ from heterollm.solver import CachedCosts, choose_lengths, pass_weights
 if TYPE_CHECKING:
     from heterollm.solver import Choice, Plan, Slices, Solver
 
-__all__ = ["BuildCosts", "LengthChoice", "LengthUse", "choose"]
-
 LEAST_RECORDS: Final = 4
 """Fewest measured builds to fit costs by length and size; of fewer the mean counts."""
 

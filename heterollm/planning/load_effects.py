@@ -12,15 +12,6 @@ from heterollm.base import Effect, OptionFacts
 from heterollm.kernels.sim import is_simulated
 from heterollm.solver import LEVELS, SHADOW_ATTENTION, SOLVED_LEVELS, expert_pass
 
-__all__ = [
-    "CHOSEN_EFFECTS",
-    "LOAD_EFFECTS",
-    "LOAD_OPTIONS",
-    "SOURCE_EFFECTS",
-    "is_file",
-    "takes_no_calibration",
-]
-
 
 def _passes(facts: OptionFacts) -> tuple[Any, ...]:
     return tuple(facts.get("passes") or ())

@@ -22,18 +22,6 @@ from heterollm.solver import (
 )
 from heterollm.text import MOST_GUESSES
 
-__all__ = [
-    "CHUNK_LENGTH",
-    "LOOKUP",
-    "KvBits",
-    "LoadKeywords",
-    "LoadOptions",
-    "check_kv_bits",
-    "check_weights",
-    "choose_context",
-    "load_facts",
-]
-
 KvBits: TypeAlias = Literal[8]
 """Bits of a number of the KV cache in place of the device's floats."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.profiler.records import Profile
 
-__all__ = ["disturbed_note", "plan_notes", "profile_words"]
-
 IN_ORDER: Final = (
     "Chunks of prompts run one after the other: neither sparse attention nor experts on the NPU are combined "
     "with several at once."

@@ -35,15 +35,6 @@ from heterollm.solver import (
 if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
 
-__all__ = [
-    "check_pass",
-    "faster_plan",
-    "fastest_in_flight",
-    "llm_npu_plan",
-    "request_of_solver",
-    "shadows_under",
-]
-
 CHUNK_TOKENS: Final = 256
 """Chunks of the paper on this program's phone (section 3.2)."""
 

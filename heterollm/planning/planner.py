@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from heterollm.profiler.records import Profile
     from heterollm.solver import Solver
 
-__all__ = ["Solved", "solve_plan", "stored_profile"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from heterollm.solver import (
     with_experts_time,
 )
 
-__all__ = ["ProfiledModel"]
-
 
 @dataclass(frozen=True)
 class ProfiledModel:

@@ -22,8 +22,6 @@ from heterollm.planning.load_options import check_weights
 from heterollm.profiler import RunSummary, SessionOptions, essential_work, profile_device
 from heterollm.profiler.records import Profile, profile_path
 
-__all__ = ["KeptRecords", "ProfilingResult", "ProfilingSession"]
-
 
 @dataclass(frozen=True, slots=True)
 class ProfilingResult:

@@ -26,14 +26,6 @@ from heterollm.solver import (
 if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
 
-__all__ = [
-    "assumed_heads",
-    "attention_notes",
-    "calibrated_heads",
-    "dense_prompt_notes",
-    "with_sparse_attention",
-]
-
 ASSUMED_EXPONENT: Final = 8
 """Exponent of all heads in simulations: no time depends on it but by the heads that share one."""
 

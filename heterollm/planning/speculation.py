@@ -12,8 +12,6 @@ from heterollm.planning.load_options import LoadOptions
 from heterollm.planning.passes import shadows_under
 from heterollm.solver import Plan
 
-__all__ = ["predicted_pass_s"]
-
 
 def predicted_pass_s(
     options: LoadOptions,

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from heterollm.kernels.device import Device
     from heterollm.solver import Plan
 
-__all__ = ["check_source_effects", "idle_notes"]
-
 
 def check_source_effects(options: LoadOptions, config: ModelConfig) -> None:
     """Refuse an option of a load that has no effect on a checkpoint.

@@ -29,8 +29,6 @@ from heterollm.report.tables_bench import (
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchResult, BenchRow
 
-__all__ = ["bars", "bench_report", "bench_reports", "rows_table"]
-
 BAR_WIDTH: Final = 40
 
 

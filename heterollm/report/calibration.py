@@ -14,8 +14,6 @@ from heterollm.calibration import Calibration
 from heterollm.report.console import note, table
 from heterollm.solver import keep_ratios
 
-__all__ = ["calibration_json", "calibration_report"]
-
 SHOWN = 8
 """Most names or layers of a list."""
 

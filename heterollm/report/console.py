@@ -44,34 +44,6 @@ if TYPE_CHECKING:
     from heterollm.solver import Plan
     from heterollm.text import GenerationResult, GenerationStep, SpeculationResult
 
-__all__ = [
-    "SafeConsole",
-    "TimeColumn",
-    "Waiting",
-    "answer",
-    "bars_with",
-    "bug_line",
-    "cache_table",
-    "conversion_table",
-    "devices_table",
-    "error_line",
-    "evaluation_table",
-    "message",
-    "models_table",
-    "note",
-    "pairs_table",
-    "pipe_width",
-    "precompile_report",
-    "present",
-    "progress_bars",
-    "render",
-    "section_table",
-    "show",
-    "statistics_lines",
-    "table",
-    "token_table",
-]
-
 T = TypeVar("T")
 
 PIPE_WIDTH: Final = 110

@@ -15,8 +15,6 @@ from heterollm.report.console import note, table
 if TYPE_CHECKING:
     from heterollm.benchmarks import DemoResult, DemoRow
 
-__all__ = ["demo_heading", "demo_report"]
-
 NEXT: Final = (
     "Next, with a checkpoint of your own (a folder, a hub name or a GGUF file): `heterollm profile MODEL` "
     "measures this machine for it once, and `heterollm chat MODEL` talks to it."

@@ -14,8 +14,6 @@ from heterollm.report.console import note, pairs_table, table
 if TYPE_CHECKING:
     from heterollm.doctor import Check, Diagnosis
 
-__all__ = ["diagnosis_report"]
-
 PROCESSORS: Final = ("GPU", "NPU")
 
 

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "COLOURS",
-    "HEIGHT_IN",
-    "LONGEST_LINEAR_AXIS",
-    "new_figure",
-    "require_matplotlib",
-    "save_png",
-    "step_curves",
-]
-
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 WIDTH_IN: Final = 4.0

@@ -35,8 +35,6 @@ from heterollm.report.tables_bench import (
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchRow
 
-__all__ = ["bench_page"]
-
 LEVELS: Final = {"gpu": "gpu", "npu": "npu", "layer": "npu", "tensor": "both", "block": "both"}
 """Style of a level's bar: the processor that computes its linear layers."""
 

@@ -14,18 +14,6 @@ from markupsafe import Markup, escape
 
 from heterollm.base import Section
 
-__all__ = [
-    "Bar",
-    "bars_html",
-    "kind_word",
-    "list_html",
-    "page_html",
-    "pictures_html",
-    "section_html",
-    "sentences_html",
-    "title_html",
-]
-
 KINDS: Final = {"real": "measured"}
 """Words for kinds of times; another kind keeps its name."""
 

@@ -14,8 +14,6 @@ from rich.terminal_theme import TerminalTheme
 from heterollm.base import OptionError, check_folder, save_file
 from heterollm.report.console import SafeConsole
 
-__all__ = ["check_picture", "picture_svg", "write_picture"]
-
 TITLE: Final = "heterollm"
 LEAST_WIDTH: Final = 60
 WIDEST: Final = 240

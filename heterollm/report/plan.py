@@ -28,8 +28,6 @@ if TYPE_CHECKING:
         RejectedOption,
     )
 
-__all__ = ["lengths_table", "pass_table", "plan_report", "sharing_words"]
-
 
 def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain: bool) -> RenderableType:
     """Return the tables of some passes under a solved plan, and the notes of the solver.

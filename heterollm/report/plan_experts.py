@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from heterollm.planning import ProfiledModel, Solved
     from heterollm.solver import ExpertPrices, ExpertsPlacement, Plan
 
-__all__ = ["experts_report"]
-
 
 def experts_report(solved: Solved, *, explain: bool) -> list[RenderableType]:
     """Return what a plan does with the experts of a mixture; nothing without the pass npumoe.

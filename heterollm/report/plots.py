@@ -39,17 +39,6 @@ if TYPE_CHECKING:
     from heterollm.profiler import LinearRow, ProfileSummary
     from heterollm.profiler.records import LinearPoint
 
-__all__ = [
-    "PLOTS",
-    "accuracy_plot",
-    "bandwidth_plot",
-    "columns_plot",
-    "draw",
-    "gpu_linearity_plot",
-    "order_plot",
-    "stage_plot",
-]
-
 MOST_CURVES: Final = 6
 
 

@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from heterollm.profiler import ProfileComparison, ProfileSummary, RunSummary
     from heterollm.profiler.records import StoredProfile
 
-__all__ = [
-    "comparison_report",
-    "interrupted_note",
-    "profile_report",
-    "profiles_table",
-    "run_report",
-    "time_bar",
-]
-
 LISTED_CHANGES: Final = 40
 
 DRIFT_FRACTION: Final = 0.25

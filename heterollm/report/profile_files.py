@@ -14,8 +14,6 @@ from heterollm.report.tables_profile import sections
 if TYPE_CHECKING:
     from heterollm.profiler import ProfileSummary
 
-__all__ = ["profile_page", "write_outputs"]
-
 
 def write_outputs(summary: ProfileSummary, *, folder: Path | None, page: Path | None) -> list[str]:
     """Write plots and page, and return notes about written files and plots without data.

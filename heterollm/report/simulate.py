@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from heterollm.base import Section
     from heterollm.simulate import ExpertUse, GraphUse, PhaseUse, SimulatedRow, SimulationResult, TimeUse
 
-__all__ = ["sections_report", "simulation_report", "sweep_report"]
-
 
 def sweep_report(rows: Sequence[SimulatedRow]) -> RenderableType:
     """Return the rows of a sweep, and the reasons of failed cases."""

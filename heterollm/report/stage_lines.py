@@ -10,8 +10,6 @@ from typing import Final
 
 from heterollm.base import Progress, format_duration
 
-__all__ = ["LINE_S", "StageLines", "stage_lines"]
-
 LINE_S: Final = 10.0
 """Time after which work prints its first line, and then the next ones."""
 

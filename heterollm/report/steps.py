@@ -15,8 +15,6 @@ from heterollm.engine import Buffer, Step
 from heterollm.kernels.ops import Phase
 from heterollm.report.console import table
 
-__all__ = ["PassSteps", "steps_json", "steps_report"]
-
 COLUMNS: Final = ("layer", "on", "step", "shard", "reads", "writes")
 _LayerLines: TypeAlias = "tuple[int | None, list[_Line]]"
 

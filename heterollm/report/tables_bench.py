@@ -11,21 +11,6 @@ from heterollm.benchmarks import best_of, groups_of, whole_device
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchRow
 
-__all__ = [
-    "LEGEND",
-    "bounds",
-    "energy_words",
-    "heading",
-    "lacking_words",
-    "most_telling",
-    "operators_section",
-    "rates_section",
-    "runs_of",
-    "short_label",
-    "telling_row",
-    "traces_section",
-]
-
 PHASES: Final = {"prefill": "Prefill", "decode": "Decode", "both": "Prompt and tokens"}
 BOUNDS: Final = {
     "memory": "bound by reading memory",

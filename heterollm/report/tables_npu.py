@@ -12,16 +12,6 @@ from heterollm.kernels.npu import K_SPLIT_COLUMNS
 if TYPE_CHECKING:
     from heterollm.profiler import ProfileSummary, SweepRow
 
-__all__ = [
-    "EMULATED_COST",
-    "Curves",
-    "column_curves",
-    "is_emulated",
-    "npu_sections",
-    "order_ratios",
-    "stage_curves",
-]
-
 Curves: TypeAlias = Mapping[str, Mapping[int, float]]
 """Values by tokens or inputs, by the name of the curve."""
 

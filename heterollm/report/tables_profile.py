@@ -14,8 +14,6 @@ from heterollm.profiler import GraphRow, LinearRow, ProfileSummary, RecordTimes,
 from heterollm.profiler.records import LinearPoint
 from heterollm.report.tables_npu import npu_sections
 
-__all__ = ["format_us", "sections"]
-
 MOST_TOKEN_COLUMNS: Final = 8
 TOKEN_COLUMNS: Final = (1, 8, 32, 64, 128, 256, 512, 1024)
 LISTED_FAILURES: Final = 20

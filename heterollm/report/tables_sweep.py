@@ -10,14 +10,6 @@ from heterollm.base import LABEL, InputError, OptionError, Section, check_target
 from heterollm.benchmarks import append_jsonl, read_json_items, to_csv, to_json, to_jsonl
 from heterollm.simulate import ROW_FIELDS, SimulatedRow
 
-__all__ = [
-    "SWEEP_FORMATS",
-    "append_simulated",
-    "number",
-    "read_simulated",
-    "sweep_table",
-]
-
 CHOICES: Final = ("soc", "plan", "pass", "at once", "lengths", "sync", "game", "prompt", "decode")
 """Columns that the table omits if all rows have the same value."""
 

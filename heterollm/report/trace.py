@@ -12,8 +12,6 @@ from rich.text import Text
 from heterollm.report.console import note, table
 from heterollm.trace import OperatorTime, Trace, TraceSummary, summarise_phases
 
-__all__ = ["summary_text", "trace_report"]
-
 OPERATORS: Final = 14
 """Rows of the table of operators; the other operators take little time."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["trace_figure", "trace_png"]
-
 WIDTH_IN: Final = 9.0
 PANEL_IN: Final = 1.55
 LINEAR_GPU: Final = "#0072B2"

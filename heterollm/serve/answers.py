@@ -16,8 +16,6 @@ from heterollm.serve.status import Activity, Health
 from heterollm.serve.turns import PromptJob, ServiceTier, Sink
 from heterollm.text import Generation, GenerationResult, GenerationStep, SpeculationResult
 
-__all__ = ["Ended", "PromptWork", "Spent", "StepOf"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepOf:

@@ -37,8 +37,6 @@ from heterollm.serve.turns import PromptJob, Turns
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
-__all__ = ["Server"]
-
 GONE: Final = 499
 """Status in the metrics of a request whose client left."""
 

@@ -31,8 +31,6 @@ from heterollm.serve.turns import ServiceTier
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
-__all__ = ["AnswerRequest", "chat_request", "completion_request"]
-
 T = TypeVar("T", bound="_AnswerBody")
 
 TIER_OF: Final[dict[str | None, ServiceTier]] = {

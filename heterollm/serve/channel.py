@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["Channel"]
-
 MOST_EVENTS: Final = 64
 """Events after which the engine waits for the reader."""
 

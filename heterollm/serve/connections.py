@@ -15,8 +15,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["IDLE_S", "Connection", "ServerConfig"]
-
 IDLE_S: Final = 15.0
 """Time of a connection without the whole head of a request."""
 

@@ -12,8 +12,6 @@ from heterollm.text import GenerationOptions, SamplingOptions
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
-__all__ = ["RequestDefaults"]
-
 LLAMA_CPP: Final[Mapping[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """The sampling of llama.cpp (`common/common.h`), for checkpoints that recommend none."""
 

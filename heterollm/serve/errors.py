@@ -8,8 +8,6 @@ from typing import Any
 from heterollm.base import ContextError, HeteroLLMError, InputError, OptionError
 from heterollm.serve.turns import BusyError
 
-__all__ = ["GoneError", "RequestError", "error_answer"]
-
 logger = logging.getLogger(__name__)
 
 

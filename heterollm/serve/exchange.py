@@ -18,8 +18,6 @@ from heterollm.serve.errors import GoneError, error_answer
 from heterollm.serve.reading import left
 from heterollm.serve.replies import Reply
 
-__all__ = ["Exchange", "json_response"]
-
 STALL_S: Final = 60.0
 """Time for a client to read one write, before the server gives up."""
 

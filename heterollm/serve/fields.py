@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from heterollm.serve.errors import RequestError
 
-__all__ = ["IGNORED", "NEUTRAL", "RENAMED", "settle_fields"]
-
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
         # OpenAI

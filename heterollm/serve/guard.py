@@ -15,8 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from heterollm.serve.errors import RequestError, error_answer
 from heterollm.serve.options import ServeOptions
 
-__all__ = ["Guard", "is_loopback"]
-
 OPEN_PATHS: Final = ("/", "/health")
 """Paths that need no key: they hold no secret."""
 

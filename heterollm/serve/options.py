@@ -10,8 +10,6 @@ from typing import Any, Final
 from heterollm.base import OptionError
 from heterollm.text import GenerationOptions, SamplingOptions
 
-__all__ = ["MOST_CHOICES", "ServeOptions"]
-
 MOST_CHOICES: Final = 16
 """Answers that one request may ask for."""
 

@@ -9,8 +9,6 @@ from importlib import resources
 
 from starlette.responses import Response
 
-__all__ = ["page"]
-
 
 @functools.cache
 def page() -> Response:

@@ -16,8 +16,6 @@ from starlette.requests import Request
 from heterollm.serve.errors import GoneError, RequestError
 from heterollm.serve.turns import BusyError
 
-__all__ = ["Bodies", "Readers", "check_values", "left"]
-
 T = TypeVar("T")
 
 MOST_BODY_BYTES: Final = 8 << 20

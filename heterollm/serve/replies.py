@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from heterollm.llm import LLM
     from heterollm.text import GenerationStep
 
-__all__ = ["Reply"]
-
 REASONS: Final = {"eos": "stop", "complete": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 LEAST_LOGPROB: Final = -9999.0

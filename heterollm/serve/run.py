@@ -27,8 +27,6 @@ from heterollm.serve.options import ServeOptions
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
-__all__ = ["listen", "serve"]
-
 MOST_PLACES: Final = 16
 GRACE_S: Final = 15
 """Seconds for running answers after the signal to stop."""

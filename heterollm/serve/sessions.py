@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from heterollm.engine import Session
 
-__all__ = ["CachedSession", "SessionCache"]
-
 LEAST_LOSS: Final = 32
 """Tokens that a session may lose before it is copied instead, if there is room."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
     from heterollm.llm import LLM
 
-__all__ = ["Activity", "Health", "Status"]
-
 SHARE_TOKENS: Final = 256
 """Tokens of the prompt whose shares the page shows, or the plan's chunk length if that is less."""
 

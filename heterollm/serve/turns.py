@@ -11,8 +11,6 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 from heterollm.base import HeteroLLMError
 
-__all__ = ["TIERS", "BusyError", "PromptJob", "ServiceTier", "Sink", "Turns"]
-
 ServiceTier: TypeAlias = Literal["priority", "default", "flex"]
 TIERS: Final[tuple[ServiceTier, ...]] = get_args(ServiceTier)
 """From the most to the least urgent, named as OpenAI's service tiers."""

@@ -12,8 +12,6 @@ from typing import Final, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from heterollm.kernels.sim import SimulatedSpan
 
-__all__ = ["USES", "OperatorUse", "TimeUse", "time_account"]
-
 TimeUse: TypeAlias = Literal["both", "gpu", "npu", "start", "copies", "maps", "waits", "submission"]
 """Uses of a moment, of which it has one: both processors compute, or the GPU while the NPU does not, or the
 NPU while the GPU does not; else nothing computes, while a graph is started, the driver copies its inputs and

@@ -19,8 +19,6 @@ from heterollm.solver import (
     llm_npu_pass,
 )
 
-__all__ = ["CASE_EFFECTS", "check_case", "check_grid", "without_idle"]
-
 SHADOWS: Final = frozenset({"llm.npu:shadow", "llm.npu"})
 COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy has an effect."""

@@ -13,8 +13,6 @@ from heterollm.kernels.ops import GraphMemory, OpSpec, Phase
 from heterollm.simulate.routing import AssumedRouting, Ints
 from heterollm.solver import EXPERTS_ON_GPU, ExpertsPlacement, Plan
 
-__all__ = ["AssumedExperts", "ExpertUse"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertUse:

@@ -23,8 +23,6 @@ from heterollm.profiler.measure import usage_between
 from heterollm.simulate.account import OperatorUse, time_account
 from heterollm.solver import Placement, Plan, notation
 
-__all__ = ["Frames", "PhaseUse", "padding_us", "splits_of", "used"]
-
 
 @dataclass(frozen=True, slots=True)
 class Frames:

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from heterollm.kernels.gpu import Strategy
     from heterollm.simulate.request import SimulationRequest
 
-__all__ = ["assumed_routing", "assumed_shadows", "own_length", "planned", "profile_of", "with_one_strategy"]
-
 ASSUMED: Final = "assumed"
 """Identity of a calibration that nobody made: no load has it, so that no load runs the plan."""
 

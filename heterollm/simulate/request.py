@@ -24,17 +24,6 @@ from heterollm.solver import (
     llm_npu_pass,
 )
 
-__all__ = [
-    "LENGTH_CHOICES",
-    "PLAN_FOR_CHOICES",
-    "PLAN_LEVELS",
-    "SYNC_CHOICES",
-    "PlanFor",
-    "SimulatedLengthPolicy",
-    "SimulatedSync",
-    "SimulationRequest",
-]
-
 PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
 
 SimulatedLengthPolicy: TypeAlias = Literal["auto", "padding", "pipe", "online"]

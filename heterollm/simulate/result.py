@@ -26,8 +26,6 @@ from heterollm.solver import (
 )
 from heterollm.trace import Trace
 
-__all__ = ["GraphUse", "SimulationResult", "graphs_of", "sharing_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class GraphUse:

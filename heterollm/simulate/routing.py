@@ -19,8 +19,6 @@ from heterollm.base import OptionError
 from heterollm.calibration import ROUTED_TOKENS, RoutingCalibration
 from heterollm.kernels.ops import Routing
 
-__all__ = ["IMBALANCE", "AssumedRouting"]
-
 IMBALANCE: Final = 2.0
 """Largest load of an expert over the mean one, in the mean over many tokens."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from heterollm.simulate.request import SimulationRequest
     from heterollm.simulate.result import SimulationResult
 
-__all__ = ["ROW_FIELDS", "SimulatedRow"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRow:

@@ -53,8 +53,6 @@ from heterollm.solver import (
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
-__all__ = ["needs_profile", "profile_ahead", "simulate", "simulated"]
-
 GROUP_SIZE: Final = 128
 
 

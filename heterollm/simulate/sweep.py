@@ -25,8 +25,6 @@ from heterollm.simulate.row import SimulatedRow
 from heterollm.simulate.run import needs_profile, profile_ahead, simulated
 from heterollm.solver import SHADOW_ATTENTION, PassName, expert_pass
 
-__all__ = ["CLUSTERS", "LARGEST_SWEEP", "Cluster", "expand", "run_case", "run_sweep"]
-
 Cluster: TypeAlias = Literal["dask", "ray"]
 CLUSTERS: Final[tuple[Cluster, ...]] = get_args(Cluster)
 

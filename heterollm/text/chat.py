@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from heterollm.base import InputError
 from heterollm.text.tokenizer import Message, Tokenizer
 
-__all__ = ["Conversation", "common_prefix", "reusable_prefix"]
-
 
 class Conversation:
     """The messages of a dialogue, rendered with a tokenizer's chat template.

@@ -12,8 +12,6 @@ from msgspec import Struct, structs
 from heterollm.base import InputError, check_target, decode, decode_json, read_file, save_file
 from heterollm.text.tokenizer import Message
 
-__all__ = ["load_dialogue", "save_dialogue"]
-
 FIX: Final = "Name a file that /save wrote."
 LARGEST_FILE_BYTES: Final = 1 << 26
 

@@ -15,19 +15,6 @@ from heterollm.text.sampling import Logits, LogProbabilities, Sampler, TokenIds,
 from heterollm.text.sampling_options import SamplingOptions
 from heterollm.text.speculation import Speculation, SpeculationResult
 
-__all__ = [
-    "Generation",
-    "GenerationOptions",
-    "GenerationResult",
-    "GenerationStep",
-    "StopReason",
-    "StopStrings",
-    "StreamingTokenizer",
-    "TokenSource",
-    "decode_rate",
-    "prefill_rate",
-]
-
 LEAST_PREFILL_TOKENS: Final = 32
 LEAST_DECODE_TOKENS: Final = 8
 """Fewer tokens have no rate."""

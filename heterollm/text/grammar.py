@@ -22,8 +22,6 @@ from heterollm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-__all__ = ["Constraint", "GrammarTokens", "check_structure"]
-
 WORD_BITS: Final = 32
 BIT_VALUES: Final = 1 << np.arange(8, dtype=np.uint8)
 WHITESPACE: Final = r"( |\r?\n[ \t]{0,32})?"

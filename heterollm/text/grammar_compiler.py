@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 if TYPE_CHECKING:
     import llguidance
 
-__all__ = ["STACK_BYTES", "compiled", "error_of", "on_stack"]
-
 T = TypeVar("T")
 
 STACK_BYTES: Final = 64 << 20

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from heterollm.base import MIB, CrashError, GrammarError, LimitedChild, LimitError, OverdueError, format_bytes
 
-__all__ = ["is_plain", "refusal_of"]
-
 MOST_BYTES: Final = 256 << 10
 """Longest grammar or schema: 500 tools of an agent, or 15,000 values of an enumeration."""
 

@@ -6,8 +6,6 @@ from typing import Final
 
 from heterollm.text.tokenizer import Tokenizer
 
-__all__ = ["GrammarVocabulary"]
-
 BEFORE: Final = ("", "\n", "\x02")
 """Texts to encode before another, so that a tokenizer that begins texts with a space adds none to it."""
 

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["divergences", "perplexity", "surprises", "top_1_agreement"]
-
 ROWS = 64
 """Positions whose float64 probabilities are in memory at a time."""
 

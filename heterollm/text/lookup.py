@@ -7,8 +7,6 @@ from typing import Final
 from heterollm.text.sampling import TokenIds
 from heterollm.text.speculation import GuessPace
 
-__all__ = ["LOOKUP_PRIORS", "LookupProposer"]
-
 LEAST_MATCH: Final = 2
 """Shortest sequence of tokens to look for."""
 

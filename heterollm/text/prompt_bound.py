@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["PromptBound", "prompt_bound"]
-
 Part: TypeAlias = Mapping[str, Any]
 """A part of `tokenizer.json`."""
 

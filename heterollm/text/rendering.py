@@ -7,8 +7,6 @@ from typing import Any, Final, TypeAlias
 
 from heterollm.base import InputError
 
-__all__ = ["render_whole"]
-
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 NEEDLE: Final = "zq8Kx2vW"

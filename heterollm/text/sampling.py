@@ -15,8 +15,6 @@ import numpy.typing as npt
 from heterollm.base import EngineError
 from heterollm.text.sampling_options import SamplingOptions
 
-__all__ = ["LogProbabilities", "Logits", "Sampler", "TokenIds", "TopTokens"]
-
 Logits = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
 TopTokens: TypeAlias = tuple[tuple[int, float], ...]

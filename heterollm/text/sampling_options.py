@@ -10,8 +10,6 @@ from typing import Final
 
 from heterollm.base import OptionError
 
-__all__ = ["SamplingOptions"]
-
 RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     {
         "temperature": (0, 100),

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from heterollm.text.sampling import Logits, Sampler, TokenIds
 
-__all__ = ["CHOSEN_GUESSES", "MOST_GUESSES", "GuessPace", "Proposer", "Speculation", "SpeculationResult"]
-
 MOST_GUESSES: Final = 15
 """Most guesses of a pass: plans have entries of their own for decode passes of up to 16 tokens."""
 

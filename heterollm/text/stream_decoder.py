@@ -9,8 +9,6 @@ from heterollm.base import CheckpointError
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["FIX", "LIBRARY", "NoText", "StreamDecoder"]
-
 FIX: Final = "Download the checkpoint again, with all of its tokenizer files."
 MOST_HELD: Final = 16
 """Longest run of unreadable tokens that is held back: every further token decodes the whole run again."""

@@ -8,8 +8,6 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-__all__ = ["render"]
-
 
 def render(request: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of a dialogue, or the kind of the failure and its message.

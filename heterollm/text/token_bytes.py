@@ -11,8 +11,6 @@ from heterollm.text.stream_decoder import LIBRARY
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["TokenBytes"]
-
 KEPT: Final = 1 << 16
 """Tokens whose bytes stay in memory."""
 

@@ -36,8 +36,6 @@ from heterollm.text.tokenizer_check import check_tokenizer_file
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["Message", "NoTokenizer", "Tokenizer", "check_tokenizer", "load_tokenizer"]
-
 Message = Mapping[str, str]
 """One chat message: ``{"role": "user", "content": "…"}``."""
 

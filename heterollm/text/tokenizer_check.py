@@ -23,8 +23,6 @@ from heterollm.base import (
 )
 from heterollm.text.stream_decoder import FIX
 
-__all__ = ["check_tokenizer_file", "try_tokenizer"]
-
 LARGEST_BYTES: Final = 256 * MIB
 """Largest file; that of 262,144 tokens has 35 MB."""
 

@@ -42,8 +42,6 @@ from heterollm.trace.spans import (
     Track,
 )
 
-__all__ = ["load_trace", "save_trace", "trace_from_json", "trace_lines"]
-
 SCHEMA_VERSION: Final = 1
 PROCESS: Final = 1
 TRACK_NAMES: Final[dict[Track, str]] = {"gpu": "GPU queue", "npu": "NPU", "engine": "engine thread"}

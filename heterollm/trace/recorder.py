@@ -18,8 +18,6 @@ from heterollm.kernels.gpu import HostClock, kernel_times_ns
 from heterollm.kernels.ops import Phase
 from heterollm.trace.spans import Category, Pass, ProcessorCategory, Span, Track
 
-__all__ = ["PassRecorder", "Recorder", "SpanRecorder", "SpanTemplate", "ToHostClock"]
-
 ToHostClock: TypeAlias = Callable[[int], int]
 """Converts nanoseconds of the GPU's clock to the host's clock."""
 

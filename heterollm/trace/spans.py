@@ -15,17 +15,6 @@ from heterollm.engine import LinearWork, operator_name
 from heterollm.kernels.npu import TimeKind
 from heterollm.kernels.ops import Phase
 
-__all__ = [
-    "ENGINE_CATEGORIES",
-    "PROCESSOR_CATEGORIES",
-    "TRACKS",
-    "Category",
-    "Pass",
-    "Span",
-    "Trace",
-    "Track",
-]
-
 Track: TypeAlias = Literal["gpu", "npu", "engine"]
 """The GPU's queue, the NPU, or the thread that drives both."""
 

@@ -19,8 +19,6 @@ from heterollm.kernels.npu import TimeKind
 from heterollm.kernels.ops import Phase
 from heterollm.trace.spans import Category, Pass, Span, Trace, Track
 
-__all__ = ["BETWEEN", "PYTHON", "OperatorTime", "TraceSummary", "busy", "summarise", "summarise_phases"]
-
 PYTHON: Final = "python"
 """Time of the engine thread in a pass that no span covers."""
 

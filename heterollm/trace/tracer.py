@@ -19,8 +19,6 @@ from heterollm.trace.spans import EngineCategory, ProcessorCategory, Trace
 if TYPE_CHECKING:
     from heterollm.engine import Engine
 
-__all__ = ["Tracer", "take_trace"]
-
 CLOCK_TRIES: Final = 3
 """A busy machine may delay the host between the readings of the two clocks."""
 

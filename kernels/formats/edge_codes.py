@@ -8,17 +8,6 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "LARGEST_CODE",
-    "ZERO_CODE",
-    "CodeBits",
-    "CodeGrid",
-    "code_dtype",
-    "largest_code",
-    "on_grid",
-    "zero_code",
-]
-
 CodeBits: TypeAlias = Literal[8, 16]
 
 ZERO_CODE: Final = 1 << 15

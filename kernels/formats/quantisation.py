@@ -21,8 +21,6 @@ from heterollm.kernels.formats.stepped_scales import LARGEST_MULTIPLE, choose_st
 from heterollm.kernels.formats.tensor_scale import largest_weight, scale_of_largest, tensor_codes
 from heterollm.kernels.ops import ScaleKind
 
-__all__ = ["MINIMUM_BLOCK", "QUANTIZER_VERSION", "STEPPED_VERSION", "effective_block", "quantize"]
-
 QUANTIZER_VERSION = 1
 """Part of every cache key; raise it when equal weights would give other codes or scales."""
 

@@ -16,15 +16,6 @@ from numpy.typing import NDArray
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import ScaleKind, WeightFormat
 
-__all__ = [
-    "LinearWeight",
-    "QuantizedTensor",
-    "concatenate_rows",
-    "take_columns",
-    "take_rows",
-    "weight_format",
-]
-
 BITS_OF_DTYPE: dict[np.dtype[Any], Literal[16, 32]] = {np.dtype(np.float16): 16, np.dtype(np.float32): 32}
 
 

@@ -10,8 +10,6 @@ from heterollm.kernels.formats.quantized_tensor import LinearWeight, QuantizedTe
 from heterollm.kernels.formats.stepped_scales import choose_steps, nearest_multiples
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["RANDOM_FLOATS", "random_weight"]
-
 RANDOM_FLOATS: Final = 1 << 20
 """Number of distinct random floats; longer weights repeat them."""
 

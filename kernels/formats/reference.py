@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.formats.quantized_tensor import LinearWeight, QuantizedTensor
 
-__all__ = ["embedding", "linear", "round_inputs", "weight_values"]
-
 
 def weight_values(weight: LinearWeight) -> NDArray[np.float64]:
     """Return the exact ``[n, k]`` values of a weight."""

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["attention", "capped", "gated_activation", "join_members", "rms_norm", "rotate", "split_members"]
-
 
 def split_members(
     value: NDArray[Any], rows: Sequence[int], splits: Sequence[int]

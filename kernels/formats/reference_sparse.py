@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["attention", "codes", "estimate", "kept_positions", "nearest_bucket", "weights"]
-
 
 def codes(values: NDArray[Any], reciprocal_step: float) -> NDArray[np.uint8]:
     """Return 8-bit codes of values, to the nearest step, halves to the even one, within the range."""

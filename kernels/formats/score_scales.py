@@ -15,8 +15,6 @@ from typing import Final, Literal, TypeAlias
 
 from heterollm.base import CalibrationError
 
-__all__ = ["LARGEST_EXPONENT", "BucketCount", "ScoreScale", "buckets", "score_scales"]
-
 BucketCount: TypeAlias = Literal[1, 5, 9]
 """Scale factors of queries and keys to choose among in each pass: the calibrated one; with each of the two
 halved or doubled; with both."""

@@ -11,8 +11,6 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.kernels.formats.quantized_tensor import LinearWeight, QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["shape_only_array", "shape_only_weight"]
-
 
 def shape_only_array(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
     """Return an array that repeats a single zero."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LARGEST_MULTIPLE", "RowSteps", "choose_steps", "nearest_multiples", "row_steps"]
-
 LARGEST_MULTIPLE = 16
 STEP_BITS = 7
 """Significant bits of a step; a multiple of up to 15 adds 4, which makes the 11 of FP16."""

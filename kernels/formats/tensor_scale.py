@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError
 
-__all__ = ["TENSOR_VERSION", "largest_weight", "scale_of_largest", "tensor_codes"]
-
 TENSOR_VERSION: Final = 2
 """Part of the cache keys of such weights; raise it when equal ones would give other codes or scales."""
 

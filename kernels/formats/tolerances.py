@@ -13,17 +13,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "LINEAR_NMSE",
-    "LOGITS_SQNR_DB",
-    "LOGITS_WORST_DROP_DB",
-    "SINGLE_FACTOR",
-    "ComputeType",
-    "LinearErrors",
-    "linear_errors",
-    "sqnr_db",
-]
-
 ComputeType = Literal["fp32", "fp16"]
 
 LINEAR_NMSE: dict[ComputeType, float] = {"fp32": 1e-10, "fp16": 1e-6}

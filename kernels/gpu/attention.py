@@ -22,8 +22,6 @@ from heterollm.kernels.gpu.self_test import try_attention
 from heterollm.kernels.gpu.variants import Variant
 from heterollm.kernels.gpu.work import attention_work, pointwise_work, rope_work
 
-__all__ = ["GpuAttention"]
-
 LOG2_E: Final = math.log2(math.e)
 
 PARTIAL_BYTES: Final = 4

@@ -11,8 +11,6 @@ from heterollm.kernels.gpu.heads import HeadShape
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.rounding import RoundedInputs
 
-__all__ = ["AttentionGrid"]
-
 PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 8, "coalesced": 8}
 DECODE_ROWS: Final = 8
 FEW_TOKENS: Final = 8

@@ -10,8 +10,6 @@ from numpy.typing import DTypeLike
 
 from heterollm.kernels.gpu.parameters import KernelStyle
 
-__all__ = ["AttentionClass", "TunedAttention", "suits_coalesced"]
-
 KEY_RUN_BYTES: Final = 64
 """Bytes of every key that a work-group stages at a time in ``attention_simt.cl`` with COALESCED."""
 

@@ -8,10 +8,11 @@ from typing import Any, Final
 # pyopencl would keep the code that sets a kernel's arguments in a database of pickles.
 os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
 
-import pyopencl as cl
+import pyopencl
 import pyopencl.invoker
 
-__all__ = ["OpenClError", "cl"]
+cl: Final = pyopencl
+"""The binding."""
 
 OpenClError: Final = cl.Error
 """Error of any OpenCL call."""

@@ -9,8 +9,6 @@ from numpy.typing import DTypeLike
 
 from heterollm.base import PAGE_BYTES, round_up
 
-__all__ = ["KV_CODES", "head_end", "head_stride", "position_bytes", "scales_start"]
-
 KV_CODES: Final = np.dtype(np.int8)
 """Type of a KV cache of 8 bits: codes of -127 to 127, with a float32 scale for each position of a head."""
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.ops import Power
 
-__all__ = ["new_context"]
-
 EXTENSION: Final = "cl_qcom_perf_hint"
 CONTEXT_PERF_HINT: Final = 0x40C2
 HINTS: Final[dict[Power, tuple[int, str]]] = {"burst": (0x40C3, "high"), "balanced": (0x40C4, "normal")}

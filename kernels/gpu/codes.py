@@ -12,8 +12,6 @@ from heterollm.kernels.formats import CodeGrid
 from heterollm.kernels.gpu.launch import Argument
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 
-__all__ = ["COUNT_WORDS", "FACTOR_BYTES", "LARGEST_CODE_BYTES", "NpuCodes"]
-
 LARGEST_CODE_BYTES: Final = 2
 """Bytes of a code of 16 bits."""
 FACTOR_BYTES: Final = 4

@@ -16,8 +16,6 @@ from heterollm.kernels.gpu.parameters import FEW_TOKEN_STEPS, SIMT_TILES
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.ops import Routing
 
-__all__ = ["COUNTED_PAIRS", "ExpertLists", "ExpertShape", "TakenRows"]
-
 STEPS: Final = (*FEW_TOKEN_STEPS, *SIMT_TILES)
 """Rows of one expert that a work-group takes."""
 

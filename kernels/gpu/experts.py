@@ -25,8 +25,6 @@ from heterollm.kernels.gpu.rounding import RoundedInputs
 from heterollm.kernels.gpu.work import BLOCK_BYTES, pointwise_work
 from heterollm.kernels.ops import Scoring
 
-__all__ = ["GpuExperts"]
-
 FILES: Final = ("experts.cl",)
 SCORINGS: Final[tuple[Scoring, ...]] = ("softmax", "sigmoid", "sparsemixer")
 """Scorings in the order of their numbers in experts.cl."""

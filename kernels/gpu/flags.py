@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.gpu.launch import Launch
 
-__all__ = ["FlagWord"]
-
 HALF_RANGE: Final = 1 << 31
 WORD_MASK: Final = (1 << 32) - 1
 

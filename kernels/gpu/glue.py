@@ -22,8 +22,6 @@ from heterollm.kernels.gpu.rounding import RoundedInputs
 from heterollm.kernels.gpu.work import GpuWork, pointwise_work
 from heterollm.kernels.ops import Activation
 
-__all__ = ["GpuGlue"]
-
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
 """Activations in the order of their numbers in pointwise.cl."""
 

@@ -24,8 +24,6 @@ from heterollm.kernels.gpu.rounding import RoundedInputs
 from heterollm.kernels.gpu.variants import Variant, variants_for, whole_eights
 from heterollm.kernels.ops import Join
 
-__all__ = ["Defines", "GlueKernels", "Segments"]
-
 Defines: TypeAlias = dict[str, str | int]
 """Preprocessor definitions of a kernel."""
 

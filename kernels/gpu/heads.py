@@ -11,8 +11,6 @@ from heterollm.kernels.gpu.cache_layout import head_end, head_stride
 from heterollm.kernels.gpu.launch import Argument
 from heterollm.kernels.gpu.memory import DeviceMemory
 
-__all__ = ["HeadShape", "KvLayer", "KvMemory", "Rotation", "Scores"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:

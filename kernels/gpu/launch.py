@@ -12,8 +12,6 @@ import numpy as np
 from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 
-__all__ = ["Argument", "ChainedLaunch", "Launch", "OpenClLaunch", "host_address"]
-
 Argument: TypeAlias = "cl.Buffer | cl.Image | DeviceMemory | np.generic | cl.LocalMemory | None"
 """A kernel argument: device memory, an image, a NumPy scalar of the exact type, local memory, or null."""
 

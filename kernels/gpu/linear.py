@@ -23,7 +23,6 @@ from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.packing import (
-    BLOCKS,
     COLUMNS_MULTIPLE,
     PackedArrays,
     array_bytes,
@@ -46,8 +45,6 @@ from heterollm.kernels.gpu.self_test import try_experts, try_linear
 from heterollm.kernels.gpu.variants import BuildError, Variant, variants_for, whole_eights
 from heterollm.kernels.gpu.work import GpuWork, embedding_work, grouped_work, linear_work
 from heterollm.kernels.ops import WeightFormat
-
-__all__ = ["BLOCKS", "COLUMNS_MULTIPLE", "ROW_ALIGNMENT", "GpuLinear", "RowRange"]
 
 RowRange: TypeAlias = tuple[int, int]
 """Output rows ``[start, stop)`` of one member."""

@@ -10,8 +10,6 @@ import numpy as np
 from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.memory import aligned_zeros
 
-__all__ = ["queue_for_maps"]
-
 logger = logging.getLogger(__name__)
 
 READER: Final = """

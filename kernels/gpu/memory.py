@@ -11,16 +11,6 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.base import PAGE_BYTES, KernelError, round_up
 from heterollm.kernels.gpu.binding import cl
 
-__all__ = [
-    "MEMORY_KINDS",
-    "DeviceMemory",
-    "MemoryKind",
-    "SharedArray",
-    "aligned_empty",
-    "aligned_zeros",
-    "svm_zeros",
-]
-
 MemoryKind: TypeAlias = Literal["svm", "mapped", "host"]
 """Kinds of memory that host, NPU and OpenCL device share.
 

@@ -15,14 +15,6 @@ from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.work import GpuWork, pointwise_work
 
-__all__ = [
-    "GpuOutliers",
-    "HotWeights",
-    "OutlierList",
-    "found_bytes",
-    "outlier_flag_bytes",
-]
-
 FILES: Final = ("outliers.cl",)
 HOT_COUNT, COLD_COUNT, FIRST_FOUND = range(3)
 """Words of the list of outliers, as in outliers.cl."""

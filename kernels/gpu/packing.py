@@ -13,19 +13,6 @@ from heterollm.kernels.formats import LinearWeight, QuantizedTensor, weight_form
 from heterollm.kernels.gpu.memory import aligned_empty
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = [
-    "BLOCKS",
-    "COLUMNS_MULTIPLE",
-    "PackedArrays",
-    "array_bytes",
-    "check_members",
-    "codes",
-    "pack_member",
-    "pack_members",
-    "packed_arrays",
-    "packed_bytes",
-]
-
 PackedArrays: TypeAlias = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
 """Weights, scales, and zero points or minimums in tiles of 64 rows. Floats have no scales, symmetric codes no
 zeros."""

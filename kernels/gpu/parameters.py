@@ -17,22 +17,6 @@ from msgspec.structs import replace
 from heterollm.base import OptionError, round_up
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = [
-    "FEW_TOKEN_STEPS",
-    "LEGAL",
-    "KernelParameters",
-    "KernelStyle",
-    "LaunchGrid",
-    "ShapeClass",
-    "TokenClass",
-    "all_parameters",
-    "default_parameters",
-    "differences",
-    "gpu_style",
-    "suits_half",
-    "with_numbers",
-]
-
 KernelStyle = Literal["vector", "simt", "half", "coalesced"]
 """``vector``: one work-item with explicit vectors, for CPUs; ``simt``: one column per work-item, for GPUs;
 ``half``: the same with half arithmetic, for linear layers of many tokens with float16 activations;

@@ -19,8 +19,6 @@ from heterollm.kernels.gpu.variants import VariantRecord
 from heterollm.kernels.gpu.waiting import HostClock
 from heterollm.kernels.gpu.work import GpuWork
 
-__all__ = ["Event", "GpuBuffer", "GpuRuntime", "Kernel", "KernelIdentity"]
-
 KernelIdentity: TypeAlias = tuple[tuple[str, ...], str, tuple[tuple[str, str | int], ...]]
 """Identity of a kernel: source files, name, and sorted defines."""
 

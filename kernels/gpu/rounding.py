@@ -20,8 +20,6 @@ from heterollm.kernels.gpu.variants import Variant, whole_eights
 from heterollm.kernels.gpu.work import BLOCK_BYTES, rounding_work
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["ROUNDING", "RoundedInputs", "code_bytes", "rounding_launch", "scratch_codes"]
-
 ROUNDING: Final = "rounding of inputs"
 """Label of the launches that only round."""
 

@@ -57,16 +57,6 @@ from heterollm.kernels.gpu.waiting import HostClock
 from heterollm.kernels.gpu.work import GpuWork
 from heterollm.kernels.ops import Power
 
-__all__ = [
-    "MEMORY_VARIABLE",
-    "DeviceTraits",
-    "OpenClError",
-    "OpenClRuntime",
-    "is_cpu",
-    "list_opencl_devices",
-    "runtime_advice",
-]
-
 logger = logging.getLogger(__name__)
 
 OTHER_BUILTINS: Final = ("-cl-std=", "-DSUBGROUP", "-DWEIGHT_IMAGE")

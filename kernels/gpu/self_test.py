@@ -28,8 +28,6 @@ from heterollm.kernels.gpu.step import STEP_LENGTH, STEP_POSITION, STEP_WORDS
 from heterollm.kernels.gpu.variants import BuildError, Variant
 from heterollm.kernels.ops import Routing, WeightFormat
 
-__all__ = ["try_attention", "try_experts", "try_linear"]
-
 ROWS: Final = 70
 TOKENS: Final = (1, 9)
 """Tokens for the kernels for a few tokens and for those for many."""

@@ -17,18 +17,6 @@ from heterollm.kernels.gpu.memory import svm_zeros
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.sources import read_sources
 
-__all__ = [
-    "SOURCES",
-    "FlagSignal",
-    "KernelTimes",
-    "MarkerSignal",
-    "block_on",
-    "has_fine_grained_atomics",
-    "is_complete",
-    "kernel_times_ns",
-    "opencl_flag",
-]
-
 SOURCES: Final = ("sync.cl",)
 
 FLAG_WORDS: Final = 64

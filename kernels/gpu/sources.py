@@ -7,8 +7,6 @@ import hashlib
 from collections.abc import Sequence
 from importlib import resources
 
-__all__ = ["kernel_source_hash", "read_sources", "source_hash"]
-
 
 def read_sources(files: Sequence[str]) -> str:
     """Return the OpenCL C of the named files, joined in order."""

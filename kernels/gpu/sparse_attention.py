@@ -33,8 +33,6 @@ from heterollm.kernels.gpu.work import (
     sparse_attention_work,
 )
 
-__all__ = ["GpuSparseAttention"]
-
 CODE_FILES: Final = ("codes.h", "sparse.h")
 ESTIMATE_TILE: Final[dict[KernelStyle, tuple[int, int]]] = {"vector": (64, 64), "simt": (64, 8)}
 """Keys and rows of a work-group of the estimator, as in score_estimate.cl."""

@@ -19,8 +19,6 @@ from heterollm.kernels.gpu.launch import Argument
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.protocol import GpuRuntime
 
-__all__ = ["HeadTable", "ScoreMemory", "Selection", "SparseShape"]
-
 KEY_MULTIPLE: Final = 16
 """Kernels read that many codes at once."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["STEP_HEAD_ROW", "STEP_LENGTH", "STEP_POSITION", "STEP_WORDS"]
-
 STEP_POSITION: Final = 0
 """Index in the step buffer (int32) of the position of the pass's first token."""
 STEP_LENGTH: Final = 1

@@ -10,8 +10,6 @@ from typing import Final
 from heterollm.base import MIB
 from heterollm.kernels.gpu.tuning import DeviceIdentity
 
-__all__ = ["DEFAULT_CACHE_BYTES", "DeviceTraits", "host_cache_bytes"]
-
 DEFAULT_CACHE_BYTES: Final = 32 * MIB
 """Assumed size if unknown: that of laptops, more than any phone's system-level cache."""
 

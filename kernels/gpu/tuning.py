@@ -37,17 +37,6 @@ from heterollm.kernels.gpu.parameters import KernelParameters, KernelStyle, Shap
 from heterollm.kernels.gpu.sources import kernel_source_hash
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = [
-    "IGNORE_VARIABLE",
-    "DeviceIdentity",
-    "DeviceTuning",
-    "Quarantined",
-    "Tuned",
-    "TuningTable",
-    "change_table",
-    "read_table",
-]
-
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1

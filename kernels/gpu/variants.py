@@ -15,8 +15,6 @@ from heterollm.base import KernelError
 if TYPE_CHECKING:
     from heterollm.kernels.gpu.parameters import KernelParameters, KernelStyle
 
-__all__ = ["BuildError", "KernelStyle", "Variant", "VariantRecord", "variants_for", "whole_eights"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -17,18 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
-__all__ = [
-    "STRATEGIES",
-    "SYNC_CHOICES",
-    "HostClock",
-    "Strategy",
-    "SyncChoice",
-    "WaitPrediction",
-    "lower_timer_slack",
-    "sleep_overshoot_us",
-    "yield_interpreter",
-]
-
 Strategy = Literal["finish", "event", "poll", "flag", "sleep_poll", "sleep_flag"]
 """Method by which the host waits for the GPU; see :mod:`heterollm.kernels.sync.fence`."""
 

@@ -17,24 +17,6 @@ from heterollm.kernels.gpu.heads import HeadShape
 from heterollm.kernels.gpu.step import STEP_LENGTH, STEP_POSITION
 from heterollm.kernels.ops import Routing, WeightFormat
 
-__all__ = [
-    "BLOCK_BYTES",
-    "SELECTION_FLOPS",
-    "GpuKind",
-    "GpuWork",
-    "attention_work",
-    "embedding_work",
-    "estimate_work",
-    "grouped_work",
-    "linear_work",
-    "pointwise_work",
-    "rope_work",
-    "rounding_work",
-    "score_codes_work",
-    "selection_work",
-    "sparse_attention_work",
-]
-
 GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
 KINDS: Final = get_args(GpuKind)
 

@@ -13,17 +13,6 @@ from heterollm.kernels.npu.protocol import GraphForm
 from heterollm.kernels.npu.session import HeldSession
 from heterollm.kernels.npu.shards import GraphShard, ShardKey, WeightShard
 
-__all__ = [
-    "ContextGraph",
-    "ContextPackager",
-    "GraphIdentity",
-    "HeldContext",
-    "HeldContexts",
-    "PackedGraph",
-    "SharingVerdict",
-    "context_label",
-]
-
 SlicePlace: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...]]
 """Layer, group, rows of each member, and experts."""
 

@@ -8,8 +8,6 @@ from typing import Any
 from heterollm.kernels.npu.protocol import GraphForm, NpuBackend
 from heterollm.kernels.npu.shapes import GraphShape
 
-__all__ = ["FewerForms"]
-
 
 class FewerForms:
     """A backend with fewer forms and its own versions; everything else is delegated.

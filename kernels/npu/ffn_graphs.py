@@ -22,8 +22,6 @@ from heterollm.kernels.npu.shards import ExpertsShard, FfnShard
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.ops import Activation
 
-__all__ = ["build_experts", "build_ffn"]
-
 # Both activations are gate * sigmoid(s). For SiLU s is the gate. For GELU (tanh formula) it is
 # 2 sqrt(2 / pi) (gate + 0.044715 gate³), since (1 + tanh(t)) / 2 = sigmoid(2 t); this keeps the digits that a
 # small 1 + tanh loses in float16, with one operator less.

@@ -12,8 +12,6 @@ from heterollm.kernels.npu.shapes import (
     WeightShape,
 )
 
-__all__ = ["every_form", "experts_forms", "integer_forms", "reshaped_forms", "scores_forms"]
-
 SCORES_TILE_TOKENS = 32
 """Hexagon pads scores to tiles of 32 tokens."""
 

@@ -34,8 +34,6 @@ from heterollm.kernels.npu.shards import (
 )
 from heterollm.kernels.npu.tensors import GraphTensor, graph_tensors
 
-__all__ = ["GRAPH_VERSION", "graph_identity", "shard_digest", "write_graph"]
-
 GRAPH_VERSION = 2
 """Version of the built graphs. A change drops cached binaries and profile samples of older graphs."""
 

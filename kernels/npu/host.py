@@ -21,8 +21,6 @@ from heterollm.kernels.npu.session import HeldSession, SessionGraph, runtime_err
 from heterollm.kernels.npu.shapes import GraphShape
 from heterollm.kernels.npu.shards import GraphShard, ShardKey
 
-__all__ = ["HostNpu"]
-
 FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("activation_first", "weight_first")
 
 

@@ -37,8 +37,6 @@ from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges, step_of
 from heterollm.kernels.npu.shards import FfnShard, LinearShard
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 
-__all__ = ["build_integer_ffn", "build_integer_linear"]
-
 ZERO, SHARE_ZERO = "zero", "share_zero"
 SHARE_STEP: Final = 2.0**-16
 """Step of a sigmoid, whose values lie between 0 and 1."""

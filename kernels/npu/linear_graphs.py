@@ -22,17 +22,6 @@ from heterollm.kernels.npu.shards import LinearShard
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = [
-    "Bounds",
-    "GraphBody",
-    "Tensors",
-    "add_linear",
-    "add_transpose",
-    "add_weight_first",
-    "build_linear",
-    "k_split_bounds",
-]
-
 Tensors: TypeAlias = dict[str, NDArray[Any]]
 Bounds: TypeAlias = list[tuple[int, int]]
 """Adjacent ranges ``[start, stop)`` of a linear's inputs: a k-split."""

@@ -20,21 +20,6 @@ from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard
 from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
 from heterollm.kernels.ops import COUNTED_ONCE, GraphMemory
 
-__all__ = [
-    "INTEGER_FORMS",
-    "K_SPLIT_COLUMNS",
-    "STANDARD_LENGTHS",
-    "TILE_OF_INTEGERS",
-    "TILE_TOKENS",
-    "GraphForm",
-    "NpuBackend",
-    "NpuGraph",
-    "TimeKind",
-    "check_form",
-    "edge_dtype",
-    "graph_memory",
-]
-
 TimeKind = Literal["real", "emulated", "simulated"]
 
 GraphForm = Literal[

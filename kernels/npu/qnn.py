@@ -70,8 +70,6 @@ from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, LinearShard, 
 from heterollm.kernels.npu.tensors import graph_tensors
 from heterollm.kernels.ops import Power
 
-__all__ = ["BuiltGraph", "QnnNpu", "qnn_available"]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_SOC_MODEL = "57"

@@ -30,8 +30,6 @@ from heterollm.base import (
     parse_json,
 )
 
-__all__ = ["GRAPHS_FOLDER", "ContextBinary", "temporary_graphs"]
-
 GRAPHS_FOLDER = "graphs"
 """Subfolder of the cache for compiled graphs."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from heterollm.base import DeviceError, GraphError, HeteroLLMError, see
 
-__all__ = ["ChildError", "answer_parent", "run_child"]
-
 
 class ChildError(GraphError):
     """Failure of a child; ``log`` is its stderr."""

@@ -19,8 +19,6 @@ from heterollm.base import GraphError, see
 from heterollm.kernels.npu.qnn_child import ChildError, answer_parent, run_child
 from heterollm.kernels.npu.qnn_runtime import UNPLACED, QnnTarget, open_session
 
-__all__ = ["compile_graph", "compile_shared"]
-
 TIMEOUT_S = 1800.0
 """Longest compile time; the largest shard measured took 36 s."""
 

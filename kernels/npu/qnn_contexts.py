@@ -7,8 +7,6 @@ from typing import Final
 
 from heterollm.base import OptionError
 
-__all__ = ["CONTEXT_LAYERS", "chosen_context_layers"]
-
 CONTEXT_LAYERS: Final = 1
 """Layers that share a context by default: all lengths of a slice have one context."""
 

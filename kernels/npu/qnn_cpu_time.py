@@ -20,8 +20,6 @@ from heterollm.kernels.npu.session import HeldSession, SessionGraph
 from heterollm.kernels.npu.shards import GraphShard
 from heterollm.kernels.npu.tensors import GraphTensor
 
-__all__ = ["emulated_cpu_us"]
-
 
 def emulated_cpu_us(
     model: Path, target: QnnTarget, shard: GraphShard, length: int, dtype: np.dtype[Any], runs: int

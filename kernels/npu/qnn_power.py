@@ -19,8 +19,6 @@ from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.npu.session import runtime_errors
 from heterollm.kernels.ops import Power
 
-__all__ = ["SESSION_OPTIONS", "QnnPower"]
-
 logger = logging.getLogger(__name__)
 
 DYNAMIC_OPTION: Final = "ep.dynamic.qnn_htp_performance_mode"

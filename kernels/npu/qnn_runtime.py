@@ -25,16 +25,6 @@ from typing import Any, Final, Literal
 from heterollm.base import DeviceError, GraphError, see
 from heterollm.kernels.npu.session import runtime_errors, session_options
 
-__all__ = [
-    "PROVIDER",
-    "QnnTarget",
-    "open_context",
-    "open_session",
-    "provider_metadata",
-    "qnn_available",
-    "qnn_versions",
-]
-
 PROVIDER = "QNNExecutionProvider"
 
 EMULATOR_PLATFORMS = {("Linux", "x86_64")}

@@ -46,8 +46,6 @@ from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_context, provider_
 from heterollm.kernels.npu.shards import LinearShard
 from heterollm.kernels.npu.tensors import INPUT
 
-__all__ = ["REUSED_IO_OPTION", "keep_verdict", "kept_verdict", "run_sharing_test"]
-
 REUSED_IO_OPTION: Final = "htp_reused_io_limit_mb"
 """Memory for inputs and outputs that QNN counts for a context; without it, the sum over all of its graphs."""
 

@@ -20,8 +20,6 @@ from typing import Any, Final
 from heterollm.base import DeviceError
 from heterollm.kernels.npu.qnn_runtime import provider_metadata
 
-__all__ = ["SOCS", "Soc", "find_soc", "this_soc"]
-
 SOC_FOLDER: Final = Path("/sys/devices/soc0")
 DEVICE_TREE: Final = Path("/proc/device-tree/compatible")
 PROCESSOR_KEY: Final = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"

@@ -10,8 +10,6 @@ from typing import Final, TypeAlias
 from heterollm.base import GraphError
 from heterollm.kernels.formats import CodeBits, CodeGrid, largest_code
 
-__all__ = ["HEADROOM", "FfnRanges", "LinearRanges", "ShadowRanges", "StaticRanges", "step_of"]
-
 HEADROOM: Final[Mapping[CodeBits, float]] = MappingProxyType({8: 1.0, 16: 1.5})
 """Factor of a range over the largest magnitude seen. One saturated output ruins a token; the lost bit does
 not matter at 16 bits. A percentile in place of the maximum leaves 1 to 36 dB. At 8 bits the lost bit

@@ -14,8 +14,6 @@ from heterollm.kernels.npu.linear_graphs import GraphBody
 from heterollm.kernels.npu.shards import ScoresShard
 from heterollm.kernels.npu.tensors import KEYS, QUERIES, SCORES
 
-__all__ = ["build_scores"]
-
 
 def build_scores(shard: ScoresShard, body: GraphBody) -> None:
     """Append the nodes of a scores shard from :data:`QUERIES` and :data:`KEYS` to :data:`SCORES`."""

@@ -13,8 +13,6 @@ from heterollm.base import GraphError
 from heterollm.kernels.npu.shards import GraphShard
 from heterollm.kernels.npu.tensors import NamedArrays, check_arrays, graph_tensors
 
-__all__ = ["HeldSession", "SessionGraph", "runtime_errors", "session_options"]
-
 
 @functools.cache
 def runtime_errors() -> tuple[type[Exception], ...]:

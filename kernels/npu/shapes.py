@@ -7,8 +7,6 @@ from typing import TypeAlias
 
 from heterollm.kernels.ops import Activation, WeightFormat
 
-__all__ = ["ExpertsShape", "FfnShape", "GraphShape", "LinearShape", "ScoresShape", "WeightShape"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:

@@ -18,17 +18,6 @@ from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges
 from heterollm.kernels.npu.shapes import ExpertsShape, FfnShape, LinearShape, ScoresShape
 from heterollm.kernels.ops import Activation, Group, WeightFormat
 
-__all__ = [
-    "ExpertsShard",
-    "FfnShard",
-    "GraphShard",
-    "LinearShard",
-    "NpuShard",
-    "ScoresShard",
-    "ShardKey",
-    "WeightShard",
-]
-
 SCORES_CONTEXT_BYTES: Final = 100_000
 """About the size of a binary of scores: 58 to 161 KB for 192 to 4096 queries and up to 8192 keys."""
 

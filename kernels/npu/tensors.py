@@ -18,19 +18,6 @@ from numpy.typing import NDArray
 from heterollm.base import GraphError
 from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard
 
-__all__ = [
-    "INPUT",
-    "KEYS",
-    "OUTPUT",
-    "QUERIES",
-    "SCORES",
-    "GraphTensor",
-    "GraphTensors",
-    "NamedArrays",
-    "check_arrays",
-    "graph_tensors",
-]
-
 INPUT: Final = "x"
 OUTPUT: Final = "y"
 QUERIES: Final = "queries"

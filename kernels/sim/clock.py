@@ -18,16 +18,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from heterollm.kernels.sim.game import Game, GpuLoad
 
-__all__ = [
-    "ClockCosts",
-    "MemoryRates",
-    "SimulatedClock",
-    "SimulatedJob",
-    "SimulatedProcessor",
-    "SimulatedSpan",
-    "SimulatedTotals",
-]
-
 SimulatedProcessor: TypeAlias = Literal["host", "gpu", "npu", "game"]
 
 MemoryRates: TypeAlias = Callable[[float, float, bool, bool], tuple[float, float]]

@@ -18,8 +18,6 @@ from heterollm.kernels.sim.soc.parameters import load_soc, soc_names
 from heterollm.kernels.sim.soc.quantities import SocParameters
 from heterollm.kernels.threads import ThreadSplit
 
-__all__ = ["clock_costs", "clock_of", "open_simulated", "simulated_devices", "soc_of"]
-
 
 def simulated_devices() -> list[DeviceStatus]:
     """Return the status of the SoCs that can be simulated by name."""

@@ -12,8 +12,6 @@ from typing import Final
 
 from heterollm.base import OptionError
 
-__all__ = ["Game", "GpuLoad"]
-
 GOLDEN: Final = (5**0.5 - 1) / 2
 """The fractional parts of its multiples spread evenly over [0, 1)."""
 

@@ -8,8 +8,6 @@ from heterollm.kernels.gpu import SharedArray
 from heterollm.kernels.sim.clock import SimulatedClock
 from heterollm.kernels.sim.soc.quantities import HandOverParameters
 
-__all__ = ["MappedArray"]
-
 
 class MappedArray(SharedArray):
     """Memory that host and GPU share by maps, which clean the caches of the mapped bytes.

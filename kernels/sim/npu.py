@@ -38,8 +38,6 @@ from heterollm.kernels.sim.soc.npu_model import NpuWork, ScoresWork, npu_time, s
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["AS_INTEGERS", "SimulatedNpu", "npu_work"]
-
 FLOAT_FORMS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 
 AS_INTEGERS: Final = " as integers"

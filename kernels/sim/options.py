@@ -9,8 +9,6 @@ from typing import Final
 from heterollm.base import OptionError
 from heterollm.kernels.sim.game import GpuLoad
 
-__all__ = ["SIMULATED", "Simulation", "is_simulated", "name_in_words"]
-
 SIMULATED: Final = "sim:"
 """Prefix of the names of simulated devices."""
 

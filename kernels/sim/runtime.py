@@ -37,8 +37,6 @@ from heterollm.kernels.sim.memory import MappedArray
 from heterollm.kernels.sim.soc.gpu_model import GpuTime, gpu_time
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["SimulatedEvent", "SimulatedLaunch", "SimulatedRuntime"]
-
 COMPLETE: Final = 0
 RUNNING: Final = 1
 """OpenCL's CL_COMPLETE and CL_RUNNING."""

@@ -13,8 +13,6 @@ import numpy as np
 
 from heterollm.kernels.gpu import SOURCES, GpuRuntime, GpuWork, Launch, SharedArray
 
-__all__ = ["Gate", "LateWriter", "StaleArray"]
-
 PROBE_TURNS: Final = 100_000
 PROBES: Final = 8
 TURN_FLOPS: Final = 1000

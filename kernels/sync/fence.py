@@ -45,17 +45,6 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.sync.litmus import stale_memory
 
-__all__ = [
-    "STRATEGIES",
-    "Fence",
-    "Strategy",
-    "WaitLimits",
-    "prepare_fence",
-    "refused_strategies",
-    "resynchronise",
-    "strategies_for",
-]
-
 SLOW_POLL_FRACTION: Final = 0.01
 """Sleep between polls after the spin budget, as a fraction of the time waited so far."""
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from heterollm.base import DeviceError, KernelError
 from heterollm.kernels.gpu import SOURCES, FlagWord, GpuRuntime, SharedArray, is_complete
 
-__all__ = ["LITMUS_QUICK_ROUNDS", "LITMUS_ROUNDS", "Litmus", "flag_litmus", "stale_memory"]
-
 LITMUS_ROUNDS: Final = 100_000
 """Rounds of ``doctor``: some seconds."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from heterollm.base import KernelError
 from heterollm.kernels.gpu import GpuRuntime, SharedArray
 
-__all__ = ["Pool"]
-
 
 class Pool:
     """Named, fixed slots of shared memory.

@@ -31,8 +31,6 @@ from heterollm.profiler.measure.sampling import MOST_SAMPLES, take_samples
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import BandwidthKey, ContentionBound, ContentionKey, Processor, Record
 
-__all__ = ["SharedLoad", "bandwidth_tasks"]
-
 STAGE: Final = "Bandwidth and contention"
 
 NPU_READ_BYTES: Final = 384 * MIB

@@ -15,8 +15,6 @@ from heterollm.kernels.device import Device
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import GraphKey, Record
 
-__all__ = ["BuildPace", "build_prior_s"]
-
 QNN_GRAPH_S: Final = 0.03
 QNN_WEIGHT_S: Final = 3e-8
 HOST_GRAPH_S: Final = 0.01

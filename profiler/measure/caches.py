@@ -13,14 +13,6 @@ import numpy as np
 from heterollm.base import MIB
 from heterollm.kernels.gpu import GpuLinear, GpuRuntime, Launch
 
-__all__ = [
-    "COLD_TOKENS",
-    "HostReader",
-    "eviction_bytes",
-    "reading_bytes",
-    "reading_launch",
-]
-
 LEAST_EVICTION_BYTES: Final = 64 * MIB
 MOST_EVICTION_BYTES: Final = 512 * MIB
 """Virtual machines report the cache of the whole processor, of which they have a share."""

@@ -31,8 +31,6 @@ from heterollm.profiler.records import (
 )
 from heterollm.profiler.work import WorkPoint
 
-__all__ = ["SLOWDOWN", "ReferenceOperators", "correct_drift", "with_reference"]
-
 REFERENCE: Final = "reference_us"
 """Name of the value of a record with the time of the reference operator around its measurement."""
 

@@ -49,8 +49,6 @@ from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import ExpertsKey, Record
 from heterollm.profiler.work import FFN_ACTIVATION
 
-__all__ = ["MOST_WEIGHT_BYTES", "expert_tasks"]
-
 STAGE: Final = "Experts"
 
 MOST_WEIGHT_BYTES: Final = "most_weight_bytes"

@@ -20,8 +20,6 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.profiler.measure.caches import eviction_bytes, reading_launch
 
-__all__ = ["GpuTimer", "gpu_timer"]
-
 PRIMER_BYTES: Final = 1 << 20
 """Size of the read that keeps the queue busy for longer than the host takes to enqueue a kernel."""
 

@@ -20,19 +20,6 @@ from heterollm.profiler.measure.sparse_cases import ESSENTIAL_SIZES, sparse_size
 from heterollm.profiler.records import LayerKey
 from heterollm.profiler.work import HEAD_TOKENS
 
-__all__ = [
-    "ATTENTION_POSITIONS",
-    "CODES_OF_8_BITS",
-    "CODES_OF_16_BITS",
-    "OPERATORS",
-    "SUMS",
-    "GlueCase",
-    "GlueOperator",
-    "cache_positions",
-    "layer_cases",
-    "layer_key",
-]
-
 GlueOperator: TypeAlias = Literal[
     "embedding",
     "rms_norm",

@@ -53,8 +53,6 @@ from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, taken
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import Key, Record
 
-__all__ = ["SUBMISSIONS", "layer_tasks"]
-
 TABLE_ROWS: Final = 4096
 """Rows of the embedding: the time of a look-up does not depend on their number."""
 

@@ -47,8 +47,6 @@ from heterollm.profiler.measure.timing import Timer
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Processor, Record
 from heterollm.profiler.work import FFN_ACTIVATION, SkippedPoints, Tier, WorkPoint, enumerate_points
 
-__all__ = ["LinearBench", "code_of", "linear_tasks", "npu_run_s"]
-
 EMULATED_RUNS: Final = 3
 """Emulated runs whose CPU time is measured; the smallest repeats."""
 

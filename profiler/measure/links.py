@@ -32,16 +32,6 @@ from heterollm.kernels.sync import LateWriter, prepare_fence, strategies_for
 from heterollm.profiler.measure.timing import collect_interleaved, measure_interleaved
 from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Record
 
-__all__ = [
-    "COPY_SIZES_BYTES",
-    "KERNELS_US",
-    "DeviceClock",
-    "copy_costs",
-    "fence_latencies",
-    "launch_costs",
-    "npu_return_costs",
-]
-
 KERNELS_US: Final = (100, 300, 1000, 5000)
 """Durations of the awaited kernels: one-token linears, small and large prefill operators."""
 

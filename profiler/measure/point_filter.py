@@ -10,8 +10,6 @@ from msgspec.structs import replace
 from heterollm.profiler.records import Key, LinearKey, LinearPoint, Processor, Record
 from heterollm.profiler.work import SkipReason, WorkPoint
 
-__all__ = ["PointFilter"]
-
 POOR_FACTOR: Final = 2.0
 POOR_LENGTHS: Final = 2
 HOPELESS_FACTOR: Final = 20.0

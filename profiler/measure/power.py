@@ -18,8 +18,6 @@ from heterollm.profiler.measure.bandwidth import SharedLoad
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import PowerKey, Record
 
-__all__ = ["BatteryGauge", "PowerSource", "RaplCounter", "power_sources", "power_tasks"]
-
 STAGE: Final = "Power"
 POWERCAP: Final = Path("/sys/class/powercap")
 POWER_SUPPLY: Final = Path("/sys/class/power_supply")

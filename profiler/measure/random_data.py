@@ -15,8 +15,6 @@ from heterollm.kernels.formats import RANDOM_FLOATS, LinearWeight, random_weight
 from heterollm.kernels.gpu import GpuRuntime, SharedArray
 from heterollm.kernels.ops import OpSpec, WeightFormat
 
-__all__ = ["fill_random", "fill_shared", "members_for", "random_members", "weight_for"]
-
 
 def members_for(runtime: GpuRuntime, spec: OpSpec) -> list[LinearWeight]:
     """Return :func:`random_members`, or shapes alone where the device computes nothing."""

@@ -14,15 +14,6 @@ from typing import Final
 from heterollm.base import HeteroLLMError, ProfileError
 from heterollm.profiler.records import Key, Record
 
-__all__ = [
-    "LEAST_SAMPLES",
-    "MOST_SAMPLES",
-    "NOTHING_COMPUTED_S",
-    "SLOW_US",
-    "take_samples",
-    "taken",
-]
-
 NOTHING_COMPUTED_S: Final = 0.001
 """About how long a measurement takes where times are modelled and nothing is computed."""
 

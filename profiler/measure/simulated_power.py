@@ -17,8 +17,6 @@ from heterollm.kernels.sim import (
     soc_of,
 )
 
-__all__ = ["SimulatedMeter", "simulated_meters", "usage_between"]
-
 VIRTUAL_S: Final = 0.05
 """Modelled power does not vary: a short stretch says as much as a long one."""
 

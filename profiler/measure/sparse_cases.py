@@ -10,16 +10,6 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure.linears import code_of
 from heterollm.profiler.records import SparseKey, SparseOperator
 
-__all__ = [
-    "ESSENTIAL_SIZES",
-    "FUSED_HEADS",
-    "SPARSE_KEEPS",
-    "SparseOperatorCase",
-    "sparse_cases",
-    "sparse_key",
-    "sparse_sizes",
-]
-
 FUSED_HEADS: Final = (1, 2, 4)
 """Key heads that one graph estimates (shadowAttn, section 3.4)."""
 

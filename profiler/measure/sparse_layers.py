@@ -49,8 +49,6 @@ from heterollm.profiler.measure.sparse_cases import (
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import Record, SparseKey
 
-__all__ = ["sparse_tasks"]
-
 STAGE: Final = "Sparse attention"
 USUAL_RUNS: Final = 8
 OVERHEAD_S: Final = 0.02

@@ -25,8 +25,6 @@ from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, taken
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import LinearPoint, Record, SweepKey
 
-__all__ = ["sweep_tasks"]
-
 STAGE: Final = "Stages, order and k"
 TOKENS: Final = (1, 4, 8, 16, 24, 31, 32, 33, 48, 63, 64, 65, 80, 96, 97, 112, 128)
 ORDERS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from heterollm.profiler.records import Key, Record
 
-__all__ = ["Task"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:

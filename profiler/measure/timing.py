@@ -13,8 +13,6 @@ from typing import TypeAlias, TypeVar
 
 from heterollm.base import OptionError
 
-__all__ = ["Measurement", "Timer", "collect_interleaved", "measure_interleaved"]
-
 Timer: TypeAlias = Callable[[], int]
 """Returns nanoseconds from any fixed moment."""
 

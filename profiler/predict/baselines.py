@@ -11,8 +11,6 @@ from msgspec import Struct
 from heterollm.base import PositiveNumber
 from heterollm.profiler.records import LinearPoint
 
-__all__ = ["ConstantRate"]
-
 
 class ConstantRate(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="constant_rate"):
     """Multiply-adds at one rate, as the paper predicts GPU times (HeteroLLM, section 4.3).

@@ -18,19 +18,6 @@ from numpy.typing import NDArray
 
 from heterollm.profiler.predict.features import stage
 
-__all__ = [
-    "at_tokens",
-    "between",
-    "check_rising",
-    "common_floor",
-    "digits",
-    "isotonic",
-    "isotonic_median",
-    "nonnegative_fit",
-    "rising",
-    "within_stages",
-]
-
 DIGITS: Final = 6
 REWEIGHTINGS: Final = 6
 SMALLEST_RESIDUAL: Final = 0.01

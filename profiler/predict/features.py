@@ -11,8 +11,6 @@ from typing import Final
 from heterollm.base import round_up
 from heterollm.profiler.records import LinearPoint
 
-__all__ = ["ARRAY", "FEATURES", "RISING", "features", "stage", "step_end", "work"]
-
 ARRAY: Final = 32
 """Width of the matrix unit."""
 

@@ -19,16 +19,6 @@ from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import Score
 from heterollm.profiler.records import LayerKey, LinearPoint, Processor, SparseKey
 
-__all__ = [
-    "PredictorFile",
-    "StoredLayers",
-    "StoredProcessor",
-    "StoredSparse",
-    "predictions",
-    "read_file",
-    "times_of",
-]
-
 SCHEMA_VERSION: Final = 3
 
 AnyModel: TypeAlias = Tree | StageLinear | Interpolation | Roofline | ConstantRate

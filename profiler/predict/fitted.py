@@ -13,8 +13,6 @@ from heterollm.base import load_or_make, own_folder
 from heterollm.profiler.predict.predictor import Predictor
 from heterollm.profiler.records import Profile, record_line
 
-__all__ = ["fitted_predictor", "profile_digest"]
-
 PREDICTOR_VERSION: Final = 7
 """Raise when a fit of the same profile gives another predictor: kept ones are then fitted again."""
 

@@ -22,8 +22,6 @@ from heterollm.profiler.predict.curves import (
 from heterollm.profiler.predict.features import work
 from heterollm.profiler.records import LinearPoint
 
-__all__ = ["Interpolation", "TokenCurve"]
-
 
 class TokenCurve(Struct, frozen=True, forbid_unknown_fields=True):
     """The times of one weight shape.

@@ -29,8 +29,6 @@ from heterollm.profiler.predict.features import ARRAY, stage
 from heterollm.profiler.predict.time_model import Kind, Prediction, TimeModel, with_interval
 from heterollm.profiler.records import LinearPoint
 
-__all__ = ["LINE", "Neighbours"]
-
 LINE: Final = "line"
 """Source of times between two measured widths."""
 

@@ -20,8 +20,6 @@ from heterollm.profiler.predict.time_model import Prediction, measured_time, nea
 from heterollm.profiler.predict.validation import HIGH, LOW, percentile
 from heterollm.profiler.records import LayerKey, Record, SparseKey
 
-__all__ = ["LayerPredictor", "OperatorModel"]
-
 K = TypeVar("K", LayerKey, SparseKey)
 
 

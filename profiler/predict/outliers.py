@@ -24,8 +24,6 @@ from heterollm.profiler.predict.features import ARRAY
 from heterollm.profiler.predict.time_model import Kind
 from heterollm.profiler.records import ExpertsKey, Key, LayerKey, LinearKey, Profile, Record, SparseKey
 
-__all__ = ["AGAIN_FACTOR", "checked", "far_off", "mark", "series_of"]
-
 LEAST_FACTOR: Final = 4.0
 """Factor beyond the rules from which on a point is far off, in a profile without noise. Rows that spill from
 one length on, of one group alone, take 3.5 times as long on a Hexagon."""

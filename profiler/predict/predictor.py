@@ -40,8 +40,6 @@ from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.predict.validation import Score, score
 from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Processor, Profile, Record, SparseKey
 
-__all__ = ["BASELINE", "CANDIDATES", "Predictor", "ProcessorPredictor"]
-
 FIX: Final = "Run `heterollm profile`."
 
 CANDIDATES: Final[Mapping[Processor, tuple[type[ShapeModel], ...]]] = {

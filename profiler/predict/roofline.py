@@ -17,8 +17,6 @@ from heterollm.base import Amount, Positive, PositiveNumber
 from heterollm.profiler.predict.curves import check_rising, common_floor, isotonic
 from heterollm.profiler.records import LinearPoint
 
-__all__ = ["Roofline"]
-
 
 class Roofline(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="roofline"):
     """Bandwidth, and the time per weight at each measured number of tokens.

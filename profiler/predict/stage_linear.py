@@ -29,8 +29,6 @@ from heterollm.profiler.predict.curves import (
 from heterollm.profiler.predict.features import stage, step_end
 from heterollm.profiler.records import LinearPoint
 
-__all__ = ["StageLinear"]
-
 TERMS: Final = 4
 SHAPES_FOR_ALL_TERMS: Final = 6
 SHAPES_FOR_A_FLOOR: Final = 3

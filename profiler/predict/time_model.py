@@ -19,18 +19,6 @@ from heterollm.base import Amount, ProfileError
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.records import LinearPoint, Record
 
-__all__ = [
-    "Hull",
-    "Kind",
-    "Prediction",
-    "ShapeModel",
-    "TimeModel",
-    "measured_time",
-    "near",
-    "undisturbed",
-    "with_interval",
-]
-
 KNOWN_FACTOR: Final = 2.0
 """A shape counts as known up to this factor beyond the measured tokens, rows and columns."""
 

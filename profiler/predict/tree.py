@@ -21,8 +21,6 @@ from heterollm.profiler.predict.curves import common_floor, digits
 from heterollm.profiler.predict.features import FEATURES, RISING, features, work
 from heterollm.profiler.records import LinearPoint
 
-__all__ = ["Tree"]
-
 Place = Annotated[int, Meta(ge=-1)]
 
 

@@ -20,8 +20,6 @@ from heterollm.profiler.predict.neighbours import Neighbours
 from heterollm.profiler.predict.time_model import ShapeModel, TimeModel
 from heterollm.profiler.records import LinearPoint, Processor
 
-__all__ = ["PointTimes", "Score", "choices", "held_out_predictions", "percentile", "score"]
-
 PointTimes: TypeAlias = Mapping[LinearPoint, float]
 """Microseconds, or another cost, of shards on one processor."""
 

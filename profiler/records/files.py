@@ -12,15 +12,6 @@ from typing import Final
 from heterollm.base import CacheError, OptionError, ProfileError, atomic_path
 from heterollm.profiler.records.profile import Profile, profile_path, stored_profiles
 
-__all__ = [
-    "Imported",
-    "StoredProfile",
-    "export_profile",
-    "find_profile",
-    "import_profile",
-    "list_profiles",
-]
-
 DEVICE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(:[a-z0-9][a-z0-9_.-]*)?")
 """A device names its file, so that a foreign profile must not name a path."""
 

@@ -35,8 +35,6 @@ from heterollm.kernels.sim import name_in_words
 from heterollm.profiler.records.record_json import KIND_NAMES, RecordLine, record_line
 from heterollm.profiler.records.records import KINDS, Key, LinearKey, LinearPoint, Processor, Record
 
-__all__ = ["DEMO", "SCHEMA_VERSION", "Profile", "profile_path", "stored_profiles"]
-
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 2

@@ -23,8 +23,6 @@ from heterollm.profiler.records.records import (
     SweepKey,
 )
 
-__all__ = ["KIND_NAMES", "RecordLine", "record_line"]
-
 KIND_NAMES: Final[dict[type[Key], str]] = {kind: name for name, kind in KINDS.items()}
 MAX_TEXT: Final = 4000
 LARGEST_CODE_BITS: Final = 8

@@ -18,30 +18,6 @@ from msgspec import Meta, Struct
 from heterollm.base import Count, Positive
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
 
-__all__ = [
-    "KINDS",
-    "BandwidthKey",
-    "ContentionBound",
-    "ContentionKey",
-    "CopyKey",
-    "DriftKey",
-    "ExpertsKey",
-    "ExpertsOperator",
-    "FenceKey",
-    "GraphKey",
-    "Key",
-    "LaunchKey",
-    "LayerKey",
-    "LinearKey",
-    "LinearPoint",
-    "PowerKey",
-    "Processor",
-    "Record",
-    "SparseKey",
-    "SparseOperator",
-    "SweepKey",
-]
-
 Processor = Literal["gpu", "npu"]
 FIELD_NAMES: Final = {"processor": "part"}
 """Fields that have another name in files."""

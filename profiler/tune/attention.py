@@ -33,8 +33,6 @@ from heterollm.kernels.gpu import (
 from heterollm.profiler.measure import Timer, measure_interleaved
 from heterollm.profiler.tune.search import DUEL_REPEATS, MARGIN_FRACTION, is_faster
 
-__all__ = ["tune_attention"]
-
 CONTEXT: Final = 1024
 TOKENS: Final = (1, 128)
 """Tokens of the two classes, the last of the context."""

@@ -17,8 +17,6 @@ from heterollm.base import OptionError
 from heterollm.kernels.gpu import BuildError, KernelParameters, differences, with_numbers
 from heterollm.profiler.measure import Measurement, Timer, measure_interleaved
 
-__all__ = ["DUEL_REPEATS", "MARGIN_FRACTION", "SearchResult", "Trial", "is_faster", "search"]
-
 Trial: TypeAlias = Callable[[KernelParameters], Callable[[], object]]
 """Builds and checks parameters and returns the call to time; raises BuildError where they fail."""
 

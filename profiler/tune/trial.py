@@ -26,8 +26,6 @@ from heterollm.kernels.gpu import (
     Variant,
 )
 
-__all__ = ["Checker", "TuningJob", "TuningWorkload"]
-
 CHECK_ROWS: Final = (77, 200)
 CHECK_KEPT: Final = ((64, 77), (0, 130))
 """Row ranges that neither start nor end at multiples of the kernels' row step."""

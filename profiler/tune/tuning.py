@@ -32,15 +32,6 @@ from heterollm.profiler.measure import Timer
 from heterollm.profiler.tune.search import MARGIN_FRACTION, SearchResult, search
 from heterollm.profiler.tune.trial import COPIES_BYTES, Checker, TuningJob, TuningWorkload
 
-__all__ = [
-    "DEFAULT_BUDGET_S",
-    "QUICK_BUDGET_S",
-    "TuningOutcome",
-    "TuningReport",
-    "default_jobs",
-    "tune",
-]
-
 DEFAULT_BUDGET_S: Final = 40.0
 QUICK_BUDGET_S: Final = 10.0
 

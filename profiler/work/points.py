@@ -27,20 +27,6 @@ from heterollm.model import ModelShape
 from heterollm.profiler.records import LinearPoint, Processor
 from heterollm.profiler.work.workload import HEAD_TOKENS, ffn_alignment, rest_rows, split_rows
 
-__all__ = [
-    "FFN_ACTIVATION",
-    "FFN_FRACTIONS",
-    "GPU_TOKENS",
-    "NPU_FIRST_LENGTHS",
-    "NPU_FRACTIONS",
-    "SPLIT_TOKENS",
-    "SkipReason",
-    "SkippedPoints",
-    "Tier",
-    "WorkPoint",
-    "enumerate_points",
-]
-
 Tier: TypeAlias = Literal[0, 1, 2]
 """0: without it no plan can be made. 1: measured by default. 2: the full grid."""
 

@@ -8,8 +8,6 @@ from typing import Final
 
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["HEAD_TOKENS", "ffn_alignment", "rest_rows", "split_rows"]
-
 HEAD_TOKENS: Final = 32
 """Most positions that the head computes at a time; more than one only where all logits are asked for."""
 

@@ -14,8 +14,6 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import FoundFields, Ids
 from heterollm.benchmarks.work import Work
 
-__all__ = ["ForeignEngine", "SteppedEngine"]
-
 UNKNOWN: Final = ("gpu_share", "padded_tokens", "predicted_ms", "ceilings")
 REASON: Final = "Another engine; the profile is of heterollm's parts."
 

@@ -18,8 +18,6 @@ from heterollm.base import UnsupportedModelError, atomic_path, locked
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, take_rows
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 
-__all__ = ["ggml_blocks", "write_gguf"]
-
 BLOCK: Final = 32
 """Weights that share a scale."""
 

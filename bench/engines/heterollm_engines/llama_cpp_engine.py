@@ -25,8 +25,6 @@ from heterollm.model import ModelConfig, op_specs
 from heterollm_engines.common import SteppedEngine
 from heterollm_engines.gguf_file import write_gguf
 
-__all__ = ["LlamaCppEngine", "gguf_path"]
-
 CHUNK: Final = 512
 """Tokens that llama.cpp computes at a time by default (``n_ubatch``)."""
 

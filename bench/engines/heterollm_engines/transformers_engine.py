@@ -15,8 +15,6 @@ from heterollm.benchmarks.work import Work, work_of
 from heterollm.model import Checkpoint, ModelConfig, load_weights
 from heterollm_engines.common import ForeignEngine
 
-__all__ = ["TransformersEngine"]
-
 
 class TransformersEngine(ForeignEngine):
     """A model of transformers with quantised weights written out in float32.

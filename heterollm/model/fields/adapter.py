@@ -6,8 +6,6 @@ from typing import Final
 
 from heterollm.model.fields.table import FieldTable, rows
 
-__all__ = ["ADAPTER_FIELDS"]
-
 LORA: Final = "PEFT, LoraConfig"
 BASE: Final = "PEFT, PeftConfig"
 HISTORY: Final = "the file's history"

@@ -8,8 +8,6 @@ from typing import Final
 from heterollm.model.fields.generation import GENERATION_FIELDS
 from heterollm.model.fields.table import Field, FieldTable, rows
 
-__all__ = ["CONFIG_FIELDS", "DECODER_TYPES"]
-
 PRETRAINED: Final = "transformers, PreTrainedConfig"
 CLASS: Final = "transformers, configuration class of the model type"
 OLDER: Final = "older PreTrainedConfig; transformers 5 ignores it"

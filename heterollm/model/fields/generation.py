@@ -6,8 +6,6 @@ from typing import Final
 
 from heterollm.model.fields.table import FieldTable, rows
 
-__all__ = ["GENERATION_FIELDS"]
-
 SOURCE: Final = "transformers, GenerationConfig"
 BEAMS: Final = "beam search, which num_beams asks for"
 GUESSES: Final = "speculation of transformers, which keeps the answers; here `--speculative`"

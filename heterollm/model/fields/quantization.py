@@ -8,8 +8,6 @@ from typing import Final
 
 from heterollm.model.fields.table import FieldTable, rows
 
-__all__ = ["FOREIGN_METHODS", "QUANTIZATION_FIELDS"]
-
 GPTQ: Final = "transformers, GPTQConfig; GPTQModel, QuantizeConfig; AutoGPTQ, BaseQuantizeConfig"
 AWQ: Final = "transformers, AwqConfig; AutoAWQ, AwqConfig"
 COMPRESSED: Final = "compressed-tensors, QuantizationConfig; transformers, CompressedTensorsConfig"

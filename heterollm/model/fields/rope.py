@@ -6,8 +6,6 @@ from typing import Final
 
 from heterollm.model.fields.table import FieldTable, rows
 
-__all__ = ["ROPE_FIELDS"]
-
 ROPE: Final = "transformers, modeling_rope_utils"
 
 ROPE_FIELDS: Final = FieldTable(

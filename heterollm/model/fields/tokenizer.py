@@ -6,13 +6,6 @@ from typing import Final
 
 from heterollm.model.fields.table import FieldTable, rows
 
-__all__ = [
-    "ADDED_TOKENS_FIELDS",
-    "SPECIAL_TOKENS_FIELDS",
-    "TOKENIZER_CONFIG_FIELDS",
-    "TOKENIZER_FIELDS",
-]
-
 BASE: Final = "transformers, PreTrainedTokenizerBase"
 FAST: Final = "transformers, PreTrainedTokenizerFast"
 OLDER: Final = "older tokenizers of transformers; the library tokenizers ignores it"

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
 
-__all__ = ["STORED_VERSION", "AffineBlocks", "canonical"]
-
 STORED_VERSION: Final = 2
 """Part of the cache key of stored weights; raise it when equal files would give other codes or scales."""
 

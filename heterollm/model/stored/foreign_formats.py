@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 
-__all__ = ["foreign_format", "refuse_foreign_weights"]
-
 
 class ForeignFormat(NamedTuple):
     """A format by the marks of its files.

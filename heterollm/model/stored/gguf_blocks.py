@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from heterollm.model.stored.affine_blocks import AffineBlocks
 
-__all__ = ["BLOCK_TYPES", "OTHER_TYPES", "BlockType", "block_type"]
-
 Bytes = NDArray[np.uint8]
 Parts = tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32] | None]
 

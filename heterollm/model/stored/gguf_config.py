@@ -19,17 +19,6 @@ from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.model.stored.gguf_names import GROUPS, LAYER_TENSOR, LONE_EXPERT
 from heterollm.model.stored.gguf_rope import rope_scaling
 
-__all__ = [
-    "GEMMA",
-    "MIXTURES",
-    "Architecture",
-    "architecture_of",
-    "check_metadata",
-    "gguf_config",
-    "gguf_generation",
-    "smallest_format",
-]
-
 
 class Architecture(NamedTuple):
     """A value of ``general.architecture``.

@@ -22,8 +22,6 @@ from heterollm.base import CheckpointError, UnsupportedModelError, round_up
 from heterollm.model.stored.foreign_formats import foreign_format
 from heterollm.model.stored.gguf_blocks import BLOCK_TYPES, OTHER_TYPES
 
-__all__ = ["GgufEntry", "GgufFile", "is_gguf"]
-
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 VERSIONS_BIG_ENDIAN: Final = (0x0100, 0x0200, 0x0300)

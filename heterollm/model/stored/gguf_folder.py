@@ -17,8 +17,6 @@ from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.model.stored.gguf_model import GgufTensors
 from heterollm.model.stored.gguf_tokenizer import gguf_tokenizer
 
-__all__ = ["GGUF_FOLDERS", "gguf_folder", "open_gguf"]
-
 GGUF_FOLDERS: Final = "gguf"
 """Subfolder of the cache."""
 

@@ -27,8 +27,6 @@ from heterollm.model.stored.gguf_names import (
 )
 from heterollm.model.stored.gguf_rope import ROPE_TENSORS
 
-__all__ = ["GgufTensors"]
-
 
 class GgufTensors:
     """The tensors of a GGUF file by their Hugging Face names.

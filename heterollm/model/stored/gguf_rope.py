@@ -8,8 +8,6 @@ from typing import Any, Final
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.model.stored.gguf_file import GgufFile
 
-__all__ = ["ROPE_TENSORS", "rope_scaling"]
-
 FREQUENCIES: Final = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS: Final = (FREQUENCIES, LONG, SHORT)

@@ -26,8 +26,6 @@ from heterollm.model.stored.gguf_tokens import (
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["GgufTokenizer", "gguf_tokenizer"]
-
 SPACE: Final = "\u2581"
 ENDS: Final = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Metadata with the ids of tokens that end an answer."""

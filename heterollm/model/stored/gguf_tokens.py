@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["NORMAL", "SPECIAL", "USER_DEFINED", "end_texts", "stripping", "token_kinds"]
-
 NORMAL: Final = 1
 UNKNOWN: Final = 2
 CONTROL: Final = 3

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from heterollm.base import CheckpointError
 from heterollm.model.stored.affine_blocks import AffineBlocks
 
-__all__ = ["PackedLinears", "PackedTensor"]
-
 AWQ_COLUMNS: Final = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 """Column of each nibble of a word, the lowest first."""
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from heterollm.model.stored.affine_blocks import AffineBlocks
 
-__all__ = ["StoredTensors"]
-
 
 class StoredTensors(Protocol):
     """Tensors by their Hugging Face names; ``rows`` are ranges ``[start, stop)`` of a tensor's matrix."""

@@ -10,8 +10,6 @@ import functools
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["WITHOUT_HEADER", "builtin_declarations"]
-
 WITHOUT_HEADER: Final = "-D_OPENCL_H_"
 
 WIDTHS: Final = ("", "2", "3", "4", "8", "16")

@@ -24,8 +24,6 @@ from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.sources import read_sources
 
-__all__ = ["MergedLaunch", "merge_launches"]
-
 logger = logging.getLogger(__name__)
 
 # As in merged_end.h.

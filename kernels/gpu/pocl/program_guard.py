@@ -30,8 +30,6 @@ from heterollm.base import (
     see,
 )
 
-__all__ = ["guard_programs", "programs_are_sound"]
-
 logger = logging.getLogger(__name__)
 
 ROOM_BYTES: Final = 32 << 20

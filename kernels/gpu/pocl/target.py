@@ -20,8 +20,6 @@ from typing import Final
 
 from heterollm.base import DeviceError
 
-__all__ = ["TARGET_VARIABLE", "chosen_target", "mend_target", "target_for", "target_for_this_machine"]
-
 logger = logging.getLogger(__name__)
 
 TARGET_VARIABLE: Final = "HETEROLLM_POCL_TARGET"

@@ -16,8 +16,6 @@ from typing import Final, Literal
 from heterollm.kernels.gpu import GpuWork
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["GpuBound", "GpuTime", "gpu_time", "linear_work"]
-
 GpuBound = Literal["memory", "arithmetic", "prepare"]
 
 FLOAT_BYTES: Final = 2

@@ -14,8 +14,6 @@ from heterollm.kernels.sim.soc.gpu_model import GpuTime
 from heterollm.kernels.sim.soc.npu_model import NpuTime
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["granted_gbps", "shared_rates", "together_us"]
-
 
 def granted_gbps(soc: SocParameters, gpu_demand_gbps: float, npu_demand_gbps: float) -> tuple[float, float]:
     """Return the bandwidth that each part gets: at most its demand, together at most the memory's limit.

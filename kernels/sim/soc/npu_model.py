@@ -21,8 +21,6 @@ from heterollm.base import OptionError
 from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
-__all__ = ["NpuBound", "NpuTime", "NpuWork", "ScoresWork", "npu_time", "scores_time"]
-
 NpuBound = Literal["fixed", "unpack", "memory", "array", "spill", "vector"]
 
 SLICE_FORMS: Final = frozenset(

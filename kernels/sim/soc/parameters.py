@@ -22,8 +22,6 @@ from heterollm.base import OptionError, decode, read_file
 from heterollm.kernels.sim.options import SIMULATED
 from heterollm.kernels.sim.soc.quantities import SocParameters, Source, quantities, soc_parameters, unit_of
 
-__all__ = ["TEMPLATE", "file_text", "load_soc", "parse_soc", "soc_file", "soc_names"]
-
 VERSION: Final = 1
 TEMPLATE: Final = "template"
 """Name of the file, beside those of the SoCs, that users copy."""

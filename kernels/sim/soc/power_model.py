@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from heterollm.base import OptionError
 from heterollm.kernels.sim.soc.quantities import PowerSplit, SocParameters
 
-__all__ = ["EnergyRange", "Usage", "build_us", "energy", "split_joules"]
-
 
 @dataclass(frozen=True, slots=True)
 class Usage:

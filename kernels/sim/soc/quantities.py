@@ -15,22 +15,6 @@ from msgspec import Meta, Struct
 
 from heterollm.base import OptionError, decode
 
-__all__ = [
-    "BuildParameters",
-    "CpuParameters",
-    "GpuParameters",
-    "HandOverParameters",
-    "MemoryParameters",
-    "NpuParameters",
-    "PowerParameters",
-    "PowerSplit",
-    "SocParameters",
-    "Source",
-    "quantities",
-    "soc_parameters",
-    "unit_of",
-]
-
 Source: TypeAlias = Literal["published", "fitted", "prior", "extrapolated", "user"]
 """Origin of a value: a paper or vendor; the fit script; an assumption; another SoC's value times a published
 ratio; the author of the file."""
