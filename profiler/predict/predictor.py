@@ -184,8 +184,8 @@ class Predictor:
         )
         return cls(
             {processor: ProcessorPredictor(fit, measured[processor]) for processor, fit in fitted.items()},
-            LayerPredictor.of(dict(profile.of_kind(LayerKey)), kept and kept.layers),
-            LayerPredictor.of(dict(profile.of_kind(SparseKey)), kept and kept.sparse),
+            LayerPredictor.of(dict(profile.of_kind(LayerKey)), kept.layers if kept else None),
+            LayerPredictor.of(dict(profile.of_kind(SparseKey)), kept.sparse if kept else None),
         )
 
     @property

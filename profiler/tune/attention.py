@@ -17,6 +17,7 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     AttentionClass,
     BuildError,
+    DeviceTuning,
     GpuGlue,
     GpuRuntime,
     HeadShape,
@@ -70,21 +71,24 @@ def tune_attention(
                 continue
             known = runtime.tuning.table.attention.get(kind)
             if known is None or not known.failure:
-                # A driver that takes the process down leaves this behind.
-                _keep(runtime, TunedAttention(kind, "simt", failure=LOST))
-                try:
-                    known = _compared(_Case(runtime, layers, shape, kind, tokens, out_dtype), kind, timer)
-                except BaseException:
-                    # Not its fault: an interruption, or no memory.
-                    runtime.tuning.change(lambda table, kind=kind: table.attention.pop(kind, None))
-                    raise
-                _keep(runtime, known)
+                case = _Case(runtime, layers, shape, kind, tokens, out_dtype)
+                known = _tuned(runtime.tuning, case, kind, timer)
             found[kind] = known
     return tuple(found.values())
 
 
-def _keep(runtime: GpuRuntime, chosen: TunedAttention) -> None:
-    runtime.tuning.change(lambda table: table.attention.update({chosen.shape: chosen}))
+def _tuned(tuning: DeviceTuning, case: _Case, kind: AttentionClass, timer: Timer) -> TunedAttention:
+    """Compare the styles and keep the result; a driver that takes the process down leaves a failure."""
+    lost = TunedAttention(kind, "simt", failure=LOST)
+    tuning.change(lambda table: table.attention.update({kind: lost}))
+    try:
+        chosen = _compared(case, kind, timer)
+    except BaseException:
+        # Not its fault: an interruption, or no memory.
+        tuning.change(lambda table: table.attention.pop(kind, None))
+        raise
+    tuning.change(lambda table: table.attention.update({kind: chosen}))
+    return chosen
 
 
 def _compared(case: _Case, kind: AttentionClass, timer: Timer) -> TunedAttention:
