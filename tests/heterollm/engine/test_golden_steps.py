@@ -38,6 +38,9 @@ FILE = Path(__file__).resolve().parents[2] / "golden" / "steps.json"
 ASKED = os.environ.get("HETEROLLM_GOLDEN", "")
 
 CHUNK, CONTEXT = 320, 1024
+BLOCK = 16
+"""Divides the inputs of all linears, so that gate, up and down have one format, and form an ffn."""
+
 STANDARD = (32, 64, 320)
 PASSES: tuple[tuple[Phase, int], ...] = (
     *(("prefill", tokens) for tokens in (1, 2, 16, 33, 300)),
@@ -106,7 +109,7 @@ def spec_line(spec: OpSpec) -> str:
 
 
 def model_lines(config: ModelConfig, precision: Precision) -> Iterator[str]:
-    specs = op_specs(config, precision, 64, True)
+    specs = op_specs(config, precision, BLOCK, True)
     yield from map(spec_line, (*specs, *ffn_specs(specs), *expert_specs(config, specs)))
 
 
@@ -119,7 +122,7 @@ def of_model(config: ModelConfig) -> dict[str, list[str]]:
 
 def of_plans(config: ModelConfig, kind: str, levels: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     precision = PLANS[kind][0]
-    specs = op_specs(config, precision, 64, True)
+    specs = op_specs(config, precision, BLOCK, True)
     weights = shape_only_weights(config, specs)
     for level in levels:
         device = open_device("sim:snapdragon-8gen3", simulation=Simulation(lengths=STANDARD, every_form=True))
