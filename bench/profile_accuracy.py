@@ -22,8 +22,9 @@ from typing import Final, get_args
 from baseline_models import ConstantRate, Interpolation
 from emulator_cycles import RESULTS, all_points, read_counts, settled
 
-from heterollm.profiler.predict import CANDIDATES, PointTimes, Score, held_out_predictions
+from heterollm.profiler.predict import CANDIDATES, Score, held_out_predictions
 from heterollm.profiler.predict.time_model import ShapeModel
+from heterollm.profiler.predict.validation import PointTimes
 from heterollm.profiler.records import LinearKey, LinearPoint, Processor, Profile
 from heterollm.profiler.records.profile import stored_profiles
 

@@ -10,7 +10,6 @@ from .predictor import fitted_predictor as fitted_predictor
 from .predictor import profile_digest as profile_digest
 from .time_model import Prediction as Prediction
 from .validation import HIGH as HIGH
-from .validation import PointTimes as PointTimes
 from .validation import Score as Score
 from .validation import held_out_predictions as held_out_predictions
 from .validation import percentile as percentile
