@@ -14,7 +14,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeVar, get_args
+from typing import Final, get_args
 
 import msgspec
 from msgspec import Struct
@@ -57,8 +57,6 @@ CANDIDATES: Final[Mapping[Processor, tuple[type[ShapeModel], ...]]] = {
 """Models of each processor; the first is the default where a profile is too small to compare them."""
 
 FEWEST_POINTS: Final = 2
-
-K = TypeVar("K", LayerKey, SparseKey)
 
 
 class ProcessorFit(Struct, frozen=True, forbid_unknown_fields=True):

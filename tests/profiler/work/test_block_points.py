@@ -28,7 +28,7 @@ from heterollm.model.known import ModelSize
 from heterollm.profiler import held_out, summarize
 from heterollm.profiler.comparison import describe
 from heterollm.profiler.measure import gpu_timer as timer_module
-from heterollm.profiler.measure import linear_tasks
+from heterollm.profiler.measure import linear_tasks, random_data
 from heterollm.profiler.measure import linears as linear_bench
 from heterollm.profiler.measure.point_filter import PointFilter
 from heterollm.profiler.predict import CANDIDATES, Predictor, held_out_predictions
@@ -218,7 +218,7 @@ def test_blocks_are_measured_under_the_keys_that_were_announced(device, precisio
             super().__post_init__()
             made.append(self)
 
-    monkeypatch.setattr(linear_bench, "FfnShard", Noted)
+    monkeypatch.setattr(random_data, "FfnShard", Noted)
     shape = TINY.shape("tiny", precision, float_bits=32)
     tasks, _ = linear_tasks(device, [shape], tier=0)
     blocks = [task for task in tasks if task.keys[0].point.is_ffn]
