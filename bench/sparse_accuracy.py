@@ -140,7 +140,7 @@ class Study:
             for at, layer in enumerate(layers)
         ]
         originals = [layer.forward for layer in layers]
-        heads, whole = np.zeros((len(layers), self._config.heads)), np.zeros(len(layers))
+        heads, whole = np.zeros((len(layers), self._config.attention.heads)), np.zeros(len(layers))
         for window in windows:
             ids = window[:IMPORTANCE_TOKENS]
             plain = _surprises(emulation.logits(ids, len(ids)), ids).mean()
@@ -148,7 +148,7 @@ class Study:
             for at, layer in enumerate(layers):
                 # Layers before it would give what they gave.
                 layers[at - 1].forward = _skipped if at else layers[at - 1].forward
-                for head in range(self._config.heads):
+                for head in range(self._config.attention.heads):
                     layer.forward = _replaced(originals[at], kept[at])
                     emulation.removed = (at, head)
                     heads[at, head] += _surprises(emulation.logits(ids, len(ids)), ids).mean() - plain

@@ -108,7 +108,7 @@ def bench(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
             structs.replace(dense.plan, chunk_length=min(options.chunk, dense.plan.chunk_length)),
         )
         for name in ESTIMATORS:
-            plan = sparse_plan(base, file, name, options.keep, dense.config.heads)
+            plan = sparse_plan(base, file, name, options.keep, dense.config.attention.heads)
             models[name] = stack.enter_context(LLM.load(model, plan=plan, calibration=file, **common))
         text = "\n".join(path.read_text("utf-8") for path in options.text)
         ids = dense.tokenizer.encode(text)

@@ -331,7 +331,7 @@ def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[O
 
 def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:
     """Return the memory that experts may take; None for all of them."""
-    if asked.experts_gib is None or config.routing is None:
+    if asked.experts_gib is None or config.mixture is None:
         return None
     # A late import, as that of the engine.
     from heterollm.engine import expert_budget

@@ -10,7 +10,7 @@ import numpy as np
 
 from heterollm.benchmarks.cases import Case
 from heterollm.kernels.gpu import position_bytes
-from heterollm.model import expert_specs
+from heterollm.model import AttentionBlock, expert_specs
 from heterollm.profiler.records import BandwidthKey, LinearKey, Processor
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def work_of(
         return spec.flops(1) / 2 * share * weight_itemsize
 
     head_bytes = size(head, 1)
-    cached = 2 * config.layers * config.kv_heads * position_bytes(config.head_dim, cache_dtype)
+    attention = config.blocks(AttentionBlock).values()
+    cached = sum(2 * own.kv_heads * position_bytes(own.head_dim, cache_dtype) for own in attention)
     read_bytes = flops = 0.0
     for tokens, position, logits in passes_of(case, chunk):
         layer_bytes = sum(size(spec, tokens) for spec in layers)
@@ -108,7 +109,7 @@ def work_of(
         flops += sum(spec.flops(tokens) for spec in layers) + (head.flops(1) if logits else 0.0)
         seen = tokens * position + tokens * (tokens + 1) / 2
         # Scores and the sum of values: two multiply-adds for each head, position and element.
-        flops += 4.0 * config.layers * config.heads * config.head_dim * seen
+        flops += sum(4.0 * own.heads * own.head_dim * seen for own in attention)
     return Work(read_bytes, flops)
 
 

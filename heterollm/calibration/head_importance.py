@@ -45,7 +45,7 @@ def measure_importance(
             continue
         weight = as_floats(weights.linear(layer, "o")[0])
         for head in range(len(one.importance), len(one.queries)):
-            importance = rise(_without(weight, head, weights.config.head_dim), [(layer, "o")])
+            importance = rise(_without(weight, head, weights.config.attention.head_dim), [(layer, "o")])
             one = structs.replace(one, importance=(*one.importance, importance))
             found[layer] = one
             yield tuple(found)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CalibrationError
 from heterollm.calibration.head_records import MASSES, HeadCalibration
-
-if TYPE_CHECKING:
-    from heterollm.model import ModelConfig
+from heterollm.model import AttentionBlock, ModelConfig
 
 Floats = NDArray[np.float32]
 
@@ -46,7 +44,7 @@ class HeadStatistics:
     @property
     def query_columns(self) -> int:
         """Elements of a token's queries."""
-        return self._config.heads * self._config.head_dim
+        return self._config.attention.heads * self._config.attention.head_dim
 
     def add_queries(self, layer: int, queries: Floats) -> None:
         """Add queries ``[m, heads * head_dim]`` of a layer."""
@@ -54,16 +52,15 @@ class HeadStatistics:
 
     def add_keys(self, keys: Floats) -> None:
         """Add keys ``[layers, kv_heads, m * head_dim]``, which end a window."""
-        config = self._config
         found = []
-        for layer in range(config.layers):
-            queries = self._queries.pop(layer).reshape(-1, config.heads, config.head_dim).swapaxes(0, 1)
-            own = keys[layer].reshape(config.kv_heads, -1, config.head_dim)
+        for layer, block in self._config.blocks(AttentionBlock).items():
+            queries = self._queries.pop(layer).reshape(-1, block.heads, block.head_dim).swapaxes(0, 1)
+            own = keys[layer].reshape(block.kv_heads, -1, block.head_dim)
             if not (np.isfinite(queries).all() and np.isfinite(own).all()):
                 raise CalibrationError(
                     f"Queries or keys of layer {layer} are not finite.", fix="The checkpoint is damaged."
                 )
-            found.append(self._of_window(layer, queries, own))
+            found.append(_of_window(layer, block, queries, own))
         if self._records:
             pairs = zip(self._records, found, strict=True)
             found = [_merged(old, new, self._windows) for old, new in pairs]
@@ -74,39 +71,40 @@ class HeadStatistics:
         """Return the statistics so far."""
         return tuple(self._records)
 
-    def _of_window(self, layer: int, queries: Floats, keys: Floats) -> HeadCalibration:
-        config = self._config
-        window, group = config.per_layer[layer].window, config.heads // config.kv_heads
-        scores, needed = [], []
-        for head, own in enumerate(queries):
-            largest = 0.0
-            for first in range(0, len(own), ROWS):
-                raw = own[first : first + ROWS] @ keys[head // group].T
-                largest = max(largest, float(np.abs(raw[_visible(first, len(raw), len(own), window)]).max()))
-            scores.append(largest)
-            needed.append(self._needed(own, keys[head // group], window))
-        largest_queries, largest_keys = (
-            tuple(np.abs(values).max(axis=(1, 2)).tolist()) for values in (queries, keys)
-        )
-        maxima = largest_queries, largest_keys, tuple(scores)
-        return HeadCalibration(layer, *maxima, *maxima, tuple(needed))
 
-    def _needed(self, queries: Floats, keys: Floats, window: int) -> tuple[float, ...]:
-        """Return the shares of the visible keys that hold each attention mass, as means over blocks."""
-        config, tokens = self._config, len(queries)
-        block = min(BLOCK, tokens)
-        ends = {max(block, tokens * eighth // 8) for eighth in SAMPLED_EIGHTHS}
-        shares = []
-        for end in sorted(ends):
-            scores = (queries[end - block : end] @ keys[:end].T).astype(np.float64) * config.attention_scale
-            if config.attention_soft_cap:
-                scores = config.attention_soft_cap * np.tanh(scores / config.attention_soft_cap)
-            scores[~_visible(end - block, block, end, window)] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            mass = np.sort((weights / weights.sum(axis=1, keepdims=True)).sum(axis=0))[::-1].cumsum()
-            counts = np.searchsorted(mass, np.array(MASSES) * mass[-1]) + 1
-            shares.append(np.minimum(1.0, counts / min(end, window or end)))
-        return tuple(np.mean(shares, axis=0).tolist())
+def _of_window(layer: int, block: AttentionBlock, queries: Floats, keys: Floats) -> HeadCalibration:
+    window, group = block.window, block.heads // block.kv_heads
+    scores, needed = [], []
+    for head, own in enumerate(queries):
+        largest = 0.0
+        for first in range(0, len(own), ROWS):
+            raw = own[first : first + ROWS] @ keys[head // group].T
+            largest = max(largest, float(np.abs(raw[_visible(first, len(raw), len(own), window)]).max()))
+        scores.append(largest)
+        needed.append(_needed(block, own, keys[head // group]))
+    largest_queries, largest_keys = (
+        tuple(np.abs(values).max(axis=(1, 2)).tolist()) for values in (queries, keys)
+    )
+    maxima = largest_queries, largest_keys, tuple(scores)
+    return HeadCalibration(layer, *maxima, *maxima, tuple(needed))
+
+
+def _needed(own: AttentionBlock, queries: Floats, keys: Floats) -> tuple[float, ...]:
+    """Return the shares of the visible keys that hold each attention mass, as means over blocks."""
+    window, tokens = own.window, len(queries)
+    block = min(BLOCK, tokens)
+    ends = {max(block, tokens * eighth // 8) for eighth in SAMPLED_EIGHTHS}
+    shares = []
+    for end in sorted(ends):
+        scores = (queries[end - block : end] @ keys[:end].T).astype(np.float64) * own.scale
+        if own.soft_cap:
+            scores = own.soft_cap * np.tanh(scores / own.soft_cap)
+        scores[~_visible(end - block, block, end, window)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        mass = np.sort((weights / weights.sum(axis=1, keepdims=True)).sum(axis=0))[::-1].cumsum()
+        counts = np.searchsorted(mass, np.array(MASSES) * mass[-1]) + 1
+        shares.append(np.minimum(1.0, counts / min(end, window or end)))
+    return tuple(np.mean(shares, axis=0).tolist())
 
 
 def _visible(first: int, rows: int, columns: int, window: int) -> NDArray[np.bool_]:

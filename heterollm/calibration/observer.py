@@ -186,8 +186,8 @@ class ActivationObserver:
             copied = np.empty(memory.size_bytes, np.uint8)
             self._engine.device.gpu.copy(copied, memory.buffer)
             parts.append(copied.view(self._engine.device.cache_dtype))
-        stored = np.concatenate(parts).reshape(config.layers, 2, config.kv_heads, -1)
-        return stored[:, 0, :, : tokens * config.head_dim].astype(np.float32)
+        stored = np.concatenate(parts).reshape(config.layers, 2, config.attention.kv_heads, -1)
+        return stored[:, 0, :, : tokens * config.attention.head_dim].astype(np.float32)
 
     def _call_of_rope(self, step: Step, layer: int) -> Call:
         target = step.writes[0].name

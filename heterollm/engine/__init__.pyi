@@ -1,7 +1,7 @@
+from .blocks.mixture import ExpertRows as ExpertRows
 from .expert_residency import ExpertBudget as ExpertBudget
 from .expert_residency import ExpertReads as ExpertReads
 from .expert_residency import expert_budget as expert_budget
-from .experts import ExpertRows as ExpertRows
 from .fit import fitting_need as fitting_need
 from .memory import MemoryNeed as MemoryNeed
 from .memory import available_bytes as available_bytes

@@ -18,7 +18,15 @@ from heterollm.engine.step import (
     operator_name,
 )
 from heterollm.engine.waits import PassFences
-from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, Launch, RoundedInputs, SharedArray
+from heterollm.kernels.gpu import (
+    DeviceMemory,
+    GpuRuntime,
+    KvLayer,
+    KvMemory,
+    Launch,
+    RoundedInputs,
+    SharedArray,
+)
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Fence
 from heterollm.solver import Placement
@@ -38,6 +46,9 @@ class PassBuilder:
         lane: The memory of the pass.
         names: The buffers of that memory and of the KV cache.
         runtime: The GPU.
+        bucket: Positions that the grids of a decode pass must cover; in prefill the border of
+            :func:`heterollm.engine.score_slots.key_borders` at or behind the last position.
+        cache: A session's KV cache to bind first; None for a head.
         after_every_operator: Whether to finish the queue after every operator.
         builds_graphs: Whether to build the NPU's graphs; steps without them are readable but cannot run.
 
@@ -56,12 +67,16 @@ class PassBuilder:
         names: Mapping[DeviceMemory, Buffer],
         runtime: GpuRuntime,
         *,
+        bucket: int = 0,
+        cache: KvMemory | None = None,
         after_every_operator: bool,
         builds_graphs: bool = True,
     ) -> None:
         self.builds_graphs = builds_graphs
         self.phase: Phase = phase
         self.tokens = tokens
+        self.bucket = bucket
+        self.cache = cache
         self.placements = placements
         self.steps: list[Step] = []
         self.merges = tokens == 1 and runtime.merges_launches and not after_every_operator
@@ -70,6 +85,11 @@ class PassBuilder:
         self.names = names
         self._runtime = runtime
         self._after_every_operator = after_every_operator
+
+    def layer_cache(self, layer: int) -> KvLayer:
+        """Return the keys and values of a layer."""
+        assert self.cache is not None  # a pass through layers
+        return self.cache.layer(layer)
 
     # -- GPU -----------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def fitting_need(
         longest=config.max_positions,
         head_rows=HEAD_ROWS,
         activation=config.activation,
-        heads=(config.heads, config.kv_heads),
+        heads=(config.attention.heads, config.attention.kv_heads),
     )
 
     def need(activation: np.dtype[Any], cache: np.dtype[Any]) -> MemoryNeed:

@@ -1,87 +1,59 @@
-"""Emits the glue operators between linears: embedding, norms, RoPE, attention, activation, logits."""
+"""Emits the operators around a layer's blocks: embedding, norms with what they add, logits."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.lanes import Lane
-from heterollm.engine.placed import PlacedOp, codes_of, segments_of
-from heterollm.engine.step import Buffer
+from heterollm.engine.placed import Delta, PlacedOp, codes_of, segments_of
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import (
-    ROUNDING,
-    GpuGlue,
-    GpuLinear,
-    HeadShape,
-    KvMemory,
-    Launch,
-    NpuCodes,
-    Rotation,
-    RoundedInputs,
-    Scores,
-    Segments,
-)
-from heterollm.kernels.ops import Group
-from heterollm.model import ModelConfig, Norm
-
-PARTIAL = Buffer("attention_partial")
-"""GPU memory for the results of attention over each part of the context, before they are joined."""
+from heterollm.kernels.gpu import DeviceMemory, GpuGlue, GpuLinear, NpuCodes, RoundedInputs, Segments
+from heterollm.model import LayerStage, ModelConfig, Norm
 
 
 class GlueEmitter:
-    """Emits the operators that the GPU always computes.
+    """Emits the operators between blocks, before the first and behind the last.
 
     Args:
         device: The device.
         config: The model's configuration.
-        lane: Slots, tokens and step buffer.
-        tensors: Norms, biases and RoPE tables.
-        context: Positions of every session.
+        tensors: Norms and biases.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        config: ModelConfig,
-        lane: Lane,
-        tensors: GlueTensors,
-        context: int,
-    ) -> None:
+    def __init__(self, device: Device, config: ModelConfig, tensors: GlueTensors) -> None:
         self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
         self._config = config
-        self._pool = lane.shared
-        self._private = lane.private
         self._tensors = tensors
-        self._tokens = lane.tokens
-        self._step = lane.step
-        self._shape = HeadShape(config.heads, config.kv_heads, config.head_dim, context)
 
     def embedding(self, builder: PassBuilder, table: GpuLinear) -> None:
         """Append the token embedding, which begins the residual stream."""
-        residual, scale = self._private["residual"], self._config.embedding_scale
-        launch = table.embed_launch(self._tokens, residual, count=builder.tokens, scale=scale)
-        builder.kernel("embedding", None, launch, reads=(self._tokens,), writes=(residual,))
+        tokens, residual = builder.lane.tokens, builder.lane.private["residual"]
+        launch = table.embed_launch(
+            tokens, residual, count=builder.tokens, scale=self._config.embedding_scale
+        )
+        builder.kernel("embedding", None, launch, reads=(tokens,), writes=(residual,))
 
     def norm(
         self,
         builder: PassBuilder,
         layer: int,
-        norm: Literal["attention", "feed_forward"],
-        delta: Segments | None,
-        rounded: RoundedInputs | NpuCodes | None,
+        norm: Norm,
+        delta: Delta | None,
+        codes: RoundedInputs | NpuCodes | None,
     ) -> None:
-        """Append the norm before attention or before the feed-forward network.
+        """Append the norm before a stage.
 
         Args:
             builder: The pass so far.
             layer: Decoder layer.
             norm: The norm.
             delta: Values to add to the residual stream first; None at the start of the model.
-            rounded: Buffers for codes of the output, or None.
+            codes: Buffers for codes of the output, or None.
         """
-        residual, out = self._private["residual"], self._pool["linear_input"]
+        residual, out = builder.lane.private["residual"], builder.lane.shared["linear_input"]
         launch = self._layers.rms_norm(
             residual,
             self._tensors.norm(layer, norm),
@@ -89,25 +61,33 @@ class GlueEmitter:
             hidden=self._config.hidden_size,
             tokens=builder.tokens,
             epsilon=self._config.rms_norm_eps,
-            delta=delta,
-            rounded=rounded,
+            rounded=codes,
             centered=self._config.centered_norms,
-            **(
-                self._delta_options(layer, "o")
-                if norm == "feed_forward"
-                else self._delta_options(layer - 1, "down")
-            ),
+            **_added(delta),
         )
-        reads = (residual, *segments_of(delta))
+        reads = (residual, *_read(delta))
         updated = () if delta is None else (residual,)
-        builder.kernel("norm", layer, launch, reads=reads, writes=(*updated, out, *codes_of(rounded)))
+        builder.kernel("norm", layer, launch, reads=reads, writes=(*updated, out, *codes_of(codes)))
 
-    def add(self, builder: PassBuilder, layer: int, delta: Segments) -> None:
+    def summed(self, builder: PassBuilder, layer: int, stage: LayerStage, outputs: Sequence[Delta]) -> Delta:
+        """Return the sum of the outputs of a stage's blocks, as far as the next norm can add them."""
+        *others, last = outputs
+        for other in others:
+            first, second = other.segments, last.segments
+            if second.a is second.b:
+                joined = Segments(first.a, second.a, second.rows, second.rows, join="sum")
+                last = replace(last, segments=joined)
+            else:
+                # The next norm adds two arrays at most.
+                self._add(builder, layer, stage.norm, first)
+        return replace(last, post=self._tensors.norm(layer, stage.output_norm))
+
+    def _add(self, builder: PassBuilder, layer: int, norm: Norm, delta: Segments) -> None:
         """Append the addition of values to the residual stream, by a norm whose output nothing reads."""
-        residual, out = self._private["residual"], self._pool["linear_input"]
+        residual, out = builder.lane.private["residual"], builder.lane.shared["linear_input"]
         launch = self._layers.rms_norm(
             residual,
-            self._tensors.norm(layer, "feed_forward"),
+            self._tensors.norm(layer, norm),
             out,
             hidden=self._config.hidden_size,
             tokens=builder.tokens,
@@ -117,121 +97,32 @@ class GlueEmitter:
         reads = (residual, *segments_of(delta))
         builder.kernel("norm", layer, launch, reads=reads, writes=(residual, out))
 
-    def rope(self, builder: PassBuilder, layer: int, qkv: Segments, cache: KvMemory) -> None:
-        """Append RoPE, which also writes keys and values to the cache."""
-        config, tensors, query = self._config, self._tensors, self._private["query"]
-        rope = config.per_layer[layer].rope
-        kv = cache.layer(layer)
-        launch = self._layers.rope_and_store(
-            qkv,
-            tensors.bias(layer, "qkv"),
-            query,
-            kv,
-            self._step,
-            shape=self._shape,
-            rotation=Rotation(
-                *tensors.rope(rope),
-                dim=config.rotary_dim if rope else 0,
-                norms=tensors.head_norms(layer),
-                epsilon=config.rms_norm_eps,
-                joint=config.joint_head_norms,
-                limit=config.qkv_limit,
-            ),
-            tokens=builder.tokens,
-        )
-        reads = (*segments_of(qkv), self._step)
-        builder.kernel("rope", layer, launch, reads=reads, writes=(query, kv.memory))
-
-    def attention(
-        self,
-        builder: PassBuilder,
-        layer: int,
-        bucket: int,
-        cache: KvMemory,
-        rounded: RoundedInputs | None,
-    ) -> None:
-        """Append attention over the cache; a long context has several parts, whose results are joined.
-
-        Args:
-            builder: The pass so far.
-            layer: Decoder layer.
-            bucket: Positions that the grids of a decode pass must cover.
-            cache: The KV cache.
-            rounded: Buffers for int8 codes of the output, or None.
-        """
-        config, query, out = self._config, self._private["query"], self._pool["attention_output"]
-        kv = cache.layer(layer)
-        first, *rest = self._layers.attention(
-            query,
-            kv,
-            out,
-            self._step,
-            shape=self._shape,
-            scores=Scores(config.attention_scale, config.per_layer[layer].window, config.attention_soft_cap),
-            tokens=builder.tokens,
-            bucket=bucket,
-            rounded=rounded,
-        )
-        reads, codes = (query, kv.memory, self._step), codes_of(rounded)
-        if not rest:
-            builder.kernel("attention", layer, first, reads=reads, writes=(out, *codes))
-        elif rest[0].label == ROUNDING:
-            builder.kernel("attention", layer, first, reads=reads, writes=(out,), ends=False)
-            builder.kernel("rounding of inputs", layer, rest[0], reads=(out,), writes=codes)
-        else:
-            builder.kernel("attention", layer, first, reads=reads, writes=(out, PARTIAL), ends=False)
-            builder.kernel("attention join", layer, rest[0], reads=(PARTIAL,), writes=(out, *codes))
-
-    def activation(
-        self, builder: PassBuilder, layer: int, gate_up: Segments, rounded: RoundedInputs | None
-    ) -> None:
-        """Append the gated activation of the whole feed-forward network."""
-        launch = self.activation_launch(builder.tokens, layer, gate_up, rounded)
-        writes = (self._pool["activated"], *codes_of(rounded))
-        builder.kernel("activation", layer, launch, reads=segments_of(gate_up), writes=writes)
-
-    def activation_launch(
-        self, tokens: int, layer: int, gate_up: Segments, rounded: RoundedInputs | None, *, start: int = 0
-    ) -> Launch:
-        """Return the kernel of the gated activation; ``start`` is the first row of gate and of up."""
-        return self._layers.gated_activation(
-            gate_up,
-            self._pool["activated"],
-            tokens=tokens,
-            intermediate=gate_up.rows[0],
-            activation=self._config.activation,
-            bias=self._tensors.bias(layer, "gate_up", start),
-            rounded=rounded,
-        )
-
-    def final_norm(self, builder: PassBuilder, delta: Segments, op: PlacedOp) -> None:
+    def final_norm(self, builder: PassBuilder, delta: Delta, op: PlacedOp) -> None:
         """Append the norm before the head, for the rows in the step buffer."""
-        config, residual = self._config, self._private["residual"]
-        rounded = op.rounded or op.codes
+        config, residual, step = self._config, builder.lane.private["residual"], builder.lane.step
         launch = self._layers.final_norm(
             residual,
             self._tensors.final_norm,
             op.source,
-            self._step,
+            step,
             rows=builder.tokens,
             epsilon=config.rms_norm_eps,
-            delta=delta,
-            rounded=rounded,
+            rounded=op.input_codes,
             centered=config.centered_norms,
-            **self._delta_options(config.layers - 1, "down"),
+            **_added(delta),
         )
-        reads = (residual, *segments_of(delta), self._step)
-        builder.kernel("final norm", None, launch, reads=reads, writes=(op.source, *codes_of(rounded)))
+        reads, writes = (residual, *_read(delta), step), (op.source, *codes_of(op.input_codes))
+        builder.kernel("final norm", None, launch, reads=reads, writes=writes)
 
     def join(self, builder: PassBuilder, head: Segments) -> None:
         """Append the join of the logits' segments."""
-        logits = self._pool["logits"]
+        logits = builder.lane.shared["logits"]
         launch = self._layers.join_logits(head, logits, rows=builder.tokens)
         builder.kernel("join", None, launch, reads=segments_of(head), writes=(logits,))
 
     def finish_logits(self, builder: PassBuilder) -> None:
         """Append the bias of the logits and their soft cap, as far as the model has them."""
-        cap, logits = self._config.logit_soft_cap, self._pool["logits"]
+        cap, logits = self._config.logit_soft_cap, builder.lane.shared["logits"]
         bias, vocabulary = self._tensors.bias(-1, "head"), self._config.vocab_size
         if bias is not None:
             launch = self._layers.add_bias(logits, bias, rows=builder.tokens, vocabulary=vocabulary)
@@ -240,9 +131,11 @@ class GlueEmitter:
             launch = self._layers.soft_cap(logits, cap, rows=builder.tokens, vocabulary=vocabulary)
             builder.kernel("soft cap", None, launch, reads=(logits,), writes=(logits,), ends=False)
 
-    # -- helpers -------------------------------------------------------------------------------------
 
-    def _delta_options(self, layer: int, group: Group) -> dict[str, Any]:
-        """Return the bias and the norm weight of a group's output."""
-        norm: Norm = "attention_output" if group == "o" else "feed_forward_output"
-        return {"bias": self._tensors.bias(layer, group), "post": self._tensors.norm(layer, norm)}
+def _added(delta: Delta | None) -> dict[str, Any]:
+    """Return the arguments of a norm that adds values first."""
+    return {} if delta is None else {"delta": delta.segments, "bias": delta.bias, "post": delta.post}
+
+
+def _read(delta: Delta | None) -> tuple[DeviceMemory, ...]:
+    return () if delta is None else segments_of(delta.segments)

@@ -105,7 +105,8 @@ class KeptPasses:
     def head(self, compiled: CompiledPass, phase: Phase, rows: int) -> CompiledPass:
         """Return the head behind a pass, for some positions."""
         assert compiled.output is not None
-        key = (phase, rows, compiled.output.splits, compiled.output.join, compiled.lane, compiled.uses_npu)
+        output = compiled.output.segments
+        key = (phase, rows, output.splits, output.join, compiled.lane, compiled.uses_npu)
         head = self._heads.get(key)
         if head is None:
             with self._preparing(), compiling(phase, rows):

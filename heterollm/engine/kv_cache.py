@@ -17,14 +17,15 @@ class KvCache:
     __slots__ = ("__weakref__", "_gpu", "_position_parts", "_stride_bytes", "memory")
 
     def __init__(self, device: Device, config: ModelConfig, context: int) -> None:
-        item, code_bytes = device.cache_dtype.itemsize, config.head_dim * device.cache_dtype.itemsize
+        own, dtype = config.attention, device.cache_dtype
+        code_bytes = own.head_dim * dtype.itemsize
         # Where the parts of a head's positions begin, and their bytes: elements, and scales of codes.
         self._position_parts = [(0, code_bytes)]
-        if scale_bytes := position_bytes(config.head_dim, device.cache_dtype) - code_bytes:
-            self._position_parts.append((scales_start(context, config.head_dim), scale_bytes))
-        self._stride_bytes = head_stride(context, config.head_dim, device.cache_dtype) * item
+        if scale_bytes := position_bytes(own.head_dim, dtype) - code_bytes:
+            self._position_parts.append((scales_start(context, own.head_dim), scale_bytes))
+        self._stride_bytes = head_stride(context, own.head_dim, dtype) * dtype.itemsize
         self._gpu = gpu = device.gpu
-        layer_bytes = 2 * config.kv_heads * self._stride_bytes
+        layer_bytes = 2 * own.kv_heads * self._stride_bytes
         each = min(config.layers, max(1, gpu.traits.max_buffer_bytes // layer_bytes))
         sizes = [min(each, config.layers - first) * layer_bytes for first in range(0, config.layers, each)]
         self.memory = KvMemory(tuple(DeviceMemory(gpu.scratch(size), size) for size in sizes), each)

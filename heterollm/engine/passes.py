@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from heterollm.base import EngineError
 from heterollm.engine.pauses import Pause, find_pauses
+from heterollm.engine.placed import Delta
 from heterollm.engine.step import Buffer, Call, Step
-from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, OpenClError, Segments
+from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, OpenClError
 from heterollm.kernels.ops import Phase
 
 
@@ -31,7 +32,7 @@ class CompiledPass:
     steps: tuple[Step, ...]
     calls: tuple[Call, ...]
     cache_launches: tuple[Launch | MergedLaunch, ...] = ()
-    output: Segments | None = None
+    output: Delta | None = None
     bound_cache: KvMemory | None = None
     lane: int = 0
     uses_npu: bool = False
@@ -41,7 +42,7 @@ class CompiledPass:
     def of(
         cls,
         steps: tuple[Step, ...],
-        output: Segments | None = None,
+        output: Delta | None = None,
         cache: KvMemory | None = None,
         lane: int = 0,
     ) -> CompiledPass:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from heterollm.engine.shadows import OutlierShadow
 from heterollm.engine.step import Buffer, Operator, operator_name
@@ -74,6 +75,11 @@ class PlacedOp:
         return self.npu_output if self.codes is None else self.codes.outputs
 
     @property
+    def input_codes(self) -> RoundedInputs | NpuCodes | None:
+        """Buffers for codes of the input that the operator before writes beside floats; None without."""
+        return self.rounded or self.codes
+
+    @property
     def operator(self) -> Operator:
         """The operator's name."""
         return self.spec.group
@@ -87,6 +93,33 @@ class PlacedOp:
     def name(self) -> str:
         """The operator with its layer, such as ``3.qkv``."""
         return operator_name(self.operator, self.layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Values that the next norm adds to the residual stream.
+
+    Args:
+        segments: Output of linears.
+        bias: float32 ``[hidden]`` to add first; None without.
+        post: Weights of the values' own norm, float32 ``[hidden]``; None without.
+    """
+
+    segments: Segments
+    bias: Any = None  # pyopencl is not typed
+    post: Any = None
+
+
+class Begun(NamedTuple):
+    """A block whose norm comes next.
+
+    Args:
+        codes: Buffers for codes of the norm's output; None without.
+        emit: Appends the block's steps, and returns its output.
+    """
+
+    codes: RoundedInputs | NpuCodes | None
+    emit: Callable[[], Delta]
 
 
 def codes_of(rounded: RoundedInputs | NpuCodes | None) -> tuple[DeviceMemory, ...]:

@@ -22,10 +22,10 @@ from heterollm.base import (
     OptionError,
     Progress,
 )
+from heterollm.engine.blocks.mixture import ExpertRows
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.expert_residency import ExpertBudget, ExpertReads
 from heterollm.engine.expert_shares import ExpertPairs
-from heterollm.engine.experts import ExpertRows
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.lanes import Lane

@@ -70,7 +70,8 @@ def score_sizes(config: ModelConfig, plan: Plan, context: int) -> Iterator[tuple
         plan: The plan.
         context: Positions of a session.
     """
-    heads = HeadShape(config.heads, config.kv_heads, config.head_dim, context)
+    own = config.attention
+    heads = HeadShape(own.heads, own.kv_heads, own.head_dim, context)
     for tokens, keys in _longest(plan):
         shape = sparse_shape(heads, tokens, min(keys, context))
         yield SCORE_QUERIES, shape.query_bytes
@@ -90,7 +91,8 @@ def score_graphs(config: ModelConfig, plan: Plan, context: int) -> tuple[tuple[S
         plan: The plan.
         context: Positions of a session.
     """
-    heads = HeadShape(config.heads, config.kv_heads, config.head_dim, context)
+    own = config.attention
+    heads = HeadShape(own.heads, own.kv_heads, own.head_dim, context)
     graphs: dict[tuple[ScoresShard, int], None] = {}
     for entry in plan.attention:
         placement, most = entry.placement, min(entry.lengths[1], plan.chunk_length)
@@ -103,7 +105,7 @@ def score_graphs(config: ModelConfig, plan: Plan, context: int) -> tuple[tuple[S
         for keys, tokens in itertools.product(sorted(ends), lengths):
             shape = sparse_shape(heads, tokens, keys)
             for unit, exponent in zip(placement.units, placement.exponents, strict=True):
-                graphs[ScoresShard(len(unit), shape.keys, config.head_dim, exponent), shape.rows] = None
+                graphs[ScoresShard(len(unit), shape.keys, own.head_dim, exponent), shape.rows] = None
     return tuple(graphs)
 
 

@@ -16,25 +16,12 @@ from heterollm.kernels.gpu import (
     outlier_flag_bytes,
 )
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import Group, OpSpec, ffn_specs
-from heterollm.model import ModelConfig, expert_specs
+from heterollm.kernels.ops import OpSpec, ffn_specs
+from heterollm.model import AttentionBlock, FfnBlock, ModelConfig, expert_specs
 from heterollm.solver import Plan
 
 HEAD_ROWS: Final = 32
 """Positions whose logits are computed at once."""
-
-INPUT_SLOTS: Final[dict[Group, str]] = {
-    "qkv": "linear_input",
-    "o": "attention_output",
-    "gate_up": "linear_input",
-    "down": "activated",
-    "head": "head_input",
-    "ffn": "linear_input",
-    "experts": "linear_input",
-}
-"""Input slot of each group. The slots ``<name>_codes`` and ``<name>_blocks`` hold rounded inputs, see
-:class:`heterollm.kernels.gpu.RoundedInputs`."""
-
 
 NPU_CODES, NPU_OUTPUT_CODES, NPU_FACTORS = "npu_codes_in", "npu_codes_out", "npu_factors"
 """Slots of integer graphs, see :class:`heterollm.kernels.gpu.NpuCodes`; all operators share them."""
@@ -97,14 +84,15 @@ def pool_sizes(
     head_npu = _npu_tokens(plan, head=True)
     head_rows = max(HEAD_ROWS, head_npu)
     widest = max(spec.rows for spec in specs if spec.group != "head")
-    heads = config.heads * config.head_dim
+    heads = max(block.heads * block.head_dim for block in config.blocks(AttentionBlock).values())
+    widths = (block.width for block in config.blocks(FfnBlock).values())
     sizes = {
         "residual": tokens * config.hidden_size * 4,
         "linear_input": padded * config.hidden_size * item_bytes,
         "query": attended * heads * 4,
         "attention_output": max(padded, attended) * heads * item_bytes,
         # A mixture without shared experts has no other network; no memory is empty.
-        "activated": padded * max(1, config.intermediate_size) * item_bytes,
+        "activated": padded * max(widths, default=1) * item_bytes,
         "npu_output": padded * widest * item_bytes,
         "gpu_output": tokens * widest * item_bytes,
         "head_input": head_rows * config.hidden_size * item_bytes,
@@ -174,12 +162,13 @@ def _shadow_sizes(specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> Itera
 
 
 def _code_sizes(specs: Sequence[OpSpec], tokens: int) -> Iterator[tuple[str, int]]:
+    """Yield the slots of rounded inputs, see :class:`heterollm.kernels.gpu.RoundedInputs`."""
     for spec in specs:
         if spec.integer_inputs:
             rows = HEAD_ROWS if spec.group == "head" else tokens
             codes, blocks = code_bytes(rows, spec.columns, spec.weight.block)
-            yield f"{INPUT_SLOTS[spec.group]}_codes", codes
-            yield f"{INPUT_SLOTS[spec.group]}_blocks", blocks
+            yield f"{spec.source}_codes", codes
+            yield f"{spec.source}_blocks", blocks
 
 
 def _npu_tokens(plan: Plan, *, head: bool) -> int:

@@ -27,7 +27,6 @@ from heterollm.kernels.gpu import (
     HeadShape,
     HeadTable,
     KvLayer,
-    KvMemory,
     Launch,
     RoundedInputs,
     ScoreMemory,
@@ -120,8 +119,8 @@ class SparseAttentionEmitter:
         self, device: Device, config: ModelConfig, plan: Plan, context: int, scales: ScoreScales
     ) -> None:
         self._device = device
-        self._config = config
-        self._heads = HeadShape(config.heads, config.kv_heads, config.head_dim, context)
+        own = config.attention
+        self._heads = HeadShape(own.heads, own.kv_heads, own.head_dim, context)
         self._kernels = GpuSparseAttention(device.gpu, device.activation_dtype, device.cache_dtype)
         self._graphs: dict[tuple[ScoresShard, int], NpuGraph] = {}
         self._runs: dict[tuple[SharedArray, ScoresShard, int, int], Call] = {}
@@ -142,8 +141,7 @@ class SparseAttentionEmitter:
         builder: PassBuilder,
         layer: int,
         placement: SparseAttention,
-        keys: int,
-        cache: KvMemory,
+        scores: Scores,
         rounded: RoundedInputs | None,
     ) -> None:
         """Append the attention of a layer.
@@ -152,19 +150,18 @@ class SparseAttentionEmitter:
             builder: The pass so far.
             layer: Decoder layer.
             placement: The keys to keep, and the units of the estimate.
-            keys: Most keys that the pass sees.
-            cache: The KV cache.
+            scores: Scale, window and soft cap.
             rounded: Buffers for int8 codes of the output, or None.
         """
-        config, units = self._config, list(_units(placement))
+        units = list(_units(placement))
         one = _Layer(
             builder,
             layer,
-            sparse_shape(self._heads, builder.tokens, keys),
-            Scores(config.attention_scale, config.per_layer[layer].window, config.attention_soft_cap),
+            sparse_shape(self._heads, builder.tokens, builder.bucket),
+            scores,
             self._tables[layer, placement],
             *score_memory(builder.lane),
-            cache.layer(layer),
+            builder.layer_cache(layer),
         )
         self._codes(one)
         if placement.estimator == "gpu":

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
-from heterollm.model import ModelWeights, Norm, RopeConfig, rope_tables
+from heterollm.model import AttentionBlock, ModelWeights, Norm, RopeConfig, rope_tables
 
 
 class GlueTensors:
@@ -19,32 +19,31 @@ class GlueTensors:
         config = weights.config
         offset = np.float32(config.norm_offset)
         self._runtime, self._weights = runtime, weights
-        norms: list[Norm] = ["attention", "feed_forward"]
-        if config.output_norms:
-            norms += ["attention_output", "feed_forward_output"]
         # The head is linear, so that its norm can scale the logits.
         final_norm = (weights.final_norm + offset) * np.float32(config.logit_scale)
         self.final_norm: Any = self._uploaded(final_norm, weights.final_norm_bias)
         self._norms: dict[tuple[int, Norm], Any] = {}
         self._head_norms: dict[int, Any] = {}
         self._biases: dict[tuple[int, Group, int], Any] = {}
-        self._ropes: dict[RopeConfig | None, tuple[Any, Any]] = {}
-        for layer, features in enumerate(config.per_layer):
-            for norm in norms:
-                factors = weights.norm(layer, norm) + offset
-                self._norms[layer, norm] = self._uploaded(factors, weights.norm_bias(layer, norm))
-            if config.head_norms:
-                heads = [weights.norm(layer, "query_head"), weights.norm(layer, "key_head")]
-                self._head_norms[layer] = runtime.upload(np.concatenate(heads) + offset)
-            if features.rope not in self._ropes:
-                tables = _tables(features.rope, config.rotary_dim, context)
-                self._ropes[features.rope] = runtime.upload(tables[0]), runtime.upload(tables[1])
+        self._ropes: dict[tuple[RopeConfig | None, int], tuple[Any, Any]] = {}
+        for number, layer in enumerate(config.per_layer):
+            for stage in layer.stages:
+                for norm in stage.norms:
+                    factors = weights.norm(number, norm) + offset
+                    self._norms[number, norm] = self._uploaded(factors, weights.norm_bias(number, norm))
+        for number, block in config.blocks(AttentionBlock).items():
+            if block.head_norms:
+                heads = [weights.norm(number, "query_head"), weights.norm(number, "key_head")]
+                self._head_norms[number] = runtime.upload(np.concatenate(heads) + offset)
+            if (key := (block.rope, block.rotary_dim)) not in self._ropes:
+                tables = _tables(*key, context)
+                self._ropes[key] = runtime.upload(tables[0]), runtime.upload(tables[1])
         for spec in weights.specs:
             self.bias(spec.layer, spec.group)
 
-    def norm(self, layer: int, norm: Norm) -> Any:  # noqa: ANN401 - pyopencl is not typed
+    def norm(self, layer: int, norm: Norm | None) -> Any:  # noqa: ANN401 - pyopencl is not typed
         """Return a norm's factors, then its bias if it has one, float32 ``[hidden]``; None for no norm."""
-        return self._norms.get((layer, norm))
+        return None if norm is None else self._norms[layer, norm]
 
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401
         """Return the factors of q and then of k, float32, of a head or of all; None without such norms."""
@@ -61,9 +60,9 @@ class GlueTensors:
     def _uploaded(self, factors: NDArray[np.float32], bias: NDArray[np.float32] | None) -> Any:  # noqa: ANN401
         return self._runtime.upload(factors if bias is None else np.concatenate([factors, bias]))
 
-    def rope(self, rope: RopeConfig | None) -> tuple[Any, Any]:
-        """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders for None."""
-        return self._ropes[rope]
+    def rope(self, block: AttentionBlock) -> tuple[Any, Any]:
+        """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders without RoPE."""
+        return self._ropes[block.rope, block.rotary_dim]
 
 
 def _tables(

@@ -1,3 +1,8 @@
+from .blocks import AttentionBlock as AttentionBlock
+from .blocks import FfnBlock as FfnBlock
+from .blocks import LayerStage as LayerStage
+from .blocks import MixtureBlock as MixtureBlock
+from .blocks import Norm as Norm
 from .channel_file import ChannelFile as ChannelFile
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder
@@ -6,7 +11,6 @@ from .convert import Conversion as Conversion
 from .convert import convert_model as convert_model
 from .expert_layout import expert_specs as expert_specs
 from .expert_reader import ExpertReader as ExpertReader
-from .family import Norm as Norm
 from .hub import pull_model as pull_model
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import default_shapes as default_shapes
@@ -17,8 +21,8 @@ from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel
 from .library import remove_models as remove_models
 from .library import stored_models as stored_models
+from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables
-from .rope_config import RopeConfig as RopeConfig
 from .sampling_defaults import SamplingDefaults as SamplingDefaults
 from .sampling_defaults import read_sampling_defaults as read_sampling_defaults
 from .shape import ModelShape as ModelShape

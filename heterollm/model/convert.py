@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import OptionError, Progress, UnsupportedModelError, round_up, scratch_folder, silent
 from heterollm.kernels.formats import QuantizedTensor, effective_block
+from heterollm.model.blocks import MixtureBlock
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_specs, router_name
@@ -202,7 +203,7 @@ def _write_settings(source: Path, folder: Path, config: ModelConfig, block: int,
 
 def _routers(config: ModelConfig) -> list[str]:
     """Return the modules of a mixture's routers, which stay floats."""
-    layers = range(config.layers if config.routing is not None else 0)
+    layers = config.blocks(MixtureBlock)
     return [router_name(config, layer).removesuffix(".weight") for layer in layers]
 
 

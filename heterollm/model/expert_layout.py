@@ -9,6 +9,7 @@ from msgspec import structs
 
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
+from heterollm.model.blocks import MixtureBlock
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import Mixture
@@ -34,23 +35,24 @@ def expert_rows(config: ModelConfig, layer: int, expert: int) -> dict[str, Tenso
     Rows of a stacked tensor ``[experts, rows, k]`` count through all experts.
     """
     prefix = _layer_prefix(config, layer)
-    members = _mixture(config).members
+    members, width = _mixture(config).members, _block(config, layer).width
     found: dict[str, TensorRows] = {}
     for member, module in members.items():
         together = [other for other, own in members.items() if own == module]
-        rows = config.hidden_size if member == "down" else config.expert_size
+        rows = config.hidden_size if member == "down" else width
         before = together.index(member) + (0 if "{expert}" in module else expert * len(together))
         name = f"{prefix}{module.format(expert=expert)}.weight"
         found[member] = TensorRows(name, before * rows, (before + 1) * rows)
     return found
 
 
-def expert_tensors(config: ModelConfig, layer: int, experts: int) -> dict[str, tuple[int, ...]]:
+def expert_tensors(config: ModelConfig, layer: int, mixture: MixtureBlock) -> dict[str, tuple[int, ...]]:
     """Return the shape of the router's tensor, and of those of the experts, of a layer."""
+    experts = mixture.routing.experts
     shapes: dict[str, tuple[int, ...]] = {router_name(config, layer): (experts, config.hidden_size)}
     stacked = "{expert}" not in _mixture(config).members["down"]
     for member, rows in expert_rows(config, layer, experts - 1).items():
-        columns = config.expert_size if member == "down" else config.hidden_size
+        columns = mixture.width if member == "down" else config.hidden_size
         if stacked:
             shapes[rows.name] = (experts, rows.stop // experts, columns)
         else:
@@ -60,7 +62,7 @@ def expert_tensors(config: ModelConfig, layer: int, experts: int) -> dict[str, t
 
 
 def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, ...]:
-    """List the experts of every layer, in the format of the first group, or in their own of stored weights.
+    """List the experts of every layer that has some, in the format of its first group, or in their own.
 
     Args:
         config: The model.
@@ -69,33 +71,47 @@ def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, 
     Raises:
         OptionError: No legal block divides the inputs of an expert.
     """
-    if config.routing is None:
-        return ()
-    like, size, stored = specs[0], config.expert_size, config.stored
+    first = {spec.layer: spec for spec in reversed(specs)}
+    longest = max(spec.weight.block for spec in specs)
+    mixtures = config.blocks(MixtureBlock).items()
+    return tuple(_experts(config, first[layer], block, longest) for layer, block in mixtures)
+
+
+def _experts(config: ModelConfig, like: OpSpec, block: MixtureBlock, longest: int) -> OpSpec:
+    """Return the experts of a layer like one of its groups; ``longest`` is the most that shares a scale."""
+    stored = config.stored
     kept = stored is not None and like.weight == stored.of_group(like.group, like.columns)
 
     def weight(columns: int) -> WeightFormat:
         if stored is not None and kept:
             return stored.of_group("experts", columns)
-        block = effective_block(columns, max(spec.weight.block for spec in specs)) if like.weight.block else 0
-        return structs.replace(like.weight, block=block)
+        shared = effective_block(columns, longest) if like.weight.block else 0
+        return structs.replace(like.weight, block=shared)
 
-    def spec(layer: int) -> OpSpec:
-        down = replace(like, group="experts", layer=layer, members=(Member("down", config.hidden_size),))
-        down = replace(
-            down, columns=size, weight=weight(size), source="activated", target="feed_forward_delta"
-        )
-        return replace(
-            down,
-            members=(Member("gate", size), Member("up", size)),
-            columns=config.hidden_size,
-            weight=weight(config.hidden_size),
-            source="feed_forward_input",
-            then=down,
-            experts=config.routing,
-        )
+    down = replace(
+        like,
+        group="experts",
+        members=(Member("down", config.hidden_size),),
+        columns=block.width,
+        weight=weight(block.width),
+        source="activated",
+        target="feed_forward_delta",
+    )
+    return replace(
+        down,
+        members=(Member("gate", block.width), Member("up", block.width)),
+        columns=config.hidden_size,
+        weight=weight(config.hidden_size),
+        source="linear_input",
+        then=down,
+        experts=block.routing,
+    )
 
-    return tuple(spec(layer) for layer in range(config.layers))
+
+def _block(config: ModelConfig, layer: int) -> MixtureBlock:
+    block = config.per_layer[layer].find(MixtureBlock)
+    assert block is not None  # the layer has experts
+    return block
 
 
 def _layer_prefix(config: ModelConfig, layer: int) -> str:

@@ -13,18 +13,18 @@ from types import MappingProxyType
 
 from heterollm.base import UnsupportedModelError
 from heterollm.kernels.ops import Group
+from heterollm.model.blocks import Norm
 from heterollm.model.family import (
     HEAD_NORMS,
     NORMS,
-    ROPE_KINDS,
     SEPARATE,
     Family,
-    Norm,
     TensorNames,
     every_layer,
 )
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import MIXTURES
+from heterollm.model.rope import ROPE_KINDS
 
 # ---- tensor names ---------------------------------------------------------------------------------------
 

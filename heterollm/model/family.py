@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import Group, Scoring
+from heterollm.model.blocks import Norm
 from heterollm.model.json_fields import JsonFields
+from heterollm.model.rope import RopeKind
 
-Norm = Literal[
-    "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
-]
-"""Norms of a layer: of the inputs and outputs of attention and feed-forward, and of the heads of q and k."""
-
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
-
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-"""The supported RoPE scalings."""
+BlockName = Literal["attention", "ffn", "mixture"]
+LayerNames: TypeAlias = Callable[[JsonFields, int], tuple[tuple[BlockName, ...], ...]]
+"""Returns the blocks of each stage of a layer: of attention, and of feed-forward networks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +22,9 @@ class TensorNames:
     """The tensor names of a family in its Hugging Face checkpoints.
 
     Args:
-        modules: For each group of a layer, the module of each member, below the prefix. Members that share a
-            module are stacked in its tensor.
-        norms: For each norm of a layer, the module.
+        modules: For each group that a layer may have, the module of each member, below the prefix. Members
+            that share a module are stacked in its tensor.
+        norms: For each norm that a layer may have, the module.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
         final_norm: Module of the norm before the head.
@@ -45,7 +41,7 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The mixture of experts in each layer of a family.
+    """The mixture of experts in layers of a family.
 
     Args:
         router: Module of the router, below the layer's prefix.
@@ -68,6 +64,14 @@ class Mixture:
     normalized_field: str = ""
 
 
+def alike(*stages: tuple[BlockName, ...]) -> LayerNames:
+    """Return the layers of a family in which all have the same blocks."""
+    return lambda _fields, _layer: stages
+
+
+DENSE: Final = alike(("attention",), ("ffn",))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The properties of a model type.
@@ -76,7 +80,8 @@ class Family:
         name: Display name.
         covers: Well-known models of the family.
         architecture: The class in transformers.
-        tensors: Tensor names; a layer has the norms that they list.
+        tensors: Tensor names; attention has norms of heads, and outputs have norms, if they list them.
+        layers: The blocks of each layer.
         defaults: Default values of ``config.json`` that differ from Llama's.
         follows: Supported optional fields; other families refuse one that changes the result.
         always_biased: Groups that have biases regardless of the configuration.
@@ -98,6 +103,7 @@ class Family:
     covers: str
     architecture: str
     tensors: TensorNames
+    layers: LayerNames = DENSE
     defaults: Mapping[str, object] = field(default_factory=dict)
     follows: frozenset[str] = frozenset()
     always_biased: frozenset[Group] = frozenset()

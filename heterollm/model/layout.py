@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from heterollm.kernels.formats import effective_block
-from heterollm.kernels.ops import GROUPS, Group, Member, OpSpec, Precision, Scales, WeightFormat
+from heterollm.kernels.ops import Group, Member, OpSpec, Precision, Scales, WeightFormat
+from heterollm.model.blocks import GroupShape, MixtureBlock, Norm, kind_names
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import TensorRows, expert_tensors
 from heterollm.model.families import FAMILIES
-from heterollm.model.family import Norm, TensorNames
+from heterollm.model.family import TensorNames
 from heterollm.model.stored_formats import StoredFormats
 
 HEAD_LAYER = -1
 """Layer number of the LM head."""
 
-HEAD_NORMS: tuple[Norm, ...] = ("query_head", "key_head")
-"""Norms of one attention head's width."""
-
 EMBEDDING_BITS: Literal[8] = 8
 """Bits of embedding and LM head, always symmetric: in 8 bits a zero point has no measurable gain."""
 
 
-SOURCES: Mapping[Group, tuple[str, str]] = MappingProxyType(
-    {
-        "qkv": ("attention_input", "qkv"),
-        "o": ("attention_output", "attention_delta"),
-        "gate_up": ("feed_forward_input", "gate_up"),
-        "down": ("activated", "feed_forward_delta"),
-        "head": ("head_input", "logits"),
-    }
-)
-"""Input and output of each group."""
+def group_shapes(config: ModelConfig, layer: int) -> tuple[GroupShape, ...]:
+    """Return the groups of linears of a layer that a plan places, in order, or that of ``HEAD_LAYER``."""
+    hidden = config.hidden_size
+    if layer == HEAD_LAYER:
+        members = (Member("head", config.vocab_size),)
+        return (GroupShape("head", members, hidden, "head_input", "logits", config.head_bias),)
+    return tuple(shape for block in config.per_layer[layer].blocks for shape in block.groups(hidden))
 
 
 def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
@@ -47,51 +41,55 @@ def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]
         return {"head": {"head": embedding_name(config) if config.tie_word_embeddings else head_name(config)}}
     prefix = names.layer.format(layer=layer)
     return {
-        group: {member: f"{prefix}{module}.weight" for member, module in modules.items()}
-        for group, modules in names.modules.items()
-        if config.intermediate_size or group not in ("gate_up", "down")
+        shape.group: {
+            member.name: f"{prefix}{names.modules[shape.group][member.name]}.weight"
+            for member in shape.members
+        }
+        for shape in group_shapes(config, layer)
     }
 
 
 def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, TensorRows]]:
     """Return the weight's tensor and rows for each member of each group, as :func:`linear_names`."""
     found: dict[Group, dict[str, TensorRows]] = {}
-    for group, members in linear_names(config, layer).items():
+    names = linear_names(config, layer)
+    for shape in group_shapes(config, layer):
         used: dict[str, int] = {}
-        found[group] = {}
-        for member, name in members.items():
+        found[shape.group] = {}
+        for member in shape.members:
+            name = names[shape.group][member.name]
             start = used.get(name, 0)
-            used[name] = start + _rows(config, member)
-            found[group][member] = TensorRows(name, start, used[name])
+            used[name] = start + member.rows
+            found[shape.group][member.name] = TensorRows(name, start, used[name])
     return found
 
 
 def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
     """Return the bias name of each member of each group that has biases, as :func:`linear_names`."""
-    biased: dict[Group, bool] = {
-        "qkv": config.qkv_bias,
-        "o": config.o_bias,
-        "gate_up": config.mlp_bias,
-        "down": config.mlp_bias,
-    }
+    names = linear_names(config, layer)
     if layer == HEAD_LAYER:
         # Also the bias of a tied head has a name of its own.
-        return {"head": {"head": _bias_name(head_name(config))}} if config.head_bias else {}
+        names = {"head": {"head": head_name(config)}}
     return {
-        group: {member: _bias_name(name) for member, name in members.items()}
-        for group, members in linear_names(config, layer).items()
-        if biased[group]
+        shape.group: {member: _bias_name(name) for member, name in names[shape.group].items()}
+        for shape in group_shapes(config, layer)
+        if shape.biased
     }
 
 
-def layer_norms(config: ModelConfig) -> tuple[Norm, ...]:
-    """Return the norms that each layer has."""
-    return tuple(_tensors(config).norms)
+def layer_norms(config: ModelConfig, layer: int) -> dict[Norm, int]:
+    """Return the width of each norm that a layer has, in the order of the family's declaration."""
+    found: dict[Norm, int] = {}
+    for stage in config.per_layer[layer].stages:
+        found |= dict.fromkeys(stage.norms, config.hidden_size)
+        for block in stage.blocks:
+            found |= block.norms()
+    return {norm: found[norm] for norm in _tensors(config).norms if norm in found}
 
 
 def block_norms(config: ModelConfig) -> int:
-    """Return how many norms a layer has before or behind attention and feed-forward network."""
-    return sum(norm not in HEAD_NORMS for norm in layer_norms(config))
+    """Return how many norms the first layer has before or behind attention and feed-forward network."""
+    return sum(len(stage.norms) for stage in config.per_layer[0].stages)
 
 
 def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
@@ -146,20 +144,21 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.centered_norms:
         shapes[final_norm_bias_name(config)] = (config.hidden_size,)
     for layer in (*range(config.layers), HEAD_LAYER):
-        biases = bias_names(config, layer)
-        for group, members in linear_rows(config, layer).items():
-            for member, rows in members.items():
+        biases, names = bias_names(config, layer), linear_rows(config, layer)
+        for group in group_shapes(config, layer):
+            for member, rows in names[group.group].items():
                 # The last member in a shared tensor determines its number of rows.
-                shapes[rows.name] = (rows.stop, _columns(config, group))
-                if group in biases:
-                    shapes[biases[group][member]] = (rows.stop,)
-        if layer != HEAD_LAYER:
-            for norm in layer_norms(config):
-                shapes[norm_name(config, layer, norm)] = (_norm_width(config, norm),)
-                if config.centered_norms:
-                    shapes[norm_bias_name(config, layer, norm)] = (_norm_width(config, norm),)
-            if config.routing is not None:
-                shapes |= expert_tensors(config, layer, config.routing.experts)
+                shapes[rows.name] = (rows.stop, group.columns)
+                if group.biased:
+                    shapes[biases[group.group][member]] = (rows.stop,)
+    for layer, own in enumerate(config.per_layer):
+        for norm, width in layer_norms(config, layer).items():
+            shapes[norm_name(config, layer, norm)] = (width,)
+            if config.centered_norms:
+                shapes[norm_bias_name(config, layer, norm)] = (width,)
+        mixture = own.find(MixtureBlock)
+        if mixture is not None:
+            shapes |= expert_tensors(config, layer, mixture)
     return shapes
 
 
@@ -195,29 +194,34 @@ def op_specs(
     """
     stored = kept_formats(config, precision, scales)
 
-    def spec(layer: int, group: Group) -> OpSpec:
-        columns = _columns(config, group)
+    kinds = kind_names(config.per_layer)
+
+    def spec(layer: int, shape: GroupShape) -> OpSpec:
+        columns = shape.columns
         weight = WeightFormat(float_bits)
         if precision != "fp16":
             block = effective_block(columns, group_size)
-            head = group == "head"
             weight = WeightFormat(4, block, symmetric, scales)
             if stored is not None:
-                weight = stored.of_group(group, columns)
-            elif head:
+                weight = stored.of_group(shape.group, columns)
+            elif layer == HEAD_LAYER:
                 weight = WeightFormat(EMBEDDING_BITS, block)
             elif precision == "w8a8":
                 weight = WeightFormat(8, block, scales="tensor")
-        members = tuple(
-            Member(member, _rows(config, member)) for member in linear_names(config, layer)[group]
+        return OpSpec(
+            shape.group,
+            layer,
+            shape.members,
+            columns,
+            weight,
+            shape.source,
+            shape.target,
+            integer_inputs=precision == "w4a8",
+            kind="" if layer == HEAD_LAYER else kinds[layer],
         )
-        source, target = SOURCES[group]
-        rounded = precision == "w4a8"
-        return OpSpec(group, layer, members, columns, weight, source, target, integer_inputs=rounded)
 
-    groups = [group for group in GROUPS if group in linear_names(config, 0)]
-    layers = (spec(layer, group) for layer in range(config.layers) for group in groups)
-    return (*layers, spec(HEAD_LAYER, "head"))
+    layers = (*range(config.layers), HEAD_LAYER)
+    return tuple(spec(layer, shape) for layer in layers for shape in group_shapes(config, layer))
 
 
 def kept_formats(config: ModelConfig, precision: Precision, scales: Scales) -> StoredFormats | None:
@@ -242,30 +246,3 @@ def _tensors(config: ModelConfig) -> TensorNames:
 
 def _bias_name(name: str) -> str:
     return f"{name.removesuffix('.weight')}.bias"
-
-
-def _norm_width(config: ModelConfig, norm: Norm) -> int:
-    if norm not in HEAD_NORMS:
-        return config.hidden_size
-    heads = config.heads if norm == "query_head" else config.kv_heads
-    return config.head_dim * (heads if config.joint_head_norms else 1)
-
-
-def _rows(config: ModelConfig, member: str) -> int:
-    key_rows = config.kv_heads * config.head_dim
-    return {
-        "q": config.heads * config.head_dim,
-        "k": key_rows,
-        "v": key_rows,
-        "o": config.hidden_size,
-        "gate": config.intermediate_size,
-        "up": config.intermediate_size,
-        "down": config.hidden_size,
-        "head": config.vocab_size,
-    }[member]
-
-
-def _columns(config: ModelConfig, group: Group) -> int:
-    if group == "o":
-        return config.heads * config.head_dim
-    return config.intermediate_size if group == "down" else config.hidden_size

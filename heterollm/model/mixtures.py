@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Final
 
 from heterollm.kernels.ops import Group
-from heterollm.model.family import HEAD_NORMS, NORMS, SEPARATE, Family, Mixture, TensorNames, every_layer
+from heterollm.model.family import (
+    HEAD_NORMS,
+    NORMS,
+    SEPARATE,
+    Family,
+    Mixture,
+    TensorNames,
+    alike,
+    every_layer,
+)
 
 # ---- tensor names ---------------------------------------------------------------------------------------
 
@@ -37,6 +47,8 @@ STACKED_EXPERTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+SPARSE: Final = alike(("attention",), ("mixture",))
+
 # ---- the families ---------------------------------------------------------------------------------------
 
 GRANITE_FIELDS = frozenset(
@@ -53,6 +65,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             covers="Mixtral",
             architecture="MixtralForCausalLM",
             tensors=TensorNames(ATTENTION, NORMS),
+            layers=SPARSE,
             mixture=Mixture("block_sparse_moe.gate", NUMBERED_EXPERTS),
             defaults={
                 "num_key_value_heads": 8,
@@ -70,6 +83,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             covers="Qwen3-MoE",
             architecture="Qwen3MoeForCausalLM",
             tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
+            layers=SPARSE,
             mixture=Mixture(
                 "mlp.gate",
                 NAMED_EXPERTS,
@@ -91,6 +105,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             covers="OLMoE",
             architecture="OlmoeForCausalLM",
             tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
+            layers=SPARSE,
             mixture=Mixture("mlp.gate", NAMED_EXPERTS, normalized_field="norm_topk_prob"),
             defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
             follows=frozenset({"attention_bias", "clip_qkv"}),
@@ -102,6 +117,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             covers="Phi-3.5-MoE and Phi-mini-MoE",
             architecture="PhimoeForCausalLM",
             tensors=TensorNames(ATTENTION, NORMS),
+            layers=SPARSE,
             mixture=Mixture("block_sparse_moe.gate", NUMBERED_EXPERTS, scoring="sparsemixer"),
             defaults={
                 "num_key_value_heads": 8,
@@ -123,6 +139,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             covers="Granite 3.0 and 3.1 with experts",
             architecture="GraniteMoeForCausalLM",
             tensors=TensorNames(ATTENTION, NORMS),
+            layers=SPARSE,
             mixture=Mixture("block_sparse_moe.router.layer", STACKED_EXPERTS),
             defaults={"num_experts": 8, "num_experts_per_tok": 2},
             follows=GRANITE_FIELDS,
@@ -134,6 +151,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             covers="Granite MoE with shared experts",
             architecture="GraniteMoeSharedForCausalLM",
             tensors=TensorNames(SHARED, NORMS),
+            layers=alike(("attention",), ("mixture", "ffn")),
             mixture=Mixture(
                 "block_sparse_moe.router.layer", STACKED_EXPERTS, shared_field="shared_intermediate_size"
             ),

@@ -1,4 +1,4 @@
-"""Cosine and sine tables of the rotary position embedding, for each RoPE scaling.
+"""The rotary position embedding: its configuration, and its tables of cosine and sine for each scaling.
 
 Follows transformers' ``modeling_rope_utils.py``. Sources: yarn (https://arxiv.org/abs/2309.00071), longrope
 (https://arxiv.org/abs/2402.13753), linear and dynamic NTK
@@ -9,15 +9,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, OptionError
-from heterollm.model.family import RopeKind
-from heterollm.model.rope_config import RopeConfig
 
 Frequencies = NDArray[np.float32]
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+"""The supported RoPE scalings."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """The base and the scaling of a rotary position embedding; fields of other scalings keep their defaults.
+
+    Args:
+        kind: The scaling.
+        base: ``rope_theta``.
+        max_positions: The model's ``max_position_embeddings``.
+        original_max_positions: Positions before the context was extended.
+        factor: Factor of the extension; None derives it from the positions (yarn, longrope).
+        attention_factor: Factor of cosine and sine; None derives it (yarn, longrope).
+        beta_fast: Rotations over the original context above which yarn keeps a frequency.
+        beta_slow: Rotations below which yarn interpolates a frequency fully.
+        mscale: Numerator of yarn's attention factor.
+        mscale_all_dim: Denominator of yarn's attention factor.
+        truncate: Whether yarn rounds its range of dimensions to whole numbers.
+        low_frequency_factor: llama3 divides frequencies with wavelengths above ``original / this``.
+        high_frequency_factor: llama3 keeps frequencies with wavelengths below ``original / this``.
+        short_factor: longrope: divisor of each frequency up to the original context.
+        long_factor: longrope: divisor of each frequency beyond it.
+        short_attention_factor: longrope: attention factor up to the original context, in place of the other.
+        long_attention_factor: longrope: attention factor beyond it.
+    """
+
+    kind: RopeKind
+    base: float
+    max_positions: int
+    original_max_positions: int
+    factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    short_attention_factor: float | None = None
+    long_attention_factor: float | None = None
 
 
 def rope_tables(

@@ -6,58 +6,15 @@ Supports the spelling of transformers 5 (``rope_parameters``, nested if layers d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from heterollm.model.families import unsupported
-from heterollm.model.family import ROPE_KINDS, Family, RopeKind
+from heterollm.model.family import Family
 from heterollm.model.json_fields import JsonFields
+from heterollm.model.rope import ROPE_KINDS, RopeConfig, RopeKind
 
 DEFAULT_ROPE_BASE = 10_000.0
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """The base and the scaling of a rotary position embedding; fields of other scalings keep their defaults.
-
-    Args:
-        kind: The scaling.
-        base: ``rope_theta``.
-        max_positions: The model's ``max_position_embeddings``.
-        original_max_positions: Positions before the context was extended.
-        factor: Factor of the extension; None derives it from the positions (yarn, longrope).
-        attention_factor: Factor of cosine and sine; None derives it (yarn, longrope).
-        beta_fast: Rotations over the original context above which yarn keeps a frequency.
-        beta_slow: Rotations below which yarn interpolates a frequency fully.
-        mscale: Numerator of yarn's attention factor.
-        mscale_all_dim: Denominator of yarn's attention factor.
-        truncate: Whether yarn rounds its range of dimensions to whole numbers.
-        low_frequency_factor: llama3 divides frequencies with wavelengths above ``original / this``.
-        high_frequency_factor: llama3 keeps frequencies with wavelengths below ``original / this``.
-        short_factor: longrope: divisor of each frequency up to the original context.
-        long_factor: longrope: divisor of each frequency beyond it.
-        short_attention_factor: longrope: attention factor up to the original context, in place of the other.
-        long_attention_factor: longrope: attention factor beyond it.
-    """
-
-    kind: RopeKind
-    base: float
-    max_positions: int
-    original_max_positions: int
-    factor: float | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    short_attention_factor: float | None = None
-    long_attention_factor: float | None = None
 
 
 def read_rotary_dim(fields: JsonFields, family: Family, head_dim: int) -> int:

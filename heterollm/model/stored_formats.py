@@ -11,13 +11,12 @@ from msgspec import structs
 from heterollm.base import OptionError, UnsupportedModelError
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import Group, WeightFormat
+from heterollm.model.blocks import LAYER_GROUPS
 from heterollm.model.families import unsupported
 from heterollm.model.fields import FOREIGN_METHODS, QUANTIZATION_FIELDS
 from heterollm.model.json_fields import JsonFields
 
 FIX_FOREIGN: Final = "Take the checkpoint that it was made from, or a GGUF, GPTQ or AWQ file of it."
-
-LAYER_GROUPS: Final = ("qkv", "o", "gate_up", "down", "experts")
 
 LARGEST_BLOCK = 128
 """Longer stored blocks are cut into such with equal scales."""

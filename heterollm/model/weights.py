@@ -24,11 +24,11 @@ from heterollm.kernels.formats import (
     take_rows,
 )
 from heterollm.kernels.ops import Group, OpSpec, Precision, Scales, WeightFormat
+from heterollm.model.blocks import MixtureBlock, Norm
 from heterollm.model.channel_file import ChannelFile, channel_file
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_rows, expert_specs, router_name
-from heterollm.model.family import Norm
 from heterollm.model.file_notes import file_notes
 from heterollm.model.layout import (
     HEAD_LAYER,
@@ -126,8 +126,9 @@ class ModelWeights:
         Raises:
             CheckpointError: On access at precision ``fp16``: a value cannot be represented.
         """
-        assert self.config.routing is not None  # the model has experts
-        every = (expert_rows(self.config, layer, expert) for expert in range(self.config.routing.experts))
+        mixture = self.config.per_layer[layer].find(MixtureBlock)
+        assert mixture is not None  # the layer has experts
+        every = (expert_rows(self.config, layer, expert) for expert in range(mixture.routing.experts))
         return Members(self.linears, tuple(rows[member] for rows in every for member in members))
 
     def router(self, layer: int) -> NDArray[np.float32]:
@@ -213,7 +214,10 @@ def load_weights(
     specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)
     notes = checkpoint.notes
     if kept_formats(config, precision, scales) is None:
-        notes += tuple(shortened_blocks((*specs, *_expert_linears(config, specs)), group_size))
+        experts = expert_specs(config, specs)
+        notes += tuple(
+            shortened_blocks((*specs, *experts, *(own.then for own in experts if own.then)), group_size)
+        )
     for note in notes:
         logger.warning("%s", note)
     formats = _formats(config, specs)
@@ -273,17 +277,13 @@ def _formats(config: ModelConfig, specs: Sequence[OpSpec]) -> dict[str, WeightFo
     formats = {embedding_name(config): specs[-1].weight}
     for spec in specs:
         formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
-    for spec in _expert_linears(config, specs):
-        for expert in range(config.routing.experts if config.routing else 0):
-            rows = expert_rows(config, spec.layer, expert)
-            formats.update({rows[member.name].name: spec.weight for member in spec.members})
+    for experts in expert_specs(config, specs):
+        assert experts.experts is not None  # by expert_specs
+        for spec in filter(None, (experts, experts.then)):
+            for expert in range(experts.experts.experts):
+                rows = expert_rows(config, spec.layer, expert)
+                formats.update({rows[member.name].name: spec.weight for member in spec.members})
     return formats
-
-
-def _expert_linears(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, ...]:
-    """Return gate and up, then down, of the experts of each layer."""
-    experts = expert_specs(config, specs)
-    return tuple(own for spec in experts for own in (spec, spec.then) if own is not None)
 
 
 def _model_weights(

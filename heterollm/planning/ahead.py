@@ -220,14 +220,14 @@ def precompile(
         longest=config.max_positions,
         head_rows=HEAD_ROWS,
         activation=config.activation,
-        heads=(config.heads, config.kv_heads),
+        heads=(config.attention.heads, config.attention.kv_heads),
     )
     ranges = calibrated_ranges(options.weights_calibration, weights)
     every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))
     graphs = [graph for graph in every if graph.length in wanted]
     # Their capacities are no lengths of prompts.
     graphs += dict.fromkeys(planned_expert_graphs(chosen, weights.experts))
-    members = config.heads // config.kv_heads
+    members = config.attention.heads // config.attention.kv_heads
     scores = [graph for graph in score_graphs(config, chosen, positions) if graph[1] // members in wanted]
     if not (graphs or scores):
         raise OptionError(

@@ -79,7 +79,7 @@ def calibrated_routing(
     """
     if request is None or (name := expert_pass(request.passes)) is None:
         return None
-    if config.routing is None:
+    if (mixture := config.mixture) is None:
         raise OptionError(
             f"The pass {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
         )
@@ -87,9 +87,9 @@ def calibrated_routing(
         return None
     found = routing_of(path)
     counts = {len(chunk) for one in found for window in one.windows for chunk in window}
-    if len(found) != config.layers or counts != {config.routing.experts}:
+    if len(found) != config.layers or counts != {mixture.routing.experts}:
         raise CalibrationError(
-            f"The calibration {path} has no loads of this model's {config.routing.experts} experts in "
+            f"The calibration {path} has no loads of this model's {mixture.routing.experts} experts in "
             f"{config.layers} layers.",
             fix="Run `heterollm calibrate` for this model, with windows of at least 64 tokens.",
         )

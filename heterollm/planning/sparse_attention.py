@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, get_args
 from msgspec import structs
 
 from heterollm.base import CalibrationError, OptionError
-from heterollm.model import ModelConfig
+from heterollm.model import AttentionBlock, ModelConfig
 from heterollm.planning.calibrated import calibrated_needs, calibrated_scales
 from heterollm.solver import (
     SHADOW_ATTENTION,
@@ -57,10 +57,11 @@ def calibrated_heads(
         tuple(head.exponent for head in scales.get(layer, ())) for layer in range(config.layers)
     )
     keep = keep_ratios(calibrated_needs(path), asked.keep, asked.keep_by)
-    if {len(own) for own in exponents} != {config.kv_heads} or {*map(len, keep)} != {config.heads}:
+    own = config.attention
+    if {*map(len, exponents)} != {own.kv_heads} or {*map(len, keep)} != {own.heads}:
         raise CalibrationError(
             f"The calibration {path} has no attention heads of this model: {config.layers} layers with "
-            f"{config.heads} query heads and {config.kv_heads} key heads.",
+            f"{own.heads} query heads and {own.kv_heads} key heads.",
             fix="Run `heterollm calibrate` for this model.",
         )
     return AttentionHeads(keep, exponents, _windows(config))
@@ -80,10 +81,10 @@ def assumed_heads(config: ModelConfig, request: AttentionRequest) -> AttentionHe
         raise OptionError(
             "Simulations of shapes know no importance of heads.", fix="Choose --keep-by mass or uniform."
         )
-    alike = ((0.5,),) * config.heads
+    alike = ((0.5,),) * config.attention.heads
     needs = HeadNeeds((0.5,), (alike,) * config.layers)
     keep = keep_ratios(needs, request.keep, request.keep_by)
-    exponents = ((ASSUMED_EXPONENT,) * config.kv_heads,) * config.layers
+    exponents = ((ASSUMED_EXPONENT,) * config.attention.kv_heads,) * config.layers
     return AttentionHeads(keep, exponents, _windows(config))
 
 
@@ -174,4 +175,4 @@ def dense_prompt_notes(plan: Plan, prompt: int) -> tuple[str, ...]:
 
 
 def _windows(config: ModelConfig) -> tuple[int, ...]:
-    return tuple(layer.window for layer in config.per_layer)
+    return tuple(block.window for block in config.blocks(AttentionBlock).values())

@@ -27,7 +27,7 @@ def check_source_effects(options: LoadOptions, config: ModelConfig) -> None:
     """
     facts, given = load_facts(options)
     stored = kept_formats(config, options.precision, options.scales) is not None
-    refuse_idle(SOURCE_EFFECTS, given, facts | {"stored": stored, "experts": config.routing is not None})
+    refuse_idle(SOURCE_EFFECTS, given, facts | {"stored": stored, "experts": config.mixture is not None})
 
 
 def idle_notes(options: LoadOptions, device: Device, plan: Plan) -> Iterator[str]:

@@ -53,7 +53,7 @@ CASE_EFFECTS: Final = (
     ),
     Effect(
         "imbalance",
-        lambda facts: find_model(facts["model"]).config.routing is not None,
+        lambda facts: find_model(facts["model"]).config.mixture is not None,
         "the model has no experts",
         "Choose a mixture of experts",
     ),

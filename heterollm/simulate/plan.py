@@ -201,9 +201,10 @@ def assumed_routing(config: ModelConfig, request: SimulationRequest) -> AssumedR
     Raises:
         OptionError: The mixture cannot be so imbalanced.
     """
-    if config.routing is None or request.numerics:
+    if config.mixture is None or request.numerics:
         return None
-    return AssumedRouting(config.routing, IMBALANCE if request.imbalance is None else request.imbalance)
+    imbalance = IMBALANCE if request.imbalance is None else request.imbalance
+    return AssumedRouting(config.mixture.routing, imbalance)
 
 
 def _assumed_calibration(

@@ -194,7 +194,7 @@ def _assumed_ranges(
 
 def _assumed_scales(plan: Plan, config: ModelConfig) -> dict[BucketCount, dict[int, tuple[ScoreScale, ...]]]:
     """Return scales of attention heads with the plan's exponents; no time depends on their steps."""
-    steps = (1.0,) * (config.heads // config.kv_heads)
+    steps = (1.0,) * (config.attention.heads // config.attention.kv_heads)
     found: dict[BucketCount, dict[int, tuple[ScoreScale, ...]]] = {}
     for entry in plan.attention:
         placement = entry.placement

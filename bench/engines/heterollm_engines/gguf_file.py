@@ -62,9 +62,9 @@ def _check_plain(config: ModelConfig) -> None:
     Raises:
         UnsupportedModelError: The model has other features.
     """
-    widths = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim)
-    plain = config.model_type == "llama" and config.rope.kind == "default" and not config.qkv_bias
-    if not plain or config.o_bias or config.mlp_bias or any(width % BLOCK for width in widths):
+    widths = (config.hidden_size, config.ffn.width, config.attention.heads * config.attention.head_dim)
+    plain = config.model_type == "llama" and config.rope.kind == "default" and not config.attention.qkv_bias
+    if not plain or config.attention.o_bias or config.ffn.biased or any(width % BLOCK for width in widths):
         raise UnsupportedModelError(
             f"A {config.family} model with these features is not written as GGUF.",
             fix="Leave the engine out, or compare a Llama model without biases and RoPE scaling.",
@@ -93,14 +93,14 @@ def _write_header(writer: Any, config: ModelConfig) -> None:  # noqa: ANN401 - g
     writer.add_block_count(config.layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
+    writer.add_feed_forward_length(config.ffn.width)
+    writer.add_head_count(config.attention.heads)
+    writer.add_head_count_kv(config.attention.kv_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_key_length(config.attention.head_dim)
+    writer.add_value_length(config.attention.head_dim)
     writer.add_rope_freq_base(config.rope.base)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.attention.head_dim)
     writer.add_vocab_size(config.vocab_size)
     # Token ids go in and logits come out, so no vocabulary is needed.
     writer.add_tokenizer_model("none")
@@ -121,7 +121,7 @@ def _write_layer(writer: Any, weights: ModelWeights, layer: int) -> None:  # noq
 
 def _interleaved_rows(config: ModelConfig, weight: LinearWeight) -> list[tuple[int, int]]:
     assert isinstance(weight, QuantizedTensor)
-    rows = np.arange(weight.rows).reshape(-1, 2, config.head_dim // 2).swapaxes(1, 2).ravel()
+    rows = np.arange(weight.rows).reshape(-1, 2, config.attention.head_dim // 2).swapaxes(1, 2).ravel()
     return [(row, row + 1) for row in rows.tolist()]
 
 

@@ -73,7 +73,8 @@ def test_the_layer_has_the_size_of_tinyllama(layer_folder):
     checkpoint = Checkpoint(layer_folder)
     linears = [name for name in checkpoint.names if "proj" in name]
     assert sum(math.prod(checkpoint.shape(name)) for name in linears) == 44_040_192
-    assert (config.heads, config.kv_heads, config.head_dim, config.layers) == (32, 4, 64, 1)
+    own = config.attention
+    assert (own.heads, own.kv_heads, own.head_dim, config.layers) == (32, 4, 64, 1)
 
 
 PROFILES = """

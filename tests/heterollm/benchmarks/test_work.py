@@ -48,12 +48,12 @@ def test_passes_are_chunks_and_then_tokens():
 def test_a_token_reads_every_weight_once_and_the_cache():
     work = work_of(CONFIG, SPECS, Case(0, 1, 99), chunk=512, cache_dtype=FLOAT32)
     weights = sum(spec.weight_bytes() for spec in SPECS)
-    positions = 100 * CONFIG.layers * 2 * CONFIG.kv_heads
-    assert work.read_bytes == weights + positions * CONFIG.head_dim * 4
+    positions = 100 * CONFIG.layers * 2 * CONFIG.attention.kv_heads
+    assert work.read_bytes == weights + positions * CONFIG.attention.head_dim * 4
     codes = work_of(CONFIG, SPECS, Case(0, 1, 99), chunk=512, cache_dtype=np.dtype(np.int8))
-    assert codes.read_bytes == weights + positions * (CONFIG.head_dim + 4)
+    assert codes.read_bytes == weights + positions * (CONFIG.attention.head_dim + 4)
     linear = sum(2 * spec.rows * spec.columns for spec in SPECS)
-    attention = 4 * 100 * CONFIG.layers * CONFIG.heads * CONFIG.head_dim
+    attention = 4 * 100 * CONFIG.layers * CONFIG.attention.heads * CONFIG.attention.head_dim
     assert work.flops == linear + attention
 
 
@@ -214,7 +214,7 @@ def test_a_token_of_a_mixture_reads_its_experts_alone():
     specs = op_specs(config, "w4a16", 32, True, float_bits=32)
     weights = sum(spec.weight_bytes() for spec in specs)
     expert = 3 * 256 * 64
-    cache_bytes = 100 * config.layers * 2 * config.kv_heads * config.head_dim * 4
+    cache_bytes = 100 * config.layers * 2 * config.attention.kv_heads * config.attention.head_dim * 4
     token = work_of(config, specs, Case(0, 1, 99), chunk=512, cache_dtype=FLOAT32)
     # A scale of two bytes for each block of 32.
     assert token.read_bytes == weights + 2 * 4 * expert * (0.5 + 2 / 32) + cache_bytes
@@ -225,5 +225,5 @@ def test_a_token_of_a_mixture_reads_its_experts_alone():
     )
     # Many tokens read nearly all experts, and each once.
     prompt = work_of(config, specs, Case(256, 0), chunk=512, cache_dtype=FLOAT32)
-    cache_bytes = 256 * config.layers * 2 * config.kv_heads * config.head_dim * 4
+    cache_bytes = 256 * config.layers * 2 * config.attention.kv_heads * config.attention.head_dim * 4
     assert prompt.read_bytes == pytest.approx(weights + 2 * 16 * expert * (0.5 + 2 / 32) + cache_bytes)

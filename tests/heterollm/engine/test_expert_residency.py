@@ -1,5 +1,6 @@
 """A memory budget of experts: the same bits at any budget, counts, memory, and files that change."""
 
+import functools
 import gc
 import json
 import os
@@ -14,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from heterollm.base import CheckpointError, OptionError
 from heterollm.engine import check_memory, expert_budget
+from heterollm.engine.blocks.mixture import MixtureEmitter
 from heterollm.engine.expert_residency import ExpertResidency
-from heterollm.engine.experts import ExpertEmitter
 from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.ops import Routing
@@ -40,8 +42,8 @@ def slot_gib(llm: LLM) -> float:
 
 
 def routing_of(llm: LLM) -> Routing:
-    assert llm.config.routing is not None
-    return llm.config.routing
+    assert llm.config.mixture is not None
+    return llm.config.mixture.routing
 
 
 def answers(llm: LLM, ids: list[int]) -> Iterator[np.ndarray]:
@@ -216,7 +218,9 @@ def test_a_load_reads_the_first_residents_and_those_of_its_warm_up(
     assert loaded[-5:] == [(0, 2), (1, 1), (0, 1), (1, 0), (0, 0)]
     loaded.clear()
     budget = expert_budget(llm._weights.experts, 5.5 * SLOT_GIB, {})
-    llm.on_engine_thread(lambda: ExpertEmitter(llm.device, llm._weights, lambda *_: None, None, budget, 4))
+    plan = structs.replace(llm.plan, chunk_length=4)
+    make = functools.partial(MixtureEmitter, llm.device, llm._weights, plan, lambda *_: None, None, budget)
+    llm.on_engine_thread(make)
     assert not loaded
 
 

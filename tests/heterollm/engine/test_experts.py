@@ -23,7 +23,7 @@ EXPERT_MEMBERS = ModelWeights.expert_members
 
 def chosen_experts(llm: LLM, tokens: int) -> np.ndarray:
     """Return the experts of each token in the last layer of the last pass."""
-    routing = llm.config.routing
+    routing = llm.config.mixture.routing
     assert routing is not None
     found = np.empty(tokens * routing.chosen, np.int32)
     engine = llm._engine
@@ -123,15 +123,15 @@ def test_need_of_memory_counts_all_experts(
     weights, plan = llm._weights, llm.plan
     need = memory_need(llm.config, weights.specs, plan, 64, {}, np.dtype(np.float32))
     plain = sum(spec.weight_bytes() for spec in weights.specs)
-    assert llm.config.routing is not None
-    experts = 2 * llm.config.routing.experts
+    assert llm.config.mixture is not None
+    experts = 2 * llm.config.mixture.routing.experts
     first = weights.experts[0]
     assert first.then is not None
     one = first.weight.weight_bytes(first.rows, first.columns)
     one += first.then.weight.weight_bytes(first.then.rows, first.then.columns)
     assert need.gpu_weights == plain + experts * one + plain_embedding(llm)
     sizes = pool_sizes(llm.config, weights.specs, plan, 4, 64)
-    pairs = plan.chunk_length * llm.config.routing.chosen
+    pairs = plan.chunk_length * llm.config.mixture.routing.chosen
     assert sizes["expert_rows"] == pairs * llm.config.hidden_size * 4
     assert ("expert_rows_codes" in sizes) == (precision == "w4a8")
 

@@ -70,13 +70,13 @@ def test_forks_and_positions_are_exact(coded, ids):
 
 def test_memory_is_that_of_codes_and_scales(coded, floats):
     config = coded.config
-    heads = 2 * config.layers * config.kv_heads
+    heads = 2 * config.layers * config.attention.kv_heads
 
     def cache_bytes(llm):
         return llm.session().memory_bytes
 
-    assert cache_bytes(floats) == heads * CONTEXT * config.head_dim * 4
-    exact = heads * CONTEXT * (config.head_dim + 4)
+    assert cache_bytes(floats) == heads * CONTEXT * config.attention.head_dim * 4
+    exact = heads * CONTEXT * (config.attention.head_dim + 4)
     assert exact <= cache_bytes(coded) < exact + heads * 4096
 
 

@@ -148,7 +148,7 @@ def sparse(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Tec
         for layer, scales in calibrated_scales(path, 1).items():
             units = tuple((head,) for head in range(len(scales)))
             exponents = tuple(one.exponent for one in scales)
-            keep = (0.25,) * llm.config.heads
+            keep = (0.25,) * llm.config.attention.heads
             placement = SparseAttention(keep, units, exponents, "npu", buckets=1)
             entries.append(AttentionEntry((1, CHUNK), (1, CONTEXT), (layer, layer), placement))
         key = load_calibration(path).key

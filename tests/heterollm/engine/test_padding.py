@@ -157,7 +157,7 @@ def test_padding_is_not_written_to_the_cache(
     session.prefill(token_ids(length))
     gpu.copy(content, memory.buffer)
     config = llm.config
-    blocks = content.view(np.float32).reshape(config.layers * 2 * config.kv_heads, -1)
-    positions = blocks[:, : llm.context * config.head_dim].reshape(len(blocks), llm.context, -1)
+    blocks = content.view(np.float32).reshape(config.layers * 2 * config.attention.kv_heads, -1)
+    positions = blocks[:, : llm.context * config.attention.head_dim].reshape(len(blocks), llm.context, -1)
     assert np.isfinite(positions[:, :length]).all()
     assert np.isnan(positions[:, length:]).all()

@@ -80,7 +80,7 @@ def plans(dense: LLM, file: Path) -> Callable[..., Plan]:
         for layer, scales in calibrated_scales(file, buckets).items():
             units = units_of(scales)
             placement = SparseAttention(
-                keep=(keep,) * dense.config.heads,
+                keep=(keep,) * dense.config.attention.heads,
                 units=units,
                 exponents=tuple(scales[unit[0]].exponent for unit in units),
                 estimator=estimator,  # type: ignore[arg-type]
@@ -472,8 +472,8 @@ def test_the_memory_of_scores_is_counted(plans: Callable[..., Plan], dense: LLM)
     config, specs = dense.config, dense._weights.specs
     few, more = plans(lengths=(1, 40)), plans(keys=(1, 256))
     sizes = [pool_sizes(config, specs, plan, 4, CONTEXT) for plan in (few, more, dense.plan)]
-    assert sizes[0]["scores"] == config.heads * 64 * CONTEXT
-    assert sizes[1]["scores"] == config.heads * CHUNK * 256
+    assert sizes[0]["scores"] == config.attention.heads * 64 * CONTEXT
+    assert sizes[1]["scores"] == config.attention.heads * CHUNK * 256
     assert "scores" not in sizes[2]
     needs = [
         memory_need(config, specs, plan, CONTEXT, size, np.dtype(np.float32))

@@ -72,7 +72,7 @@ def answer(
 def cache_bytes(llm: LLM, session: Session, positions: int) -> bytes:
     """Return the keys and values of the first positions of all heads."""
     cache = session._cache
-    gpu, head_dim, dtype = llm.device.gpu, llm.config.head_dim, llm.device.cache_dtype
+    gpu, head_dim, dtype = llm.device.gpu, llm.config.attention.head_dim, llm.device.cache_dtype
     stride_bytes = head_stride(llm.context, head_dim, dtype) * dtype.itemsize
 
     def read() -> bytes:

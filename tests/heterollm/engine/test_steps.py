@@ -41,7 +41,7 @@ def make_engine(
     Its NPU has a graph for 40 tokens, so that a row cut of such a pass needs no padding.
     """
     whole = find_model("tinyllama-1.1b").config
-    config = dataclasses.replace(whole, layers=layers, per_layer=whole.per_layer[:layers])
+    config = dataclasses.replace(whole, per_layer=whole.per_layer[:layers])
     specs = op_specs(config, "w4a16", 128, True)
     entries = [
         PlanEntry("prefill", (tokens, tokens), (-1, layers - 1), group, placement)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from heterollm.base import UnsupportedModelError
-from heterollm.model import find_model
+from heterollm.model import AttentionBlock, find_model
 
 OTHER_LAYERS = {
     "bamba": "mamba_",
@@ -124,7 +124,7 @@ def test_other_decoders_are_taken_for_a_llama_with_their_windows(kind, tmp_path)
     assert kind in found.note
     assert "Nobody has checked" not in found.note
     kinds = values.get("layer_types") or []
-    windows = [layer.window for layer in found.config.per_layer]
+    windows = [block.window for block in found.config.blocks(AttentionBlock).values()]
     assert any(windows) is LIKE_LLAMA[kind]
     if kinds:
         assert [bool(window) for window in windows] == [one == "sliding_attention" for one in kinds]
@@ -149,9 +149,9 @@ def test_an_architecture_that_is_no_decoder_is_refused(tmp_path):
 def test_a_pattern_of_windows_makes_every_nth_layer_full(tmp_path):
     more = {"num_hidden_layers": 4, "sliding_window": 64, "sliding_window_pattern": 2}
     found = find_model(config_file(tmp_path, {**INTERNLM2, **more})).config
-    assert [layer.window for layer in found.per_layer] == [64, 0, 64, 0]
+    assert [block.window for block in found.blocks(AttentionBlock).values()] == [64, 0, 64, 0]
     unused = find_model(config_file(tmp_path, {**INTERNLM2, **more, "use_sliding_window": False})).config
-    assert not any(layer.window for layer in unused.per_layer)
+    assert not any(block.window for block in unused.blocks(AttentionBlock).values())
 
 
 def test_an_unknown_field_is_named_in_the_note(tmp_path):

@@ -12,11 +12,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_the_bundled_model():
     config = ModelConfig.from_folder(str(resources.files("heterollm.data.tiny_python_lm")))
     assert (config.model_type, config.family) == ("llama", "Llama")
-    assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (4, 8, 4, 32)
-    assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (256, 768, 2048)
+    own = config.attention
+    assert (config.layers, own.heads, own.kv_heads, own.head_dim) == (4, 8, 4, 32)
+    assert (config.hidden_size, config.ffn.width, config.vocab_size) == (256, 768, 2048)
     assert (config.max_positions, config.rms_norm_eps) == (2048, 1e-5)
     assert config.tie_word_embeddings
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (False, False, False)
+    assert (config.attention.qkv_bias, config.attention.o_bias, config.ffn.biased) == (False, False, False)
     assert (config.bos_ids, config.eos_ids, config.pad_id) == ((0,), (0,), None)
     assert (config.rope.kind, config.rope.base) == ("default", 10000.0)
 
@@ -26,22 +27,22 @@ def test_defaults_of_fields_that_are_left_out(model_fields):
     for name in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "hidden_act"):
         del fields[name]
     config = ModelConfig.from_dict(fields)
-    assert (config.kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert (config.attention.kv_heads, config.attention.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert (config.tie_word_embeddings, config.rope.base) == (False, 10000.0)
 
 
 def test_biases_follow_the_family(model_fields):
     plain = ModelConfig.from_dict(model_fields("llama"))
-    assert (plain.qkv_bias, plain.o_bias, plain.mlp_bias) == (False, False, False)
+    assert (plain.attention.qkv_bias, plain.attention.o_bias, plain.ffn.biased) == (False, False, False)
     biased = ModelConfig.from_dict(model_fields("llama", attention_bias=True, mlp_bias=True))
-    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+    assert (biased.attention.qkv_bias, biased.attention.o_bias, biased.ffn.biased) == (True, True, True)
     qwen = ModelConfig.from_dict(model_fields("qwen2", attention_bias=False))
-    assert (qwen.qkv_bias, qwen.o_bias, qwen.mlp_bias) == (True, False, False)
+    assert (qwen.attention.qkv_bias, qwen.attention.o_bias, qwen.ffn.biased) == (True, False, False)
 
 
 def test_head_dim_need_not_follow_from_the_width(model_fields):
     config = ModelConfig.from_dict(model_fields(head_dim=32))
-    assert (config.hidden_size, config.heads * config.head_dim) == (64, 128)
+    assert (config.hidden_size, config.attention.heads * config.attention.head_dim) == (64, 128)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +222,8 @@ def test_transformers_reads_its_own_configuration_alike(tmp_path, write_model, f
     theirs = transformers.AutoConfig.from_pretrained(folder)
     config = ModelConfig.from_folder(folder)
     assert config.hidden_size == theirs.hidden_size
-    assert config.kv_heads == theirs.num_key_value_heads
-    assert config.head_dim == (getattr(theirs, "head_dim", None) or 16)
+    assert config.attention.kv_heads == theirs.num_key_value_heads
+    assert config.attention.head_dim == (getattr(theirs, "head_dim", None) or 16)
     assert config.rms_norm_eps == theirs.rms_norm_eps
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.rope.base == theirs.rope_parameters["rope_theta"]

@@ -11,10 +11,9 @@ import pytest
 
 import heterollm.loading
 from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
-from heterollm.kernels.ops import Routing
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, RopeConfig, expert_specs
-from heterollm.model.config import LayerConfig
+from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock
 
 Reference = Callable[[LLM, Path, list[int]], np.ndarray]
 Oracle = Callable[..., np.ndarray]
@@ -158,27 +157,52 @@ def test_truncating_below_the_window_brings_old_keys_back(
 # -- each feature taken away ---------------------------------------------------------------------------------
 
 
-def every_layer(config: ModelConfig, **changes: Any) -> tuple[LayerConfig, ...]:
-    return tuple(dataclasses.replace(layer, **changes) for layer in config.per_layer)
+def changed(config: ModelConfig, kind: type[AnyBlock], change: Callable[[AnyBlock], Any]) -> dict[str, Any]:
+    """Return the layers with other blocks of a kind."""
+    layers = []
+    for layer in config.per_layer:
+        stages = [
+            dataclasses.replace(
+                stage, blocks=tuple(change(one) if isinstance(one, kind) else one for one in stage.blocks)
+            )
+            for stage in layer.stages
+        ]
+        layers.append(LayerConfig(tuple(stages)))
+    return {"per_layer": tuple(layers)}
 
 
-def plain_rope(config: ModelConfig) -> tuple[LayerConfig, ...]:
-    return tuple(
-        layer if layer.rope is None else dataclasses.replace(layer, rope=unscaled(layer.rope))
+def attention(config: ModelConfig, **changes: Any) -> dict[str, Any]:
+    return changed(config, AttentionBlock, lambda block: dataclasses.replace(block, **changes))
+
+
+def without_output_norms(config: ModelConfig) -> dict[str, Any]:
+    layers = [
+        LayerConfig(tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages))
         for layer in config.per_layer
-    )
+    ]
+    return {"per_layer": tuple(layers)}
+
+
+def plain_rope(config: ModelConfig) -> dict[str, Any]:
+    def plain(block: AttentionBlock) -> AttentionBlock:
+        return block if block.rope is None else dataclasses.replace(block, rope=unscaled(block.rope))
+
+    return changed(config, AttentionBlock, plain)
 
 
 def wholly_turning(config: ModelConfig) -> dict[str, Any]:
     assert config.rope.kind == "longrope"
-    factors = config.rope.long_factor + (config.head_dim - config.rotary_dim) // 2 * (1.0,)
+    own = config.attention
+    factors = config.rope.long_factor + (own.head_dim - own.rotary_dim) // 2 * (1.0,)
     rope = dataclasses.replace(config.rope, long_factor=factors)
-    return {"rotary_dim": config.head_dim, "per_layer": every_layer(config, rope=rope)}
+    return attention(config, rotary_dim=own.head_dim, rope=rope)
 
 
-def other_routing(config: ModelConfig, **changes: Any) -> Routing:
-    assert config.routing is not None
-    return dataclasses.replace(config.routing, **changes)
+def other_routing(config: ModelConfig, **changes: Any) -> dict[str, Any]:
+    def routed(block: MixtureBlock) -> MixtureBlock:
+        return dataclasses.replace(block, routing=dataclasses.replace(block.routing, **changes))
+
+    return changed(config, MixtureBlock, routed)
 
 
 def unscaled(rope: RopeConfig) -> RopeConfig:
@@ -186,32 +210,36 @@ def unscaled(rope: RopeConfig) -> RopeConfig:
 
 
 REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
-    "window": lambda config: {"per_layer": every_layer(config, window=0)},
-    "layers without window": lambda config: {"per_layer": every_layer(config, window=20)},
-    "layers without positions": lambda config: {"per_layer": every_layer(config, rope=config.rope)},
-    "positions of sliding layers": lambda config: {"per_layer": every_layer(config, rope=config.rope)},
-    "scaled positions": lambda config: {"per_layer": plain_rope(config)},
+    "window": lambda config: attention(config, window=0),
+    "layers without window": lambda config: attention(config, window=20),
+    "layers without positions": lambda config: attention(config, rope=config.rope),
+    "positions of sliding layers": lambda config: attention(config, rope=config.rope),
+    "scaled positions": plain_rope,
     "partly turning heads": wholly_turning,
-    "norms of heads": lambda _config: {"head_norms": False},
-    "norms of outputs": lambda _config: {"output_norms": False},
+    "norms of heads": lambda config: attention(config, head_norms=False),
+    "norms of outputs": without_output_norms,
     "norm offset": lambda _config: {"norm_offset": 0.0},
     "embedding scale": lambda _config: {"embedding_scale": 1.0},
-    "attention scale": lambda config: {"attention_scale": config.head_dim**-0.5},
-    "attention soft cap": lambda _config: {"attention_soft_cap": 0.0},
+    "attention scale": lambda config: attention(config, scale=config.attention.head_dim**-0.5),
+    "attention soft cap": lambda config: attention(config, soft_cap=0.0),
     "logit soft cap": lambda _config: {"logit_soft_cap": 0.0},
-    "activation": lambda _config: {"activation": "silu"},
-    "biases of q, k and v": lambda _config: {"qkv_bias": False},
-    "bias of attention": lambda _config: {"o_bias": False},
-    "biases of the feed-forward": lambda _config: {"mlp_bias": False},
+    "activation": lambda config: changed(
+        config, FfnBlock, lambda one: dataclasses.replace(one, activation="silu")
+    ),
+    "biases of q, k and v": lambda config: attention(config, qkv_bias=False),
+    "bias of attention": lambda config: attention(config, o_bias=False),
+    "biases of the feed-forward": lambda config: changed(
+        config, FfnBlock, lambda one: dataclasses.replace(one, biased=False)
+    ),
     "bias of the head": lambda _config: {"head_bias": False},
-    "one norm of all heads": lambda config: {"head_norms": False, "joint_head_norms": False},
-    "limit of q, k and v": lambda _config: {"qkv_limit": 0.0},
+    "one norm of all heads": lambda config: attention(config, head_norms=False, joint_head_norms=False),
+    "limit of q, k and v": lambda config: attention(config, qkv_limit=0.0),
     "means of norms": lambda _config: {"centered_norms": False},
-    "normalised weights": lambda config: {"routing": other_routing(config, normalized=False)},
-    "weights as they are": lambda config: {"routing": other_routing(config, normalized=True)},
-    "all chosen experts": lambda config: {"routing": other_routing(config, chosen=1)},
-    "sparsemixer": lambda config: {"routing": other_routing(config, scoring="softmax")},
-    "jitter": lambda config: {"routing": other_routing(config, jitter=0.01)},
+    "normalised weights": lambda config: other_routing(config, normalized=False),
+    "weights as they are": lambda config: other_routing(config, normalized=True),
+    "all chosen experts": lambda config: other_routing(config, chosen=1),
+    "sparsemixer": lambda config: other_routing(config, scoring="softmax"),
+    "jitter": lambda config: other_routing(config, jitter=0.01),
     "scale of logits": lambda _config: {"logit_scale": 1.0},
 }
 GEMMA = (

@@ -7,6 +7,7 @@ import pytest
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Member
 from heterollm.model import ModelConfig, op_specs
+from heterollm.model.blocks import AttentionBlock
 from heterollm.model.expert_layout import TensorRows
 from heterollm.model.families import FAMILIES
 from heterollm.model.layout import expected_tensors, layer_norms, linear_rows
@@ -98,28 +99,31 @@ def test_features_are_those_of_transformers(published: dict[str, Any], saved: bo
     """As published, and as transformers writes the same configuration."""
     theirs = theirs_of(published)
     ours = ModelConfig.from_dict(theirs.to_dict() if saved else published)
-    assert ours.kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // ours.heads)
+    own = ours.attention
+    assert own.kv_heads == theirs.num_key_value_heads
+    assert own.head_dim == (getattr(theirs, "head_dim", None) or 64 // own.heads)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    scale = getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
-    assert ours.attention_scale == pytest.approx(scale, rel=1e-12)
-    assert ours.attention_soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0)
+    scale = getattr(theirs, "query_pre_attn_scalar", own.head_dim) ** -0.5
+    assert own.scale == pytest.approx(scale, rel=1e-12)
+    assert own.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0)
     assert ours.logit_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0)
     everywhere = theirs.sliding_window if theirs.model_type in ("mistral", "phi3") else 0
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * 8
     windows = [everywhere or 0 if kind == "full_attention" else theirs.sliding_window for kind in kinds]
-    assert [layer.window for layer in ours.per_layer] == windows
+    assert [block.window for block in ours.blocks(AttentionBlock).values()] == windows
     turning = getattr(theirs, "no_rope_layers", [1] * 8)
-    assert [layer.rope is not None for layer in ours.per_layer] == [bool(one) for one in turning]
+    assert [block.rope is not None for block in ours.blocks(AttentionBlock).values()] == [
+        bool(one) for one in turning
+    ]
     nested = theirs.model_type == "gemma3_text"
-    for layer, kind in zip(ours.per_layer, kinds, strict=True):
+    for layer, kind in zip(ours.blocks(AttentionBlock).values(), kinds, strict=True):
         if layer.rope is not None:
             parameters = theirs.rope_parameters[kind] if nested else theirs.rope_parameters
             assert layer.rope.kind == parameters["rope_type"]
             assert layer.rope.base == parameters["rope_theta"]
             assert layer.rope.factor == parameters.get("factor")
-            assert ours.rotary_dim == ours.head_dim * parameters.get("partial_rotary_factor", 1)
+            assert own.rotary_dim == own.head_dim * parameters.get("partial_rotary_factor", 1)
 
 
 def test_tensors_are_those_of_transformers(published: dict[str, Any]) -> None:
@@ -171,7 +175,7 @@ def test_code_that_transformers_has_too_may_come_along() -> None:
 
 def test_norms_of_a_layer() -> None:
     def norms(name: str) -> set[str]:
-        return set(layer_norms(ModelConfig.from_dict(COMMON | CONFIGS[name])))
+        return set(layer_norms(ModelConfig.from_dict(COMMON | CONFIGS[name]), 0))
 
     plain, heads = {"attention", "feed_forward"}, {"query_head", "key_head"}
     assert norms("mistral") == norms("smollm3") == norms("phi3") == plain

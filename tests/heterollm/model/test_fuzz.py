@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from heterollm.base import CheckpointError, HeteroLLMError, PlanError
 from heterollm.kernels.npu.qnn_binaries import ContextBinary
-from heterollm.model import Checkpoint, ModelConfig, load_weights, op_specs, rope_tables
+from heterollm.model import AttentionBlock, Checkpoint, ModelConfig, load_weights, op_specs, rope_tables
 from heterollm.model.families import FAMILIES
 from heterollm.model.layout import expected_tensors
 from heterollm.model.tensor_file import TensorFile
@@ -296,19 +296,21 @@ def check_config(config, data, generation):
         assert type(stated[name]) is int
         assert getattr(config, field) == stated[name] >= 1
     kv_heads, head_dim = stated.get("num_key_value_heads"), stated.get("head_dim")
-    assert config.kv_heads == (config.heads if kv_heads is None else kv_heads)
-    assert config.head_dim == (config.hidden_size // config.heads if head_dim is None else head_dim)
+    assert config.attention.kv_heads == (config.attention.heads if kv_heads is None else kv_heads)
+    assert config.attention.head_dim == (
+        config.hidden_size // config.attention.heads if head_dim is None else head_dim
+    )
     assert config.rms_norm_eps == (stated.get("rms_norm_eps") or 1e-6)
     assert config.tie_word_embeddings is (stated.get("tie_word_embeddings") or False)
-    assert config.mlp_bias is (stated.get("mlp_bias") or False)
-    assert config.qkv_bias is config.o_bias is (stated.get("attention_bias") or False)
+    assert config.ffn.biased is (stated.get("mlp_bias") or False)
+    assert config.attention.qkv_bias is config.attention.o_bias is (stated.get("attention_bias") or False)
     for name, ids in (("bos_token_id", config.bos_ids), ("eos_token_id", config.eos_ids)):
         first = plain_json(generation)
         source = stated if first.get(name) is None else first
         entry = source.get(name, 1 if name == "bos_token_id" else 2)
         assert set(ids) == set(entry if isinstance(entry, list) else [entry]) - {None, -1}
-    for table in rope_tables(config.rope, config.head_dim, 16):
-        assert table.shape == (16, config.head_dim // 2)
+    for table in rope_tables(config.rope, config.attention.head_dim, 16):
+        assert table.shape == (16, config.attention.head_dim // 2)
         assert np.isfinite(table).all()
 
 
@@ -600,8 +602,8 @@ def test_a_damaged_configuration_of_any_family_fails_cleanly(family, tmp_path):
                 for precision in ("w4a16", "fp16"):
                     op_specs(config, precision, 32, True)
                 expected_tensors(config)
-                for rope in {layer.rope for layer in config.per_layer} - {None}:
-                    for table in rope_tables(rope, config.rotary_dim, 16):
+                for rope in {block.rope for block in config.blocks(AttentionBlock).values()} - {None}:
+                    for table in rope_tables(rope, config.attention.rotary_dim, 16):
                         assert np.isfinite(table).all()
                 loaded += 1
             except HeteroLLMError:

@@ -92,9 +92,9 @@ def test_groups_in_order_with_their_shapes(odd):
     assert [spec.columns for spec in (qkv, o, gate_up, down, head)] == [64, 128, 64, 112, 64]
     assert [spec.weight for spec in (qkv, down)] == [WeightFormat(4, 64), WeightFormat(4, 16)]
     assert head.weight == WeightFormat(8, 64)
-    assert (qkv.source, qkv.target) == ("attention_input", "qkv")
+    assert (qkv.source, qkv.target) == ("linear_input", "qkv")
     assert (o.source, o.target) == ("attention_output", "attention_delta")
-    assert (gate_up.source, gate_up.target) == ("feed_forward_input", "gate_up")
+    assert (gate_up.source, gate_up.target) == ("linear_input", "gate_up")
     assert (down.source, down.target) == ("activated", "feed_forward_delta")
     assert (head.source, head.target) == ("head_input", "logits")
     assert all(spec.join == "concatenate" for spec in specs)

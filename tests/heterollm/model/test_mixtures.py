@@ -9,7 +9,7 @@ import pytest
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Routing
-from heterollm.model import Checkpoint, ModelConfig, expert_specs, load_weights, op_specs
+from heterollm.model import AttentionBlock, Checkpoint, ModelConfig, expert_specs, load_weights, op_specs
 from heterollm.model.expert_layout import TensorRows, expert_rows
 from heterollm.model.layout import expected_tensors
 
@@ -36,20 +36,24 @@ def config_of(model_type: str, **changes: Any) -> ModelConfig:
 def test_defaults_are_those_of_transformers(model_type: str, saved: bool) -> None:
     theirs = transformers.AutoConfig.for_model(model_type, **SIZES)
     ours = ModelConfig.from_dict(theirs.to_dict() if saved else SIZES | {"model_type": model_type})
-    assert ours.routing is not None
-    assert ours.routing.experts == theirs.num_experts if model_type in ("qwen3_moe", "olmoe") else True
-    assert ours.routing.experts == theirs.num_local_experts
-    assert ours.routing.chosen == theirs.num_experts_per_tok
+    assert ours.mixture is not None
+    assert (
+        ours.mixture.routing.experts == theirs.num_experts if model_type in ("qwen3_moe", "olmoe") else True
+    )
+    assert ours.mixture.routing.experts == theirs.num_local_experts
+    assert ours.mixture.routing.chosen == theirs.num_experts_per_tok
     mixes = model_type == "phimoe"
-    assert ours.routing.normalized == getattr(theirs, "norm_topk_prob", not mixes)
-    assert ours.routing.jitter == (theirs.router_jitter_noise if mixes else 0)
-    assert ours.expert_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-    assert ours.intermediate_size == getattr(theirs, "shared_intermediate_size", 0)
-    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.mixture.routing.normalized == getattr(theirs, "norm_topk_prob", not mixes)
+    assert ours.mixture.routing.jitter == (theirs.router_jitter_noise if mixes else 0)
+    assert ours.mixture.width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert (0 if ours.ffn is None else ours.ffn.width) == getattr(theirs, "shared_intermediate_size", 0)
+    assert ours.attention.kv_heads == theirs.num_key_value_heads
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.attention_scale == getattr(theirs, "attention_multiplier", ours.head_dim**-0.5)
+    assert ours.attention.scale == getattr(theirs, "attention_multiplier", ours.attention.head_dim**-0.5)
     assert ours.rope.base == theirs.rope_parameters["rope_theta"]
-    assert {layer.window for layer in ours.per_layer} == {getattr(theirs, "sliding_window", None) or 0}
+    assert {block.window for block in ours.blocks(AttentionBlock).values()} == {
+        getattr(theirs, "sliding_window", None) or 0
+    }
 
 
 def test_multipliers_become_scales() -> None:
@@ -135,11 +139,11 @@ def test_experts_are_read_one_at_a_time(
     monkeypatch.setattr(Checkpoint, "read", counted)
     members = weights.expert_members(1, ("gate", "up"))
     assert sizes == []
-    assert config.routing is not None
+    assert config.mixture is not None
     for index, member in enumerate(members):
         expert, name = divmod(index, 2)
         place = expert_rows(config, 1, expert)["gate" if name == 0 else "up"]
         whole = source.read(place.name).reshape(-1, config.hidden_size)
         np.testing.assert_array_equal(member, whole[place.start : place.stop])
-    assert len(members) == 2 * config.routing.experts
-    assert sizes[::2] == [config.expert_size * config.hidden_size] * len(members)
+    assert len(members) == 2 * config.mixture.routing.experts
+    assert sizes[::2] == [config.mixture.width * config.hidden_size] * len(members)

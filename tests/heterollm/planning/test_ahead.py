@@ -137,8 +137,8 @@ class TestTheBundledModel:
     @pytest.mark.slow
     def test_graphs_of_scores_are_compiled_once_for_all_layers(self, cache, bundled_model):
         config = ModelConfig.from_folder(bundled_model)
-        units = tuple((head,) for head in range(config.kv_heads))
-        placement = SparseAttention((0.5,) * config.heads, units, (9,) * len(units))
+        units = tuple((head,) for head in range(config.attention.kv_heads))
+        placement = SparseAttention((0.5,) * config.attention.heads, units, (9,) * len(units))
         entry = AttentionEntry((1, 64), (1, 512), (0, config.layers - 1), placement)
         specs = op_specs(config, "w4a16", 32, True)
         lengths = {"standard_lengths": (1, 32, 64), "chunk_length": 64}
@@ -154,8 +154,8 @@ class TestTheBundledModel:
         again = precompile(bundled_model, soc="57", plan=sparse, context=512, prompts=[32])
         assert [(build.lengths, build.graphs, build.compiled) for build in again.builds] == [((32,), 3, 0)]
         npu = QnnNpu(emulator=True, soc_model="57")
-        shape = 32 * config.heads // config.kv_heads
-        npu.prepare(ScoresShard(1, 256, config.head_dim, 9), shape)
+        shape = 32 * config.attention.heads // config.attention.kv_heads
+        npu.prepare(ScoresShard(1, 256, config.attention.head_dim, 9), shape)
         assert (npu.compiled_count, npu.loaded_count) == (0, 1)
         npu.close()
 

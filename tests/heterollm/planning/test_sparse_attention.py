@@ -31,7 +31,7 @@ def model(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         found = find_model("qwen2.5-0.5b", closest=False)
-        config = dataclasses.replace(found.config, layers=2, per_layer=found.config.per_layer[:2])
+        config = dataclasses.replace(found.config, per_layer=found.config.per_layer[:2])
         device = open_device("sim:snapdragon-8gen3", simulation=Simulation())
         specs = op_specs(config, "w4a16", 128, True, float_bits=16)
         profile = profile_of(device, "small", config, specs, silent, sparse=True)
@@ -79,7 +79,7 @@ def test_long_prompts_gain_and_short_ones_lose_nothing(model, solved):
 @pytest.mark.slow
 def test_heads_keep_what_was_asked_in_the_mean(model, heads, solved):
     assert all(one.estimator == "gpu" for one in solved.plan.sparse_attention)
-    assert sum(map(sum, heads.keep)) / (2 * model.config.heads) == pytest.approx(0.2, rel=0.01)
+    assert sum(map(sum, heads.keep)) / (2 * model.config.attention.heads) == pytest.approx(0.2, rel=0.01)
 
 
 @pytest.mark.slow
@@ -169,16 +169,20 @@ def test_a_calibration_gives_ratios_and_exponents_of_its_own_model_alone(bundled
     config = ModelConfig.from_folder(bundled_model)
     request = structs.replace(REQUEST, attention=AttentionRequest(keep=0.3))
     heads = calibrated_heads(path, config, request)
-    assert [len(own) for own in heads.keep] == [config.heads] * config.layers
-    assert [len(own) for own in heads.exponents] == [config.kv_heads] * config.layers
-    assert sum(map(sum, heads.keep)) / (config.layers * config.heads) == pytest.approx(0.3, rel=0.05)
+    assert [len(own) for own in heads.keep] == [config.attention.heads] * config.layers
+    assert [len(own) for own in heads.exponents] == [config.attention.kv_heads] * config.layers
+    assert sum(map(sum, heads.keep)) / (config.layers * config.attention.heads) == pytest.approx(
+        0.3, rel=0.05
+    )
     assert calibrated_heads(path, config, PlanRequest()) is None
     with pytest.raises(CalibrationError, match="no attention heads of this model"):
-        calibrated_heads(path, dataclasses.replace(config, layers=config.layers + 1), request)
+        calibrated_heads(
+            path, dataclasses.replace(config, per_layer=(*config.per_layer, config.per_layer[0])), request
+        )
 
 
 @pytest.mark.slow
 def test_sparse_placements_hold_every_key_head(model, solved):
     for one in solved.plan.sparse_attention:
         assert isinstance(one, SparseAttention)
-        one.check(model.config.heads, model.config.kv_heads, (1, 1))
+        one.check(model.config.attention.heads, model.config.attention.kv_heads, (1, 1))

@@ -104,7 +104,7 @@ def test_no_row_is_lost(small, overflow, capacity):
     groups = ExpertGroup((3, 5, 0), capacity), ExpertGroup((7,), 64)
     entry = ExpertsEntry((2, 256), (0, 0), ExpertsPlacement(groups, overflow))
     plan = structs.replace(plan, experts=(entry,))
-    assumed = AssumedExperts(plan, experts, AssumedRouting(config.routing, 2.0))
+    assumed = AssumedExperts(plan, experts, AssumedRouting(config.mixture.routing, 2.0))
     use = assumed.use(plan.chunks(300), GraphMemory())
     assert use.pairs == 300 * 4 * 2
     assert use.npu_pairs + use.gpu_pairs + use.dropped_pairs == use.pairs

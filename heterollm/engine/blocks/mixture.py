@@ -18,7 +18,7 @@ from heterollm.engine.builder import PassBuilder
 from heterollm.engine.expert_residency import ExpertBudget, ExpertResidency
 from heterollm.engine.expert_shares import ExpertShares
 from heterollm.engine.lanes import Lane
-from heterollm.engine.placed import codes_of
+from heterollm.engine.placed import Begun, Delta, codes_of
 from heterollm.engine.slots import (
     EXPERT_ACTIVATED,
     EXPERT_GATE_UP,
@@ -40,8 +40,8 @@ from heterollm.kernels.gpu import (
     Segments,
 )
 from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.model import ModelWeights
-from heterollm.solver import ExpertsPlacement
+from heterollm.model import MixtureBlock, ModelWeights
+from heterollm.solver import EXPERTS_ON_GPU, ExpertsPlacement, Plan
 
 ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
 """Returns the experts that have rows on the GPU, and the rows, by layer, phase, tokens and first position."""
@@ -57,8 +57,8 @@ class _Layer:
     down: GpuLinear
 
 
-class ExpertEmitter:
-    """Packs the experts of a model for the GPU and emits their operators; of a model without, none.
+class MixtureEmitter:
+    """Packs the experts of a model for the GPU and emits blocks of them; of a model without, none.
 
     Where the NPU has some experts of a layer, its rows are gathered before the mark. The GPU's own rows and
     products are enqueued before the wait for the mark, so that both processors work at once.
@@ -66,10 +66,10 @@ class ExpertEmitter:
     Args:
         device: The device.
         weights: The model's weights.
+        plan: The plan.
         progress: Called while weights are packed.
         assumed: Assumed rows of experts, for a simulated device without values.
         budget: Memory that the experts may take; None for all of them.
-        tokens: Tokens of the longest pass.
 
     Attributes:
         shares: The NPU's shares.
@@ -80,19 +80,19 @@ class ExpertEmitter:
         self,
         device: Device,
         weights: ModelWeights,
+        plan: Plan,
         progress: Progress,
         assumed: ExpertRows | None = None,
         budget: ExpertBudget | None = None,
-        tokens: int = 1,
     ) -> None:
         self._assumed = assumed
-        self._config = weights.config
+        self._plan = plan
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GpuGlue(*kinds)
         self.shares = ExpertShares(device, weights)
         self.residency: ExpertResidency | None = None
         if budget is not None:
-            self.residency = ExpertResidency(device, weights, budget, tokens)
+            self.residency = ExpertResidency(device, weights, budget, plan.chunk_length)
         self._layers: dict[int, _Layer] = {}
         for spec in weights.experts:
             progress("Packing experts for the GPU", spec.layer, len(weights.experts))
@@ -105,16 +105,18 @@ class ExpertEmitter:
             self.residency.close()
         self.shares.clear()
 
-    def rounded(self, lane: Lane, layer: int) -> RoundedInputs | None:
-        """Return the codes of the router's and experts' input that the norm before writes; None without."""
-        spec = self._layers[layer].spec if layer in self._layers else None
-        return None if spec is None else _codes(lane, "linear_input", spec)
+    def begin(self, builder: PassBuilder, layer: int, block: MixtureBlock) -> Begun:
+        """Return a layer's mixture, whose norm comes next."""
+        placement = EXPERTS_ON_GPU
+        if builder.phase == "prefill":
+            placement = self._plan.experts_of(builder.tokens, layer)
+        codes = _codes(builder.lane, "linear_input", self._layers[layer].spec)
+        return Begun(codes, lambda: Delta(self._emit(builder, layer, block, placement)))
 
-    def mixture(self, builder: PassBuilder, layer: int, placement: ExpertsPlacement) -> Segments | None:
-        """Append a layer's experts behind their norm, and return their output; None without experts."""
-        own = self._layers.get(layer)
-        if own is None:
-            return None
+    def _emit(
+        self, builder: PassBuilder, layer: int, block: MixtureBlock, placement: ExpertsPlacement
+    ) -> Segments:
+        own = self._layers[layer]
         routing = own.spec.experts
         assert routing is not None  # by expert_specs
         lane, hidden, shares = builder.lane, own.spec.columns, self.shares
@@ -139,14 +141,14 @@ class ExpertEmitter:
         order = lists.source, lists.position, lists.places, *(() if taken is None else (taken.counts,))
         builder.kernel("order of experts", layer, launch, reads=(lists.chosen,), writes=order, ends=False)
         if op is None:
-            builder.steps += self._own_rows(builder, own, shape, lists, placement)
+            builder.steps += self._own_rows(builder, block, own, shape, lists, placement)
         else:
             launch = self._kernels.gather_taken(
                 x, op.npu_source, lists, op.taken, shape=shape, columns=hidden
             )
             reads, written = (x, lists.position), (op.npu_source,)
             builder.kernel("gathering of rows", layer, launch, reads=reads, writes=written, ends=False)
-            steps = self._own_rows(builder, own, shape, lists, placement)
+            steps = self._own_rows(builder, block, own, shape, lists, placement)
             builder.hand_over(op, steps, functools.partial(shares.acquire, builder, op))
             shares.graphs(builder, op)
         other = None if op is None else op.npu_target
@@ -160,6 +162,7 @@ class ExpertEmitter:
     def _own_rows(
         self,
         builder: PassBuilder,
+        block: MixtureBlock,
         own: _Layer,
         shape: ExpertShape,
         lists: ExpertLists,
@@ -168,7 +171,7 @@ class ExpertEmitter:
         """Return the steps of the rows that the GPU computes."""
         lane, layer = builder.lane, own.spec.layer
         x, rows = lane.shared["linear_input"], lane.private[EXPERT_ROWS]
-        inputs, row_codes = self.rounded(lane, layer), _codes(lane, EXPERT_ROWS, own.spec)
+        inputs, row_codes = (_codes(lane, slot, own.spec) for slot in ("linear_input", EXPERT_ROWS))
         codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
         launch = self._kernels.gather(x, rows, lists, shape=shape, columns=own.spec.columns, codes=codes)
         gathered = codes_of(row_codes) or (rows,)
@@ -176,18 +179,23 @@ class ExpertEmitter:
         steps = [builder.prepared("gathering of rows", layer, launch, reads, gathered)]
         residency = self.residency
         if residency is None:
-            return steps + self._products(builder, own, shape, lists)
+            return steps + self._products(builder, block, own, shape, lists)
         for number, load in enumerate(residency.calls(layer, lists.chosen, shape, placement)):
             label = f"{operator_name('experts', layer)} round {number}: reading into {residency.slots} slots"
             steps.append(builder.prepared_read("experts", layer, load, label, (lists.chosen,)))
             launch = self._kernels.place_in_slots(lists, residency.table, number, shape=shape)
             places = (lists.places,)
             steps.append(builder.prepared("order of experts", layer, launch, places, places))
-            steps += self._products(builder, own, shape, lists)
+            steps += self._products(builder, block, own, shape, lists)
         return steps
 
     def _products(
-        self, builder: PassBuilder, own: _Layer, shape: ExpertShape, lists: ExpertLists
+        self,
+        builder: PassBuilder,
+        block: MixtureBlock,
+        own: _Layer,
+        shape: ExpertShape,
+        lists: ExpertLists,
     ) -> list[Step]:
         """Return the steps of gate and up, activation and down of the experts in the places."""
         lane, slots, layer, then = builder.lane, builder.lane.private, own.spec.layer, own.spec.then
@@ -205,7 +213,7 @@ class ExpertEmitter:
             activated,
             tokens=shape.pairs,
             intermediate=width,
-            activation=self._config.activation,
+            activation=block.activation,
             rounded=inner_codes,
         )
         writes = activated, *codes_of(inner_codes)

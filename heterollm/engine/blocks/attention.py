@@ -1,0 +1,111 @@
+"""Emits attention: its linears, RoPE, and the attention between them."""
+
+from __future__ import annotations
+
+import functools
+
+from heterollm.engine.builder import PassBuilder
+from heterollm.engine.linears import LinearEmitter
+from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
+from heterollm.engine.sparse_attention import SparseAttentionEmitter
+from heterollm.engine.step import Buffer
+from heterollm.engine.tensors import GlueTensors
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import ROUNDING, GpuGlue, HeadShape, Rotation, RoundedInputs, Scores, Segments
+from heterollm.model import AttentionBlock, ModelConfig
+from heterollm.solver import Plan, SparseAttention
+
+PARTIAL = Buffer("attention_partial")
+"""GPU memory for the results of attention over each part of the context, before they are joined."""
+
+
+class AttentionEmitter:
+    """Emits blocks of attention; only prefill attends sparsely."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: ModelConfig,
+        plan: Plan,
+        context: int,
+        linears: LinearEmitter,
+        tensors: GlueTensors,
+        sparse: SparseAttentionEmitter,
+    ) -> None:
+        self._kernels = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._epsilon, self._plan, self._context = config.rms_norm_eps, plan, context
+        self._linears, self._tensors, self._sparse = linears, tensors, sparse
+
+    def begin(self, builder: PassBuilder, layer: int, block: AttentionBlock) -> Begun:
+        """Return a layer's attention, whose norm comes next."""
+        qkv = self._linears.placed(builder, layer, "qkv")
+        return Begun(qkv.input_codes, functools.partial(self._emit, builder, layer, block, qkv))
+
+    def _emit(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp) -> Delta:
+        self._rope(builder, layer, block, self._linears.linear(builder, qkv))
+        o = self._linears.placed(builder, layer, "o")
+        placement = self._plan.attention_of(builder.tokens, builder.bucket, layer)
+        scores = Scores(block.scale, block.window, block.soft_cap)
+        if builder.phase == "prefill" and isinstance(placement, SparseAttention):
+            self._sparse.attention(builder, layer, placement, scores, o.rounded)
+        else:
+            self._attention(builder, layer, block, scores, o.rounded)
+        return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
+
+    def _shape(self, block: AttentionBlock) -> HeadShape:
+        return HeadShape(block.heads, block.kv_heads, block.head_dim, self._context)
+
+    def _rope(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: Segments) -> None:
+        """Append RoPE, which also writes keys and values to the cache."""
+        query, step, kv = builder.lane.private["query"], builder.lane.step, builder.layer_cache(layer)
+        launch = self._kernels.rope_and_store(
+            qkv,
+            self._tensors.bias(layer, "qkv"),
+            query,
+            kv,
+            step,
+            shape=self._shape(block),
+            rotation=Rotation(
+                *self._tensors.rope(block),
+                dim=block.rotary_dim if block.rope else 0,
+                norms=self._tensors.head_norms(layer),
+                epsilon=self._epsilon,
+                joint=block.joint_head_norms,
+                limit=block.qkv_limit,
+            ),
+            tokens=builder.tokens,
+        )
+        reads = (*segments_of(qkv), step)
+        builder.kernel("rope", layer, launch, reads=reads, writes=(query, kv.memory))
+
+    def _attention(
+        self,
+        builder: PassBuilder,
+        layer: int,
+        block: AttentionBlock,
+        scores: Scores,
+        rounded: RoundedInputs | None,
+    ) -> None:
+        """Append attention over the cache; a long context has several parts, whose results are joined."""
+        lane, kv = builder.lane, builder.layer_cache(layer)
+        query, out = lane.private["query"], lane.shared["attention_output"]
+        first, *rest = self._kernels.attention(
+            query,
+            kv,
+            out,
+            lane.step,
+            shape=self._shape(block),
+            scores=scores,
+            tokens=builder.tokens,
+            bucket=builder.bucket,
+            rounded=rounded,
+        )
+        reads, codes = (query, kv.memory, lane.step), codes_of(rounded)
+        if not rest:
+            builder.kernel("attention", layer, first, reads=reads, writes=(out, *codes))
+        elif rest[0].label == ROUNDING:
+            builder.kernel("attention", layer, first, reads=reads, writes=(out,), ends=False)
+            builder.kernel("rounding of inputs", layer, rest[0], reads=(out,), writes=codes)
+        else:
+            builder.kernel("attention", layer, first, reads=reads, writes=(out, PARTIAL), ends=False)
+            builder.kernel("attention join", layer, rest[0], reads=(PARTIAL,), writes=(out, *codes))

@@ -1,0 +1,95 @@
+"""Emits a gated feed-forward network, as two groups of linears or as one operator."""
+
+from __future__ import annotations
+
+from heterollm.engine.builder import PassBuilder
+from heterollm.engine.linears import LinearEmitter
+from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
+from heterollm.engine.step import LinearWork, Step, shard_name
+from heterollm.engine.tensors import GlueTensors
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import GpuGlue, Launch, RoundedInputs, Segments
+from heterollm.model import FfnBlock
+
+
+class FfnEmitter:
+    """Emits feed-forward networks."""
+
+    def __init__(self, device: Device, linears: LinearEmitter, tensors: GlueTensors) -> None:
+        self._kernels = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._linears, self._tensors = linears, tensors
+
+    def begin(self, builder: PassBuilder, layer: int, block: FfnBlock) -> Begun:
+        """Return a layer's network, whose norm comes next."""
+        whole = (layer, "ffn") in builder.placements
+        op = self._linears.placed(builder, layer, "ffn" if whole else "gate_up")
+        emit = self._ffn if whole else self._gate_up_and_down
+        bias = self._tensors.bias(layer, "down")
+        return Begun(op.input_codes, lambda: Delta(emit(builder, block, op), bias))
+
+    def _gate_up_and_down(self, builder: PassBuilder, block: FfnBlock, op: PlacedOp) -> Segments:
+        """Append the network as two operators, of which ``op`` is the first."""
+        layer = op.spec.layer
+        gate_up = self._linears.linear(builder, op)
+        down = self._linears.placed(builder, layer, "down")
+        launch = self._activation(builder, layer, block, gate_up, down.rounded)
+        writes = (builder.lane.shared["activated"], *codes_of(down.rounded))
+        builder.kernel("activation", layer, launch, reads=segments_of(gate_up), writes=writes)
+        return self._linears.linear(builder, down)
+
+    def _activation(
+        self,
+        builder: PassBuilder,
+        layer: int,
+        block: FfnBlock,
+        gate_up: Segments,
+        rounded: RoundedInputs | None,
+        *,
+        start: int = 0,
+    ) -> Launch:
+        """Return the kernel of the gated activation; ``start`` is the first row of gate and of up."""
+        return self._kernels.gated_activation(
+            gate_up,
+            builder.lane.shared["activated"],
+            tokens=builder.tokens,
+            intermediate=gate_up.rows[0],
+            activation=block.activation,
+            bias=self._tensors.bias(layer, "gate_up", start),
+            rounded=rounded,
+        )
+
+    def _ffn(self, builder: PassBuilder, block: FfnBlock, op: PlacedOp) -> Segments:
+        """Append the network as one operator, split along its width; the outputs of both shards are added.
+
+        The GPU's queue runs three kernels while the NPU runs one graph.
+        """
+        (width, *_), (whole, *_) = op.placement.npu_rows, op.spec.member_rows
+        gpu = [] if width == whole else self._gpu_ffn(builder, block, op, width, whole)
+        return self._linears.splits.ffn(builder, op, gpu)
+
+    def _gpu_ffn(
+        self, builder: PassBuilder, block: FfnBlock, op: PlacedOp, width: int, whole: int
+    ) -> list[Step]:
+        """Return the steps of the GPU's shard: the intermediate width from ``width`` to ``whole``."""
+        lane, ffn, then, out = builder.lane, op.spec, op.spec.then, op.gpu_output
+        activated = lane.shared["activated"]
+        assert then is not None
+        tokens, rows = builder.tokens, ((width, whole),) * 2
+        gate_up = self._linears.packed(ffn.layer, "gate_up").launch(
+            op.source, out, kept=rows, rounded=op.rounded, tokens=tokens, label=op.name
+        )
+        rounded = self._linears.rounded(lane, then, op.placement)
+        halves = Segments(out, out, (whole - width,) * 2, (0, 0))
+        activation = self._activation(builder, ffn.layer, block, halves, rounded, start=width)
+        # The activation has read the rows of gate and up, so that the same slot can take the sum.
+        down = self._linears.packed(ffn.layer, "down").launch(
+            activated, out, columns=(width, whole), rounded=rounded, tokens=tokens, label=op.name
+        )
+        work = LinearWork.of_rows(ffn, tokens, 2 * (whole - width))
+        label = shard_name(op.name, ffn, rows)
+        found = builder.shard(op, gate_up, label, op.source, out, work, op.rounded)
+        writes = (activated, *codes_of(rounded))
+        found.append(builder.prepared("activation", ffn.layer, activation, (out,), writes))
+        work = LinearWork.of_columns(then, tokens, whole - width)
+        label = f"{op.name} down[:, {width}:{whole}]"
+        return found + builder.shard(op, down, label, activated, out, work, rounded)

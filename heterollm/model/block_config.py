@@ -1,0 +1,199 @@
+"""Reads the blocks of each layer from ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from heterollm.base import CheckpointError
+from heterollm.kernels.ops import Activation, Routing
+from heterollm.model.blocks import (
+    AttentionBlock,
+    Block,
+    FfnBlock,
+    LayerConfig,
+    LayerStage,
+    MixtureBlock,
+    Norm,
+)
+from heterollm.model.families import unsupported
+from heterollm.model.family import BlockName, Family, Mixture
+from heterollm.model.json_fields import JsonFields
+from heterollm.model.rope_config import read_ropes, read_rotary_dim
+
+ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Activations by their names in ``config.json``."""
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts")
+"""Fields with the number of experts. The first that a configuration has counts; families give the last a
+default."""
+
+MOST_EXPERTS = 10_000
+"""A limit that refuses a damaged number before any list over experts is made."""
+
+STAGE_NORMS: tuple[tuple[Norm, Norm], ...] = (
+    ("attention", "attention_output"),
+    ("feed_forward", "feed_forward_output"),
+)
+"""The norm before each stage, and that of its outputs in families that have one."""
+
+
+class BlockFields:
+    """The fields of ``config.json`` that belong to blocks of layers.
+
+    Args:
+        fields: The fields.
+        family: The family.
+        layers: Number of layers.
+        hidden_size: Width of the residual stream.
+        max_positions: Longest supported context.
+
+    Attributes:
+        head_dim: Width of a head.
+        rope: RoPE of layers with full attention.
+
+    Raises:
+        CheckpointError: A field is missing, of the wrong type, or contradicts another.
+        UnsupportedModelError: A field is not supported.
+    """
+
+    def __init__(
+        self, fields: JsonFields, family: Family, layers: int, hidden_size: int, max_positions: int
+    ) -> None:
+        self._fields, self._family = fields, family
+        heads = fields.count("num_attention_heads")
+        kv_heads = fields.count("num_key_value_heads", heads)
+        head_dim = _head_dim(fields, family, hidden_size, heads)
+        if heads % kv_heads:
+            raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
+        rotary_dim = read_rotary_dim(fields, family, head_dim)
+        self.rope, self._sliding_rope = read_ropes(fields, family, rotary_dim, max_positions)
+        biased = followed_flag(fields, family, "attention_bias")
+        scale: float = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
+        if "attention_multiplier" in family.follows:
+            scale = fields.positive("attention_multiplier", 1.0)
+        self._attention = AttentionBlock(
+            heads,
+            kv_heads,
+            head_dim,
+            window=0,
+            rope=self.rope,
+            rotary_dim=rotary_dim,
+            scale=scale,
+            soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
+            qkv_bias=biased or "qkv" in family.always_biased,
+            o_bias=biased,
+            head_norms="query_head" in family.tensors.norms,
+            joint_head_norms=family.joint_head_norms,
+            qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
+        )
+        self._activation = _activation(fields, family)
+        self._windows, self._rotated = _windows(fields, family, layers), _rotated(fields, family, layers)
+
+    def layer(self, number: int) -> LayerConfig:
+        """Return a layer."""
+        stages = []
+        rows = self._family.layers(self._fields, number)
+        for (norm, output_norm), names in zip(STAGE_NORMS, rows, strict=True):
+            blocks = tuple(block for name in names if (block := self._block(name, number, names)))
+            own = output_norm if output_norm in self._family.tensors.norms else None
+            stages.append(LayerStage(norm, blocks, own))
+        return LayerConfig(tuple(stages))
+
+    def _block(self, name: BlockName, layer: int, beside: tuple[BlockName, ...]) -> Block | None:
+        """Return a block of a layer; None for shared experts without width."""
+        fields, mixture = self._fields, self._family.mixture
+        if name == "attention":
+            window = self._windows[layer]
+            rope = self._sliding_rope if window else self.rope
+            return replace(self._attention, window=window, rope=rope if self._rotated[layer] else None)
+        if name == "mixture":
+            assert mixture is not None  # by the family
+            width = fields.count(mixture.width_field)
+            return MixtureBlock(_routing(fields, mixture), width, self._activation)
+        if mixture is not None and "mixture" in beside:
+            width = fields.count(mixture.shared_field, minimum=0)
+        else:
+            width = fields.count("intermediate_size")
+        biased = followed_flag(fields, self._family, "mlp_bias")
+        return FfnBlock(width, self._activation, biased) if width else None
+
+
+def followed_flag(fields: JsonFields, family: Family, name: str) -> bool:
+    """Return an optional flag; false in families that do not follow it."""
+    return fields.flag(name, False) if name in family.follows else False
+
+
+def _activation(fields: JsonFields, family: Family) -> Activation:
+    field = "hidden_activation" if "hidden_activation" in family.follows else "hidden_act"
+    stated = fields.get(field)
+    named = "silu" if stated is None else stated
+    if not isinstance(named, str) or named not in ACTIVATIONS:
+        raise unsupported(f"Activation {named!r}")
+    return ACTIVATIONS[named]
+
+
+def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
+    """Return the window of each layer, 0 for none."""
+    unused = "use_sliding_window" in family.follows and not fields.flag("use_sliding_window", False)
+    window = 0
+    if family.slides is not None and not unused and fields.get("sliding_window") is not None:
+        window = fields.count("sliding_window")
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        slides = family.slides
+        return [window if window and slides and slides(fields, at) else 0 for at in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise fields.fail("layer_types", f"a list of {layers} kinds of layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise unsupported(f"A layer of kind {kind!r}")
+    if "sliding_attention" in kinds and not window:
+        raise fields.fail("sliding_window", "a whole number, in use, for the layer_types that slide")
+    if "layer_types" not in family.follows and len({*kinds, *(["sliding_attention"] if window else [])}) > 1:
+        raise unsupported(f"Layers of different kinds (layer_types) in model type {family.name}")
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def _rotated(fields: JsonFields, family: Family, layers: int) -> list[bool]:
+    """Return whether each layer has RoPE."""
+    if "no_rope_layers" not in family.follows:
+        return [True] * layers
+    stated = fields.get("no_rope_layers")
+    if stated is None:
+        interval = fields.count("no_rope_layer_interval")
+        return [bool((at + 1) % interval) for at in range(layers)]
+    if not isinstance(stated, list) or len(stated) < layers or any(one not in (0, 1) for one in stated):
+        raise fields.fail("no_rope_layers", f"a list of {layers} times 0 or 1")
+    return [bool(one) for one in stated[:layers]]
+
+
+def _head_dim(fields: JsonFields, family: Family, hidden_size: int, heads: int) -> int:
+    if fields.get("head_dim") is None and hidden_size % heads:
+        raise CheckpointError(f"config.json: hidden_size {hidden_size} is not divisible by {heads} heads.")
+    head_dim = fields.count("head_dim", hidden_size // heads)
+    if family.joint_head_norms and head_dim * heads != hidden_size:
+        raise fields.fail("head_dim", f"{hidden_size // heads}, since a norm spans all heads")
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs.")
+    return head_dim
+
+
+def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
+    # transformers writes either name, whichever the family's publisher took.
+    count = next(name for name in EXPERT_COUNTS if fields.get(name) is not None)
+    experts = fields.count(count, maximum=MOST_EXPERTS)
+    chosen = fields.count("num_experts_per_tok")
+    if chosen > experts:
+        raise fields.fail("num_experts_per_tok", f"at most the {experts} of {count}")
+    sparsemixer = mixture.scoring == "sparsemixer"
+    if sparsemixer and chosen != 2:
+        raise fields.fail("num_experts_per_tok", "2, the number that sparsemixer chooses")
+    field = mixture.normalized_field
+    return Routing(
+        experts,
+        chosen,
+        mixture.scoring,
+        normalized=fields.flag(field, False) if field else not sparsemixer,
+        jitter=fields.positive("router_jitter_noise") if sparsemixer else 0.0,
+    )

@@ -1,0 +1,246 @@
+"""The layers of a decoder as data: blocks with their linears, and what decides their values and times.
+
+A layer is a row of stages, each of which adds the outputs of its blocks to the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias, TypeVar
+
+from heterollm.kernels.ops import Activation, Group, Member, Routing
+from heterollm.model.rope import RopeConfig
+
+Norm = Literal[
+    "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
+]
+"""Norms of a layer: of the inputs and outputs of attention and feed-forward, and of the heads of q and k."""
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """A group of linears of a block, without layer and number format; the fields are those of an operator.
+
+    Args:
+        group: Its name; a layer has at most one of a name.
+        members: The linears in the order of their stacked rows.
+        columns: Inputs that all members read.
+        source: Slot of the input.
+        target: Name of the value written.
+        biased: Whether the members have biases.
+    """
+
+    group: Group
+    members: tuple[Member, ...]
+    columns: int
+    source: str
+    target: str
+    biased: bool = False
+
+
+class Block(Protocol):
+    """A part of a layer: its linears, its other tensors, and numbers that decide what it computes."""
+
+    NAME: ClassVar[str]
+    GROUPS: ClassVar[tuple[Group, ...]]
+    """Names of all its groups of linears in the order of a pass; no other kind of block has one of them."""
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears that a plan places, in order, at a width of the residual stream."""
+
+    def norms(self) -> Mapping[Norm, int]:
+        """Return the widths of norms inside the block."""
+
+    def timed(self) -> Block:
+        """Return the block without what no time of an operator depends on."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlock:
+    """Attention to all positions, or to those of a window.
+
+    Args:
+        heads: Query heads.
+        kv_heads: Key and value heads; divides ``heads``.
+        head_dim: Width of one head (even).
+        window: Positions that a token attends to, including its own; 0 for all.
+        rope: Rotary position embedding; None without.
+        rotary_dim: Elements of a head that RoPE rotates, even.
+        scale: Factor on the scores.
+        soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
+        qkv_bias: Whether q, k and v have biases.
+        o_bias: Whether the output has a bias.
+        head_norms: Whether each head of q and k has a norm before RoPE.
+        joint_head_norms: Whether that norm spans all heads of q, and all of k.
+        qkv_limit: Magnitude that bounds q, k and v after the norm; 0 for none.
+    """
+
+    NAME: ClassVar[str] = "attention"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("qkv", "o")
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    rope: RopeConfig | None
+    rotary_dim: int
+    scale: float
+    soft_cap: float = 0.0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    head_norms: bool = False
+    joint_head_norms: bool = False
+    qkv_limit: float = 0.0
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears that a plan places."""
+        rows, key_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        members = Member("q", rows), Member("k", key_rows), Member("v", key_rows)
+        return (
+            GroupShape("qkv", members, hidden, "linear_input", "qkv", self.qkv_bias),
+            GroupShape("o", (Member("o", hidden),), rows, "attention_output", "attention_delta", self.o_bias),
+        )
+
+    def norms(self) -> Mapping[Norm, int]:
+        """Return the widths of the norms of q and k."""
+        if not self.head_norms:
+            return {}
+        queries, keys = (self.heads, self.kv_heads) if self.joint_head_norms else (1, 1)
+        return {"query_head": queries * self.head_dim, "key_head": keys * self.head_dim}
+
+    def timed(self) -> AttentionBlock:
+        """Return the block without window, RoPE and biases."""
+        return replace(self, window=0, rope=None, qkv_bias=False, o_bias=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FfnBlock:
+    """A gated feed-forward network.
+
+    Args:
+        width: Its intermediate width.
+        activation: Activation of the gate.
+        biased: Whether gate, up and down have biases.
+    """
+
+    NAME: ClassVar[str] = "ffn"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("gate_up", "down")
+
+    width: int
+    activation: Activation
+    biased: bool = False
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears that a plan places."""
+        members, down = (Member("gate", self.width), Member("up", self.width)), (Member("down", hidden),)
+        return (
+            GroupShape("gate_up", members, hidden, "linear_input", "gate_up", self.biased),
+            GroupShape("down", down, self.width, "activated", "feed_forward_delta", self.biased),
+        )
+
+    def norms(self) -> Mapping[Norm, int]:
+        """Return no norms."""
+        return {}
+
+    def timed(self) -> FfnBlock:
+        """Return the block without biases."""
+        return replace(self, biased=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureBlock:
+    """A mixture of gated networks, the experts.
+
+    Its experts are no group that a plan splits; :func:`heterollm.model.expert_specs` has them.
+
+    Args:
+        routing: Rule by which the router chooses experts.
+        width: Width of an expert.
+        activation: Activation of the gates.
+    """
+
+    NAME: ClassVar[str] = "mixture"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("experts",)
+
+    routing: Routing
+    width: int
+    activation: Activation
+
+    def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
+        """Return no groups."""
+        return ()
+
+    def norms(self) -> Mapping[Norm, int]:
+        """Return no norms."""
+        return {}
+
+    def timed(self) -> MixtureBlock:
+        """Return the block."""
+        return self
+
+
+BLOCKS: Final = (AttentionBlock, FfnBlock, MixtureBlock)
+LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
+"""The groups of linears that a layer may have."""
+
+AnyBlock = TypeVar("AnyBlock", bound=Block)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStage:
+    """Blocks that read one norm of the residual stream, to which their outputs are added.
+
+    Args:
+        norm: The norm before.
+        blocks: The blocks: one, or a mixture and its shared experts.
+        output_norm: The norm of the outputs; None without.
+    """
+
+    norm: Norm
+    blocks: tuple[Block, ...]
+    output_norm: Norm | None = None
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """The norms around the blocks."""
+        return (self.norm,) if self.output_norm is None else (self.norm, self.output_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One decoder layer.
+
+    Args:
+        stages: Its parts in order.
+    """
+
+    stages: tuple[LayerStage, ...]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of all stages."""
+        return tuple(block for stage in self.stages for block in stage.blocks)
+
+    def find(self, kind: type[AnyBlock]) -> AnyBlock | None:
+        """Return the layer's block of a kind; None without."""
+        return next((block for block in self.blocks if isinstance(block, kind)), None)
+
+
+def kind_names(layers: Sequence[LayerConfig]) -> tuple[str, ...]:
+    """Return the name of each layer's kind: none if all are alike, else ``attention+ffn`` and such.
+
+    Layers are alike if operators of equal sizes follow each other in the same order.
+    """
+    seen: dict[tuple[Block, ...], str] = {}
+    found = []
+    for layer in layers:
+        timed = tuple(block.timed() for block in layer.blocks)
+        if timed not in seen:
+            name = "+".join(block.NAME for block in timed)
+            others = sum(other.partition("#")[0] == name for other in seen.values())
+            seen[timed] = f"{name}#{others + 1}" if others else name
+        found.append(seen[timed])
+    return tuple(found) if len(seen) > 1 else ("",) * len(found)
