@@ -325,7 +325,7 @@ class LLM:
             CheckpointError: The files are missing; the message has the name of one.
         """
         if isinstance(self._tokenizer, NoTokenizer):
-            self._tokenizer = Tokenizer.from_folder(self._tokenizer.folder)
+            self._tokenizer = Tokenizer.from_folder(self._tokenizer.folder, self.config.eos_ids)
         return self._tokenizer
 
     @property

@@ -7,7 +7,8 @@ from .attention_times import with_attention_time as with_attention_time
 from .candidates import NpuLimits as NpuLimits
 from .chain import Choice as Choice
 from .check import check_plan as check_plan
-from .chunks import plan_chunks as plan_chunks
+from .chunks import CHUNK_LENGTH as CHUNK_LENGTH
+from .chunks import default_chunk_length as default_chunk_length
 from .costs import WRITTEN_BY_NORMS as WRITTEN_BY_NORMS
 from .costs import CachedCosts as CachedCosts
 from .expert_placements import EXPERTS_ON_GPU as EXPERTS_ON_GPU
@@ -74,6 +75,7 @@ from .shadows import group_shadows as group_shadows
 from .shadows import with_shadows as with_shadows
 from .sharing import GraphSharing as GraphSharing
 from .sharing import graph_sharing as graph_sharing
+from .shorter_chunks import plan_chunks as plan_chunks
 from .slices import Budget as Budget
 from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights

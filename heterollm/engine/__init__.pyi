@@ -2,6 +2,7 @@ from .expert_residency import ExpertBudget as ExpertBudget
 from .expert_residency import ExpertReads as ExpertReads
 from .expert_residency import expert_budget as expert_budget
 from .experts import ExpertRows as ExpertRows
+from .fit import check_runs as check_runs
 from .fit import fitting_need as fitting_need
 from .memory import MemoryNeed as MemoryNeed
 from .memory import available_bytes as available_bytes
@@ -39,5 +40,5 @@ from .stream import SessionSource as SessionSource
 from .stream import Stream as Stream
 from .sync import SYNC_OPTIONS as SYNC_OPTIONS
 from .sync import Sync as Sync
+from .sync import default_sync as default_sync
 from .thread import EngineThread as EngineThread
-from .waits import default_sync as default_sync

@@ -1,4 +1,3 @@
-from .additions import with_additions as with_additions
 from .ahead import Precompiled as Precompiled
 from .ahead import precompile as precompile
 from .auto import Threads as Threads
@@ -6,13 +5,13 @@ from .calibrated import calibrated_experts as calibrated_experts
 from .calibrated import calibrated_ranges as calibrated_ranges
 from .calibrated import calibrated_scales as calibrated_scales
 from .calibrated import calibrated_shadows as calibrated_shadows
-from .choice import PlanTarget as PlanTarget
-from .choice import plan_for as plan_for
-from .command import solve_for as solve_for
 from .core_split import CoreSplit as CoreSplit
 from .core_split import other_splits as other_splits
 from .experts import expert_loads as expert_loads
 from .experts import npu_bytes_left as npu_bytes_left
+from .inputs import PlanInputs as PlanInputs
+from .inputs import inputs_of_file as inputs_of_file
+from .inputs import inputs_of_load as inputs_of_load
 from .lengths import LengthChoice as LengthChoice
 from .load_effects import LOAD_EFFECTS as LOAD_EFFECTS
 from .load_effects import LOAD_OPTIONS as LOAD_OPTIONS
@@ -25,9 +24,9 @@ from .load_options import choose_context as choose_context
 from .load_options import load_facts as load_facts
 from .notes import profile_words as profile_words
 from .passes import fastest_in_flight as fastest_in_flight
-from .planner import Solved as Solved
+from .plan import Planned as Planned
+from .plan import make_plan as make_plan
 from .planner import solve_plan as solve_plan
-from .planner import stored_profile as stored_profile
 from .profiled_model import ProfiledModel as ProfiledModel
 from .profiling import KeptRecords as KeptRecords
 from .profiling import ProfilingResult as ProfilingResult

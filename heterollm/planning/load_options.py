@@ -29,9 +29,6 @@ DEFAULT_CONTEXT: Final = 4096
 LOOKUP: Final = "lookup"
 """The name of guesses from the text, in place of a draft model's."""
 
-CHUNK_LENGTH: Final = 512
-"""Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:

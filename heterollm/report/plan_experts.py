@@ -23,18 +23,21 @@ from heterollm.solver import (
 
 if TYPE_CHECKING:
     from heterollm.calibration import RoutingCalibration
-    from heterollm.planning import ProfiledModel, Solved
+    from heterollm.planning import ProfiledModel
     from heterollm.solver import ExpertPrices, ExpertsPlacement, Plan
 
 
-def experts_report(solved: Solved, *, explain: bool) -> list[RenderableType]:
+def experts_report(
+    model: ProfiledModel, plan: Plan, routing: Sequence[RoutingCalibration] | None, *, explain: bool
+) -> list[RenderableType]:
     """Return what a plan does with the experts of a mixture; nothing without the pass npumoe.
 
     Args:
-        solved: The plan.
+        model: The model on the profiled device.
+        plan: The plan.
+        routing: The routing of each layer; None without the pass.
         explain: Whether to show the groups of each layer, and what a budget leaves out.
     """
-    model, plan, routing = solved.model, solved.plan, solved.routing
     if routing is None or (prices := model.expert_prices(plan.chunk_length)) is None:
         return []
     parts: list[RenderableType] = [Text(experts_words(model, plan))] if plan.has_npu_experts else []

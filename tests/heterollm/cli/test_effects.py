@@ -330,7 +330,7 @@ BASES = {
     "chat": ("chat MODEL", "heterollm.llm.LLM.load"),
     "serve": ("serve MODEL", "heterollm.llm.LLM.load"),
     "eval": ("eval MODEL --text FILE", "heterollm.benchmarks.evaluate"),
-    "plan": ("plan MODEL", "heterollm.planning.solve_for"),
+    "plan": ("plan MODEL", "heterollm.loading.plan_for"),
     "compile": ("compile MODEL --soc 57", "heterollm.planning.precompile"),
     "calibrate": ("calibrate MODEL", "heterollm.calibration.calibrate"),
     "profile": ("profile MODEL", "heterollm.planning.ProfilingSession"),

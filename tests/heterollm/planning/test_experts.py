@@ -10,7 +10,7 @@ from heterollm.base import CalibrationError, OptionError, PlanError
 from heterollm.calibration import RoutingCalibration
 from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs
-from heterollm.planning import LoadOptions, ProfiledModel, Solved, expert_loads
+from heterollm.planning import LoadOptions, ProfiledModel, expert_loads
 from heterollm.planning.experts import (
     DROPS,
     ON_GPU,
@@ -228,7 +228,7 @@ def test_the_report_says_which_experts_live_where_and_why(model, linears, overfl
     tight = structs.replace(request, npu_gib=(model.npu_bytes(linears) + half) / 2**30)
     for asked, fits in ((request, True), (tight, False)):
         plan = structs.replace(placed(model, linears, asked), request=asked)
-        parts = experts_report(Solved(model, plan, routing=routing()), explain=True)
+        parts = experts_report(model, plan, routing(), explain=True)
         text = " ".join(" ".join(console.render(part, width=200).split()) for part in parts)
         for layer in range(2):
             for group in plan.experts_of(CHUNK, layer).groups:

@@ -16,7 +16,7 @@ from heterollm.planning.passes import check_pass
 from heterollm.planning.sparse_attention import calibrated_heads, with_sparse_attention
 from heterollm.profiler.records import Profile, SparseKey
 from heterollm.report import console, plan_report
-from heterollm.simulate.plan import profile_of
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import AttentionRequest, Plan, PlanRequest, SparseAttention
 
 CONTEXT = 4096

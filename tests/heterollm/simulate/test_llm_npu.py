@@ -9,7 +9,7 @@ from heterollm.base import OptionError
 from heterollm.cli import main
 from heterollm.model import find_model, op_specs
 from heterollm.simulate import SimulationRequest, simulate
-from heterollm.simulate.plan import assumed_shadows
+from heterollm.simulate.inputs import assumed_shadows
 from heterollm.solver import PlanRequest, level_plan, with_shadows
 from heterollm.solver.request import LlmNpuPass
 

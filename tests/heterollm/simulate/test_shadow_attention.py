@@ -10,7 +10,7 @@ from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel
 from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
-from heterollm.simulate.plan import profile_of
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import AttentionRequest
 
 MODEL = "qwen1.5-0.5b"

@@ -12,7 +12,8 @@ from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel
 from heterollm.profiler.records import LayerKey, Profile
 from heterollm.simulate import SimulationRequest, simulate
-from heterollm.simulate.plan import assumed_shadows, profile_of
+from heterollm.simulate.inputs import assumed_shadows
+from heterollm.simulate.profile import profile_of
 
 MODEL, SOC = "qwen1.5-0.5b", "snapdragon-8gen3"
 KERNELS = {
