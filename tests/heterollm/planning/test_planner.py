@@ -294,7 +294,8 @@ def without(profile: Profile, *, blocks: bool = False, npu: bool = False) -> Pro
 def test_a_profile_without_blocks_has_level_tensor(profile, folder) -> None:
     made = solved(without(profile, blocks=True), folder, context=64)
     assert (made.plan.level, made.plan.has_ffn, made.plan.uses_npu) == ("tensor", False, True)
-    assert not made.notes
+    [choice] = made.notes
+    assert choice.startswith("auto: tensor, predicted")
     with pytest.raises(ProfileError, match="no feed-forward networks of its NPU at") as caught:
         _ = solved(without(profile, blocks=True), folder, context=64, level="block").plan
     assert "heterollm profile MODEL --device host --precision w4a16" in caught.value.fix
@@ -320,8 +321,8 @@ def test_a_precision_that_was_not_measured_is_named(profile, folder, level) -> N
     made = solved(profile, folder, "w4a8", context=64)
     assert not made.plan.uses_npu
     assert made.plan.level == "gpu"
-    assert "no linear layers of its NPU at precision w4a8 (int4 block 32" in made.notes[0]
-    assert "--precision w4a8" in made.notes[0]
+    assert "no linear layers of its NPU at precision w4a8 (int4 block 32" in made.notes[1]
+    assert "--precision w4a8" in made.notes[1]
     with pytest.raises(ProfileError, match="at precision w4a8") as caught:
         solved(profile, folder, "w4a8", context=64, level=level)
     assert "--precision w4a8 --update" in caught.value.fix
