@@ -20,8 +20,8 @@ from heterollm.cli.options import (
     Model,
     Names,
     OverflowOption,
-    PassOption,
     PowerOption,
+    TechniqueOption,
     ThreadOptions,
     WeightOptions,
     command_group,
@@ -92,7 +92,7 @@ class LimitOptions:
         ),
     ] = None
     in_flight: InFlightOption = 1
-    passes: PassOption = ()
+    techniques: TechniqueOption = ()
     overflow: OverflowOption = "gpu"
     build_budget: Annotated[
         str | None,
@@ -173,7 +173,7 @@ def _request(limits: LimitOptions, attention: AttentionOptions) -> PlanRequest:
         histogram=None if limits.histogram is None else _histogram(limits.histogram),
         build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
         in_flight=limits.in_flight,
-        passes=tuple(limits.passes),
+        techniques=tuple(limits.techniques),
         attention=attention.request(),
         experts=ExpertsRequest(limits.overflow),
     )

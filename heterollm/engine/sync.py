@@ -1,4 +1,4 @@
-"""How the processors wait for each other: the choices of ``LLM.load``, and the default of a device."""
+"""Waits of the processors for each other: the choices of ``LLM.load``, and the default of a device."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from .auto import Threads as Threads
 from .calibrated import calibrated_experts as calibrated_experts
 from .calibrated import calibrated_ranges as calibrated_ranges
 from .calibrated import calibrated_scales as calibrated_scales
-from .calibrated import calibrated_shadows as calibrated_shadows
 from .core_split import CoreSplit as CoreSplit
 from .core_split import other_splits as other_splits
 from .experts import expert_loads as expert_loads
@@ -23,10 +22,8 @@ from .load_options import check_kv_bits as check_kv_bits
 from .load_options import choose_context as choose_context
 from .load_options import load_facts as load_facts
 from .notes import profile_words as profile_words
-from .passes import fastest_in_flight as fastest_in_flight
-from .plan import Planned as Planned
 from .plan import make_plan as make_plan
-from .planner import solve_plan as solve_plan
+from .planned import Planned as Planned
 from .profiled_model import ProfiledModel as ProfiledModel
 from .profiling import KeptRecords as KeptRecords
 from .profiling import ProfilingResult as ProfilingResult

@@ -164,8 +164,8 @@ def precompile(
         model: A local folder, a GGUF file or a hub name.
         soc: Qualcomm's number of the chip, a key of :data:`heterollm.kernels.npu.SOCS`.
         plan: A plan made for ``snapdragon``, a plan file, or a level.
-        profile: File of a Snapdragon's profile, for the solver's levels and for passes.
-        request: Options of the solver's plan, with its passes.
+        profile: File of a Snapdragon's profile, for the solver's levels and for techniques.
+        request: Options of the solver's plan, with its techniques.
         precision: As for :meth:`heterollm.LLM.load`, and so are the next three.
         group_size: Weights that share a scale.
         symmetric: Whether 4-bit codes have no zero point.

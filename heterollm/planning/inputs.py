@@ -22,8 +22,8 @@ from heterollm.model import ModelConfig, expert_specs, op_specs
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.experts import calibrated_routing
 from heterollm.planning.load_options import LoadOptions
-from heterollm.planning.passes import shadows_under
 from heterollm.planning.sparse_attention import calibrated_heads
+from heterollm.planning.techniques import shadows_under
 from heterollm.solver import SOLVED_LEVELS, AttentionHeads, LengthPolicy, Plan, PlanRequest, ShadowChannels
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class PlanInputs:
         calibration: Identity of the calibration, whose ranges integer graphs need; None without one.
         calibration_file: Its file, with which a plan that has shadows is compared.
         shadows: Operators that get a shadow of outliers wherever the NPU computes them in integers.
-        heads: Attention heads, for the pass ``shadowattn``; None without it.
-        routing: Routing of each layer, for the pass ``npumoe``; None without it.
+        heads: Attention heads, for the technique ``shadowattn``; None without it.
+        routing: Routing of each layer, for the technique ``npumoe``; None without it.
         length_policy: How ``npu`` and ``layer`` run lengths that the NPU has no graph for.
         sync: How the processors wait for each other, in place of the plan's strategy.
         longest: Longest pass of prompts; None for the default of the plan's level.
@@ -134,7 +134,7 @@ def inputs_of_load(
         chosen: Why ``auto`` split its cores.
 
     Raises:
-        HeteroLLMError: The calibration cannot be read, or is not for this model or its passes.
+        HeteroLLMError: The calibration cannot be read, or is not for this model or its techniques.
     """
     return _inputs(
         *(options, config, context, device.name, lambda: stored_profile(device, options.profile)),

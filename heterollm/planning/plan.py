@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec import structs
 
@@ -13,8 +12,9 @@ from heterollm.base import OptionError, PlanError
 from heterollm.planning.calibrated import check_shadows
 from heterollm.planning.experts import drop_notes, expert_notes, with_expert_placements
 from heterollm.planning.inputs import PlanInputs
-from heterollm.planning.passes import fastest_in_flight
+from heterollm.planning.planned import Planned
 from heterollm.planning.sparse_attention import attention_notes, with_sparse_attention
+from heterollm.planning.techniques import fastest_in_flight
 from heterollm.solver import (
     LEVELS,
     SOLVED_LEVELS,
@@ -28,35 +28,10 @@ from heterollm.solver import (
     with_shadows,
 )
 
-if TYPE_CHECKING:
-    from heterollm.calibration import RoutingCalibration
-    from heterollm.planning.lengths import LengthChoice
-    from heterollm.planning.profiled_model import ProfiledModel
-
 UNPROFILED: Final = (
     "auto: gpu, since {} has no profile with these threads; `--profile quick` measures it first, in about a "
     "minute, and `heterollm profile MODEL` in more detail"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan, and the facts of its making.
-
-    Args:
-        plan: The plan.
-        notes: The choice of ``auto`` and its margin, measurements that the profile lacks, and differences of
-            the plan from the request.
-        model: The model on the profiled device; None for a plan without times.
-        length_choice: The standard lengths that are worth building; None without a build budget.
-        routing: The routing of each layer, by which experts were placed; None without.
-    """
-
-    plan: Plan
-    notes: tuple[str, ...] = ()
-    model: ProfiledModel | None = None
-    length_choice: LengthChoice | None = None
-    routing: Sequence[RoutingCalibration] | None = None
 
 
 def make_plan(inputs: PlanInputs) -> Planned:
@@ -107,13 +82,15 @@ def read_plan(plan: str | Path | Plan) -> Plan:
 
 def _solved(inputs: PlanInputs) -> Planned:
     """Return the solver's plan; without a profile ``auto`` is the rule of the GPU."""
-    if inputs.model is None and inputs.wanted == "auto" and not inputs.request.passes:
+    if inputs.model is None and inputs.wanted == "auto" and not inputs.request.techniques:
         return replace(_by_rule(inputs, "gpu"), notes=(UNPROFILED.format(inputs.device),))
     # A late import: plans by rule need no solver.
     from heterollm.planning.planner import solve_plan
 
-    passes = inputs.request.passes
-    model = inputs.profiled(f"The pass {passes[0]}" if passes else f"Plan level {inputs.wanted!r}")
+    techniques = inputs.request.techniques
+    model = inputs.profiled(
+        f"The technique {techniques[0]}" if techniques else f"Plan level {inputs.wanted!r}"
+    )
     found = solve_plan(model, inputs.request, inputs.heads, inputs.routing, inputs.longest)
     if not inputs.chosen:
         return found
@@ -122,7 +99,7 @@ def _solved(inputs: PlanInputs) -> Planned:
 
 
 def _by_rule(inputs: PlanInputs, level: PlanLevel) -> Planned:
-    """Return the plan of a level, with the attention and the experts of passes."""
+    """Return the plan of a level, with the attention and the experts of techniques."""
     on_npu = level != "gpu"
     lengths = inputs.standard_lengths if on_npu else ()
     longest = inputs.longest or default_chunk_length(lengths, inputs.request.context)
@@ -153,7 +130,7 @@ def _by_rule(inputs: PlanInputs, level: PlanLevel) -> Planned:
         plan = structs.replace(plan, sync=_waits(inputs), calibration=calibration)
     if inputs.heads is None and inputs.routing is None:
         return Planned(plan)
-    model = inputs.profiled(f"The pass {request.passes[0]}")
+    model = inputs.profiled(f"The technique {request.techniques[0]}")
     plan = with_sparse_attention(model, plan, request, inputs.heads)
     plan = with_expert_placements(model, plan, request, inputs.routing)
     notes = (*attention_notes(model, plan, request), *expert_notes(model, plan, request))

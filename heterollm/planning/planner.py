@@ -17,10 +17,10 @@ from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, 
 from heterollm.planning.experts import with_expert_placements
 from heterollm.planning.kept import kept_plan, plan_path
 from heterollm.planning.notes import plan_notes
-from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
-from heterollm.planning.plan import Planned
+from heterollm.planning.planned import Planned
 from heterollm.planning.profiled_model import ProfiledModel
 from heterollm.planning.sparse_attention import with_sparse_attention
+from heterollm.planning.techniques import check_technique, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.solver import (
     CHUNK_LENGTH,
     AttentionHeads,
@@ -30,7 +30,7 @@ from heterollm.solver import (
     PlanRequest,
     best_strategy,
     default_chunk_length,
-    llm_npu_pass,
+    llm_npu_technique,
     model_shape,
     power_of,
     with_shadows,
@@ -54,8 +54,8 @@ def solve_plan(
     Args:
         model: The model on the profiled device.
         request: Options of the plan.
-        heads: The heads of the model, for the pass ``shadowattn``.
-        routing: The routing of each layer, for the pass ``npumoe``.
+        heads: The heads of the model, for the technique ``shadowattn``.
+        routing: The routing of each layer, for the technique ``npumoe``.
         longest: Longest pass that attention and experts are placed for; None for the plan's.
 
     Raises:
@@ -64,7 +64,7 @@ def solve_plan(
         PlanError: No processor can compute a group.
     """
     calibrated, routed = model.calibration is not None, routing is not None
-    check_pass(request, model.precision, request.level, calibrated=calibrated, routed=routed)
+    check_technique(request, model.precision, request.level, calibrated=calibrated, routed=routed)
     _check_level(model, request)
     every = solver_of(model, request)
     choice = _length_choice(model, request, every)
@@ -145,7 +145,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
-    if llm_npu_pass(request.passes) is None or model.limits is None:
+    if llm_npu_technique(request.techniques) is None or model.limits is None:
         plan = _solved(model, request_of_solver(request), solver, prompts)
     else:
         plan = llm_npu_plan(model, request, prompts)

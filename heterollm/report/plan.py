@@ -69,7 +69,7 @@ def plan_report(planned: Planned, prompts: Sequence[int], decode: int, *, explai
         parts.append(slices_table(model, plan))
     if explain and plan.schedule is not None:
         parts.append(flights_table(model, plan, plan.schedule))
-    if plan.request is not None and SHADOW_ATTENTION in plan.request.passes:
+    if plan.request is not None and SHADOW_ATTENTION in plan.request.techniques:
         if plan.sparse_attention:
             parts.append(Text(attention_words(model, plan)))
         if explain:

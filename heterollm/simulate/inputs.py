@@ -20,8 +20,8 @@ from heterollm.solver import (
     SOLVED_LEVELS,
     PlanRequest,
     ShadowChannels,
-    expert_pass,
-    llm_npu_pass,
+    expert_technique,
+    llm_npu_technique,
 )
 
 if TYPE_CHECKING:
@@ -56,13 +56,15 @@ def inputs_of_simulation(
     """
     strategy = SYNC_CHOICES[request.sync]
     # llm.npu makes the plan of level layer.
-    paper = request.level == "layer" and llm_npu_pass(request.passes) is not None and not request.naive
+    paper = (
+        request.level == "layer" and llm_npu_technique(request.techniques) is not None and not request.naive
+    )
     wanted = "auto" if paper else request.level
     policy = "padding" if request.naive or request.length_policy == "online" else request.length_policy
     routing = _assumed_calibration(config, request)
 
     def profile() -> Profile:
-        found = profile_of(device, model, config, specs, progress, request.passes)
+        found = profile_of(device, model, config, specs, progress, request.techniques)
         return with_one_strategy(found, device, strategy) if request.resolve else found
 
     longest = None
@@ -80,9 +82,9 @@ def inputs_of_simulation(
         _plan_request(device, config, request, wanted),
         (own_length(request),) if request.naive else device.standard_lengths,
         profile,
-        calibration=ASSUMED if request.calibrated or request.passes else None,
+        calibration=ASSUMED if request.calibrated or request.techniques else None,
         shadows=assumed_shadows(specs, request),
-        heads=assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.passes else None,
+        heads=assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None,
         routing=routing,
         length_policy=policy,
         sync=strategy,
@@ -97,7 +99,7 @@ def _plan_request(
     context, histogram = max(choose_context(config, None), request.prompt + request.decode), None
     if request.plan_for == "prompt":
         prompt = request.prompt
-        if request.in_flight == 1 and llm_npu_pass(request.passes) is None:
+        if request.in_flight == 1 and llm_npu_technique(request.techniques) is None:
             prompt = min(prompt, max(device.standard_lengths))
         context, histogram = config.max_positions, {1: float(max(1, request.decode)), prompt: 1.0}
     if wanted in LEVELS:
@@ -107,7 +109,7 @@ def _plan_request(
         level=wanted if wanted in SOLVED_LEVELS else "auto",
         histogram=histogram,
         in_flight=request.in_flight,
-        passes=request.passes,
+        techniques=request.techniques,
         attention=request.attention,
         experts=request.experts,
     )
@@ -122,10 +124,10 @@ def assumed_shadows(
 
     Args:
         specs: All groups of the model.
-        request: The simulated case: its pass, the share of the layers without a shadow, and that of the
+        request: The simulated case: its technique, the share of the layers without a shadow, and that of the
             channels with outliers.
     """
-    if not {"llm.npu:shadow", "llm.npu"}.intersection(request.passes):
+    if not {"llm.npu:shadow", "llm.npu"}.intersection(request.techniques):
         return {}
     layers = sorted({spec.layer for spec in specs if spec.layer >= 0})
     kept = round((1.0 - request.pruned) * len(layers))
@@ -149,21 +151,21 @@ def assumed_routing(config: ModelConfig, request: SimulationRequest) -> AssumedR
 def _assumed_calibration(
     config: ModelConfig, request: SimulationRequest
 ) -> tuple[RoutingCalibration, ...] | None:
-    """Return assumed records of the routing of each layer for the pass ``npumoe``; None without it.
+    """Return assumed records of the routing of each layer for the technique ``npumoe``; None without it.
 
     Raises:
         OptionError: The model has no experts, or they cannot be so imbalanced.
     """
-    if (name := expert_pass(request.passes)) is None:
+    if (name := expert_technique(request.techniques)) is None:
         return None
     if (assumed := assumed_routing(config, request)) is None:
         raise OptionError(
-            f"The pass {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
+            f"The technique {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
         )
     return assumed.calibrated(config.layers)
 
 
 def own_length(request: SimulationRequest) -> int:
     """Return the length of graphs that are built for the prompt: its own, or whole tiles of integers."""
-    tile = 1 if llm_npu_pass(request.passes) is None else TILE_OF_INTEGERS["static_int8"]
+    tile = 1 if llm_npu_technique(request.techniques) is None else TILE_OF_INTEGERS["static_int8"]
     return -(-request.prompt // tile) * tile

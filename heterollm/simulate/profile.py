@@ -15,7 +15,7 @@ from heterollm.kernels.sim import SIMULATED, clock_of, soc_of
 from heterollm.model import ModelConfig, shape_of_specs
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import FenceKey, Key, Profile, Record
-from heterollm.solver import NPU_EXPERTS, RETURN_VALUE, SHADOW_ATTENTION, PassName, expert_pass
+from heterollm.solver import NPU_EXPERTS, RETURN_VALUE, SHADOW_ATTENTION, Technique, expert_technique
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import Strategy
@@ -27,7 +27,7 @@ def profile_of(
     config: ModelConfig,
     specs: Sequence[OpSpec],
     progress: Progress,
-    passes: Sequence[PassName] = (),
+    techniques: Sequence[Technique] = (),
 ) -> Profile:
     """Return the profile of a simulated device with a model's shapes; measure it unless the cache has it.
 
@@ -37,7 +37,7 @@ def profile_of(
         config: Its configuration.
         specs: All its groups.
         progress: Called with a stage's name, steps done and steps in all.
-        passes: Passes whose operators are measured, too.
+        techniques: Techniques whose operators are measured, too.
 
     Raises:
         CacheError: The profile cannot be written.
@@ -48,7 +48,7 @@ def profile_of(
     measuring = [source_hash(f"heterollm.{name}", (".py",)) for name in ("profiler.measure", "kernels.sim")]
     made_by = (shape.specs, kernel_source_hash(), *measuring)
     key = hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]
-    sparse, experts = SHADOW_ATTENTION in passes, expert_pass(passes) is not None
+    sparse, experts = SHADOW_ATTENTION in techniques, expert_technique(techniques) is not None
     measured = [name for name, asked in ((SHADOW_ATTENTION, sparse), (NPU_EXPERTS, experts)) if asked]
     words = " ".join((model, *measured, LABEL, device.name.removeprefix(SIMULATED)))
     path = own_folder("profiles") / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"

@@ -56,7 +56,7 @@ from heterollm.solver import (
     Plan,
     ShadowChannels,
     SparseAttention,
-    expert_pass,
+    expert_technique,
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -122,8 +122,8 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
         length_policy=request.length_policy,
         in_flight=request.in_flight,
         calibrated=request.calibrated,
-        passes=request.passes,
-        attention=request.attention if SHADOW_ATTENTION in request.passes else None,
+        passes=request.techniques,
+        attention=request.attention if SHADOW_ATTENTION in request.techniques else None,
         pruned=request.pruned,
         outlier_share=request.outlier_share,
         graphs=graphs_of(device, plan, every),
@@ -151,13 +151,13 @@ def profile_ahead(request: SimulationRequest) -> None:
     found = find_model(request.model)
     device = _open(replace(request, load=None, numerics=False))
     specs = _specs(found.config, request)
-    profile_of(device, found.name, found.config, specs, silent, request.passes)
+    profile_of(device, found.name, found.config, specs, silent, request.techniques)
 
 
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    adds = SHADOW_ATTENTION in request.passes or expert_pass(request.passes) is not None
+    adds = SHADOW_ATTENTION in request.techniques or expert_technique(request.techniques) is not None
     return adds or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
 
 

@@ -22,7 +22,7 @@ class Recorded(Exception):
     """The end of a command at the call that does its work."""
 
 
-PASS = "--pass shadowattn --scales stepped --calibration FILE"
+PASS = "--technique shadowattn --scales stepped --calibration FILE"
 SPARSE = {
     "keep": f"{PASS} --keep 0.5",
     "keep_by": f"{PASS} --keep-by uniform",
@@ -43,8 +43,8 @@ LOADED = {
     **SPARSE,
     "lora": "--lora FOLDER",
     "context": "--context 64",
-    "passes": PASS,
-    "overflow": "--pass npumoe --calibration FILE --overflow drop",
+    "techniques": PASS,
+    "overflow": "--technique npumoe --calibration FILE --overflow drop",
     "gpu_threads": "--gpu-threads 1",
     "npu_threads": "--npu-threads 0",
     "power": "--power balanced",
@@ -126,8 +126,8 @@ ROWS = {
         "npu_gib": "--npu-gib 1",
         "histogram": "--histogram 64:1",
         "in_flight": "--in-flight 2",
-        "passes": PASS,
-        "overflow": "--pass npumoe --calibration FILE --overflow drop",
+        "techniques": PASS,
+        "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "build_budget": "--histogram 64:1 --build-budget 30s",
         "gpu_threads": "--gpu-threads 1",
         "npu_threads": "--npu-threads 0",
@@ -140,8 +140,8 @@ ROWS = {
         "soc": "--soc 69",
         "plan": "--plan npu",
         "profile": "--plan tensor --profile FILE",
-        "passes": PASS,
-        "overflow": "--pass npumoe --calibration FILE --overflow drop",
+        "techniques": PASS,
+        "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "prompt": "--prompt 64",
         "decode": "--decode 0",
         "context": "--context 64",
@@ -173,7 +173,7 @@ ROWS = {
         "quick": "--quick",
         "update": "--update",
         "characterise": "--characterise",
-        "passes": "--pass npumoe",
+        "techniques": "--technique npumoe",
         "no_tune": "--no-tune",
         "as_json": "--json",
     },
@@ -216,8 +216,8 @@ ROWS = {
         "group_size": "--group-size 64",
         "scales": "--scales stepped",
         "calibration": "--plan layer --scales stepped --calibration FILE",
-        "passes": "--pass npumoe --calibration FILE",
-        "overflow": "--pass npumoe --calibration FILE --overflow drop",
+        "techniques": "--technique npumoe --calibration FILE",
+        "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "power": "--device snapdragon --power balanced",
         "experts_gib": "--experts-gib 1",
         "seed": "--seed 3",
@@ -242,7 +242,7 @@ ROWS = {
         "plan_for": "--plan-for prompt",
         "length_policy": "--plan layer --length-policy online",
         "in_flight": "--in-flight 2",
-        "passes": "--pass shadowattn",
+        "techniques": "--technique shadowattn",
         "sync": "--sync finish",
         "resolve": "--resolve",
         "gpu_load": "--gpu-load 60fps:5ms",
@@ -250,16 +250,16 @@ ROWS = {
         "head_bits": "--head-bits 8",
         "every_form": "--soc snapdragon-8gen3-paper --every-form",
         "calibrated": "--calibrated",
-        "pruned": "--plan layer --pass llm.npu --pruned 0.5",
-        "outlier_share": "--plan layer --pass llm.npu --outlier-share 0.1",
-        "overflow": "--pass npumoe --overflow drop",
+        "pruned": "--plan layer --technique llm.npu --pruned 0.5",
+        "outlier_share": "--plan layer --technique llm.npu --outlier-share 0.1",
+        "overflow": "--technique npumoe --overflow drop",
         "imbalance": "MIXTURE --imbalance 3",
-        "head_pipeline": "--pass shadowattn --head-pipeline heads",
+        "head_pipeline": "--technique shadowattn --head-pipeline heads",
         "numerics": "--numerics",
-        "keep": "--pass shadowattn --keep 0.5",
-        "keep_by": "--pass shadowattn --keep-by uniform",
-        "score_buckets": "--pass shadowattn --score-buckets 5",
-        "estimator": "--pass shadowattn --estimator gpu",
+        "keep": "--technique shadowattn --keep 0.5",
+        "keep_by": "--technique shadowattn --keep-by uniform",
+        "score_buckets": "--technique shadowattn --score-buckets 5",
+        "estimator": "--technique shadowattn --estimator gpu",
         "timeline": "--timeline OUT",
         "explain": "--explain",
         "jobs": "--prompt 64,256 --jobs 1",
@@ -349,7 +349,7 @@ BESIDE = {
     *(("generate", "profile"), ("chat", "profile"), ("serve", "profile"), ("demo", "as_json")),
     *((command, "as_json") for command in ("eval", "compile", "calibrate", "profile", "doctor", "convert")),
     *(("plan", name) for name in ("profile", "prompt", "decode", "explain", "steps", "output", "as_json")),
-    *(("profile", name) for name in ("budget", "quick", "update", "characterise", "passes", "no_tune")),
+    *(("profile", name) for name in ("budget", "quick", "update", "characterise", "techniques", "no_tune")),
     *(("bench", name) for name in ("profile_first", "form", "as_json", "output", "picture", "html", "saved")),
 }
 """Options of the answer or the output, which other functions get; the tests of their commands hold them."""
@@ -460,7 +460,7 @@ def test_an_option_without_effect_is_refused_with_the_reason(command, arguments,
 SIMULATED_IDLE = [
     ("--pruned 0.5", "llm.npu"),
     ("--outlier-share 0.1", "llm.npu"),
-    ("--pass llm.npu:chunks --plan layer --pruned 0.85", "llm.npu"),
+    ("--technique llm.npu:chunks --plan layer --pruned 0.85", "llm.npu"),
     ("--keep 0.2", "shadowattn"),
     ("--head-pipeline ordered", "shadowattn"),
     ("--overflow drop", "npumoe"),
@@ -493,10 +493,10 @@ def test_an_option_of_a_grid_has_an_effect_in_one_case():
         base,
         levels=["gpu", "tensor"],
         syncs=["finish"],
-        passes=[(), ("shadowattn",)],
+        techniques=[(), ("shadowattn",)],
         given=["keep", "sync"],
     )
-    kept = {(one.level, one.passes): (one.attention.keep, one.sync, one.pruned) for one in found}
+    kept = {(one.level, one.techniques): (one.attention.keep, one.sync, one.pruned) for one in found}
     usual = SimulationRequest("x")
     assert kept["tensor", ("shadowattn",)] == (0.5, "finish", usual.pruned)
     assert kept["tensor", ()] == (usual.attention.keep, "finish", usual.pruned)

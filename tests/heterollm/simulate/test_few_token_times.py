@@ -12,7 +12,8 @@ from heterollm.engine import Engine
 from heterollm.engine.speculators import measured_pass_s
 from heterollm.kernels.open import open_device
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.planning import PlanInputs, ProfiledModel, predicted_pass_s, solve_plan
+from heterollm.planning import PlanInputs, ProfiledModel, predicted_pass_s
+from heterollm.planning.planner import solve_plan
 from heterollm.simulate.profile import profile_of
 from heterollm.solver import PlanRequest
 

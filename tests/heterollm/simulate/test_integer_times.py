@@ -13,7 +13,8 @@ from heterollm.kernels.npu import FfnRanges, LinearRanges
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import ffn_specs
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.planning import ProfiledModel, solve_plan
+from heterollm.planning import ProfiledModel
+from heterollm.planning.planner import solve_plan
 from heterollm.profiler.records import LayerKey, Profile
 from heterollm.simulate.profile import profile_of
 from heterollm.solver import PlanRequest

@@ -35,7 +35,7 @@ def cache(tmp_path_factory):
 
 def case(name="llm.npu:shadow", **options):
     chosen = {"prompt": 256, "decode": 0, "level": "layer", "head_bits": 8, "pruned": 0.0} | options
-    return SimulationRequest(MODEL, soc=SOC, passes=(name,), **chosen)
+    return SimulationRequest(MODEL, soc=SOC, techniques=(name,), **chosen)
 
 
 def model_of(request, lacking=frozenset()):
