@@ -104,7 +104,7 @@ class Scheduler:
         self._turn_ends_s = 0.0
         self.failure: BaseException | None = None
         """The error of the engine, until it computes a token; errors of one answer alone are its own."""
-        thread.add_background(self)
+        thread.background.append(self)
 
     # -- any thread ----------------------------------------------------------------------------------
 
@@ -125,7 +125,8 @@ class Scheduler:
         """End all tasks early, and run no others."""
 
         def end() -> None:
-            self._thread.remove_background(self)
+            if self in self._thread.background:
+                self._thread.background.remove(self)
             self._end_all()
 
         with contextlib.suppress(EngineError):  # a closed model has ended them
@@ -142,10 +143,9 @@ class Scheduler:
         try:
             if not task.cancelled and self._turn(task):
                 return True
-        except Exception as error:  # noqa: BLE001 - the reader gets it
-            task.fail(error)
-        except BaseException as error:  # noqa: BLE001 - a library's panic, which would end the reader's loop
-            task.fail(RuntimeError(f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # noqa: BLE001 - a library's panic would end the reader's loop
+            is_plain = isinstance(error, Exception)
+            task.fail(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
         self._end(task)
         return True
 

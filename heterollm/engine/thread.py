@@ -49,14 +49,15 @@ class EngineThread:
         check_process()
         mark_device_opened()
         self._switches: list[PowerSwitch] = []
-        self._background: list[Background] = []
+        self.background: list[Background] = []
+        """Its steps run between calls; only a call takes work out."""
         self._lock = threading.Lock()
         self._closed = False
         # A daemon, so that a program ends without closing the model. The thread holds the queue and not this
         # object, so that dropping a model without closing it ends the thread.
         self._thread = threading.Thread(
             target=_work,
-            args=(self._calls, self._switches, self._background),
+            args=(self._calls, self._switches, self.background),
             name="heterollm-engine",
             daemon=True,
         )
@@ -90,15 +91,6 @@ class EngineThread:
         if threading.current_thread() is self._thread:
             return call()
         return self.submit(call).result()
-
-    def add_background(self, work: Background) -> None:
-        """Run the steps of this work between calls."""
-        self._background.append(work)
-
-    def remove_background(self, work: Background) -> None:
-        """Run no further step of this work; for the engine thread."""
-        if work in self._background:
-            self._background.remove(work)
 
     def wake(self) -> None:
         """Look again for work in the background; does nothing if the model is closed."""

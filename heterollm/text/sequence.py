@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,47 +18,11 @@ from heterollm.text.generation import (
     decode_rate,
     prefill_rate,
 )
+from heterollm.text.grammar import Constraint
 from heterollm.text.sampling import Logits, LogProbabilities, Sampler, TokenIds, TopTokens
 from heterollm.text.speculation import MOST_GUESSES, Proposer, SpeculationResult, Speculator
 from heterollm.text.stop_strings import StopStrings
-
-
-class TokenConstraint(Protocol):
-    """The tokens that an answer may consist of."""
-
-    def allowed(self, logits: Logits, /) -> Logits:
-        """Return the logits with −∞ for each token that may not come next, valid until the next call."""
-
-    def accept(self, token_id: int, /) -> bool:
-        """Take the next token; return whether the answer is complete with it."""
-
-
-class TextDecoder(Protocol):
-    """Decodes ids that arrive one at a time."""
-
-    def push(self, token_id: int, /) -> str:
-        """Take one id and return the text that is complete with it."""
-
-    def flush(self) -> str:
-        """Return the text that is held back, if it consists of whole characters."""
-
-    def finish(self) -> str:
-        """Return the text that was held back."""
-
-
-class StreamingTokenizer(Protocol):
-    """The part of a tokenizer that the loop needs."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Ids that end an answer."""
-
-    @property
-    def special_tokens(self) -> Mapping[int, str]:
-        """The spelling of each id without text."""
-
-    def stream_decoder(self) -> TextDecoder:
-        """Return a new decoder."""
+from heterollm.text.tokenizer import NoTokenizer, Tokenizer
 
 
 class TokenSource(Protocol):
@@ -103,12 +67,12 @@ class TokenSequence:
 
     def __init__(
         self,
-        tokenizer: StreamingTokenizer,
+        tokenizer: Tokenizer | NoTokenizer,
         prompt_ids: Sequence[int] | npt.NDArray[np.int32],
         options: GenerationOptions,
         *,
         context: int,
-        constraint: TokenConstraint | None = None,
+        constraint: Constraint | None = None,
         speculator: Speculator | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -200,7 +164,10 @@ class TokenSequence:
         is_first = not self._count
         if is_first:
             self._prefill_s = self._clock() - self._begin_s
-            self._begin_sampling(len(logits))
+            options, vocab = self.options, len(logits)
+            self._sampler = Sampler(options.sampling, vocab, prompt_tokens=len(self.prompt_ids))
+            if options.wants_log_probabilities:
+                self._probabilities = LogProbabilities(vocab, options.top_log_probabilities)
         elif self._proposer is not None:
             self._learn_pass(self._proposer)
         if self._proposer is None or not self._guesses:
@@ -239,12 +206,6 @@ class TokenSequence:
             prepared_s=self._prepared_s,
             decode_s=self._decode_s,
         )
-
-    def _begin_sampling(self, vocab_size: int) -> None:
-        options = self.options
-        self._sampler = Sampler(options.sampling, vocab_size, prompt_tokens=len(self.prompt_ids))
-        if options.wants_log_probabilities:
-            self._probabilities = LogProbabilities(vocab_size, options.top_log_probabilities)
 
     def _learn_pass(self, proposer: Proposer) -> None:
         """Count a pass and its guesses, and learn their times."""
