@@ -50,7 +50,7 @@ class EngineThread:
         mark_device_opened()
         self._switches: list[PowerSwitch] = []
         self.background: list[Background] = []
-        """Its steps run between calls; only a call takes work out."""
+        """Work whose steps run between calls; a call on this thread removes it."""
         self._lock = threading.Lock()
         self._closed = False
         # A daemon, so that a program ends without closing the model. The thread holds the queue and not this
