@@ -11,9 +11,7 @@ from heterollm.base import GIB, OptionError, PlanError, Progress
 from heterollm.engine import (
     DraftSpeculator,
     EngineThread,
-    LookupSpeculator,
     Session,
-    Speculator,
     check_memory,
     check_precision,
     fitting_need,
@@ -47,7 +45,16 @@ from heterollm.planning import (
     predicted_pass_s,
 )
 from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest
-from heterollm.text import CHOSEN_GUESSES, NoTokenizer, Tokenizer, load_tokenizer
+from heterollm.text import (
+    CHOSEN_GUESSES,
+    LOOKUP_PRIORS,
+    GuessPace,
+    LookupProposer,
+    NoTokenizer,
+    Speculator,
+    Tokenizer,
+    load_tokenizer,
+)
 from heterollm.trace import Tracer, take_trace
 
 if TYPE_CHECKING:
@@ -316,7 +323,8 @@ def speculator_of(
     if engine.observer is not None:
         take_trace(engine)
     if draft is None:
-        return LookupSpeculator.of(pass_s, asked.guesses)
+        pace = GuessPace(pass_s, LOOKUP_PRIORS, fixed=asked.guesses)
+        return lambda *_: LookupProposer(pace)
     drafting, vocab_size = draft, draft.vocab_size
 
     def new_session() -> Session:

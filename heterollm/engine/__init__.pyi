@@ -17,14 +17,16 @@ from .npu_shards import planned_shard as planned_shard
 from .observer import EngineActivity as EngineActivity
 from .precision import check_precision as check_precision
 from .runner import Engine as Engine
+from .scheduler import TIERS as TIERS
+from .scheduler import PromptTask as PromptTask
+from .scheduler import Scheduler as Scheduler
+from .scheduler import ServiceTier as ServiceTier
 from .score_slots import score_graphs as score_graphs
 from .session import Session as Session
 from .session import check_ids as check_ids
 from .shadows import ColdProduct as ColdProduct
 from .slots import HEAD_ROWS as HEAD_ROWS
 from .speculators import DraftSpeculator as DraftSpeculator
-from .speculators import LookupSpeculator as LookupSpeculator
-from .speculators import Speculator as Speculator
 from .speculators import longest_guessed_pass as longest_guessed_pass
 from .speculators import measured_pass_s as measured_pass_s
 from .start import start_engine as start_engine
@@ -36,8 +38,6 @@ from .step import Operator as Operator
 from .step import Step as Step
 from .step import operator_name as operator_name
 from .stream import AnswerKeywords as AnswerKeywords
-from .stream import PreparedAnswer as PreparedAnswer
-from .stream import SessionSource as SessionSource
 from .stream import Stream as Stream
 from .sync import SYNC_OPTIONS as SYNC_OPTIONS
 from .sync import Sync as Sync
