@@ -1,4 +1,4 @@
-r"""Tables of simulated mixtures of experts in docs/mixture-of-experts.md, step by step of the pass npumoe.
+r"""Tables of simulated mixtures of experts in docs/mixture-of-experts.md, step by step of npumoe.
 
 The rows come from these commands, with ``-o bench/results/simulated_experts.jsonl`` and ``--decode 8
 --plan-for prompt``. A case that does not fit is a row with the reason::
@@ -7,12 +7,13 @@ The rows come from these commands, with ``-o bench/results/simulated_experts.jso
     STEPS=npumoe:each,npumoe:tiers,npumoe:groups,npumoe
     MORE='--what-if memory.available_gib=0'
     heterollm simulate $MODELS --prompt 64,256,1024 --plan gpu,tensor
-    heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --pass $STEPS
+    heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --technique $STEPS
     heterollm simulate $MODELS --prompt 64,256,1024 --plan gpu,tensor $MORE --what-if npu.address_space_gib=0
-    heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --pass $STEPS $MORE \
+    heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --technique $STEPS $MORE \
         --what-if npu.address_space_gib=0
-    heterollm simulate phi-3.5-moe,mixtral-8x7b --prompt 64,256,1024 --plan tensor --pass none,npumoe $MORE
-    heterollm simulate qwen3-30b-a3b,olmoe-1b-7b --prompt 1024 --plan tensor --pass none,npumoe \
+    heterollm simulate phi-3.5-moe,mixtral-8x7b --prompt 64,256,1024 --plan tensor \
+        --technique none,npumoe $MORE
+    heterollm simulate qwen3-30b-a3b,olmoe-1b-7b --prompt 1024 --plan tensor --technique none,npumoe \
         --imbalance 1.3    # and 2.7, 4
 """
 

@@ -643,13 +643,13 @@ def measured_passes_table() -> str:
 
 
 def llm_npu_table(name: str) -> str:
-    """The tables of the pass llm.npu."""
+    """The tables of the technique llm.npu."""
     head, right = llm_npu_tables.HEADS[name]
     return table(head, right, getattr(llm_npu_tables, name)(one, rows_of("simulated_llm_npu")))
 
 
 def shadow_attention_table(name: str) -> str:
-    """The simulated tables of the pass shadowattn."""
+    """The simulated tables of the technique shadowattn."""
     head, right = shadow_attention_tables.HEADS[name]
     rows = rows_of("simulated_shadow_attention")
     return table(head, right, getattr(shadow_attention_tables, name)(one, rows))
@@ -766,7 +766,7 @@ def mixture_table(lines: Callable[..., tuple[list[str], list[tuple[str, ...]]]],
 
 
 def expert_table(name: str) -> str:
-    """The simulated tables of the pass npumoe."""
+    """The simulated tables of the technique npumoe."""
     head, right = expert_tables.HEADS[name]
     return table(head, right, getattr(expert_tables, name)(one, rows_of("simulated_experts")))
 

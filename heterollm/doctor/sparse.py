@@ -35,7 +35,7 @@ TOKENS: Final = f"{PASS.length} tokens at {PASS.position}"
 LOST_FRACTION: Final = 1e-3
 """Estimated attention of a block of queries that rounded exponentials may lose where positions are near."""
 
-FIX: Final = "Leave out the pass shadowattn, which alone runs this kernel, or update the OpenCL driver."
+FIX: Final = "Leave out the technique shadowattn, which alone runs this kernel, or update the OpenCL driver."
 
 
 def sparse_cases(device: Device) -> Iterator[DoctorCase]:

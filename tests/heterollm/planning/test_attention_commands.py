@@ -1,4 +1,4 @@
-"""The pass shadowattn from the command line, on a made-up profile of ``host`` by which it pays early."""
+"""The technique shadowattn from the command line, on a made-up profile of ``host`` by which it pays early."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from heterollm.trace import load_trace
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 WEIGHTS = ("--scales", "stepped")
-PASS = ("--pass", "shadowattn", "--estimator", "npu")
+PASS = ("--technique", "shadowattn", "--estimator", "npu")
 
 
 def time_us(key):
