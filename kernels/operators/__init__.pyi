@@ -30,6 +30,7 @@ from .outliers import multiply_outliers as multiply_outliers
 from .outliers import outlier_flag_bytes as outlier_flag_bytes
 from .registry import name_in_profiles as name_in_profiles
 from .registry import operator_checks as operator_checks
+from .registry import operator_steps as operator_steps
 from .registry import timed_operators as timed_operators
 from .rope import rope_and_store as rope_and_store
 from .score_codes import ScoresCase as ScoresCase
