@@ -25,6 +25,7 @@ from .experts import place_experts as place_experts
 from .flights import AUTOMATIC as AUTOMATIC
 from .flights import WORTH_DOUBLING as WORTH_DOUBLING
 from .flights import PredictedPrompt as PredictedPrompt
+from .flights import kind_counts as kind_counts
 from .flights import plan_flights as plan_flights
 from .flights import predict_prompt as predict_prompt
 from .flights import with_schedule as with_schedule
@@ -45,6 +46,7 @@ from .plan import model_shape as model_shape
 from .plan_records import ChunkSchedule as ChunkSchedule
 from .plan_records import GroupTimes as GroupTimes
 from .plan_records import PhaseSync as PhaseSync
+from .predict import PredictedKind as PredictedKind
 from .predict import PredictedOperator as PredictedOperator
 from .predict import PredictedPass as PredictedPass
 from .predict import predict_pass as predict_pass

@@ -49,14 +49,35 @@ def in_order(entries: Iterable[PlanEntry]) -> list[PlanEntry]:
     return sorted(entries, key=lambda entry: (phases.index(entry.phase), entry.lengths))
 
 
+def without_kinds(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
+    """Yield entries, those of a group without kinds of layers where all that have the group place it alike.
+
+    The prediction of the first kind stays.
+    """
+    found: dict[Group, dict[str, list[PlanEntry]]] = {}
+    for entry in entries:
+        found.setdefault(entry.group, {}).setdefault(entry.kind, []).append(entry)
+    for entry in entries:
+        first, *others = found[entry.group].values()
+        if any(_bare(own) != _bare(first) for own in others):
+            yield entry
+        elif entry.kind == first[0].kind:
+            layers = [layer for own in found[entry.group].values() for layer in own[0].layers]
+            yield replace(entry, kind="", layers=(min(layers), max(layers)))
+
+
+def _bare(entries: Sequence[PlanEntry]) -> list[tuple[object, ...]]:
+    return [(one.phase, one.lengths, bare(one.placement)) for one in entries]
+
+
 def merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
     """Merge adjacent ranges of lengths with the same placement; the prediction of the first stays.
 
     Ranges below :data:`SHORT_TOKENS` keep entries of their own.
     """
-    open_entries: dict[tuple[Phase, Group], PlanEntry] = {}
+    open_entries: dict[tuple[Phase, Group, str], PlanEntry] = {}
     for entry in entries:
-        key = entry.phase, entry.group
+        key = entry.phase, entry.group, entry.kind
         held = open_entries.get(key)
         if (
             held is not None

@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from heterollm.base import PlanError
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.work import rest_rows
 from heterollm.solver.candidates import NpuLimits, Rows, Splits, candidates
 from heterollm.solver.costs import NO_SHADOW, Costs, Errors, ShadowTimes, Slowdown, joint_time_us
@@ -73,8 +74,8 @@ class Option(Struct, frozen=True, gc=False):
         return self.read_us + self.shadow.join_us
 
 
-OptionTable: TypeAlias = Mapping[Group, Mapping[int, list[Option]]]
-"""Options by group, and by the last length of a range."""
+OptionTable: TypeAlias = Mapping[str, Mapping[int, list[Option]]]
+"""Options by place, and by the last length of a range."""
 
 
 def evaluate(
@@ -295,8 +296,31 @@ def _divided(
     return taken, [item for item in options if id(item) not in kept]
 
 
-def rows_of(table: OptionTable) -> dict[Group, set[Rows]]:
-    """Return the rows of a table's options, by group."""
+def mean_options(found: Sequence[tuple[int, list[Option]]]) -> list[Option]:
+    """Return options with the mean time and cost that they have in the chains of several kinds of layers.
+
+    Args:
+        found: Number of layers of each kind, and the options, the same and in the same order in all.
+    """
+    (_, first), *others = found
+    if not others:
+        return first
+    layers = sum(count for count, _ in found)
+
+    def mean(values: Sequence[float]) -> float:
+        weighted = sum(count * value for (count, _), value in zip(found, values, strict=True))
+        return values[0] if len(set(values)) == 1 else weighted / layers
+
+    return [
+        replace(
+            same[0], time_us=mean([item.time_us for item in same]), cost=mean([item.cost for item in same])
+        )
+        for same in zip(*(items for _, items in found), strict=True)
+    ]
+
+
+def rows_of(table: OptionTable) -> dict[str, set[Rows]]:
+    """Return the rows of a table's options, by place."""
     return {
         group: {item.placement.npu_rows for items in by_length.values() for item in items}
         for group, by_length in table.items()
@@ -317,7 +341,7 @@ def with_new_rows(table: OptionTable, more: OptionTable) -> OptionTable:
     return result
 
 
-def restricted(table: OptionTable, rows: Mapping[Group, Collection[Rows]]) -> OptionTable:
+def restricted(table: OptionTable, rows: Mapping[str, Collection[Rows]]) -> OptionTable:
     """Return the options that use some rows of each group."""
     return {
         group: {

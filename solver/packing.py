@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import PlanError
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option
@@ -41,7 +41,7 @@ THINNED_FRACTION: Final = 1e-4
 BLOCK_SETS: Final = 1 << 16
 """Pairs of slices to evaluate at a time, which bounds the memory of the search."""
 
-_Held: TypeAlias = dict[Group, dict[Rows, tuple[int, ...]]]
+_Held: TypeAlias = dict[str, dict[Rows, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +132,7 @@ class FfnPacking:
         for place in kept:
             own: _Held = {}
             for table, (part, number) in zip((first, second, third), places[place], strict=True):
-                own[table.spec.group] = table.slices_of(part.members[number])
+                own[table.spec.place] = table.slices_of(part.members[number])
             held.append(own)
         return Frontier(np.array(sizes, np.int64)[kept], np.array(costs)[kept], held)
 
@@ -351,7 +351,7 @@ class _Table:
     def named(self, sets: _Sets) -> Frontier:
         """Return sets of finite cost with their rows and lengths."""
         sets = sets.at(np.flatnonzero(np.isfinite(sets.totals)))
-        held = [{self.spec.group: self.slices_of(members)} for members in sets.members]
+        held = [{self.spec.place: self.slices_of(members)} for members in sets.members]
         return Frontier(sets.sizes, sets.totals, held)
 
     def slices_of(self, members: Ints) -> dict[Rows, tuple[int, ...]]:

@@ -100,7 +100,7 @@ class ProfileCosts:
         position: Tokens of the session before the pass, which attention reads. By default 0 for a prompt, and
             :data:`DECODE_POSITION` for a decoded token.
         predictor: The predictor; by default the cached one of the profile.
-        shadows: The shadows of outliers, by group.
+        shadows: The shadows of outliers, by place.
 
     Attributes:
         errors: The errors of the times; None where they are not real, and so exact.
@@ -118,7 +118,7 @@ class ProfileCosts:
         *,
         position: int | None = None,
         predictor: Predictor | None = None,
-        shadows: Mapping[Group, GroupShadow] | None = None,
+        shadows: Mapping[str, GroupShadow] | None = None,
     ) -> None:
         self._shadows = shadows or {}
         self._kernels = _kernels_of_operators(profile)
@@ -196,7 +196,7 @@ class ProfileCosts:
         Rows that are too long for its on-chip memory spill; the profile has the contention of that too.
         """
         return self._us_per_byte(spec, length) > SPILL_FACTOR * min(
-            self._us_per_byte(one, length) for one in self._shape.layer
+            self._us_per_byte(one, length) for kind in self._shape.kinds for one in kind.specs
         )
 
     def _us_per_byte(self, spec: OpSpec, length: int) -> float:
@@ -232,7 +232,7 @@ class ProfileCosts:
 
     def shadow_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int) -> ShadowTimes:
         """Return the times of a group's shadow; see :class:`heterollm.solver.costs.Costs`."""
-        shadow = self._shadows.get(spec.group)
+        shadow = self._shadows.get(spec.place)
         if shadow is None:
             return NO_SHADOW
         rows = sum(member_rows)
@@ -251,11 +251,12 @@ class ProfileCosts:
         """Return the time by which an operator takes longer than a plain one."""
         return max(0.0, self._layer_us(other, tokens) - self._layer_us(plain, tokens))
 
-    def mixture_us(self, tokens: int) -> tuple[float, ...]:
+    def mixture_us(self, tokens: int, kind: str = "") -> tuple[float, ...]:
         """Return the time of each kernel of a mixture; see :class:`heterollm.solver.costs.Costs`."""
-        if self.experts is None:
+        layer = next((one for one in self._shape.kinds if one.name == kind), None)
+        if self.experts is None or layer is None or layer.experts is None:
             return ()
-        alone = not any(spec.group == "gate_up" for spec in self._shape.layer)
+        alone = not any(spec.group == "gate_up" for spec in layer.specs)
         norm = (self._layer_us("rms_norm", tokens),) if alone else ()
         return (*norm, *self.experts.kernels_us(tokens))
 

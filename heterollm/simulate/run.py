@@ -50,6 +50,7 @@ from heterollm.solver import (
     ShadowChannels,
     SparseAttention,
     expert_pass,
+    kind_counts,
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -130,6 +131,7 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
         splits=splits_of(plan, specs, first),
         in_order=in_order,
         experts=run.experts,
+        layers=kind_counts(specs),
     )
 
 

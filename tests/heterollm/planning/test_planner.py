@@ -159,7 +159,7 @@ def test_no_length_costs_much_more_than_its_own_solution(profile, folder, level)
             for held in made.plan.slices
             if held.group == spec.group
         }
-        for spec in (*solver.layer, solver.head, *ffn_specs(solver.layer))
+        for spec in (*solver.kinds[0].specs, solver.head, *ffn_specs(solver.specs))
     }
     for phase, tokens in itertools.product(
         get_args(Phase), (*range(1, 34), 50, 63, 65, 100, 127, 129, 200, 299)
@@ -434,7 +434,7 @@ def test_runners_up_are_ordered_by_all_that_they_cost() -> None:
         def between_us(self, spec, tokens):
             return 0.0
 
-        def mixture_us(self, tokens):
+        def mixture_us(self, tokens, kind=""):
             return ()
 
     specs = tuple(
