@@ -51,11 +51,11 @@ from .predict import PredictedOperator as PredictedOperator
 from .predict import PredictedPass as PredictedPass
 from .predict import predict_pass as predict_pass
 from .predict import with_experts_time as with_experts_time
-from .profile_costs import RETURN_VALUE as RETURN_VALUE
 from .profile_costs import ProfileCosts as ProfileCosts
-from .profile_costs import best_strategy as best_strategy
-from .profile_costs import limits_of as limits_of
-from .profile_costs import power_of as power_of
+from .profile_limits import limits_of as limits_of
+from .profile_overheads import RETURN_VALUE as RETURN_VALUE
+from .profile_overheads import best_strategy as best_strategy
+from .profile_overheads import power_of as power_of
 from .prompts import relative_time as relative_time
 from .request import NPU_EXPERTS as NPU_EXPERTS
 from .request import PASSES as PASSES

@@ -167,8 +167,9 @@ def predict_pass(
     time_us = sum(kind.layers * kind.layer_us for kind in kinds)
     time_us += sum(item.between_us + item.option.time_us for item in heads)
     mixed = [kind for kind in kinds if kind.mixture_us]
-    experts_us = sum(kind.layers * kind.mixture_us for kind in mixed)
-    experts_us /= sum(kind.layers for kind in mixed) or 1
+    experts_us = sum(kind.mixture_us for kind in mixed)
+    if len(mixed) > 1:
+        experts_us = sum(kind.layers * kind.mixture_us for kind in mixed) / sum(kind.layers for kind in mixed)
     return PredictedPass(phase, tokens, tuple(kinds), next(iter(heads), None), time_us, experts_us=experts_us)
 
 

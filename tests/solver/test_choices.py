@@ -19,7 +19,7 @@ from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Power
 from heterollm.solver.options import evaluate
 from heterollm.solver.placements import RowsPlacement
-from heterollm.solver.profile_costs import overheads_of
+from heterollm.solver.profile_overheads import overheads_of
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)

@@ -179,3 +179,46 @@ def test_a_slice_of_another_kind_is_not_held(made):
 
 def replace_kind(held):
     return type(held)(held.group, held.layers, held.npu_rows, held.lengths, "other" if held.kind else "")
+
+
+def is_sparse(layer, step, dense):
+    """Where Qwen3-MoE has experts: by ``decoder_sparse_step``, but not in ``mlp_only_layers``."""
+    return layer not in dense and (layer + 1) % step == 0
+
+
+@pytest.mark.parametrize("overheads", [None, SINGLY])
+@pytest.mark.parametrize(("step", "dense"), [(2, ()), (1, (0, 1)), (2, (3,))])
+def test_dense_layers_among_sparse_ones_are_planned_by_kind(made, step, dense, overheads):
+    class Mixtures(made.proportional_blocks):
+        def mixture_us(self, tokens, kind=""):
+            return (20.0, 3.0 * tokens) if kind == "sparse" else ()
+
+    layers = range(6)
+    sparse = {layer for layer in layers if is_sparse(layer, step, dense)}
+    kinds = {layer: "sparse" if layer in sparse else "dense" for layer in layers}
+    specs = tuple(
+        replace(one, kind=kinds.get(one.layer, ""))
+        for one in made.model(len(layers))
+        if one.layer not in sparse or one.group in ("qkv", "o")
+    )
+    costs = Mixtures(1, overheads=overheads or made.free)
+    solver = Solver(specs, made.limits(), costs, chunk_length=LONGEST, level="block", head_rows=4)
+    plan, _ = solved(solver)
+    for phase, tokens in (("decode", 1), ("decode", 2), ("prefill", LONGEST)):
+        found = predict_pass(plan, specs, costs, phase, tokens)
+        by_name = {kind.name: kind for kind in found.kinds}
+        assert {name: kind.layers for name, kind in by_name.items()} == kind_counts(specs)
+        assert by_name["sparse"].mixture_us == found.experts_us == 20.0 + 3.0 * tokens
+        assert by_name["dense"].mixture_us == 0.0
+        assert by_name["sparse"].ffn_us == 0.0 < by_name["dense"].ffn_us
+        assert found.time_us == pytest.approx(
+            sum(kind.layers * kind.layer_us for kind in found.kinds)
+            + found.head.between_us
+            + found.head.option.time_us
+        )
+        if tokens > 1:
+            # Attention is placed alike, and takes as long in both.
+            alike = [[item.option.time_us for item in kind.operators[:2]] for kind in found.kinds]
+            assert alike[0] == alike[1]
+    if not overheads:
+        assert {entry.kind for entry in plan.entries} == {""}
