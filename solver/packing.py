@@ -2,10 +2,11 @@
 
 Where every length has its own copy of the weights, or its own input and output, memory decides which lengths
 to build as well as which rows. The search covers, for each group, one slice for prompts with any lengths or
-two with at most :data:`MOST_LENGTHS` together, and one slice for single tokens. Passes may be padded to a
-longer graph or run as several shorter ones. Among these sets the search is exact: it finds the Pareto
-frontier of size and cost of each group, and combines the frontiers. For a feed-forward network with two paths
-it combines :data:`MOST_OF_A_PATH` sets of each group, for a few divisions of the lengths between the paths.
+two with few lengths together (:data:`heterollm.solver.slice_tables.MOST_LENGTHS`), and one slice for single
+tokens. Passes may be padded to a longer graph or run as several shorter ones. Among these sets the search is
+exact: it finds the Pareto frontier of size and cost of each group, and combines the frontiers. For a
+feed-forward network with two paths it combines :data:`MOST_OF_A_PATH` sets of each group, for a few divisions
+of the lengths between the paths.
 """
 
 from __future__ import annotations

@@ -104,16 +104,17 @@ class PredictedPass:
         return self.tokens / self.time_us * 1e6
 
     @property
-    def operators(self) -> tuple[tuple[int, PredictedOperator], ...]:
-        """The operators of one layer of each kind, and the head, with the number of layers that have them."""
-        own = [(kind.layers, item) for kind in self.kinds for item in kind.operators]
-        return (*own, *([] if self.head is None else [(1, self.head)]))
+    def operators(self) -> tuple[PredictedOperator, ...]:
+        """The operators of one layer of each kind, and the head."""
+        heads = () if self.head is None else (self.head,)
+        return (*(item for kind in self.kinds for item in kind.operators), *heads)
 
     @property
     def npu_us(self) -> float:
         """Time during which the NPU computes."""
-        linears_us = sum(item.option.npu_us * layers for layers, item in self.operators)
-        return self.scores_us + self.experts_npu_us + linears_us
+        own = [item.option.npu_us * kind.layers for kind in self.kinds for item in kind.operators]
+        head_us = 0.0 if self.head is None else self.head.option.npu_us
+        return self.scores_us + self.experts_npu_us + sum([*own, head_us])
 
 
 def predict_pass(

@@ -95,10 +95,10 @@ def _error(model: ProfiledModel, plan: Plan, lengths: Iterable[int]) -> float:
         if found is not None:
             errors_us = [
                 gain_error_us(item.spec, item.tokens, item.option.placement, errors)
-                for _, item in found.operators
+                for item in found.operators
                 if item.option.placement.npu_lengths
             ]
-            own_us = sum(item.option.time_us + item.between_us for _, item in found.operators)
+            own_us = sum(item.option.time_us + item.between_us for item in found.operators)
             fractions.append(math.hypot(*errors_us) / own_us)
     return statistics.median(fractions) if fractions else 0.0
 

@@ -253,11 +253,11 @@ def lengths_table(choice: LengthChoice) -> Table:
 
 def verdict(passes: Sequence[PredictedPass]) -> str:
     """Return a sentence about the passes in which splitting pays."""
-    split = [found for found in passes if any(item.option.is_split for _, item in found.operators)]
+    split = [found for found in passes if any(item.option.is_split for item in found.operators)]
     if not split:
         return "No operator is split: none is predicted to gain more than the error of its prediction."
     words = f"Operators are split in: {_named(split)}."
-    ffns = [found for found in passes if any(item.spec.then for _, item in found.operators)]
+    ffns = [found for found in passes if any(item.spec.then for item in found.operators)]
     if ffns:
         words += f" The feed-forward network is placed as one operator in: {_named(ffns)}."
     return words
