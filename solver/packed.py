@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver.candidates import (
@@ -21,10 +21,8 @@ from heterollm.solver.candidates import (
 from heterollm.solver.chain import activation_cost
 from heterollm.solver.options import Option, OptionTable, evaluated
 from heterollm.solver.packing import FfnPacking, Frontier, GroupPacking, Packing, pack
+from heterollm.solver.problem import PlanProblem
 from heterollm.solver.slices import Slices, pass_weights
-
-if TYPE_CHECKING:
-    from heterollm.solver.solve import Solver
 
 FIRST_SPLITS: Final = 6
 """Splits of a group in the first search."""
@@ -37,7 +35,7 @@ _Splits: TypeAlias = Mapping[str, Collection[Rows]]
 
 
 def packed_slices(
-    solver: Solver, table: OptionTable, slices: Slices, weights: Mapping[int, float] | None
+    solver: PlanProblem, table: OptionTable, slices: Slices, weights: Mapping[int, float] | None
 ) -> Slices:
     """Return the rows that the NPU holds, and their lengths, within the solver's budget.
 
@@ -78,7 +76,7 @@ def packed_slices(
 class _Search:
     """The search for slices among some rows, with the costs of all options so far."""
 
-    def __init__(self, solver: Solver, table: OptionTable, weights: Mapping[int, float] | None) -> None:
+    def __init__(self, solver: PlanProblem, table: OptionTable, weights: Mapping[int, float] | None) -> None:
         self.solver = solver
         self.groups = solver.places
         self._table = table

@@ -78,7 +78,7 @@ class _MeasuredForms:
         own = sizes.get((spec.columns, length, wide))
         found = _elsewhere(sizes, length, wide=wide) if own is None else own
         # Where only wide ffns were measured, their forms serve narrow ones too, except for k-splits.
-        left_out = set() if wide else set(K_SPLIT_FFNS)
+        left_out: set[str] = set() if wide else set(K_SPLIT_FFNS)
         if not self.calibrated or spec.weight.scales == "free":
             left_out |= INTEGER_FORMS
         if one_scale:

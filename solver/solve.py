@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from msgspec import structs
@@ -12,7 +12,7 @@ from msgspec import structs
 from heterollm.base import OptionError
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.model import LayerKind
-from heterollm.solver.candidates import NpuLimits, Rows, Splits, split_stride, splits_near
+from heterollm.solver.candidates import Rows, Splits, split_stride, splits_near
 from heterollm.solver.chain import (
     Chain,
     KnownOptions,
@@ -21,17 +21,15 @@ from heterollm.solver.chain import (
     ffn_path_us,
     solve_chain,
 )
-from heterollm.solver.costs import CachedCosts, Costs
+from heterollm.solver.costs import CachedCosts
 from heterollm.solver.entries import annotated, in_order, merged, without_kinds
 from heterollm.solver.ffn_slices import FeedForwardCosts
-from heterollm.solver.kinds import PlacedKind, placed_kinds
-from heterollm.solver.objective import Objective
+from heterollm.solver.kinds import PlacedKind
 from heterollm.solver.options import (
     Option,
     OptionTable,
     all_options,
     check_any,
-    mean_options,
     restricted,
     rows_of,
     with_new_rows,
@@ -41,7 +39,7 @@ from heterollm.solver.placements import RejectedOption
 from heterollm.solver.plan import Plan, model_shape
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.solver.predict import layer_cost
-from heterollm.solver.request import SOLVED_LEVELS, SolvedLevel
+from heterollm.solver.problem import PlanProblem
 from heterollm.solver.slices import (
     Budget,
     GroupCosts,
@@ -51,7 +49,6 @@ from heterollm.solver.slices import (
     pass_weights,
     slice_costs,
 )
-from heterollm.solver.submissions import chain_costs, submits_singly
 from heterollm.solver.words import describe
 
 RANGE_TOKENS: Final = 32
@@ -74,75 +71,8 @@ SHARED_LOSS_FRACTION: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Solver:
-    """A solver of plans for one model on one device.
-
-    Args:
-        specs: Every group of the model.
-        limits: Limits of the NPU; None without an NPU.
-        costs: Times of both processors.
-        objective: The objective.
-        budget: Limit of resident slices.
-        chunk_length: Longest pass; longer prompts run in chunks.
-        head_rows: Most positions that the head computes at a time.
-        level: Level of the plan.
-        kinds: The kinds of layers, with the groups to place.
-
-    Raises:
-        OptionError: A length is not positive, or the level is unknown.
-    """
-
-    specs: tuple[OpSpec, ...]
-    limits: NpuLimits | None
-    costs: Costs
-    objective: Objective = field(default_factory=Objective)
-    budget: Budget = field(default_factory=Budget)
-    chunk_length: int = 1024
-    head_rows: int = 32
-    level: SolvedLevel = "tensor"
-    kinds: tuple[PlacedKind, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.chunk_length < 1 or self.head_rows < 1:
-            raise OptionError(
-                f"The chunk length is {self.chunk_length} and the head's rows {self.head_rows}.",
-                fix="Both are at least 1.",
-            )
-        if self.level not in SOLVED_LEVELS:
-            raise OptionError(
-                f"The solver has no level {self.level!r:.40}.", fix=f"Choose {' or '.join(SOLVED_LEVELS)}."
-            )
-        with_ffn = self.level == "block" and self.limits is not None
-        kinds = placed_kinds(self.specs, self.costs, self.chunk_length, with_ffn=with_ffn)
-        object.__setattr__(self, "kinds", kinds)
-
-    @property
-    def head(self) -> OpSpec:
-        """The head."""
-        return next(spec for spec in self.specs if spec.group == "head")
-
-    @property
-    def places(self) -> dict[str, OpSpec]:
-        """The distinct groups of all kinds, the head, and the ffns, by their keys in tables."""
-        groups = [spec for kind in self.kinds for spec in kind.specs]
-        ffns = [kind.ffn for kind in self.kinds if kind.ffn is not None]
-        return {spec.place: spec for spec in (*groups, self.head, *ffns)}
-
-    @property
-    def units(self) -> tuple[tuple[OpSpec, ...], ...]:
-        """The distinct groups whose slices are chosen together: those of a network with its ffn, else one."""
-        found: dict[tuple[str, ...], tuple[OpSpec, ...]] = {}
-        for kind in self.kinds:
-            parts = () if kind.ffn is None else kind.ffn.parts
-            pair = tuple(spec for spec in kind.specs if spec.group in parts)
-            alone = [(spec,) for spec in kind.specs if spec.group not in parts]
-            for unit in (*([] if kind.ffn is None else [(*pair, kind.ffn)]), *alone):
-                found.setdefault(tuple(spec.place for spec in unit), unit)
-        return (*found.values(), (self.head,))
-
-    def count(self, spec: OpSpec) -> int:
-        """Return the number of layers that have a group; 1 for the head."""
-        return sum(kind.count for kind in self.kinds if spec in kind.operators) or 1
+class Solver(PlanProblem):
+    """A solver of plans for one model on one device."""
 
     def slices(self, weights: Mapping[int, float] | None = None) -> Slices:
         """Choose the resident slices.
@@ -318,21 +248,6 @@ class Solver:
                     places[place], tokens, self.limits, self.costs, self.objective, rows, low
                 )
         return table
-
-    def in_chain(self, table: OptionTable) -> OptionTable:
-        """Return options with their costs in a chain, which differ in a pass of one token."""
-        if not submits_singly(1, self.costs.overheads):
-            return table
-        found: dict[str, list[tuple[int, list[Option]]]] = {}
-        for kind in self.kinds:
-            decode = {spec.place: table[spec.place][1] for spec in kind.operators}
-            options = chain_costs(decode, kind.specs, kind.ffn, self.costs, self.objective)
-            for place, items in options.items():
-                found.setdefault(place, []).append((kind.count, items))
-        return {
-            place: {**items, 1: mean_options(found[place])} if place in found else items
-            for place, items in table.items()
-        }
 
     def _range_weights(self, table: OptionTable, weights: Mapping[int, float] | None) -> dict[int, float]:
         """Return the weight of each range of lengths, by its last length."""
