@@ -446,4 +446,4 @@ def test_runners_up_are_ordered_by_all_that_they_cost() -> None:
     found = predict_pass(plan, specs, Costs(), "prefill", 32)
     item = found.operators[0]
     assert item.option.time_us == 80.0
-    assert _reasons(item, found.ffn_us) == ["GPU: 100 us (+25%)", "NPU at 32, plain: 130 us (+62%)"]
+    assert _reasons(item, found.kinds[0].ffn_us) == ["GPU: 100 us (+25%)", "NPU at 32, plain: 130 us (+62%)"]
