@@ -91,13 +91,13 @@ def sources(profile: Path | None, shape: ModelShape) -> Iterator[tuple[str, Call
     from heterollm.solver import ProfileCosts, limits_of
 
     measured = Profile.load(profile)
-    fitted = Predictor.fit(measured).to_json()
+    fits = Predictor.fit(measured).fits
     limits = limits_of(measured)
     if limits is None:
         raise SystemExit(f"{profile} is of a device without an NPU")
 
     def costs() -> Costs:
-        predictor = Predictor.from_json(fitted)
+        predictor = Predictor.fit(measured, fits)
         return ProfileCosts(measured, shape, predictor=predictor)
 
     yield f"profile of {measured.device}", costs, limits
