@@ -364,7 +364,7 @@ def _balanced(
                     for spec, one in own
                 )
                 times += group_times(own, tokens, costs_at, kind.name)
-            placed = tuple(without_kinds(entries))
+            placed = tuple(without_kinds(entries, solver.kinds))
             schedule = ChunkSchedule("out_of_order", in_flight, tuple(times), placed)
             time_us = predict_prompt(schedule, [tokens] * in_flight, kind_counts(solver.specs)).time_us
             flown[key] = _Flown(tokens, schedule, time_us)

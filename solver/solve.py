@@ -120,7 +120,7 @@ class Solver(PlanProblem):
                 entries += [structs.replace(entry, phase="decode") for entry in own]
         for tokens in range(1, min(FEW_TOKENS, self.chunk_length) + 1):
             entries += self._entries("decode", tokens, tokens, slices, table)
-        joined = tuple(merged(in_order(without_kinds(entries))))
+        joined = tuple(merged(in_order(without_kinds(entries, self.kinds))))
         shape = model_shape(self.specs)
         return Plan(self.level, device, precision, shape, self.chunk_length, joined), slices
 
