@@ -154,8 +154,7 @@ class Shadows:
         for entry in plan.placed:
             for spec in self._weights.specs if entry.placement.shadow else ():
                 ranges = self._ranges.get((spec.layer, spec.group))
-                used = spec.group == entry.group and entry.layers[0] <= spec.layer <= entry.layers[1]
-                if used and isinstance(ranges, LinearRanges) and ranges.shadow is not None:
+                if entry.holds(spec) and isinstance(ranges, LinearRanges) and ranges.shadow is not None:
                     self._load(spec, ranges)
 
     def clear(self) -> None:
