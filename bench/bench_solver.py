@@ -65,7 +65,7 @@ class FormulaCosts:
         """Norms and the like: what they read and write."""
         return 10.0 + 8 * tokens * spec.columns / 43e3
 
-    def mixture_us(self, tokens: int) -> tuple[float, ...]:  # noqa: ARG002
+    def mixture_us(self, tokens: int, kind: str = "") -> tuple[float, ...]:  # noqa: ARG002
         """Return no kernels: the model has no experts."""
         return ()
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
 from heterollm.solver.candidates import NpuLimits, Splits
 from heterollm.solver.costs import Costs
 from heterollm.solver.ffn import ffn_groups
@@ -30,11 +31,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A solved pass.
+    """A solved pass of the layers of a kind.
 
     Args:
         choices: One for each operator of a layer, in order: the groups, or an ffn in place of two of them.
-        time_us: Predicted time of all layers, glue operators included.
+        time_us: Predicted time of all these layers, glue operators included.
         rejected_path: The path through the feed-forward network that costs more: the best ffn, or the two
             groups; empty where there is one path only.
     """
@@ -42,6 +43,27 @@ class Chain:
     choices: tuple[Choice, ...]
     time_us: float
     rejected_path: tuple[Choice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedPass:
+    """A solved pass: a chain for each kind of layers."""
+
+    chains: tuple[Chain, ...]
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The choices of one layer of each kind."""
+        return tuple(choice for chain in self.chains for choice in chain.choices)
+
+    @property
+    def time_us(self) -> float:
+        """Predicted time of all layers."""
+        return sum(chain.time_us for chain in self.chains)
+
+
+KnownOptions: TypeAlias = dict[str, tuple[list[Option], list[Option]]]
+"""Allowed and rejected options of a pass by place, which several kinds of layers may share."""
 
 
 def activation_cost(ffn: OpSpec, tokens: int, costs: Costs, objective: Objective) -> float:
@@ -65,11 +87,12 @@ def solve_chain(
     limits: NpuLimits | None,
     costs: Costs,
     objective: Objective,
-    splits: Mapping[Group, Splits] | None = None,
+    splits: Mapping[str, Splits] | None = None,
     shortest: int | None = None,
     ffn: OpSpec | None = None,
+    known: KnownOptions | None = None,
 ) -> Chain:
-    """Return the options of a layer's groups with the least cost of all layers.
+    """Return the options of the groups of layers that are alike with the least cost.
 
     Args:
         specs: The groups of one layer, in order.
@@ -78,31 +101,35 @@ def solve_chain(
         limits: Limits of the NPU; None without an NPU.
         costs: Times of both processors.
         objective: The objective.
-        splits: By group, rows that the NPU may compute; default all aligned splits.
+        splits: By place, rows that the NPU may compute; default all aligned splits.
         shortest: Tokens of the shortest pass that the placements must also be legal for.
         ffn: The ffn as which two of the groups may be placed.
+        known: Options of the pass so far; it is extended.
 
     Raises:
         PlanError: A group has no option.
     """
+    known = {} if known is None else known
 
     def options_of(spec: OpSpec) -> _GroupOptions:
-        rows = None if splits is None else splits[spec.group]
-        found = group_options(spec, tokens, limits, costs, objective, rows, shortest)
-        return _GroupOptions(spec, costs.between_us(spec, tokens), *found)
+        if spec.place not in known:
+            rows = None if splits is None else splits[spec.place]
+            known[spec.place] = group_options(spec, tokens, limits, costs, objective, rows, shortest)
+        return _GroupOptions(spec, costs.between_us(spec, tokens), *known[spec.place])
 
     groups = [options_of(spec) for spec in specs]
     as_groups = _cheapest_path(groups, tokens, costs, objective)
     if ffn is None:
         return Chain(as_groups.choices, layers * as_groups.time_us)
-    place = next(place for place, spec in enumerate(specs) if spec.group == "gate_up")
+    place = next(place for place, spec in enumerate(specs) if spec.group == ffn.parts[0])
     both = slice(place, place + 2)
     whole_cost = activation_cost(ffn, tokens, costs, objective)
     whole_cost += sum(whole_cost_of(group.allowed) for group in groups[both])
     # A plan of level tensor has no slices of an ffn.
-    rows = None if splits is None else splits.get(ffn.group, {})
-    found = ffn_options(ffn, tokens, limits, costs, objective, rows, shortest, whole_cost)
-    own = _GroupOptions(ffn, groups[place].before_us, *found)
+    if ffn.place not in known:
+        rows = None if splits is None else splits.get(ffn.place, {})
+        known[ffn.place] = ffn_options(ffn, tokens, limits, costs, objective, rows, shortest, whole_cost)
+    own = _GroupOptions(ffn, groups[place].before_us, *known[ffn.place])
     if not own.allowed:
         rejected = (own.choice(own.rejected[0]),) if own.rejected else ()
         return Chain(as_groups.choices, layers * as_groups.time_us, rejected)

@@ -17,6 +17,7 @@ from heterollm.kernels.npu import (
     graph_memory,
 )
 from heterollm.kernels.ops import Activation, OpSpec, Phase
+from heterollm.model import kinds_of_specs
 from heterollm.solver.attention import SparseAttention
 from heterollm.solver.expert_placements import ExpertGroup, ExpertsEntry
 from heterollm.solver.ffn import split_alignment
@@ -60,9 +61,14 @@ def check_plan(
     _check_attention(plan, specs, npu, heads or (0, 0))
     _check_experts(plan, experts, npu, activation)
     _check_address_space(plan, specs, experts, npu, head_rows)
-    # All layers have the same shapes, so the first layer of each range of layers stands for the range.
+    # Layers of a kind have the same shapes, so the first one of each range of layers stands for the range.
     begins = {0, *(start for entry in plan.entries for start in (entry.layers[0], entry.layers[1] + 1))}
-    layers = [spec for spec in specs if spec.group != "head" and spec.layer in begins]
+    firsts = {
+        next((layer for layer in kind.layers if layer >= begin), None)
+        for kind in kinds_of_specs(specs)
+        for begin in begins
+    }
+    layers = [spec for spec in specs if spec.group != "head" and spec.layer in firsts]
     for phase in get_args(Phase):
         entries = [entry for entry in plan.entries if entry.phase == phase]
         for head in (False, True):

@@ -138,8 +138,8 @@ class Costs(Protocol):
         """Return the time of each kernel of these operators, in order, in a pass of one token."""
         ...
 
-    def mixture_us(self, tokens: int) -> tuple[float, ...]:
-        """Return the GPU's time of each kernel of a layer's mixture of experts, in order; empty without.
+    def mixture_us(self, tokens: int, kind: str = "") -> tuple[float, ...]:
+        """Return the GPU's time of each kernel of the mixture in layers of a kind, in order; empty without.
 
         The tokens choose all experts evenly. The norm before the experts counts where no group has it.
         """
@@ -165,7 +165,7 @@ class Errors(Protocol):
 
 
 class CachedCosts:
-    """Costs of one model that cache the answers of others, by the names of groups."""
+    """Costs of one model that cache the answers of others, by the places of groups."""
 
     def __init__(self, costs: Costs) -> None:
         self.overheads = costs.overheads
@@ -179,7 +179,7 @@ class CachedCosts:
 
     def gpu_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int) -> float:
         """See :class:`Costs`."""
-        key = spec.group, spec.columns, member_rows, tokens
+        key = spec.place, spec.columns, member_rows, tokens
         found = self._gpu_us.get(key)
         if found is None:
             found = self._gpu_us[key] = self._costs.gpu_us(spec, member_rows, tokens)
@@ -187,7 +187,7 @@ class CachedCosts:
 
     def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
         """See :class:`Costs`."""
-        key = spec.group, member_rows, length, form
+        key = spec.place, member_rows, length, form
         found = self._npu_us.get(key)
         if found is None:
             found = self._npu_us[key] = self._costs.npu_us(spec, member_rows, length, form)
@@ -195,7 +195,7 @@ class CachedCosts:
 
     def slowdown(self, spec: OpSpec, tokens: int, form: str = "", length: int = 0) -> Slowdown:
         """See :class:`Costs`."""
-        key = spec.group, tokens, form, length
+        key = spec.place, tokens, form, length
         found = self._slowdowns.get(key)
         if found is None:
             found = self._slowdowns[key] = self._costs.slowdown(spec, tokens, form, length)
@@ -205,7 +205,7 @@ class CachedCosts:
         self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int
     ) -> tuple[float, float]:
         """See :class:`Costs`."""
-        key = spec.group, member_rows, tokens, covered
+        key = spec.place, member_rows, tokens, covered
         found = self._codes_us.get(key)
         if found is None:
             found = self._codes_us[key] = self._costs.codes_us(spec, member_rows, tokens, covered)
@@ -213,7 +213,7 @@ class CachedCosts:
 
     def shadow_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int) -> ShadowTimes:
         """See :class:`Costs`."""
-        key = spec.group, member_rows, tokens, covered
+        key = spec.place, member_rows, tokens, covered
         found = self._shadow_us.get(key)
         if found is None:
             found = self._shadow_us[key] = self._costs.shadow_us(spec, member_rows, tokens, covered)
@@ -221,7 +221,7 @@ class CachedCosts:
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:
         """See :class:`Costs`."""
-        key = spec.group, spec.columns, tokens
+        key = spec.place, spec.columns, tokens
         found = self._between_us.get(key)
         if found is None:
             found = self._between_us[key] = self._costs.between_us(spec, tokens)
@@ -231,9 +231,9 @@ class CachedCosts:
         """See :class:`Costs`."""
         return self._costs.kernels_us(spec)
 
-    def mixture_us(self, tokens: int) -> tuple[float, ...]:
+    def mixture_us(self, tokens: int, kind: str = "") -> tuple[float, ...]:
         """See :class:`Costs`."""
-        return self._costs.mixture_us(tokens)
+        return self._costs.mixture_us(tokens, kind)
 
 
 def joint_time_us(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, get_args
 
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 
 from heterollm.kernels.ops import Group, Phase
 from heterollm.solver.chain import Choice
+from heterollm.solver.kinds import PlacedKind
 from heterollm.solver.options import Option
 from heterollm.solver.placements import Placement, RejectedOption, bare
 from heterollm.solver.plan_records import PlanEntry
@@ -49,14 +51,40 @@ def in_order(entries: Iterable[PlanEntry]) -> list[PlanEntry]:
     return sorted(entries, key=lambda entry: (phases.index(entry.phase), entry.lengths))
 
 
+def without_kinds(entries: Sequence[PlanEntry], kinds: Iterable[PlacedKind]) -> Iterator[PlanEntry]:
+    """Yield entries, those of a group without kinds of layers where all that have the group place it alike.
+
+    The prediction of the first kind stays.
+
+    Args:
+        entries: Entries of each kind.
+        kinds: The kinds with the groups that they have.
+    """
+    having = Counter(spec.group for kind in kinds for spec in kind.operators)
+    found: dict[Group, dict[str, list[PlanEntry]]] = {}
+    for entry in entries:
+        found.setdefault(entry.group, {}).setdefault(entry.kind, []).append(entry)
+    for entry in entries:
+        first, *others = found[entry.group].values()
+        if having[entry.group] > 1 + len(others) or any(_bare(own) != _bare(first) for own in others):
+            yield entry
+        elif entry.kind == first[0].kind:
+            layers = [layer for own in found[entry.group].values() for layer in own[0].layers]
+            yield replace(entry, kind="", layers=(min(layers), max(layers)))
+
+
+def _bare(entries: Sequence[PlanEntry]) -> list[tuple[object, ...]]:
+    return [(one.phase, one.lengths, bare(one.placement)) for one in entries]
+
+
 def merged(entries: Sequence[PlanEntry]) -> Iterator[PlanEntry]:
     """Merge adjacent ranges of lengths with the same placement; the prediction of the first stays.
 
     Ranges below :data:`SHORT_TOKENS` keep entries of their own.
     """
-    open_entries: dict[tuple[Phase, Group], PlanEntry] = {}
+    open_entries: dict[tuple[Phase, Group, str], PlanEntry] = {}
     for entry in entries:
-        key = entry.phase, entry.group
+        key = entry.phase, entry.group, entry.kind
         held = open_entries.get(key)
         if (
             held is not None

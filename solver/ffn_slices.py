@@ -165,7 +165,7 @@ class _Paths:
         """Return one combination with the rows of its slices."""
         groups = self.costs.gate_up, self.costs.down, self.costs.ffn
         parts = zip(groups, (self.gate_up, self.down, self.ffn), places, strict=True)
-        rows = {group.spec.group: sets.sets[place] for group, sets, place in parts}
+        rows = {group.spec.place: sets.sets[place] for group, sets, place in parts}
         return ResidentSlices(rows, size_bytes, cost)
 
     def _cost(self, gate_up: Ints, down: Ints, ffn: int) -> tuple[Ints, Floats]:

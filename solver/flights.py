@@ -10,12 +10,15 @@ from dataclasses import replace as replace_field
 from functools import cached_property, lru_cache
 from typing import Final, TypeAlias
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from heterollm.base import PlanError
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
+from heterollm.model import kinds_of_specs
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
+from heterollm.solver.entries import without_kinds
 from heterollm.solver.ffn import first_group
 from heterollm.solver.options import Option, all_options, slowdown_of
 from heterollm.solver.placements import Placement
@@ -62,7 +65,7 @@ class PredictedPrompt:
 
 
 def group_times(
-    decisions: Iterable[tuple[OpSpec, Option]], tokens: int, costs_at: Callable[[int], Costs]
+    decisions: Iterable[tuple[OpSpec, Option]], tokens: int, costs_at: Callable[[int], Costs], kind: str = ""
 ) -> tuple[GroupTimes, ...]:
     """Return the times of a layer's groups in a chunk, with the overheads of changing the processor.
 
@@ -73,6 +76,7 @@ def group_times(
         decisions: The operators of a layer in order with their placements.
         tokens: Tokens of the chunk.
         costs_at: Returns costs of passes that begin at a position.
+        kind: Name of the kind of layer.
     """
     first, later = costs_at(0), costs_at(tokens)
     overheads = first.overheads
@@ -90,25 +94,31 @@ def group_times(
         slowdown = slowdown_of(spec, tokens, option.placement, first)
         times_us = before_us, max(0.0, more_us / tokens), gpu_us, npu_us
         refill_us = overheads.refill_us if npu_us else 0.0
-        found.append(GroupTimes(spec.group, *times_us, slowdown.gpu, slowdown.npu, refill_us))
+        found.append(GroupTimes(spec.group, *times_us, slowdown.gpu, slowdown.npu, refill_us, kind or UNSET))
     return tuple(found)
 
 
+def kind_counts(specs: Sequence[OpSpec]) -> dict[str, int]:
+    """Return the number of layers of each kind, by its name."""
+    return {kind.name: kind.count for kind in kinds_of_specs(specs)}
+
+
 def predict_prompt(
-    schedule: ChunkSchedule, lengths: Sequence[int], layers: int, *, position: int = 0
+    schedule: ChunkSchedule, lengths: Sequence[int], layers: Mapping[str, int], *, position: int = 0
 ) -> PredictedPrompt:
     """Return the predicted time of a prompt in chunks, the first of which is a whole one.
 
     Args:
         schedule: The policy, the number of chunks at once, and the times of a whole chunk.
         lengths: Tokens of each chunk.
-        layers: Layers of the model.
+        layers: Layers of each kind, by its name.
         position: Position of the first token.
     """
     total_us = idle_us = 0.0
+    counts = tuple(layers.items())
     for start in range(0, len(lengths), schedule.in_flight):
         flight = tuple(lengths[start : start + schedule.in_flight])
-        found = _predict_flight(schedule.policy, schedule.times, flight, lengths[0], position, layers)
+        found = _predict_flight(schedule.policy, schedule.times, flight, lengths[0], position, counts)
         total_us += found.time_us
         idle_us += found.npu_idle_us
         position += sum(flight)
@@ -122,19 +132,26 @@ def _predict_flight(
     lengths: tuple[int, ...],
     whole: int,
     position: int,
-    layers: int,
+    layers: tuple[tuple[str, int], ...],
 ) -> PredictedPrompt:
-    """Return the time of chunks at once. Prompts of different lengths begin with the same flights."""
+    """Return the time of chunks at once. Prompts of different lengths begin with the same flights.
+
+    Layers of each kind are scheduled apart, so that only those of the first one count the begin of a flight.
+    """
     few, more = SAMPLED_LAYERS
-    sampled = [
-        schedule_chunks(_stages(times, lengths, whole, position, count), policy) for count in (few, more)
-    ]
-    times_us = [one.elapsed_us for one in sampled]
-    idles_us = [one.elapsed_us - one.busy_us["npu"] for one in sampled]
-    rest = (layers - few) / (more - few)
-    return PredictedPrompt(
-        times_us[0] + rest * (times_us[1] - times_us[0]), idles_us[0] + rest * (idles_us[1] - idles_us[0])
-    )
+    time_us = idle_us = 0.0
+    for number, (kind, count) in enumerate(layers):
+        own = [one for one in times if (one.kind or "") == kind]
+        sampled = [
+            schedule_chunks(_stages(own, lengths, whole, position, sampled_layers), policy)
+            for sampled_layers in (few, more)
+        ]
+        times_us = [one.elapsed_us for one in sampled]
+        idles_us = [one.elapsed_us - one.busy_us["npu"] for one in sampled]
+        rest = (count if number else count - few) / (more - few)
+        time_us += (0.0 if number else times_us[0]) + rest * (times_us[1] - times_us[0])
+        idle_us += (0.0 if number else idles_us[0]) + rest * (idles_us[1] - idles_us[0])
+    return PredictedPrompt(time_us, idle_us)
 
 
 def plan_flights(
@@ -234,9 +251,12 @@ class _Flights:
     def _before_us(self) -> dict[int, float]:
         """The predicted time of each prompt, one chunk after the other."""
         whole = self.plan.chunk_length
-        choices = self.solver.length(whole, self.slices).choices
-        times = group_times(((one.spec, one.chosen) for one in choices), whole, self.costs_at)
-        one_by_one = ChunkSchedule("in_order", 1, times)
+        chains = self.solver.length(whole, self.slices).chains
+        times: list[GroupTimes] = []
+        for kind, chain in zip(self.solver.kinds, chains, strict=True):
+            chosen = [(one.spec, one.chosen) for one in chain.choices]
+            times += group_times(chosen, whole, self.costs_at, kind.name)
+        one_by_one = ChunkSchedule("in_order", 1, tuple(times))
         return {prompt: self._prompt_us(prompt, whole, one_by_one) for prompt in self.prompts}
 
     def _best_chunk(self, in_flight: int, fits: _Fits) -> _Flown | None:
@@ -258,7 +278,8 @@ class _Flights:
         if prompt <= chunk:
             return self.solver.length(prompt, self.slices).time_us
         full, left = divmod(prompt, chunk)
-        return predict_prompt(schedule, [chunk] * full + [left] * bool(left), self.solver.layers).time_us
+        lengths = [chunk] * full + [left] * bool(left)
+        return predict_prompt(schedule, lengths, kind_counts(self.solver.specs)).time_us
 
     def _shorter(self, tokens: int) -> Plan:
         """Return the plan of prompts in chunks of so many tokens."""
@@ -295,8 +316,10 @@ def with_schedule(
             f"Chunks of {tokens} tokens cannot run at once, since the profile has no time of some operator.",
             fix="Run `heterollm profile MODEL --update`, or plan for one chunk at once.",
         )
-    times = group_times(((one.spec, one.option) for one in found.operators), tokens, costs_at)
-    return replace(plan, schedule=ChunkSchedule("out_of_order", in_flight, times))
+    times: list[GroupTimes] = []
+    for kind in found.kinds:
+        times += group_times(((one.spec, one.option) for one in kind.operators), tokens, costs_at, kind.name)
+    return replace(plan, schedule=ChunkSchedule("out_of_order", in_flight, tuple(times)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,27 +343,30 @@ def _balanced(
     trying :data:`PRICES`.
     """
     costs = costs_at(0)
-    options: dict[Group, list[Option]] = {}
-    paths = [list(solver.layer)]
-    if solver.ffn is not None:
-        paths.append([*(spec for spec in solver.layer if spec.group in ("qkv", "o")), solver.ffn])
-    for spec in {spec.group: spec for path in paths for spec in path}.values():
-        found = all_options(spec, tokens, solver.limits, costs, solver.objective, None, None)
-        options[spec.group] = [one for one in found if fits(spec, one)]
+    options: dict[str, list[Option]] = {}
+    for place, spec in solver.places.items():
+        if spec != solver.head:
+            found = all_options(spec, tokens, solver.limits, costs, solver.objective, None, None)
+            options[place] = [one for one in found if fits(spec, one)]
     flown: dict[tuple[Placement, ...], _Flown] = {}
-    for price, path in itertools.product(PRICES, paths):
-        if not all(options[spec.group] for spec in path):
+    for price, as_ffn in itertools.product(PRICES, (False, True)):
+        paths = [kind.paths[-1 if as_ffn else 0] for kind in solver.kinds]
+        if not all(options[spec.place] for path in paths for spec in path):
             continue
-        decisions = [(spec, _cheapest(options[spec.group], price)) for spec in path]
-        key = tuple(option.placement for _, option in decisions)
+        decisions = [[(spec, _cheapest(options[spec.place], price)) for spec in path] for path in paths]
+        key = tuple(option.placement for own in decisions for _, option in own)
         if key not in flown:
-            entries = tuple(
-                PlanEntry("prefill", (tokens, tokens), (0, solver.layers - 1), spec.group, placement)
-                for (spec, _), placement in zip(decisions, key, strict=True)
-            )
-            times = group_times(decisions, tokens, costs_at)
-            schedule = ChunkSchedule("out_of_order", in_flight, times, entries)
-            time_us = predict_prompt(schedule, [tokens] * in_flight, solver.layers).time_us
+            entries, times = list[PlanEntry](), list[GroupTimes]()
+            for kind, own in zip(solver.kinds, decisions, strict=True):
+                layers = kind.kind.layers[0], kind.kind.layers[-1]
+                entries += (
+                    PlanEntry("prefill", (tokens, tokens), layers, spec.group, one.placement, kind.name)
+                    for spec, one in own
+                )
+                times += group_times(own, tokens, costs_at, kind.name)
+            placed = tuple(without_kinds(entries, solver.kinds))
+            schedule = ChunkSchedule("out_of_order", in_flight, tuple(times), placed)
+            time_us = predict_prompt(schedule, [tokens] * in_flight, kind_counts(solver.specs)).time_us
             flown[key] = _Flown(tokens, schedule, time_us)
     return min(flown.values(), key=lambda one: one.time_us, default=None)
 

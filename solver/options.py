@@ -11,13 +11,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from heterollm.base import PlanError
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.work import rest_rows
 from heterollm.solver.candidates import NpuLimits, Rows, Splits, candidates
-from heterollm.solver.costs import NO_SHADOW, Costs, Errors, ShadowTimes, Slowdown, joint_time_us
+from heterollm.solver.costs import (
+    NO_SHADOW,
+    Costs,
+    Errors,
+    Overheads,
+    ShadowTimes,
+    Slowdown,
+    joint_time_us,
+)
 from heterollm.solver.ffn import gpu_shard_us
 from heterollm.solver.objective import Objective
 from heterollm.solver.placements import Placement
@@ -73,8 +82,8 @@ class Option(Struct, frozen=True, gc=False):
         return self.read_us + self.shadow.join_us
 
 
-OptionTable: TypeAlias = Mapping[Group, Mapping[int, list[Option]]]
-"""Options by group, and by the last length of a range."""
+OptionTable: TypeAlias = Mapping[str, Mapping[int, list[Option]]]
+"""Options by place, and by the last length of a range."""
 
 
 def evaluate(
@@ -94,9 +103,7 @@ def evaluate(
     left_rows, left_tokens = _left_to_gpu(spec, tokens, placement)
     gpu_us = gpu_shard_us(costs, spec, left_rows, left_tokens) if left_tokens else 0.0
     form = placement.form or ""
-    npu_us = 0.0
-    for length in placement.npu_lengths:
-        npu_us += costs.npu_us(spec, placement.npu_rows, length, form)
+    npu_us = sum([costs.npu_us(spec, placement.npu_rows, length, form) for length in placement.npu_lengths])
     if not math.isfinite(gpu_us + npu_us):
         return None
     if not placement.npu_lengths:
@@ -108,37 +115,63 @@ def evaluate(
         write_us, read_us = costs.codes_us(spec, placement.npu_rows, tokens, covered)
         if spec.then is None:
             shadow = costs.shadow_us(spec, placement.npu_rows, tokens, covered)
-    # The GPU's shard follows the operator before in its queue; the NPU waits for a sync.
     beside = bool(left_tokens or shadow.product_us)
-    gpu_us += shadow.product_us
-    hidden_us = max(0.0, -overheads.hand_over_us)
     npu_rows = sum(placement.npu_rows) if spec.then is None else spec.then.rows
-    map_us = overheads.mapping_us(sum(placement.npu_lengths) * (spec.columns + npu_rows))
-    begin_us = max(0.0, overheads.hand_over_us) + map_us
-    together_us = 0.0
-    if overheads.empties_queue and beside:
-        # Both processors wait: the GPU's shard hides nothing of the hand-over.
-        together_us, begin_us, gpu_us = begin_us, 0.0, gpu_us + overheads.refill_us
-    npu_us = max(0.0, npu_us - hidden_us)
-    alone_us = gpu_us, npu_us
-    slowdown = slowdown_of(spec, tokens, placement, costs) if beside else ALONE
-    shard_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown, begin_us)
-    npu_us = npu_end - begin_us
-    # The next kernel is submitted when the NPU ends. A queue that is surely still busy needs no refill.
-    free_us = npu_end + map_us
-    busy_us = SUBMISSIONS * overheads.submit_us + UNSURE_FRACTION * npu_us
-    refill_us = overheads.refill_us if shard_us < free_us + busy_us else 0.0
-    time_us = together_us + max(shard_us, free_us + refill_us)
-    if overheads.return_us:
-        both_us = together_us + max(shard_us, free_us)
-        time_us = both_us + overheads.return_us + overheads.refill_us
+    time_us, shard_us, npu_us, alone_us = _side_by_side(
+        gpu_us + shadow.product_us,
+        npu_us,
+        overheads,
+        map_us=overheads.mapping_us(sum(placement.npu_lengths) * (spec.columns + npu_rows)),
+        slowdown=slowdown_of(spec, tokens, placement, costs) if beside else None,
+    )
     # Both processors wait for codes and lists of the input; the output is read behind the GPU's shard.
     alone = write_us, read_us, shadow.find_us, shadow.join_us
     time_us, gpu_us = sum(alone, start=time_us), sum(alone, start=shard_us)
     is_split, error_us = bool(left_tokens), gain_error_us(spec, tokens, placement, goal.errors)
-    cost = goal.cost(time_us + (error_us if is_split else 0.0), gpu_us, npu_us)
-    times = time_us, gpu_us, npu_us, cost, is_split, shard_us, write_us, read_us, shadow, alone_us, error_us
-    return Option(placement, *times)
+    return Option(
+        placement,
+        time_us,
+        gpu_us,
+        npu_us,
+        cost=goal.cost(time_us + (error_us if is_split else 0.0), gpu_us, npu_us),
+        is_split=is_split,
+        shard_us=shard_us,
+        write_us=write_us,
+        read_us=read_us,
+        shadow=shadow,
+        alone_us=alone_us,
+        error_us=error_us,
+    )
+
+
+def _side_by_side(
+    gpu_us: float, npu_us: float, overheads: Overheads, *, map_us: float, slowdown: Slowdown | None
+) -> tuple[float, float, float, tuple[float, float]]:
+    """Return the times of a group's shards with syncs: together, of GPU and NPU, and of both alone.
+
+    The GPU's shard follows the operator before in its queue; the NPU waits for a sync.
+
+    Args:
+        gpu_us: Time of the GPU's shard.
+        npu_us: Time of the NPU's graphs, each with its whole start.
+        overheads: Times of syncs and submissions.
+        map_us: Time to map the graphs' inputs and outputs, and that to unmap them.
+        slowdown: Slowdown of both while both compute; None where the GPU has no shard.
+    """
+    begin_us, before_us = max(0.0, overheads.hand_over_us) + map_us, 0.0
+    if overheads.empties_queue and slowdown is not None:
+        # Both processors wait: the GPU's shard hides nothing of the hand-over.
+        before_us, begin_us, gpu_us = begin_us, 0.0, gpu_us + overheads.refill_us
+    npu_us = max(0.0, npu_us - max(0.0, -overheads.hand_over_us))
+    shard_us, npu_end = joint_time_us(gpu_us, npu_us, slowdown or ALONE, begin_us)
+    alone_us, npu_us, free_us = (gpu_us, npu_us), npu_end - begin_us, npu_end + map_us
+    if overheads.return_us:
+        end_us = before_us + max(shard_us, free_us) + overheads.return_us + overheads.refill_us
+        return end_us, shard_us, npu_us, alone_us
+    # The next kernel is submitted when the NPU ends. A queue that is surely still busy needs no refill.
+    busy_us = SUBMISSIONS * overheads.submit_us + UNSURE_FRACTION * npu_us
+    refill_us = overheads.refill_us if shard_us < free_us + busy_us else 0.0
+    return before_us + max(shard_us, free_us + refill_us), shard_us, npu_us, alone_us
 
 
 def gain_error_us(spec: OpSpec, tokens: int, placement: Placement, errors: Errors | None) -> float:
@@ -295,8 +328,31 @@ def _divided(
     return taken, [item for item in options if id(item) not in kept]
 
 
-def rows_of(table: OptionTable) -> dict[Group, set[Rows]]:
-    """Return the rows of a table's options, by group."""
+def mean_options(found: Sequence[tuple[int, list[Option]]]) -> list[Option]:
+    """Return options with the mean time and cost that they have in the chains of several kinds of layers.
+
+    Args:
+        found: Number of layers of each kind, and the options, the same and in the same order in all.
+    """
+    (_, first), *others = found
+    if not others:
+        return first
+    layers = sum(count for count, _ in found)
+
+    def mean(values: Sequence[float]) -> float:
+        weighted = sum(count * value for (count, _), value in zip(found, values, strict=True))
+        return values[0] if len(set(values)) == 1 else weighted / layers
+
+    return [
+        replace(
+            same[0], time_us=mean([item.time_us for item in same]), cost=mean([item.cost for item in same])
+        )
+        for same in zip(*(items for _, items in found), strict=True)
+    ]
+
+
+def rows_of(table: OptionTable) -> dict[str, set[Rows]]:
+    """Return the rows of a table's options, by place."""
     return {
         group: {item.placement.npu_rows for items in by_length.values() for item in items}
         for group, by_length in table.items()
@@ -317,7 +373,7 @@ def with_new_rows(table: OptionTable, more: OptionTable) -> OptionTable:
     return result
 
 
-def restricted(table: OptionTable, rows: Mapping[Group, Collection[Rows]]) -> OptionTable:
+def restricted(table: OptionTable, rows: Mapping[str, Collection[Rows]]) -> OptionTable:
     """Return the options that use some rows of each group."""
     return {
         group: {

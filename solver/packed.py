@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
 from heterollm.solver.candidates import (
-    NpuLimits,
     Rows,
     aligned_splits,
     placements_of_built,
@@ -20,11 +19,10 @@ from heterollm.solver.candidates import (
     splits_near,
 )
 from heterollm.solver.chain import activation_cost
-from heterollm.solver.costs import Costs
-from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, OptionTable, evaluated
 from heterollm.solver.packing import FfnPacking, Frontier, GroupPacking, Packing, pack
-from heterollm.solver.slices import Budget, Slices, pass_weights
+from heterollm.solver.problem import PlanProblem
+from heterollm.solver.slices import Slices, pass_weights
 
 FIRST_SPLITS: Final = 6
 """Splits of a group in the first search."""
@@ -33,59 +31,11 @@ LITTLE: Final = 1e-9
 """Weight of passes that nobody asked for and the GPU cannot run, relative to the others."""
 
 
-class Layers(Protocol):
-    """A model on a device, as :class:`heterollm.solver.solve.Solver` describes it."""
-
-    @property
-    def limits(self) -> NpuLimits | None:
-        """Limits of the NPU."""
-
-    @property
-    def costs(self) -> Costs:
-        """Times of both processors."""
-
-    @property
-    def objective(self) -> Objective:
-        """The objective."""
-
-    @property
-    def budget(self) -> Budget:
-        """The budget, which counts graphs."""
-
-    @property
-    def chunk_length(self) -> int:
-        """Longest pass."""
-
-    @property
-    def head_rows(self) -> int:
-        """Most positions that the head computes at a time."""
-
-    @property
-    def layer(self) -> tuple[OpSpec, ...]:
-        """The groups of one layer."""
-
-    @property
-    def layers(self) -> int:
-        """The number of layers."""
-
-    @property
-    def head(self) -> OpSpec:
-        """The head."""
-
-    @property
-    def ffn(self) -> OpSpec | None:
-        """The feed-forward network as one operator, if it may be placed so."""
-
-    def in_chain(self, table: OptionTable) -> OptionTable:
-        """Return options with their costs in a chain, which differ in a pass of one token."""
-        ...
-
-
-_Splits: TypeAlias = Mapping[Group, Collection[Rows]]
+_Splits: TypeAlias = Mapping[str, Collection[Rows]]
 
 
 def packed_slices(
-    solver: Layers, table: OptionTable, slices: Slices, weights: Mapping[int, float] | None
+    solver: PlanProblem, table: OptionTable, slices: Slices, weights: Mapping[int, float] | None
 ) -> Slices:
     """Return the rows that the NPU holds, and their lengths, within the solver's budget.
 
@@ -104,7 +54,7 @@ def packed_slices(
     alignment = solver.limits.row_alignment
     groups = search.groups
     strides = {group: split_stride(spec, alignment) for group, spec in groups.items()}
-    splits: dict[Group, set[Rows]] = {}
+    splits: dict[str, set[Rows]] = {}
     for group, spec in groups.items():
         every = aligned_splits(spec, alignment)
         step = -(-len(every) // FIRST_SPLITS)
@@ -126,97 +76,85 @@ def packed_slices(
 class _Search:
     """The search for slices among some rows, with the costs of all options so far."""
 
-    def __init__(self, solver: Layers, table: OptionTable, weights: Mapping[int, float] | None) -> None:
+    def __init__(self, solver: PlanProblem, table: OptionTable, weights: Mapping[int, float] | None) -> None:
         self.solver = solver
-        self.groups: dict[Group, OpSpec] = {spec.group: spec for spec in solver.layer}
-        self.groups["head"] = solver.head
-        if solver.ffn is not None:
-            self.groups["ffn"] = solver.ffn
+        self.groups = solver.places
         self._table = table
         self._single = solver.in_chain({group: {1: self._of_one_token(group)} for group in self.groups})
-        self._options: dict[tuple[Group, int, Rows], list[Option]] = {}
+        self._options: dict[tuple[str, int, Rows], list[Option]] = {}
         self._weights = self._of_prompts(weights)
-        self._frontiers: dict[tuple[tuple[Group, frozenset[Rows]], ...], Frontier] = {}
+        self._frontiers: dict[tuple[tuple[str, frozenset[Rows]], ...], Frontier] = {}
 
     def best(self, splits: _Splits) -> Slices:
         """Return the best slices with these rows."""
-        solver = self.solver
-        together: list[tuple[Group, ...]] = [(group,) for group in self.groups]
-        if solver.ffn is not None:
-            together = [("gate_up", "down", "ffn"), ("qkv",), ("o",), ("head",)]
         frontiers = []
-        for groups in together:
-            key = tuple((group, frozenset(splits[group])) for group in groups)
+        for unit in self.solver.units:
+            key = tuple((spec.place, frozenset(splits[spec.place])) for spec in unit)
             if key not in self._frontiers:
-                self._frontiers[key] = self._packing(groups, splits).frontier(solver.budget)
+                self._frontiers[key] = self._packing(unit, splits).frontier(self.solver.budget)
             frontiers.append(self._frontiers[key])
-        return pack(frontiers, solver.budget)
+        return pack(frontiers, self.solver.budget)
 
-    def _packing(self, groups: Sequence[Group], splits: _Splits) -> Packing:
+    def _packing(self, unit: Sequence[OpSpec], splits: _Splits) -> Packing:
         """Return the slices of a group, or of the operators of a feed-forward network, to choose from."""
-        solver, objective = self.solver, self.solver.objective
-        options = [self._all(group, splits[group]) for group in groups]
-        if groups == ("head",):
-            # The head computes one row in every pass; only passes with all logits have more.
-            total = sum(self._weights.values())
-            passes = {rows: total if rows == 1 else total * LITTLE for rows in options[0]}
-            return GroupPacking(solver.head, 1, options[0], passes, objective)
-        parts = [
-            GroupPacking(self.groups[group], solver.layers, own, self._weights, objective)
-            for group, own in zip(groups, options, strict=True)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        ffn = self.groups["ffn"]
+        solver = self.solver
+        first, *others = (self._group(spec, splits[spec.place]) for spec in unit)
+        if not others:
+            return first
+        down, ffn = others
         activation = {
-            tokens: activation_cost(ffn, tokens, solver.costs, objective) for tokens in self._weights
+            tokens: activation_cost(ffn.spec, tokens, solver.costs, solver.objective)
+            for tokens in self._weights
         }
-        return FfnPacking(parts[0], parts[1], parts[2], activation)
+        return FfnPacking(first, down, ffn, activation)
 
-    def _all(self, group: Group, splits: Iterable[Rows]) -> dict[int, list[Option]]:
+    def _group(self, spec: OpSpec, splits: Iterable[Rows]) -> GroupPacking:
+        options, weights = self._all(spec, splits), self._weights
+        if spec == self.solver.head:
+            # The head computes one row in every pass; only passes with all logits have more.
+            total = sum(weights.values())
+            weights = {rows: total if rows == 1 else total * LITTLE for rows in options}
+        return GroupPacking(spec, self.solver.count(spec), options, weights, self.solver.objective)
+
+    def _all(self, spec: OpSpec, splits: Iterable[Rows]) -> dict[int, list[Option]]:
         """Return the options of a group by length."""
-        lengths = list(self._weights)
-        if group == "head":
+        lengths, place = list(self._weights), spec.place
+        if spec == self.solver.head:
             rows = self.solver.head_rows
-            lengths = [1] if rows == 1 or self._on_gpu("head", rows) else [1, rows]
+            lengths = [1] if rows == 1 or self._on_gpu(place, rows) else [1, rows]
         ordered = sorted({(), *splits})
         return {
-            tokens: list(self._single[group][1])
+            tokens: list(self._single[place][1])
             if tokens == 1
-            else [item for rows in ordered for item in self._of(group, tokens, rows)]
+            else [item for rows in ordered for item in self._of(place, tokens, rows)]
             for tokens in lengths
         }
 
-    def _of_one_token(self, group: Group) -> list[Option]:
+    def _of_one_token(self, place: str) -> list[Option]:
         """Return the options of one token: those of the table, and their rows padded to the next length."""
-        limits, items = self.solver.limits, self._table[group][1]
+        spec, limits, items = self.groups[place], self.solver.limits, self._table[place][1]
         assert limits is not None
         known = {item.placement for item in items}
         lengths = {length for item in items for length in item.placement.npu_lengths}
         longer = [length for length in limits.standard_lengths if length > max(lengths, default=0)][:1]
         rows = sorted({item.placement.npu_rows for item in items} - {()})
-        padded = placements_of_built(
-            self.groups[group], 1, replace(limits, standard_lengths=tuple(longer)), rows
-        )
+        padded = placements_of_built(spec, 1, replace(limits, standard_lengths=tuple(longer)), rows)
         more = [placement for placement in padded if placement.npu_lengths and placement not in known]
-        return [
-            *items,
-            *evaluated(self.groups[group], 1, more, self.solver.costs, self.solver.objective),
-        ]
+        return [*items, *evaluated(spec, 1, more, self.solver.costs, self.solver.objective)]
 
-    def _of(self, group: Group, tokens: int, rows: Rows) -> list[Option]:
+    def _of(self, place: str, tokens: int, rows: Rows) -> list[Option]:
         """Return the options of a group with some rows; empty rows are the GPU alone."""
-        key = group, tokens, rows
+        key = place, tokens, rows
         if key not in self._options:
-            solver, spec = self.solver, self.groups[group]
+            solver, spec = self.solver, self.groups[place]
             assert solver.limits is not None
             placements = placements_of_built(spec, tokens, solver.limits, [rows] if rows else [])
             wanted = (placement for placement in placements if placement.npu_rows == rows)
             self._options[key] = evaluated(spec, tokens, wanted, solver.costs, solver.objective)
         return self._options[key]
 
-    def _on_gpu(self, group: Group, tokens: int) -> bool:
-        return bool(self._of(group, tokens, ()))
+    def _on_gpu(self, place: str, tokens: int) -> bool:
+        return bool(self._of(place, tokens, ()))
 
     def _of_prompts(self, weights: Mapping[int, float] | None) -> dict[int, float]:
         """Return the weights of passes by length."""
@@ -231,7 +169,7 @@ class _Search:
             # Each pass weighs by its cost relative to its own optimum.
             found = {length: 1.0 / self._least(length) for length in sorted(every) if 1 < length <= longest}
             found[1] = max(1, len(found)) / self._least(1)
-        if not all(self._on_gpu(group, 1) for group in self.groups if group not in ("head", "ffn")):
+        if not all(self._on_gpu(spec.place, 1) for kind in solver.kinds for spec in kind.specs):
             # Every pass needs a graph.
             little = LITTLE * max(found.values(), default=1.0)
             found = dict.fromkeys((*range(1, longest, 32), longest), little) | found
@@ -240,7 +178,9 @@ class _Search:
     def _least(self, tokens: int) -> float:
         """Return the least cost of all layers' groups at a length without a budget."""
         table = self._single if tokens == 1 else self._table
-        top = min(top for top in table["qkv"] if top >= tokens)
-        groups = [group for group in self.groups if group not in ("head", "ffn")]
-        least = sum(min(item.cost for item in table[group][top]) for group in groups)
-        return self.solver.layers * least or 1.0
+        total = 0.0
+        for kind in self.solver.kinds:
+            options = [table[spec.place] for spec in kind.specs]
+            top = min(top for top in options[0] if top >= tokens)
+            total += kind.count * sum(min(item.cost for item in own[top]) for own in options)
+        return total or 1.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -28,7 +29,8 @@ from heterollm.base import (
     read_file,
 )
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import GROUPS, GraphMemory, OpSpec, Phase, ffn_specs
+from heterollm.kernels.ops import GraphMemory, OpSpec, Phase, ffn_specs
+from heterollm.model import kinds_of_specs
 from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
 from heterollm.solver.expert_placements import EXPERTS_ON_GPU, ExpertsEntry, ExpertsPlacement
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
@@ -92,9 +94,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         used = resident_slices(self.placed)
         if not self.slices:
             force_setattr(self, "slices", used)
-        held = {(item.group, item.layers, item.npu_rows): set(item.lengths) for item in self.slices}
+        held = {replace(item, lengths=()): set(item.lengths) for item in self.slices}
         for item in used:
-            left = set(item.lengths) - held.get((item.group, item.layers, item.npu_rows), set())
+            left = set(item.lengths) - held.get(replace(item, lengths=()), set())
             if left:
                 raise PlanError(
                     f"Entries run {item.group} with npu_rows {item.npu_rows} of layers {item.layers} at "
@@ -128,9 +130,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for spec in specs:
             if spec.group == "head":
                 yield spec, self.placement(phase, rows, spec)
-            elif spec.group == "gate_up" and spec.layer in whole:
-                yield ffns[spec.layer], whole[spec.layer]
-            elif spec.group != "down" or spec.layer not in whole:
+            elif spec.layer in whole and spec.group in (parts := ffns[spec.layer].parts):
+                if spec.group == parts[0]:
+                    yield ffns[spec.layer], whole[spec.layer]
+            else:
                 yield spec, _first(decisive, spec, tokens) or self.placement(phase, tokens, spec)
 
     def placement(self, phase: Phase, length: int, spec: OpSpec) -> Placement:
@@ -216,7 +219,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             spec.graph_bytes(held.npu_rows, held.lengths, memory)
             for held in self.slices
             for spec in (*specs, *ffn_specs(specs))
-            if spec.group == held.group and held.layers[0] <= spec.layer <= held.layers[1]
+            if held.holds(spec)
         )
         return slices + self.npu_expert_bytes(specs, memory)
 
@@ -238,7 +241,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         Attention becomes dense where the NPU estimates any scores, and stays as it is where the GPU does.
         """
         entries = (
-            PlanEntry(entry.phase, entry.lengths, entry.layers, group, GPU_ONLY)
+            replace(entry, group=group, placement=GPU_ONLY)
             for entry in self.entries
             for group in (("gate_up", "down") if entry.group == "ffn" else (entry.group,))
         )
@@ -392,7 +395,7 @@ def _empty_range(plan: Plan) -> str | None:
 def _first(entries: Iterable[PlanEntry], spec: OpSpec, tokens: int) -> Placement | None:
     """Return the placement of the first entry of a group and layer, checked; None where there is none."""
     for entry in entries:
-        if entry.group == spec.group and entry.layers[0] <= spec.layer <= entry.layers[1]:
+        if entry.holds(spec):
             entry.placement.check(spec, tokens)
             return entry.placement
     return None
@@ -404,15 +407,23 @@ def model_shape(specs: Sequence[OpSpec]) -> str:
     Args:
         specs: Every group of the model, and the experts of a mixture.
     """
-    layers = max((spec.layer for spec in specs), default=-1) + 1
-    groups = []
-    for group in GROUPS:
-        spec = next((spec for spec in specs if spec.group == group), None)
-        if spec is not None:
-            groups.append(f"{group}={'+'.join(map(str, spec.member_rows))}x{spec.columns}")
-    mixture = next((spec for spec in specs if spec.experts is not None), None)
-    if mixture is not None and mixture.experts is not None:
-        routing = mixture.experts
-        size = f"{routing.chosen}of{routing.experts}x{mixture.member_rows[0]}x{mixture.columns}"
-        groups.append(f"experts={size}")
-    return f"layers={layers} {' '.join(groups)}"
+    heads = [_sizes(spec) for spec in specs if spec.group == "head"]
+    texts = []
+    for kind in kinds_of_specs(specs):
+        layers = _ranges(kind.layers) if kind.name else str(kind.layers[-1] + 1)
+        experts = [] if kind.experts is None else [_sizes(kind.experts)]
+        texts.append(f"layers={layers} {' '.join([*map(_sizes, kind.specs), *heads, *experts])}")
+    return "; ".join(texts or [f"layers=0 {' '.join(heads)}"])
+
+
+def _sizes(spec: OpSpec) -> str:
+    """Return the group of an operator and its sizes."""
+    if spec.experts is None:
+        return f"{spec.group}={'+'.join(map(str, spec.member_rows))}x{spec.columns}"
+    return f"experts={spec.experts.chosen}of{spec.experts.experts}x{spec.member_rows[0]}x{spec.columns}"
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Return ascending numbers of layers as ranges: ``0-2,5``."""
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda one: one[1] - one[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

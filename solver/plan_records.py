@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from heterollm.base import Amount, Count, Factor, Positive
 from heterollm.kernels.gpu import SyncChoice
-from heterollm.kernels.ops import Group, Phase
+from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.solver.placements import Placement
 from heterollm.solver.request import MOST_IN_FLIGHT
 
@@ -44,6 +44,7 @@ class GroupTimes(Struct, frozen=True, forbid_unknown_fields=True):
         gpu_slowdown: Factor on the GPU's shard, and on attention before it, while the NPU computes.
         npu_slowdown: Factor on the NPU's shard while the GPU computes anything but attention.
         refill_us: Time that the glue operators take longer where the GPU is idle before.
+        kind: Name of the kind of layers; absent where all layers are alike.
     """
 
     group: Group
@@ -54,9 +55,10 @@ class GroupTimes(Struct, frozen=True, forbid_unknown_fields=True):
     gpu_slowdown: Factor = 1.0
     npu_slowdown: Factor = 1.0
     refill_us: Amount = 0.0
+    kind: str | UnsetType = UNSET
 
 
-class ResidentSlice(Struct, frozen=True, forbid_unknown_fields=True):
+class ResidentSlice(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rows of a group, or a width of an ffn, in the NPU's memory, with the lengths of their graphs.
 
     Args:
@@ -64,22 +66,42 @@ class ResidentSlice(Struct, frozen=True, forbid_unknown_fields=True):
         layers: First and last layer.
         npu_rows: Rows of each member.
         lengths: Standard lengths at which graphs of it exist, ascending.
+        kind: Name of the kind of these layers; empty for all layers that have the group.
     """
 
     group: Group
     layers: tuple[Layer, Layer]
     npu_rows: tuple[Count, ...]
     lengths: tuple[Positive, ...]
+    kind: str = ""
+
+    def holds(self, spec: OpSpec) -> bool:
+        """Whether the rows are of an operator."""
+        return _is_of(spec, self.group, self.layers, self.kind)
 
 
-class PlanEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """The placement of one group for a range of lengths and of layers, both inclusive."""
+class PlanEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The placement of one group for a range of lengths and of layers, both inclusive.
+
+    Args:
+        phase: Prefill or decode.
+        lengths: Least and most tokens of the pass.
+        layers: First and last layer.
+        group: The group, or ``ffn``.
+        placement: The placement.
+        kind: Name of the kind of these layers; empty for all layers that have the group.
+    """
 
     phase: Phase
     lengths: tuple[Count, Count]
     layers: tuple[Layer, Layer]
     group: Group
     placement: Placement
+    kind: str = ""
+
+    def holds(self, spec: OpSpec) -> bool:
+        """Whether the entry places an operator, at some length of a phase."""
+        return _is_of(spec, self.group, self.layers, self.kind)
 
     def serves(self, phase: Phase, length: int) -> bool:
         """Whether the entry is for passes of a phase and length."""
@@ -93,7 +115,7 @@ class ChunkSchedule(Struct, frozen=True, forbid_unknown_fields=True):
         policy: How stages of different chunks are ordered. No prompt of a model is small enough for the
             exact search of :data:`heterollm.solver.schedule.SchedulePolicy`.
         in_flight: Most chunks at once, each with slots of its own.
-        times: Predicted times of the groups of one layer in a whole chunk.
+        times: Predicted times of the groups of one layer of each kind in a whole chunk.
         entries: Placements of whole chunks while others are in flight; groups without one keep the plan's.
     """
 
@@ -105,10 +127,17 @@ class ChunkSchedule(Struct, frozen=True, forbid_unknown_fields=True):
 
 def resident_slices(entries: Iterable[PlanEntry]) -> tuple[ResidentSlice, ...]:
     """Return the slices that entries use, in the order of the entries."""
-    found: dict[tuple[Group, tuple[int, int], tuple[int, ...]], set[int]] = {}
+    found: dict[tuple[Group, tuple[int, int], tuple[int, ...], str], set[int]] = {}
     for entry in entries:
         placement = entry.placement
         if placement.npu_lengths:
-            key = entry.group, entry.layers, placement.npu_rows
+            key = entry.group, entry.layers, placement.npu_rows, entry.kind
             found.setdefault(key, set()).update(placement.npu_lengths)
-    return tuple(ResidentSlice(*key, tuple(sorted(lengths))) for key, lengths in found.items())
+    return tuple(
+        ResidentSlice(group, layers, rows, tuple(sorted(lengths)), kind)
+        for (group, layers, rows, kind), lengths in found.items()
+    )
+
+
+def _is_of(spec: OpSpec, group: Group, layers: tuple[int, int], kind: str) -> bool:
+    return spec.group == group and kind in ("", spec.kind) and layers[0] <= spec.layer <= layers[1]

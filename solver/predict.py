@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.model import kinds_of_specs
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
 from heterollm.solver.expert_placements import EXPERTS_ON_GPU, ExpertsPlacement
@@ -48,24 +49,50 @@ class PredictedOperator:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedKind:
+    """The predicted time of the layers of a kind.
+
+    Args:
+        name: Name of the kind; empty if all layers of the model are alike.
+        layers: Number of the layers.
+        operators: Operators of one of them in order.
+        layer_us: Time of one of them in the middle of the pass.
+        mixture_us: The part of that which is the mixture of experts, all of it on the GPU; 0 without.
+    """
+
+    name: str
+    layers: int
+    operators: tuple[PredictedOperator, ...]
+    layer_us: float
+    mixture_us: float = 0.0
+
+    @property
+    def ffn_us(self) -> float:
+        """Time of one layer's feed-forward network, its activation included."""
+        own = [item for item in self.operators if item.spec.group in ("gate_up", "down", "ffn")]
+        between_us = sum(item.between_us for item in own if item.spec.group == "down")
+        return between_us + sum(item.option.time_us for item in own)
+
+
+@dataclass(frozen=True, slots=True)
 class PredictedPass:
     """The predicted time of a pass.
 
     Args:
         phase: Prefill or decode.
         tokens: Tokens of the pass.
-        operators: Operators of one layer in order, and the head where the pass computes logits.
-        layer_us: Time of one layer in the middle of the pass.
+        kinds: The kinds of layers.
+        head: The head; None where the pass computes no logits.
         time_us: Time of the layers and the head.
         scores_us: Time of the NPU's estimates of scores in all layers, where attention is sparse.
-        experts_us: Mean time of a layer's mixture of experts; 0 without.
+        experts_us: Mean time of a mixture of experts, over the layers that have one; 0 without.
         experts_npu_us: Time of the NPU's graphs of experts in all layers.
     """
 
     phase: Phase
     tokens: int
-    operators: tuple[PredictedOperator, ...]
-    layer_us: float
+    kinds: tuple[PredictedKind, ...]
+    head: PredictedOperator | None
     time_us: float
     scores_us: float = 0.0
     experts_us: float = 0.0
@@ -76,22 +103,18 @@ class PredictedPass:
         """Predicted tokens a second."""
         return self.tokens / self.time_us * 1e6
 
-    def npu_us(self, layers: int) -> float:
-        """Return the time during which the NPU computes so many layers, and the head."""
-        return (
-            self.scores_us
-            + self.experts_npu_us
-            + sum(
-                item.option.npu_us * (1 if item.spec.group == "head" else layers) for item in self.operators
-            )
-        )
+    @property
+    def operators(self) -> tuple[PredictedOperator, ...]:
+        """The operators of one layer of each kind, and the head."""
+        heads = () if self.head is None else (self.head,)
+        return (*(item for kind in self.kinds for item in kind.operators), *heads)
 
     @property
-    def ffn_us(self) -> float:
-        """Time of one layer's feed-forward network, its activation included."""
-        own = [item for item in self.operators if item.spec.group in ("gate_up", "down", "ffn")]
-        between_us = sum(item.between_us for item in own if item.spec.group == "down")
-        return between_us + sum(item.option.time_us for item in own)
+    def npu_us(self) -> float:
+        """Time during which the NPU computes."""
+        own = [item.option.npu_us * kind.layers for kind in self.kinds for item in kind.operators]
+        head_us = 0.0 if self.head is None else self.head.option.npu_us
+        return self.scores_us + self.experts_npu_us + sum([*own, head_us])
 
 
 def predict_pass(
@@ -118,33 +141,44 @@ def predict_pass(
     Raises:
         PlanError: The plan has no entry for the pass.
     """
-    first = min(spec.layer for spec in specs if spec.group != "head")
-    layers = len({spec.layer for spec in specs if spec.group != "head"})
-    own = [spec for spec in specs if spec.layer == first or (logits and spec.group == "head")]
-    found = []
     # Decode computes the logits of every token, prefill those of the last one.
     positions = tokens if phase == "decode" else 1
-    for spec, placement in plan.operators(phase, tokens, own, rows=positions):
-        rows = positions if spec.group == "head" else tokens
-        decided = _with_form(placement, spec, costs, limits)
-        option = evaluate(spec, rows, decided, costs)
-        if option is None:
+
+    def operators(own: Sequence[OpSpec], rows: int) -> list[PredictedOperator] | None:
+        found = []
+        for spec, placement in plan.operators(phase, tokens, own, rows=positions):
+            option = evaluate(spec, rows, _with_form(placement, spec, costs, limits), costs)
+            if option is None:
+                return None
+            found.append(PredictedOperator(spec, rows, option, costs.between_us(first_group(spec), rows)))
+        return found
+
+    kinds = []
+    for kind in kinds_of_specs(specs):
+        body = operators(kind.specs, tokens)
+        if body is None:
             return None
-        found.append(PredictedOperator(spec, rows, option, costs.between_us(first_group(spec), rows)))
-    body = [item for item in found if item.spec.group != "head"]
-    decisions = [(item.spec, item.option.placement) for item in body]
-    one_us = layer_time_us(decisions, tokens, costs)
-    head_us = sum(item.between_us + item.option.time_us for item in found if item.spec.group == "head")
-    time_us, experts_us = layers * one_us + head_us, sum(costs.mixture_us(tokens))
-    return PredictedPass(phase, tokens, tuple(found), one_us, time_us, experts_us=experts_us)
+        decisions = [(item.spec, item.option.placement) for item in body]
+        layer_us = layer_time_us(decisions, tokens, costs, kind.name)
+        mixture_us = sum(costs.mixture_us(tokens, kind.name))
+        kinds.append(PredictedKind(kind.name, kind.count, tuple(body), layer_us, mixture_us))
+    heads = operators([spec for spec in specs if logits and spec.group == "head"], positions)
+    if heads is None:
+        return None
+    time_us = sum(kind.layers * kind.layer_us for kind in kinds)
+    time_us += sum(item.between_us + item.option.time_us for item in heads)
+    mixed = [kind for kind in kinds if kind.mixture_us]
+    experts_us = sum(kind.mixture_us for kind in mixed)
+    if len(mixed) > 1:
+        experts_us = sum(kind.layers * kind.mixture_us for kind in mixed) / sum(kind.layers for kind in mixed)
+    return PredictedPass(phase, tokens, tuple(kinds), next(iter(heads), None), time_us, experts_us=experts_us)
 
 
 def with_experts_time(
     found: PredictedPass,
     plan: Plan,
     prices: ExpertPrices | None,
-    experts: OpSpec,
-    layers: int,
+    experts: Sequence[OpSpec],
 ) -> PredictedPass:
     """Return a predicted pass of prefill, in which the GPU computes all experts, with the planned ones.
 
@@ -155,10 +189,9 @@ def with_experts_time(
         found: The pass.
         plan: The plan.
         prices: Prices of passes of its length; None if the profile has no graphs of experts.
-        experts: The experts of a layer.
-        layers: Layers of the model.
+        experts: The experts of each layer that has some.
     """
-    routing = experts.experts
+    routing = experts[0].experts
     if routing is None or prices is None:
         return found
 
@@ -173,8 +206,8 @@ def with_experts_time(
 
     on_gpu_us = even(EXPERTS_ON_GPU).time_us
     more_us = npu_us = 0.0
-    for layer in range(layers):
-        entry = next((one for one in plan.experts if one.serves(found.tokens, layer)), None)
+    for spec in experts:
+        entry = next((one for one in plan.experts if one.serves(found.tokens, spec.layer)), None)
         if entry is None or not entry.placement.groups:
             continue
         own, ends_us = even(entry.placement), (entry.shortest_us, entry.placement.predicted_us)
@@ -185,9 +218,8 @@ def with_experts_time(
         npu_us += own.npu_us - prices.hand_over_us
     return replace(
         found,
-        layer_us=found.layer_us + more_us / layers,
         time_us=found.time_us + more_us,
-        experts_us=found.experts_us + more_us / layers,
+        experts_us=found.experts_us + more_us / len(experts),
         experts_npu_us=npu_us,
     )
 
@@ -212,15 +244,18 @@ def layer_cost(
     return total
 
 
-def layer_time_us(decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, costs: Costs) -> float:
+def layer_time_us(
+    decisions: Iterable[tuple[OpSpec, Placement]], tokens: int, costs: Costs, kind: str = ""
+) -> float:
     """Return the predicted time of one layer in the middle of a pass; ``math.inf`` where one cannot run it.
 
     Args:
         decisions: The layer's operators in order with their placements.
         tokens: Tokens of the pass.
         costs: Times of both processors.
+        kind: Name of the kind of layer.
     """
-    specs, chosen, time_us, mixture_us = [], [], 0.0, costs.mixture_us(tokens)
+    specs, chosen, time_us, mixture_us = [], [], 0.0, costs.mixture_us(tokens, kind)
     for spec, placement in decisions:
         option = evaluate(spec, tokens, placement, costs)
         if option is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import Group
+from heterollm.kernels.ops import Group, OpSpec
 from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.plan import Plan
 from heterollm.solver.plan_records import PlanEntry
@@ -33,7 +33,7 @@ class ShadowChannels:
 
 @dataclass(frozen=True, slots=True)
 class GroupShadow:
-    """The shadows of a group in all layers: plans place these alike, so that their mean counts.
+    """The shadows of a group in all layers of a kind: plans place these alike, so that their mean counts.
 
     Args:
         layers: Share of the layers that have one.
@@ -47,25 +47,24 @@ class GroupShadow:
 
 
 def group_shadows(
-    shadows: Mapping[tuple[int, Group], ShadowChannels], layers: int
-) -> dict[Group, GroupShadow]:
-    """Return the mean shadow of each group.
+    shadows: Mapping[tuple[int, Group], ShadowChannels], specs: Iterable[OpSpec]
+) -> dict[str, GroupShadow]:
+    """Return the mean shadow of each group by place.
 
     Args:
         shadows: Channels by layer and group.
-        layers: Layers of the model.
+        specs: Every group of the model.
     """
-    found: dict[Group, list[ShadowChannels]] = {}
-    for (_, group), one in sorted(shadows.items()):
-        found.setdefault(group, []).append(one)
-    return {
-        group: GroupShadow(
-            len(own) / layers,
-            statistics.fmean(one.hot for one in own),
-            statistics.fmean(one.cold for one in own),
-        )
-        for group, own in found.items()
-    }
+    found: dict[str, list[ShadowChannels | None]] = {}
+    for spec in specs:
+        found.setdefault(spec.place, []).append(shadows.get((spec.layer, spec.group)))
+    means = {}
+    for place, every in found.items():
+        own = [one for one in every if one is not None]
+        if own:
+            hot, cold = (statistics.fmean(getattr(one, name) for one in own) for name in ("hot", "cold"))
+            means[place] = GroupShadow(len(own) / len(every), hot, cold)
+    return means
 
 
 def with_shadows(plan: Plan, shadows: Collection[tuple[int, Group]]) -> Plan:

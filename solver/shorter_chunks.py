@@ -16,7 +16,6 @@ from functools import partial
 from typing import Final
 
 from heterollm.base import OptionError
-from heterollm.kernels.ops import Group
 from heterollm.solver.candidates import Splits
 from heterollm.solver.costs import CachedCosts, Costs
 from heterollm.solver.flights import shortened
@@ -79,7 +78,7 @@ def best_chunk(
     solver: Solver,
     prompts: Mapping[int, float],
     costs_at: Callable[[int], Costs],
-    slices: Mapping[Group, Splits] | None = None,
+    slices: Mapping[str, Splits] | None = None,
 ) -> int:
     """Return the chunk length with the fastest predicted prompts.
 
@@ -108,8 +107,14 @@ def best_chunk(
             solved_us[tokens] = begin.length(tokens, slices).time_us
         # The position changes the glue operators and no choice.
         later = costs_at(first)
-        more = (later.between_us(spec, tokens) - begin.costs.between_us(spec, tokens) for spec in layer)
-        return solved_us[tokens] + solver.layers * sum(more)
+        more_us = sum(
+            kind.count
+            * sum(
+                later.between_us(spec, tokens) - begin.costs.between_us(spec, tokens) for spec in kind.specs
+            )
+            for kind in solver.kinds
+        )
+        return solved_us[tokens] + more_us
 
     def prompt_us(prompt: int, chunk: int) -> float:
         count, left = divmod(prompt, chunk)
@@ -117,7 +122,6 @@ def best_chunk(
         full_us = count * pass_us(chunk, (count - 1) * chunk // 2) if count else 0.0
         return full_us + (pass_us(left, count * chunk) if left else 0.0)
 
-    layer = solver.layer
     whole_us = {prompt: prompt_us(prompt, solver.chunk_length) for prompt in prompts}
     shorter = sorted(length for length in offered if 1 < length < solver.chunk_length)
     losses = [relative_time(prompts, whole_us, partial(prompt_us, chunk=chunk)) for chunk in shorter]

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from heterollm.base import OptionError, PlanError
-from heterollm.kernels.ops import COUNTED_ONCE, GraphMemory, Group, OpSpec
+from heterollm.kernels.ops import COUNTED_ONCE, GraphMemory, OpSpec
 from heterollm.solver.candidates import Rows
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option
@@ -25,8 +25,8 @@ MAX_SLICES: Final = 3
 MOST_TRIED: Final = 12
 """Slices up to which all sets of three are tried; of more slices, only the best of each length."""
 
-Slices: TypeAlias = Mapping[Group, Mapping[Rows, tuple[int, ...]]]
-"""Resident rows by group, each with the lengths of its graphs."""
+Slices: TypeAlias = Mapping[str, Mapping[Rows, tuple[int, ...]]]
+"""Resident rows by place, each with the lengths of its graphs."""
 
 GAIN_FRACTION: Final = 0.01
 """Fraction by which a further slice must make all passes of its group cheaper."""
@@ -61,12 +61,12 @@ class ResidentSlices:
     """A set of resident slices of one or several groups.
 
     Args:
-        rows: Rows of the slices of each group.
+        rows: Rows of the slices by place.
         size_bytes: Size of all slices, with one copy of the weights.
         cost: Cost of all passes with these slices.
     """
 
-    rows: Mapping[Group, tuple[Rows, ...]]
+    rows: Mapping[str, tuple[Rows, ...]]
     size_bytes: int
     cost: float
 
@@ -132,7 +132,7 @@ class GroupCosts:
         factors = 1.0 + GAIN_FRACTION * np.maximum(0, sets.counts - 1)
         costs = self.layers * weighted_sum(best[:, needed], weights[needed]) * factors
         return [
-            ResidentSlices({self.spec.group: sets.sets[place]}, int(sizes[place]), float(costs[place]))
+            ResidentSlices({self.spec.place: sets.sets[place]}, int(sizes[place]), float(costs[place]))
             for place in frontier(sizes.tolist(), costs.tolist())
             if math.isfinite(costs[place])
         ]
@@ -181,7 +181,7 @@ def pass_weights(prompts: Mapping[int, float], chunk_length: int) -> dict[int, f
     return weights
 
 
-def choose_slices(groups: Sequence[SliceChoices], budget: Budget) -> Mapping[Group, tuple[Rows, ...]]:
+def choose_slices(groups: Sequence[SliceChoices], budget: Budget) -> Mapping[str, tuple[Rows, ...]]:
     """Return the rows of the cheapest resident slices of all groups, whose weights are within the budget.
 
     Raises:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from msgspec import structs
 
 from heterollm.base import OptionError
-from heterollm.kernels.ops import Group, OpSpec, Phase, ffn_specs
-from heterollm.solver.candidates import NpuLimits, Rows, Splits, split_stride, splits_near
-from heterollm.solver.chain import Chain, activation_cost, ffn_path_us, solve_chain
-from heterollm.solver.costs import CachedCosts, Costs
-from heterollm.solver.entries import annotated, in_order, merged
+from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.model import LayerKind
+from heterollm.solver.candidates import Rows, Splits, split_stride, splits_near
+from heterollm.solver.chain import (
+    Chain,
+    KnownOptions,
+    SolvedPass,
+    activation_cost,
+    ffn_path_us,
+    solve_chain,
+)
+from heterollm.solver.costs import CachedCosts
+from heterollm.solver.entries import annotated, in_order, merged, without_kinds
 from heterollm.solver.ffn_slices import FeedForwardCosts
-from heterollm.solver.objective import Objective
+from heterollm.solver.kinds import PlacedKind
 from heterollm.solver.options import (
     Option,
     OptionTable,
@@ -31,7 +39,7 @@ from heterollm.solver.placements import RejectedOption
 from heterollm.solver.plan import Plan, model_shape
 from heterollm.solver.plan_records import PlanEntry
 from heterollm.solver.predict import layer_cost
-from heterollm.solver.request import SOLVED_LEVELS, SolvedLevel
+from heterollm.solver.problem import PlanProblem
 from heterollm.solver.slices import (
     Budget,
     GroupCosts,
@@ -41,7 +49,6 @@ from heterollm.solver.slices import (
     pass_weights,
     slice_costs,
 )
-from heterollm.solver.submissions import chain_costs, submits_singly
 from heterollm.solver.words import describe
 
 RANGE_TOKENS: Final = 32
@@ -64,66 +71,8 @@ SHARED_LOSS_FRACTION: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Solver:
-    """A solver of plans for one model on one device.
-
-    Args:
-        specs: Every group of the model.
-        limits: Limits of the NPU; None without an NPU.
-        costs: Times of both processors.
-        objective: The objective.
-        budget: Limit of resident slices.
-        chunk_length: Longest pass; longer prompts run in chunks.
-        head_rows: Most positions that the head computes at a time.
-        level: Level of the plan.
-
-    Raises:
-        OptionError: A length is not positive, or the level is unknown.
-    """
-
-    specs: tuple[OpSpec, ...]
-    limits: NpuLimits | None
-    costs: Costs
-    objective: Objective = field(default_factory=Objective)
-    budget: Budget = field(default_factory=Budget)
-    chunk_length: int = 1024
-    head_rows: int = 32
-    level: SolvedLevel = "tensor"
-
-    def __post_init__(self) -> None:
-        if self.chunk_length < 1 or self.head_rows < 1:
-            raise OptionError(
-                f"The chunk length is {self.chunk_length} and the head's rows {self.head_rows}.",
-                fix="Both are at least 1.",
-            )
-        if self.level not in SOLVED_LEVELS:
-            raise OptionError(
-                f"The solver has no level {self.level!r:.40}.", fix=f"Choose {' or '.join(SOLVED_LEVELS)}."
-            )
-
-    @property
-    def layer(self) -> tuple[OpSpec, ...]:
-        """The groups of one layer, in order."""
-        first = min(spec.layer for spec in self.specs if spec.group != "head")
-        return tuple(spec for spec in self.specs if spec.layer == first)
-
-    @property
-    def head(self) -> OpSpec:
-        """The head."""
-        return next(spec for spec in self.specs if spec.group == "head")
-
-    @property
-    def ffn(self) -> OpSpec | None:
-        """The feed-forward network of one layer; None where the level or the NPU does not place it as one."""
-        if self.level != "block" or self.limits is None:
-            return None
-        return next(iter(ffn_specs(self.layer)), None)
-
-    @property
-    def layers(self) -> int:
-        """The number of layers."""
-        group = self.layer[0].group
-        return sum(spec.group == group for spec in self.specs)
+class Solver(PlanProblem):
+    """A solver of plans for one model on one device."""
 
     def slices(self, weights: Mapping[int, float] | None = None) -> Slices:
         """Choose the resident slices.
@@ -171,11 +120,12 @@ class Solver:
                 entries += [structs.replace(entry, phase="decode") for entry in own]
         for tokens in range(1, min(FEW_TOKENS, self.chunk_length) + 1):
             entries += self._entries("decode", tokens, tokens, slices, table)
-        joined, shape = tuple(merged(in_order(entries))), model_shape(self.specs)
+        joined = tuple(merged(in_order(without_kinds(entries, self.kinds))))
+        shape = model_shape(self.specs)
         return Plan(self.level, device, precision, shape, self.chunk_length, joined), slices
 
-    def length(self, tokens: int, slices: Mapping[Group, Splits] | None = None) -> Chain:
-        """Return the placements of a layer's groups at one exact length.
+    def length(self, tokens: int, slices: Mapping[str, Splits] | None = None) -> SolvedPass:
+        """Return the placements of the groups of every kind of layer at one exact length.
 
         Args:
             tokens: Tokens of the pass.
@@ -186,25 +136,25 @@ class Solver:
             OptionError: There are no tokens.
             PlanError: No processor can compute a group.
         """
-        return self._chain(tokens, tokens, slices)
+        return self._pass(tokens, tokens, slices)
 
-    def _chain(self, tokens: int, shortest: int, slices: Mapping[Group, Splits] | None) -> Chain:
-        return self._chain_of(self.layer, self.layers, tokens, shortest, slices, self.ffn)
+    def _pass(self, tokens: int, shortest: int, slices: Mapping[str, Splits] | None) -> SolvedPass:
+        return SolvedPass(self._chains(self.kinds, tokens, shortest, slices))
 
-    def _chain_of(
-        self,
-        specs: Sequence[OpSpec],
-        layers: int,
-        tokens: int,
-        shortest: int,
-        slices: Mapping[Group, Splits] | None,
-        ffn: OpSpec | None = None,
-    ) -> Chain:
+    def _chains(
+        self, kinds: Iterable[PlacedKind], tokens: int, shortest: int, slices: Mapping[str, Splits] | None
+    ) -> tuple[Chain, ...]:
         if tokens < 1:
             raise OptionError(f"A pass of {tokens} tokens cannot be planned.", fix="Give at least 1.")
         splits = None if self.limits is None else slices
-        return solve_chain(
-            specs, layers, tokens, self.limits, self.costs, self.objective, splits, shortest, ffn
+        known: KnownOptions = {}
+        return tuple(
+            solve_chain(
+                *(kind.specs, kind.count, tokens, self.limits, self.costs, self.objective),
+                *(splits, shortest, kind.ffn),
+                known=known,
+            )
+            for kind in kinds
         )
 
     def _solved(self, weights: Mapping[int, float] | None) -> tuple[OptionTable, Slices]:
@@ -213,13 +163,13 @@ class Solver:
         The first search tries splits far apart. Where its graphs are far over the budget, only decode is
         refined: the search under the budget refines the rows of prompts itself.
         """
-        groups, ranges = self._groups, list(self._ranges())
-        alone = self._all_options(dict.fromkeys(groups), ranges)
-        for spec in (*self.layer, self.head):
-            for tokens, items in alone[spec.group].items():
+        places, ranges = self.places, list(self._ranges())
+        alone = self._all_options(dict.fromkeys(places), ranges)
+        for place, spec in places.items():
+            for tokens, items in alone[place].items() if spec.then is None else ():
                 check_any(spec, tokens, items)
         if self.limits is None:
-            return alone, {group: {} for group in groups}
+            return alone, {place: {} for place in places}
         table = self.in_chain(alone)
         range_weights = self._range_weights(table, weights)
         slices = self._slices(table, range_weights)
@@ -249,13 +199,13 @@ class Solver:
         distance is the alignment.
         """
         assert self.limits is not None
-        groups, alignment = self._groups, self.limits.row_alignment
+        groups, alignment = self.places, self.limits.row_alignment
         strides = {group: split_stride(spec, alignment) for group, spec in groups.items()}
-        tried: dict[Group, set[Rows]] = {group: {spec.member_rows, ()} for group, spec in groups.items()}
+        tried: dict[str, set[Rows]] = {group: {spec.member_rows, ()} for group, spec in groups.items()}
         while max(strides.values()) > 1:
             wide = [group for group, stride in strides.items() if stride > 1]
             strides = {group: -(-stride // 2) for group, stride in strides.items()}
-            near: dict[Group, list[Rows]] = {
+            near: dict[str, list[Rows]] = {
                 group: splits_near(groups[group], alignment, slices[group], strides[group]) for group in wide
             }
             known = rows_of(alone)
@@ -272,50 +222,32 @@ class Solver:
             slices = self._slices(restricted(table, rows), range_weights)
         return alone, slices
 
-    @property
-    def _groups(self) -> dict[Group, OpSpec]:
-        return {spec.group: spec for spec in (*self.layer, self.head, self.ffn) if spec is not None}
-
     def _holds(self, slices: Slices, factor: float = 1.0) -> bool:
         """Return whether all graphs of resident slices fit into ``factor`` times the budget."""
         if not self.budget.memory.counts_graphs:
             return True
         size_bytes = sum(
-            (1 if group == "head" else self.layers) * spec.graph_bytes(rows, lengths, self.budget.memory)
-            for group, spec in self._groups.items()
-            for rows, lengths in slices.get(group, {}).items()
+            self.count(spec) * spec.graph_bytes(rows, lengths, self.budget.memory)
+            for place, spec in self.places.items()
+            for rows, lengths in slices.get(place, {}).items()
         )
         return self.budget.holds(int(size_bytes / factor))
 
     def _all_options(
-        self, splits: Mapping[Group, Splits | None], ranges: Iterable[tuple[int, int]]
+        self, splits: Mapping[str, Splits | None], ranges: Iterable[tuple[int, int]]
     ) -> OptionTable:
         """Return the options of groups for the longest pass of each range; None is all aligned splits."""
-        table: dict[Group, dict[int, list[Option]]] = {group: {} for group in splits}
-        ffn = self.ffn
-        for low, high in ranges:
-            groups = [(spec, high) for spec in self.layer if spec.group in splits]
-            if low <= self.head_rows and self.head.group in splits:
-                groups.append((self.head, min(high, self.head_rows)))
-            if ffn is not None and ffn.group in splits:
-                groups.append((ffn, high))
-            for spec, tokens in groups:
-                table[spec.group][tokens] = all_options(
-                    spec, tokens, self.limits, self.costs, self.objective, splits[spec.group], low
+        places, table = self.places, dict[str, dict[int, list[Option]]]()
+        for place, rows in splits.items():
+            own, is_head = table.setdefault(place, {}), places[place] == self.head
+            for low, high in ranges:
+                if is_head and low > self.head_rows:
+                    break
+                tokens = min(high, self.head_rows) if is_head else high
+                own[tokens] = all_options(
+                    places[place], tokens, self.limits, self.costs, self.objective, rows, low
                 )
         return table
-
-    def in_chain(self, table: OptionTable) -> OptionTable:
-        """Return options with their costs in a chain, which differ in a pass of one token."""
-        if not submits_singly(1, self.costs.overheads):
-            return table
-        groups = (*self.layer, *(() if self.ffn is None else (self.ffn,)))
-        decode = {spec.group: table[spec.group][1] for spec in groups}
-        options = chain_costs(decode, self.layer, self.ffn, self.costs, self.objective)
-        return {
-            group: {**items, 1: options[group]} if group in options else items
-            for group, items in table.items()
-        }
 
     def _range_weights(self, table: OptionTable, weights: Mapping[int, float] | None) -> dict[int, float]:
         """Return the weight of each range of lengths, by its last length."""
@@ -331,39 +263,44 @@ class Solver:
 
     def _slices(self, table: OptionTable, weights: Mapping[int, float]) -> Slices:
         assert self.limits is not None
-        tables = {
-            group: {length: slice_costs(items, self.objective) for length, items in by_length.items()}
-            for group, by_length in table.items()
-        }
-        head, ffn_table = tables.pop("head"), tables.pop("ffn", None)
-        margin = self.objective.margin_fraction
         groups = {
-            spec.group: GroupCosts(spec, self.layers, tables[spec.group], weights, margin)
-            for spec in self.layer
+            place: GroupCosts(
+                spec,
+                self.count(spec),
+                {length: slice_costs(items, self.objective) for length, items in table[place].items()},
+                # The head computes one row in every pass; only passes with all logits have more.
+                {1: sum(weights.values())} if spec == self.head else weights,
+                self.objective.margin_fraction,
+            )
+            for place, spec in self.places.items()
         }
         choices: list[SliceChoices] = []
-        ffn = self.ffn
-        if ffn is not None and ffn_table is not None:
+        for unit in self.units:
+            first, *others = (groups[spec.place] for spec in unit)
+            if not others:
+                choices.append(first)
+                continue
+            down, ffn = others
             activation = {
-                length: activation_cost(ffn, length, self.costs, self.objective) for length in ffn_table
+                length: activation_cost(ffn.spec, length, self.costs, self.objective) for length in ffn.costs
             }
-            ffn_costs = GroupCosts(ffn, self.layers, ffn_table, weights, margin)
-            gate_up, down = groups.pop("gate_up"), groups.pop("down")
-            choices.append(FeedForwardCosts(gate_up, down, ffn_costs, activation))
-        # The head computes one row in every pass; only passes with all logits have more.
-        choices += [*groups.values(), GroupCosts(self.head, 1, head, {1: sum(weights.values())}, margin)]
+            choices.append(FeedForwardCosts(first, down, ffn, activation))
         chosen = choose_slices(choices, Budget() if self.budget.memory.counts_graphs else self.budget)
         return {group: dict.fromkeys(rows, self.limits.standard_lengths) for group, rows in chosen.items()}
 
     def _equal_weights(self, table: OptionTable) -> dict[int, float]:
         """Return weights by which all lengths count alike, and decode as much as all others."""
-        totals: dict[int, float] = {}
-        for spec in self.layer:
-            for length, items in table[spec.group].items():
-                costs = slice_costs(items, self.objective).values()
-                best = min(min(item.whole, item.split) for item in costs)
-                totals[length] = totals.get(length, 0.0) + best
-        weights = {length: 1.0 / (self.layers * total) if total else 0.0 for length, total in totals.items()}
+        sums: dict[int, float] = {}
+        for kind in self.kinds:
+            totals: dict[int, float] = {}
+            for spec in kind.specs:
+                for length, items in table[spec.place].items():
+                    costs = slice_costs(items, self.objective).values()
+                    best = min(min(item.whole, item.split) for item in costs)
+                    totals[length] = totals.get(length, 0.0) + best
+            for length, total in totals.items():
+                sums[length] = sums.get(length, 0.0) + kind.count * total
+        weights = {length: 1.0 / total if total else 0.0 for length, total in sums.items()}
         weights[1] *= max(1, len(weights) - 1)
         return weights
 
@@ -376,7 +313,7 @@ class Solver:
 
     def _halves(self, low: int, high: int, slices: Slices) -> Iterator[tuple[int, int]]:
         """Yield a range of lengths, halved until shared placements lose little in each range."""
-        shared = self._chain(high, low, slices)
+        shared = self._pass(high, low, slices)
         if low == high or all(self._loss(shared, end, slices) <= SHARED_LOSS_FRACTION for end in (low, high)):
             yield low, high
             return
@@ -384,12 +321,15 @@ class Solver:
         yield from self._halves(low, middle, slices)
         yield from self._halves(middle + 1, high, slices)
 
-    def _loss(self, shared: Chain, tokens: int, slices: Slices) -> float:
-        """Return the fraction by which a shared chain costs more at a length than the length's own chain."""
+    def _loss(self, shared: SolvedPass, tokens: int, slices: Slices) -> float:
+        """Return the fraction by which shared placements cost more at a length than the length's own."""
 
-        def cost(chain: Chain) -> float:
-            decisions = [(choice.spec, choice.chosen.placement) for choice in chain.choices]
-            return layer_cost(decisions, tokens, self.costs, self.objective)
+        def cost(found: SolvedPass) -> float:
+            total = 0.0
+            for kind, chain in zip(self.kinds, found.chains, strict=True):
+                decisions = [(choice.spec, choice.chosen.placement) for choice in chain.choices]
+                total += kind.count * layer_cost(decisions, tokens, self.costs, self.objective)
+            return total
 
         return cost(shared) / cost(self.length(tokens, slices)) - 1.0
 
@@ -408,23 +348,26 @@ class Solver:
     def _entries(
         self, phase: Phase, low: int, high: int, slices: Slices, table: OptionTable
     ) -> Iterator[PlanEntry]:
-        chain = self._chain(high, low, slices)
-        rejected_path = self._rejected_path(chain, high)
-        for choice in chain.choices:
-            group = choice.spec.group
-            other = rejected_path if group in ("ffn", "gate_up") else None
-            placement = annotated(choice, high, self._every(choice.spec, low, high, table), other)
-            yield PlanEntry(phase, (low, high), self._layers_of(choice.spec), group, placement)
+        found = self._pass(high, low, slices)
+        for kind, chain in zip(self.kinds, found.chains, strict=True):
+            rejected_path, layers = self._rejected_path(chain, high), kind.kind.layers
+            begins = () if kind.ffn is None else (kind.ffn.group, kind.ffn.parts[0])
+            for choice in chain.choices:
+                group = choice.spec.group
+                other = rejected_path if group in begins else None
+                placement = annotated(choice, high, self._every(choice.spec, low, high, table), other)
+                yield PlanEntry(phase, (low, high), (layers[0], layers[-1]), group, placement, kind.name)
         if low <= self.head_rows:
             rows = min(high, self.head_rows)
-            choice = self._chain_of((self.head,), 1, rows, low, slices).choices[0]
+            head = PlacedKind(LayerKind("", (-1,), (self.head,)), (self.head,))
+            choice = self._chains([head], rows, low, slices)[0].choices[0]
             reach = high if high < self.head_rows else self.chunk_length
             placement = annotated(choice, rows, self._every(self.head, low, rows, table))
             yield PlanEntry(phase, (low, reach), (-1, -1), "head", placement)
 
     def _every(self, spec: OpSpec, low: int, high: int, table: OptionTable) -> list[Option]:
         """Return the options of a range of lengths without regard to resident slices, cheapest first."""
-        return table[spec.group].get(high) or all_options(
+        return table[spec.place].get(high) or all_options(
             spec, high, self.limits, self.costs, self.objective, None, min(low, high)
         )
 
@@ -436,8 +379,3 @@ class Solver:
         words = [describe(choice.chosen.placement, choice.spec, tokens) for choice in chain.rejected_path]
         text = words[0] if len(words) == 1 else f"apart: {', then '.join(words)}"
         return RejectedOption(text, round(time_us, 3), of_ffn=True)
-
-    def _layers_of(self, spec: OpSpec) -> tuple[int, int]:
-        group = "gate_up" if spec.then is not None else spec.group
-        layers = [other.layer for other in self.specs if other.group == group]
-        return min(layers), max(layers)

@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
 from heterollm.solver.costs import WRITTEN_BY_NORMS, Costs, Overheads
 from heterollm.solver.ffn import ffn_groups
 from heterollm.solver.objective import Objective
@@ -227,34 +227,34 @@ def solve_layer(groups: Sequence[LayerGroup], overheads: Overheads, objective: O
 
 
 def chain_costs(
-    found: Mapping[Group, Sequence[Option]],
+    found: Mapping[str, Sequence[Option]],
     specs: Sequence[OpSpec],
     ffn: OpSpec | None,
     costs: Costs,
     objective: Objective,
-) -> dict[Group, list[Option]]:
+) -> dict[str, list[Option]]:
     """Return the options of a pass of one token, each with its time and cost beside the best others.
 
     Args:
-        found: Options by group.
+        found: Options by place.
         specs: The groups of one layer, in order.
         ffn: The ffn as which two of them may be placed.
         costs: Times of both processors.
         objective: The objective.
     """
 
-    def solved(path: Sequence[OpSpec]) -> tuple[SolvedLayer, dict[Group, list[Option]]]:
-        groups = [LayerGroup.of(spec, _allowed(found[spec.group], objective), costs) for spec in path]
+    def solved(path: Sequence[OpSpec]) -> tuple[SolvedLayer, dict[str, list[Option]]]:
+        groups = [LayerGroup.of(spec, _allowed(found[spec.place], objective), costs) for spec in path]
         best = solve_layer(groups, costs.overheads, objective)
         return best, {
-            spec.group: [best.with_chain_cost(number, item) for item in found[spec.group]]
+            spec.place: [best.with_chain_cost(number, item) for item in found[spec.place]]
             for number, spec in enumerate(path)
         }
 
     as_groups, options = solved(specs)
-    if ffn is None or not found[ffn.group]:
+    if ffn is None or not found[ffn.place]:
         return options
-    number = next(number for number, spec in enumerate(specs) if spec.group == "gate_up")
+    number = next(number for number, spec in enumerate(specs) if spec.group == ffn.parts[0])
     as_ffn, options_with_ffn = solved([*specs[:number], ffn, *specs[number + 2 :]])
     # Both paths are compared by the cost of the whole layer.
     between_us = costs.between_us(specs[number + 1], 1)
@@ -264,10 +264,10 @@ def chain_costs(
     cost = sum(item.cost for item in pair) + activation + as_ffn.cost - as_groups.cost
     of_ffn = [
         replace(item, time_us=item.time_us - own.time_us + time_us, cost=item.cost - own.cost + cost)
-        for item in options_with_ffn[ffn.group]
+        for item in options_with_ffn[ffn.place]
     ]
     others = options_with_ffn if as_ffn.cost < as_groups.cost else {}
-    return {**options, **others, ffn.group: of_ffn}
+    return {**options, **others, ffn.place: of_ffn}
 
 
 def _allowed(items: Sequence[Option], objective: Objective) -> list[Option]:

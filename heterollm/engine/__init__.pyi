@@ -34,7 +34,6 @@ from .step import Action as Action
 from .step import Buffer as Buffer
 from .step import Call as Call
 from .step import LinearWork as LinearWork
-from .step import Operator as Operator
 from .step import Step as Step
 from .step import operator_name as operator_name
 from .stream import AnswerKeywords as AnswerKeywords

@@ -181,7 +181,8 @@ class Compiler:
             first += tokens
         names = {memory: name for lane in self.lanes for memory, name in lane.names.items()}
         where = f"prefill of {' + '.join(map(str, lengths))}"
-        steps = interleaved(chunks, schedule, self._plan.chunk_length)
+        kinds = {spec.layer: spec.kind for spec in self._weights.specs}
+        steps = interleaved(chunks, schedule, self._plan.chunk_length, kinds)
         if self._check is not None:
             steps = self._check.checked(steps, names | _cache_names(cache), where)
         return CompiledPass.of(tuple(steps), delta, cache, len(lengths) - 1)

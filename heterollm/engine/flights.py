@@ -9,9 +9,9 @@ is enqueued before each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 from heterollm.engine.step import Step
 from heterollm.kernels.ops import GROUPS, Group
@@ -27,6 +27,11 @@ class Chunk(NamedTuple):
     steps: Sequence[Step]
 
 
+_Key: TypeAlias = tuple[int, Group]
+
+_Times: TypeAlias = Callable[[_Key], GroupTimes]
+
+
 @dataclass(slots=True)
 class _Piece:
     """Consecutive steps of a chunk.
@@ -35,32 +40,39 @@ class _Piece:
         processor: The processor that they keep busy.
         needs: Indices of pieces of the same chunk that must end before.
         attention_of: The layer of an attention at the beginning of the piece.
-        follows: Groups whose glue operators lie in the piece.
-        computes: Groups of which it computes a shard.
+        follows: Operators, by layer and group, whose glue operators lie in the piece.
+        computes: Operators of which it computes a shard.
         steps: The steps.
     """
 
     processor: Processor
     needs: list[int]
     attention_of: int | None = None
-    follows: list[Group] = field(default_factory=list)
-    computes: dict[Group, None] = field(default_factory=dict)
+    follows: list[_Key] = field(default_factory=list)
+    computes: dict[_Key, None] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
 
 
-def interleaved(chunks: Sequence[Chunk], schedule: ChunkSchedule, chunk_length: int) -> list[Step]:
+def interleaved(
+    chunks: Sequence[Chunk], schedule: ChunkSchedule, chunk_length: int, kinds: Mapping[int, str]
+) -> list[Step]:
     """Return the steps of all chunks in one order.
 
     Args:
         chunks: The chunks in the order of the prompt.
         schedule: The policy, and predicted times of a whole chunk.
         chunk_length: Tokens of a whole chunk.
+        kinds: Name of the kind of each layer.
     """
     cut = [_cut(chunk.steps) for chunk in chunks]
-    # A shorter chunk may place other operators; without times they only order less well.
-    unknown = {group: GroupTimes(group, 0.0, 0.0, 0.0, 0.0) for group in (*GROUPS, "ffn")}
-    times = unknown | {one.group: one for one in schedule.times}
-    refill_us = max(one.refill_us for one in times.values())
+    known = {(one.kind or "", one.group): one for one in schedule.times}
+
+    def times(key: _Key) -> GroupTimes:
+        layer, group = key
+        # A shorter chunk may place other operators; without times they only order less well.
+        return known.get((kinds.get(layer, ""), group)) or GroupTimes(group, 0.0, 0.0, 0.0, 0.0)
+
+    refill_us = max((one.refill_us for one in schedule.times), default=0.0)
     stages: list[list[Stage]] = []
     stores: list[dict[int, tuple[int, int]]] = []
     for number, (chunk, pieces) in enumerate(zip(chunks, cut, strict=True)):
@@ -131,35 +143,33 @@ def _cut(steps: Sequence[Step]) -> list[_Piece]:
         if step.operator == "attention":
             piece.attention_of = step.layer
         if step.operator in GROUPS or step.operator == "ffn":
-            group = step.operator
-            if (step.layer, group) not in met:
-                met.add((step.layer, group))
+            key = -1 if step.layer is None else step.layer, cast("Group", step.operator)
+            if key not in met:
+                met.add(key)
                 # Before a wait without a mark, the glue operators are in the piece before.
                 owner = piece if piece.processor == "gpu" else pieces[-2]
-                owner.follows.append(group)
+                owner.follows.append(key)
             if step.action == ("kernel" if piece.processor == "gpu" else "graph"):
-                piece.computes[group] = None
+                piece.computes[key] = None
             if step.action == "graph" and shard:
                 # The product of shadow outliers alone names no group.
-                pieces[-2].computes[group] = None
+                pieces[-2].computes[key] = None
     return pieces
 
 
-def _time_us(piece: _Piece, times: Mapping[Group, GroupTimes], fraction: float, position: int) -> float:
+def _time_us(piece: _Piece, times: _Times, fraction: float, position: int) -> float:
     """Return the predicted time of a piece of a chunk with this fraction of a whole chunk's tokens."""
     if piece.processor == "npu":
-        return sum(times[group].npu_us for group in piece.computes)
-    glue_us = (
-        times[group].before_us + position * times[group].before_us_per_position for group in piece.follows
-    )
-    return fraction * (sum(glue_us) + sum(times[group].gpu_us for group in piece.computes))
+        return sum(times(key).npu_us for key in piece.computes)
+    glue_us = (one.before_us + position * one.before_us_per_position for one in map(times, piece.follows))
+    return fraction * (sum(glue_us) + sum(times(key).gpu_us for key in piece.computes))
 
 
-def _slowdown(piece: _Piece, times: Mapping[Group, GroupTimes]) -> float:
+def _slowdown(piece: _Piece, times: _Times) -> float:
     """Return the factor on the time of a piece beside the other processor's; 1 for norms and the like."""
     if piece.processor == "npu":
-        return max((times[group].npu_slowdown for group in piece.computes), default=1.0)
-    groups: list[Group] = list(piece.computes)
+        return max((times(key).npu_slowdown for key in piece.computes), default=1.0)
+    keys: list[_Key] = list(piece.computes)
     if piece.attention_of is not None:
-        groups.append("o")
-    return max((times[group].gpu_slowdown for group in groups), default=1.0)
+        keys.append((piece.attention_of, "o"))
+    return max((times(key).gpu_slowdown for key in keys), default=1.0)

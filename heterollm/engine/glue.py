@@ -10,7 +10,8 @@ from heterollm.engine.builder import PassBuilder
 from heterollm.engine.placed import Delta, PlacedOp, codes_of, segments_of
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import DeviceMemory, GpuGlue, GpuLinear, NpuCodes, RoundedInputs, Segments
+from heterollm.kernels.gpu import DeviceMemory, GlueKernels, GpuLinear, NpuCodes, RoundedInputs, Segments
+from heterollm.kernels.operators import add_bias, final_norm, join_logits, rms_norm, soft_cap
 from heterollm.model import LayerStage, ModelConfig, Norm
 
 
@@ -24,7 +25,7 @@ class GlueEmitter:
     """
 
     def __init__(self, device: Device, config: ModelConfig, tensors: GlueTensors) -> None:
-        self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._layers = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._config = config
         self._tensors = tensors
 
@@ -54,7 +55,8 @@ class GlueEmitter:
             codes: Buffers for codes of the output, or None.
         """
         residual, out = builder.lane.private["residual"], builder.lane.shared["linear_input"]
-        launch = self._layers.rms_norm(
+        launch = rms_norm(
+            self._layers,
             residual,
             self._tensors.norm(layer, norm),
             out,
@@ -85,7 +87,8 @@ class GlueEmitter:
     def _add(self, builder: PassBuilder, layer: int, norm: Norm, delta: Segments) -> None:
         """Append the addition of values to the residual stream, by a norm whose output nothing reads."""
         residual, out = builder.lane.private["residual"], builder.lane.shared["linear_input"]
-        launch = self._layers.rms_norm(
+        launch = rms_norm(
+            self._layers,
             residual,
             self._tensors.norm(layer, norm),
             out,
@@ -100,7 +103,8 @@ class GlueEmitter:
     def final_norm(self, builder: PassBuilder, delta: Delta, op: PlacedOp) -> None:
         """Append the norm before the head, for the rows in the step buffer."""
         config, residual, step = self._config, builder.lane.private["residual"], builder.lane.step
-        launch = self._layers.final_norm(
+        launch = final_norm(
+            self._layers,
             residual,
             self._tensors.final_norm,
             op.source,
@@ -117,7 +121,7 @@ class GlueEmitter:
     def join(self, builder: PassBuilder, head: Segments) -> None:
         """Append the join of the logits' segments."""
         logits = builder.lane.shared["logits"]
-        launch = self._layers.join_logits(head, logits, rows=builder.tokens)
+        launch = join_logits(self._layers, head, logits, rows=builder.tokens)
         builder.kernel("join", None, launch, reads=segments_of(head), writes=(logits,))
 
     def finish_logits(self, builder: PassBuilder) -> None:
@@ -125,10 +129,10 @@ class GlueEmitter:
         cap, logits = self._config.logit_soft_cap, builder.lane.shared["logits"]
         bias, vocabulary = self._tensors.bias(-1, "head"), self._config.vocab_size
         if bias is not None:
-            launch = self._layers.add_bias(logits, bias, rows=builder.tokens, vocabulary=vocabulary)
+            launch = add_bias(self._layers, logits, bias, rows=builder.tokens, vocabulary=vocabulary)
             builder.kernel("head bias", None, launch, reads=(logits,), writes=(logits,), ends=False)
         if cap:
-            launch = self._layers.soft_cap(logits, cap, rows=builder.tokens, vocabulary=vocabulary)
+            launch = soft_cap(self._layers, logits, cap, rows=builder.tokens, vocabulary=vocabulary)
             builder.kernel("soft cap", None, launch, reads=(logits,), writes=(logits,), ends=False)
 
 

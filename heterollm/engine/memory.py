@@ -133,12 +133,7 @@ def memory_need(
 
 
 def _has_shadow(plan: Plan, spec: OpSpec) -> bool:
-    return any(
-        entry.placement.shadow
-        and entry.group == spec.group
-        and entry.layers[0] <= spec.layer <= entry.layers[1]
-        for entry in plan.placed
-    )
+    return any(entry.placement.shadow and entry.holds(spec) for entry in plan.placed)
 
 
 def check_memory(need: MemoryNeed, available: int | None = None) -> None:

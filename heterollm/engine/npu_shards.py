@@ -112,9 +112,8 @@ def planned_graphs(
     """
     for spec in (*specs, *ffn_specs(specs)):
         for entry in plan.placed:
-            placement, (first, last) = entry.placement, entry.layers
-            used = entry.group == spec.group and first <= spec.layer <= last
-            if used and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
+            placement = entry.placement
+            if entry.holds(spec) and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
                 form, rows = cast("GraphForm | None", placement.form), placement.npu_rows
                 shadow = placement.shadow
                 if form in INTEGER_FORMS:

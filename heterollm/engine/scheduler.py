@@ -143,9 +143,10 @@ class Scheduler:
         try:
             if not task.cancelled and self._turn(task):
                 return True
+        except Exception as error:  # noqa: BLE001 - the reader gets it
+            task.fail(error)
         except BaseException as error:  # noqa: BLE001 - a library's panic would end the reader's loop
-            is_plain = isinstance(error, Exception)
-            task.fail(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
+            task.fail(RuntimeError(f"{type(error).__name__}: {error}"))
         self._end(task)
         return True
 

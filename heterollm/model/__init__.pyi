@@ -25,7 +25,9 @@ from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables
 from .sampling_defaults import SamplingDefaults as SamplingDefaults
 from .sampling_defaults import read_sampling_defaults as read_sampling_defaults
+from .shape import LayerKind as LayerKind
 from .shape import ModelShape as ModelShape
+from .shape import kinds_of_specs as kinds_of_specs
 from .shape import model_shape as model_shape
 from .shape import read_config as read_config
 from .shape import shape_of_specs as shape_of_specs

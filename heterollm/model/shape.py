@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -152,17 +152,22 @@ def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> M
 
 def kinds_of(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[LayerKind, ...]:
     """Return the kinds of layers that all groups of a model have, in the order of their first layers."""
-    experts = {spec.layer: spec for spec in expert_specs(config, specs)}
+    return kinds_of_specs((*specs, *expert_specs(config, specs)))
+
+
+def kinds_of_specs(specs: Iterable[OpSpec]) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers that groups have, the experts of a mixture among them."""
     kinds: dict[str, dict[int, list[OpSpec]]] = {}
     for spec in specs:
         if spec.layer != HEAD_LAYER:
             kinds.setdefault(spec.kind, {}).setdefault(spec.layer, []).append(spec)
-    return tuple(
-        [
-            LayerKind(name, tuple(layers), tuple(layers[first := min(layers)]), experts.get(first))
-            for name, layers in kinds.items()
-        ]
-    )
+    found = []
+    for name, layers in kinds.items():
+        first = layers[min(layers)]
+        own = tuple(spec for spec in first if spec.experts is None)
+        experts = next((spec for spec in first if spec.experts is not None), None)
+        found.append(LayerKind(name, tuple(sorted(layers)), own, experts))
+    return tuple(sorted(found, key=lambda kind: kind.layers))
 
 
 def _layer_bytes(layer: Sequence[OpSpec], experts: OpSpec | None) -> int:

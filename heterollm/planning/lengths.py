@@ -177,9 +177,11 @@ def _use(
     for tokens, weight in passes.items():
         chain = solver.length(tokens, slices)
         total_us += weight * chain.time_us
-        for choice in chain.choices:
-            own, wasted = _work(choice, tokens)
-            computed, padded = computed + weight * own, padded + weight * wasted
+        for kind, own_chain in zip(solver.kinds, chain.chains, strict=True):
+            for choice in own_chain.choices:
+                own, wasted = _work(choice, tokens)
+                computed += weight * kind.count * own
+                padded += weight * kind.count * wasted
     mean_us = total_us / (sum(passes.values()) or 1.0)
     return LengthUse(
         solver.limits.standard_lengths, graphs, build_us, mean_us, padded / computed if computed else 0.0
@@ -188,16 +190,23 @@ def _use(
 
 def _built_us(plan: Plan, solver: Solver, builds: BuildCosts, lengths: Collection[int]) -> tuple[int, float]:
     """Return how many graphs of some lengths a plan needs, and how long building them takes."""
-    specs = {spec.group: spec for spec in (*solver.layer, solver.head, *ffn_specs(solver.layer))}
-    slices = {
-        (entry.group, entry.placement.npu_rows, 1 if builds.free else length, entry.layers)
+    specs = (*solver.specs, *ffn_specs(solver.specs))
+    held = {
+        (entry.group, entry.kind, entry.layers): [spec for spec in specs if entry.holds(spec)]
+        for entry in plan.entries
+    }
+    graphs = {
+        (entry.group, entry.kind, entry.layers, entry.placement.npu_rows, 1 if builds.free else length)
         for entry in plan.entries
         for length in entry.placement.npu_lengths
         if length in lengths
     }
-    layers = [high - low + 1 for *_, (low, high) in slices]
-    times_us = (builds.graph_us(specs[group], rows, length) for group, rows, length, _ in slices)
-    return sum(layers), sum(count * time_us for count, time_us in zip(layers, times_us, strict=True))
+    count, total_us = 0, 0.0
+    for group, kind, layers, rows, length in graphs:
+        own = held[group, kind, layers]
+        count += len(own)
+        total_us += len(own) * builds.graph_us(own[0], rows, length)
+    return count, total_us
 
 
 def _work(choice: Choice, tokens: int) -> tuple[float, float]:

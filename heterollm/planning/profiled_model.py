@@ -24,6 +24,7 @@ from heterollm.solver import (
     ShadowChannels,
     graph_sharing,
     group_shadows,
+    kind_counts,
     limits_of,
     predict_pass,
     predict_prompt,
@@ -60,7 +61,7 @@ class ProfiledModel:
     @cached_property
     def costs(self) -> ProfileCosts:
         """Times of the model's operators, by the profile."""
-        shadows = group_shadows(self.shadows, self.config.layers)
+        shadows = group_shadows(self.shadows, self.specs)
         return ProfileCosts(self.profile, self.shape, shadows=shadows)
 
     @cached_property
@@ -98,7 +99,7 @@ class ProfiledModel:
     @cached_property
     def has_ffn(self) -> bool:
         """Whether the profile has times of the model's feed-forward network as one operator."""
-        return self._measured(ffn_specs(self.specs)[:1])
+        return self._measured(ffn_specs(self.specs))
 
     @cached_property
     def has_linears(self) -> bool:
@@ -149,7 +150,7 @@ class ProfiledModel:
             return found
         if self.experts and plan.has_npu_experts:
             prices = self.expert_prices(tokens)
-            found = with_experts_time(found, plan, prices, self.experts[0], self.config.layers)
+            found = with_experts_time(found, plan, prices, self.experts)
         if not plan.sparse_attention:
             return found
         return with_attention_time(found, plan, self.attention_costs, (position or 0) + tokens)
@@ -171,8 +172,7 @@ class ProfiledModel:
             found = [one for one in passes if one is not None]
             if len(found) < len(passes):
                 return None
-            layers = self.config.layers
-            idle_us = (one.time_us - one.npu_us(layers) for one in found)
+            idle_us = (one.time_us - one.npu_us for one in found)
             return PredictedPrompt(sum(one.time_us for one in found), sum(idle_us))
         first, tokens = chunks[-1]
         last, body = (
@@ -181,8 +181,8 @@ class ProfiledModel:
         if last is None or body is None:
             return None
         lengths = [length for _, length in chunks]
-        flown = predict_prompt(plan.schedule, lengths, self.config.layers, position=position)
-        head_us, head_npu_us = last.time_us - body.time_us, last.npu_us(0)
+        flown = predict_prompt(plan.schedule, lengths, kind_counts(self.specs), position=position)
+        head_us, head_npu_us = last.time_us - body.time_us, last.head.option.npu_us if last.head else 0.0
         return PredictedPrompt(flown.time_us + head_us, flown.npu_idle_us + head_us - head_npu_us)
 
     def npu_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
@@ -210,6 +210,6 @@ class ProfiledModel:
 
     def _measured(self, specs: Sequence[OpSpec]) -> bool:
         limits = self.limits
-        # Layers are alike: one spec of each group is enough.
-        each = {spec.group: spec for spec in specs}.values()
+        # Layers of a kind are alike: one spec of each place is enough.
+        each = {spec.place: spec for spec in specs}.values()
         return limits is not None and any(limits.runs(spec) for spec in each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heterollm.base import GIB, format_bytes, format_duration
+from heterollm.kernels.ops import ffn_specs
 from heterollm.planning import profile_words
 from heterollm.report.console import table
 from heterollm.report.plan_experts import experts_report
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         ChunkSchedule,
         GraphSharing,
         Plan,
+        PredictedKind,
         PredictedOperator,
         PredictedPass,
         RejectedOption,
@@ -54,12 +56,13 @@ def plan_report(planned: Planned, prompts: Sequence[int], decode: int, *, explai
     if plan.calibration is not None:
         parts.append(Text(calibration_words(plan)))
     for found in passes:
-        parts += [Text(), pass_table(found, explain=explain)]
+        parts += [Text(), *pass_tables(found, explain=explain)]
     if decode > 1:
         parts.append(answers_table(model, plan, prompts, decode))
+    kinds = [f"{kind.count} {kind.name}".rstrip() for kind in model.shape.kinds]
     parts.append(
         Text(
-            f"\nTimes of groups are of one of {model.config.layers} layers; those of passes count all "
+            f"\nTimes of groups are of one of {' and '.join(kinds)} layers; those of passes count all "
             "layers and the glue operators, in an empty session: attention takes longer later."
         )
     )
@@ -114,11 +117,12 @@ def held_words(model: ProfiledModel, plan: Plan) -> str:
 def slices_table(model: ProfiledModel, plan: Plan) -> Table:
     """Return the resident slices of a plan with the lengths and the memory of their graphs."""
     made = table("group", ">rows of each member", "lengths", ">graphs", ">memory", title="The NPU's graphs")
+    specs = (*model.specs, *ffn_specs(model.specs))
     for held in plan.slices:
-        layers = held.layers[1] - held.layers[0] + 1
+        layers = sum(held.holds(spec) for spec in specs)
         own = structs.replace(plan, slices=(held,), entries=(), schedule=None, experts=())
         made.add_row(
-            held.group,
+            _in_kind(held.group, held.kind),
             " + ".join(map(str, held.npu_rows)),
             ", ".join(map(str, held.lengths)),
             str(layers * len(held.lengths)),
@@ -131,13 +135,18 @@ def flights_table(model: ProfiledModel, plan: Plan, schedule: ChunkSchedule) -> 
     """Return the placements of whole chunks in flight, with the predicted times of both processors."""
     title = f"Whole chunks of {plan.chunk_length} tokens, up to {schedule.in_flight} at once"
     made = table("group", "placement", ">GPU before us", ">GPU us", ">NPU us", title=title)
-    times = {one.group: one for one in schedule.times}
-    layer = [spec for spec in model.specs if spec.layer == 0]
-    for spec, placement in plan.of_flights.operators("prefill", plan.chunk_length, layer):
-        if (one := times.get(spec.group)) is not None:
-            words = describe(placement, spec, plan.chunk_length)
-            made.add_row(spec.group, words, f"{one.before_us:.0f}", f"{one.gpu_us:.0f}", f"{one.npu_us:.0f}")
+    times = {(one.kind or "", one.group): one for one in schedule.times}
+    first_layers = [spec for kind in model.shape.kinds for spec in kind.specs]
+    for spec, placement in plan.of_flights.operators("prefill", plan.chunk_length, first_layers):
+        if (one := times.get((spec.kind, spec.group))) is not None:
+            words, group = describe(placement, spec, plan.chunk_length), _in_kind(spec.group, spec.kind)
+            made.add_row(group, words, f"{one.before_us:.0f}", f"{one.gpu_us:.0f}", f"{one.npu_us:.0f}")
     return made
+
+
+def _in_kind(group: str, kind: str) -> str:
+    """Return a group with the kind of its layers, where there are several."""
+    return f"{group} of {kind}" if kind else group
 
 
 def bubbles_table(model: ProfiledModel, plan: Plan, prompts: Sequence[int]) -> Table:
@@ -260,8 +269,8 @@ def _named(passes: Sequence[PredictedPass]) -> str:
     )
 
 
-def pass_table(found: PredictedPass, *, explain: bool) -> Table:
-    """Return the placements of one pass.
+def pass_tables(found: PredictedPass, *, explain: bool) -> Iterator[Table]:
+    """Yield the placements of one pass, a table for each kind of layers, the head in the last one.
 
     Args:
         found: The pass.
@@ -272,13 +281,23 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
         f"{found.phase}, {found.tokens} token{'s' if found.tokens > 1 else ''}: "
         f"{found.time_us / 1e3:.2f} ms, {found.tokens_per_s:.1f} tokens/s predicted"
     )
+    for number, kind in enumerate(found.kinds):
+        named = f"{title}\n{kind.layers} layers of kind {kind.name}" if kind.name else title
+        last = number == len(found.kinds) - 1
+        yield _kind_table(found, kind, found.head if last else None, named, explain=explain)
+
+
+def _kind_table(
+    found: PredictedPass, kind: PredictedKind, head: PredictedOperator | None, title: str, *, explain: bool
+) -> Table:
+    operators = (*kind.operators, *([] if head is None else [head]))
     columns = ["group", "placement", ">NPU share", ">GPU us", ">NPU us", ">time us"]
-    codes = explain and any(item.option.read_us for item in found.operators)
-    shadows = explain and any(item.option.shadow.find_us for item in found.operators)
+    codes = explain and any(item.option.read_us for item in operators)
+    shadows = explain and any(item.option.shadow.find_us for item in operators)
     more = [*([">codes us"] if codes else []), *([">shadow us"] if shadows else [])]
     more += ["rejected"] if explain else []
     result = table(*columns, *more, title=title)
-    for item in found.operators:
+    for item in operators:
         option = item.option
         row = [
             item.spec.group,
@@ -293,9 +312,9 @@ def pass_table(found: PredictedPass, *, explain: bool) -> Table:
         if shadows:
             row.append(" + ".join(f"{one_us:.0f}" for one_us in option.shadow) if any(option.shadow) else "")
         if explain:
-            row.append("\n".join(_reasons(item, found.ffn_us)))
+            row.append("\n".join(_reasons(item, kind.ffn_us)))
         result.add_row(*row)
-    if found.experts_us:
+    if kind.mixture_us:
         of_layer = ["experts", "on the GPU", "", "", "", f"{found.experts_us:.0f}"]
         if found.experts_npu_us:
             of_layer[1] = "groups on the NPU, the rest on the GPU; of the mean layer"

@@ -11,7 +11,7 @@ from msgspec import structs
 from heterollm.base import GIB
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import graph_memory
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.kernels.sim import soc_of
 from heterollm.simulate.experts import ExpertUse
 from heterollm.simulate.phase import PhaseUse
@@ -58,7 +58,8 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
         specs: All groups of the model, and the experts of a mixture.
     """
     soc = soc_of(device)
-    count = sum((held.layers[1] - held.layers[0] + 1) * len(held.lengths) for held in plan.slices)
+    every = (*specs, *ffn_specs(specs))
+    count = sum(len(held.lengths) for held in plan.slices for spec in every if held.holds(spec))
     count += len(
         {
             (layer, group)
@@ -107,6 +108,7 @@ class SimulationResult:
         splits: The split of each group by phase, as :func:`heterollm.solver.notation` writes it.
         in_order: The prompt under the plan for one chunk after the other; None without chunks in flight.
         experts: The rows of a mixture's experts; None for a model without.
+        layers: Layers of each kind, by its name.
     """
 
     device: str
@@ -134,6 +136,7 @@ class SimulationResult:
     splits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     in_order: PhaseUse | None = None
     experts: ExpertUse | None = None
+    layers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def predicted_npu_idle_fraction(self) -> float | None:
@@ -141,7 +144,7 @@ class SimulationResult:
         plan, lengths = self.plan, [length for _, length in self.plan.chunks(self.prefill.tokens)]
         if plan.schedule is None or len(lengths) == 1:
             return None
-        return predict_prompt(plan.schedule, lengths, self.sharing.attentions).npu_idle_fraction
+        return predict_prompt(plan.schedule, lengths, self.layers).npu_idle_fraction
 
     @property
     def average_watts(self) -> float:

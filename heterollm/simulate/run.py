@@ -57,6 +57,7 @@ from heterollm.solver import (
     ShadowChannels,
     SparseAttention,
     expert_technique,
+    kind_counts,
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -137,6 +138,7 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
         splits=splits_of(plan, specs, first),
         in_order=in_order,
         experts=run.experts,
+        layers=kind_counts(specs),
     )
 
 

@@ -25,7 +25,8 @@ from heterollm.profiler.records import (
 )
 from heterollm.solver import ProfileCosts, Solver, best_strategy, limits_of, power_of
 from heterollm.solver.costs import Slowdown
-from heterollm.solver.profile_costs import DECODE_POSITION, overheads_of
+from heterollm.solver.profile_costs import DECODE_POSITION
+from heterollm.solver.profile_overheads import overheads_of
 
 NAME = "sim:snapdragon-8gen3-paper"
 SHAPE = ModelSize(4096, 14336, 8, 32, 8, 128256, False, 128, 2048).shape("wide", group_size=128)

@@ -39,7 +39,7 @@ class RandomCosts:
     def between_us(self, spec, tokens):
         return self._draw("between", spec.group, tokens)
 
-    def mixture_us(self, tokens):
+    def mixture_us(self, tokens, kind=""):
         return ()
 
     def kernels_us(self, spec):

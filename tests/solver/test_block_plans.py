@@ -349,8 +349,8 @@ def test_the_budget_is_never_exceeded(made, seed, npu_bytes, copies_by_length, w
             used.setdefault(choice.spec.group, set()).update(
                 (own.npu_rows, length if copies_by_length else 0) for length in own.npu_lengths
             )
-    by_group = {spec.group: spec for spec in (*solver.layer, solver.ffn)}
-    assert npu_bytes >= solver.layers * sum(
+    by_group = {spec.group: spec for spec in (*solver.kinds[0].specs, solver.kinds[0].ffn)}
+    assert npu_bytes >= solver.kinds[0].count * sum(
         by_group[group].slice_bytes(rows) for group, pairs in used.items() for rows, _ in pairs
     )
 

@@ -106,7 +106,7 @@ def test_a_block_of_two_formats_is_none(made):
     gate_up = made.spec("gate_up", (128, 128), 64, weight=WeightFormat(4, 32))
     specs = (gate_up, made.spec("down", (64,), 128), made.spec("head", (64,), layer=-1))
     solver = Solver(specs, made.limits(), made.block_costs(0), level="block")
-    assert solver.ffn is None
+    assert solver.kinds[0].ffn is None
     assert len(solver.length(32).choices) == 2
 
 
@@ -331,7 +331,7 @@ def test_parts_of_unlike_ratios_are_placed_apart(made):
             return own_us
 
     costs = Costs(0, overheads=Overheads(), slowdown=Slowdown())
-    chain = Solver(made.model(), made.limits(), costs, level="block").length(64)
+    [chain] = Solver(made.model(), made.limits(), costs, level="block").length(64).chains
     assert [choice.spec.group for choice in chain.choices] == ["qkv", "o", "gate_up", "down"]
     assert [choice.spec.group for choice in chain.rejected_path] == ["ffn"]
 

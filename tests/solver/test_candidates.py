@@ -252,7 +252,7 @@ def test_a_plan_covers_every_length_legally(made, seed):
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.chunk_length == chunk
     assert plan.shape == model_shape(specs)
-    for phase, spec in itertools.product(get_args(Phase), (*solver.layer, solver.head)):
+    for phase, spec in itertools.product(get_args(Phase), (*solver.kinds[0].specs, solver.head)):
         entries = [entry for entry in plan.entries if entry.phase == phase and entry.group == spec.group]
         # Ranges follow each other without a gap; neighbours differ, but short ones have their own entries.
         starts = [entry.lengths[0] for entry in entries]

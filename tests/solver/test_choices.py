@@ -19,7 +19,7 @@ from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.objective import Power
 from heterollm.solver.options import evaluate
 from heterollm.solver.placements import RowsPlacement
-from heterollm.solver.profile_costs import overheads_of
+from heterollm.solver.profile_overheads import overheads_of
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)
@@ -28,8 +28,8 @@ lengths = st.one_of(st.sampled_from([1, 32, 64, 128]), st.integers(1, 300))
 
 def total_us(solver, tokens, items):
     """Time of all layers with one item a group."""
-    between_us = sum(solver.costs.between_us(spec, tokens) for spec in solver.layer)
-    return solver.layers * (between_us + sum(item.time_us for item in items))
+    between_us = sum(solver.costs.between_us(spec, tokens) for spec in solver.kinds[0].specs)
+    return solver.kinds[0].count * (between_us + sum(item.time_us for item in items))
 
 
 def priced(solver, spec, tokens):
@@ -45,7 +45,9 @@ def priced(solver, spec, tokens):
 def test_never_worse_than_one_part(made, seed, tokens, margin):
     solver = Solver(made.model(), made.limits(), made.costs(seed), Objective(margin_fraction=margin))
     chain = solver.length(tokens)
-    by_group = [[item for item in priced(solver, spec, tokens) if not item.is_split] for spec in solver.layer]
+    by_group = [
+        [item for item in priced(solver, spec, tokens) if not item.is_split] for spec in solver.kinds[0].specs
+    ]
     for items in itertools.product(*by_group):
         assert chain.time_us <= total_us(solver, tokens, items) * (1 + 1e-12)
 
@@ -260,7 +262,9 @@ def energy_uj(solver, chain):
     """Energy of all layers, idle time in front of an empty queue included."""
     chosen = [choice.chosen for choice in chain.choices]
     power = solver.objective.power
-    return solver.layers * sum(power.energy_uj(item.time_us, item.gpu_us, item.npu_us) for item in chosen)
+    return solver.kinds[0].count * sum(
+        power.energy_uj(item.time_us, item.gpu_us, item.npu_us) for item in chosen
+    )
 
 
 @quickly

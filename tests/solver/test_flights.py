@@ -7,7 +7,7 @@ from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import GraphMemory
-from heterollm.solver import Budget, Plan, PlanRequest, Solver, plan_flights, predict_prompt
+from heterollm.solver import Budget, Plan, PlanRequest, Solver, kind_counts, plan_flights, predict_prompt
 from heterollm.solver.costs import Overheads
 
 PROMPTS = {96: 1.0, 300: 1.0, 1000: 1.0}
@@ -46,13 +46,15 @@ def test_chunks_in_flight_are_predicted_faster(planned, seed, level):
     assert flown.schedule is not None
     lengths = [length for _, length in flown.chunks(1000)]
     alone = structs.replace(flown.schedule, in_flight=1)
-    found, other = (predict_prompt(one, lengths, solver.layers) for one in (flown.schedule, alone))
+    found, other = (
+        predict_prompt(one, lengths, kind_counts(solver.specs)) for one in (flown.schedule, alone)
+    )
     assert found.time_us < other.time_us
     assert found.npu_idle_us < other.npu_idle_us
     assert all(entry.lengths == (flown.chunk_length,) * 2 for entry in flown.schedule.entries)
     assert Plan.from_json(flown.to_json()) == flown
     # A chunk in flight computes each operator once, whatever a single chunk does.
-    operators = flown.of_flights.operators("prefill", flown.chunk_length, solver.layer)
+    operators = flown.of_flights.operators("prefill", flown.chunk_length, solver.kinds[0].specs)
     assert [spec.group for spec, _ in operators] in (["qkv", "o", "gate_up", "down"], ["qkv", "o", "ffn"])
 
 
@@ -85,7 +87,7 @@ def test_without_gain_a_plan_stays_as_it_is(planned, changed):
 def test_auto_takes_the_fewest_chunks_that_are_nearly_as_fast_as_more(planned, seed):
     def prompt_us(solver, flown):
         lengths = [length for _, length in flown.chunks(1000)]
-        return predict_prompt(flown.schedule, lengths, solver.layers).time_us
+        return predict_prompt(flown.schedule, lengths, kind_counts(solver.specs)).time_us
 
     solver, plan, flown = planned(seed, in_flight="auto")
     assert flown.lanes in (2, 4, 8, 16)

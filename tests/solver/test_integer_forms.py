@@ -12,7 +12,7 @@ from heterollm.solver.candidates import NpuLimits, candidates
 from heterollm.solver.costs import NO_SHADOW, Overheads, ShadowTimes, Slowdown, joint_time_us
 from heterollm.solver.options import evaluate
 from heterollm.solver.placements import RowsPlacement
-from heterollm.solver.profile_costs import limits_of
+from heterollm.solver.profile_limits import limits_of
 from heterollm.solver.submissions import LayerGroup, layer_us
 
 STEPPED = WeightFormat(4, 32, scales="stepped")

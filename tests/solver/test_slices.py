@@ -56,8 +56,8 @@ def test_the_budget_is_never_exceeded(made, seed, npu_bytes, copies_by_length, w
             used.setdefault(choice.spec.group, set()).update(
                 (own.npu_rows, length if copies_by_length else 0) for length in own.npu_lengths
             )
-    per_group = {spec.group: spec for spec in solver.layer}
-    assert npu_bytes >= solver.layers * sum(
+    per_group = {spec.group: spec for spec in solver.kinds[0].specs}
+    assert npu_bytes >= solver.kinds[0].count * sum(
         per_group[group].weight.weight_bytes(sum(rows), per_group[group].columns)
         for group, pairs in used.items()
         for rows, _ in pairs

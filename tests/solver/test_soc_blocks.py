@@ -102,7 +102,7 @@ def solve(made, model, tokens, level, *, chunked=False):
     limits = NpuLimits(STANDARD_LENGTHS, 256, forms_of(chunked=chunked))
     objective = Objective(margin_fraction=LEAST_GAIN)
     solver = Solver(tuple(specs), limits, Snapdragon(tokens), objective, level=level)
-    chain = solver.length(tokens)
+    [chain] = solver.length(tokens).chains
     return chain, chain.time_us + made.head_choice(solver, 1).chosen.time_us
 
 

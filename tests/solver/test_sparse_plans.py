@@ -194,11 +194,11 @@ def test_graphs_count_at_their_padded_size():
 def test_predictions_count_attention_by_the_session(made):
     costs = FakeCosts(5.0)
     found = plan(made, planned(costs))
-    dense = PredictedPass("prefill", CHUNK, (), 1.0, 1e6)
+    dense = PredictedPass("prefill", CHUNK, (), None, 1e6)
     short, long = (with_attention_time(dense, found, costs, keys) for keys in (CHUNK, CONTEXT))
     assert long.time_us < dense.time_us
     assert long.scores_us > 0
-    assert long.npu_us(LAYERS) == long.scores_us
+    assert long.npu_us == long.scores_us
     rows = {row.keys: row for row in break_even(found, costs, LAYERS, CONTEXT)}
     for keys, own in ((CHUNK, short), (CONTEXT, long)):
         row = rows[keys]

@@ -182,7 +182,7 @@ def test_a_plan_of_decode_is_no_slower_than_any_part_alone(made, seed):
     solver = Solver(specs, limits, costs, chunk_length=32)
     slices = solver.slices()
     chain = solver.length(1, slices)
-    layer = solver.layer
+    layer = solver.kinds[0].specs
 
     def alone_us(on_npu):
         places, chosen = [], []

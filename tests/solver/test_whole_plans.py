@@ -20,7 +20,7 @@ WIDE = ModelSize(4096, 14336, 32, 32, 8, 128256, False, 128, 2048).shape("Llama-
 def alone_us(solver, tokens, is_on_gpu):
     """Time of the groups with one part alone, the best of its ways."""
     total_us = 0.0
-    for spec in solver.layer:
+    for spec in solver.kinds[0].specs:
         items = [
             evaluate(spec, tokens, placement, solver.costs)
             for placement in candidates(spec, tokens, solver.limits, splits=[spec.member_rows])

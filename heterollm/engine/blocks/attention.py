@@ -11,7 +11,8 @@ from heterollm.engine.sparse_attention import SparseAttentionEmitter
 from heterollm.engine.step import Buffer
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import ROUNDING, GpuGlue, HeadShape, Rotation, RoundedInputs, Scores, Segments
+from heterollm.kernels.gpu import ROUNDING, GlueKernels, HeadShape, Rotation, RoundedInputs, Scores, Segments
+from heterollm.kernels.operators import attend, rope_and_store
 from heterollm.model import AttentionBlock, ModelConfig
 from heterollm.solver import Plan, SparseAttention
 
@@ -32,7 +33,7 @@ class AttentionEmitter:
         tensors: GlueTensors,
         sparse: SparseAttentionEmitter,
     ) -> None:
-        self._kernels = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._epsilon, self._plan, self._context = config.rms_norm_eps, plan, context
         self._linears, self._tensors, self._sparse = linears, tensors, sparse
 
@@ -58,7 +59,8 @@ class AttentionEmitter:
     def _rope(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: Segments) -> None:
         """Append RoPE, which also writes keys and values to the cache."""
         query, step, kv = builder.lane.private["query"], builder.lane.step, builder.layer_cache(layer)
-        launch = self._kernels.rope_and_store(
+        launch = rope_and_store(
+            self._kernels,
             qkv,
             self._tensors.bias(layer, "qkv"),
             query,
@@ -89,7 +91,8 @@ class AttentionEmitter:
         """Append attention over the cache; a long context has several parts, whose results are joined."""
         lane, kv = builder.lane, builder.layer_cache(layer)
         query, out = lane.private["query"], lane.shared["attention_output"]
-        first, *rest = self._kernels.attention(
+        first, *rest = attend(
+            self._kernels,
             query,
             kv,
             out,

@@ -8,7 +8,8 @@ from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_o
 from heterollm.engine.step import LinearWork, Step, shard_name
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import GpuGlue, Launch, RoundedInputs, Segments
+from heterollm.kernels.gpu import GlueKernels, Launch, RoundedInputs, Segments
+from heterollm.kernels.operators import activate
 from heterollm.model import FfnBlock
 
 
@@ -16,7 +17,7 @@ class FfnEmitter:
     """Emits feed-forward networks."""
 
     def __init__(self, device: Device, linears: LinearEmitter, tensors: GlueTensors) -> None:
-        self._kernels = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._linears, self._tensors = linears, tensors
 
     def begin(self, builder: PassBuilder, layer: int, block: FfnBlock) -> Begun:
@@ -48,7 +49,8 @@ class FfnEmitter:
         start: int = 0,
     ) -> Launch:
         """Return the kernel of the gated activation; ``start`` is the first row of gate and of up."""
-        return self._kernels.gated_activation(
+        return activate(
+            self._kernels,
             gate_up,
             builder.lane.shared["activated"],
             tokens=builder.tokens,

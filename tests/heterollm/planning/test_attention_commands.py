@@ -12,7 +12,7 @@ from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs
-from heterollm.profiler.measure.layer_cases import layer_cases
+from heterollm.profiler.measure.layers import layer_cases
 from heterollm.profiler.measure.sparse_cases import sparse_cases
 from heterollm.profiler.records import Profile, Record, profile_path
 from heterollm.solver import Plan

@@ -160,7 +160,7 @@ def test_no_length_costs_much_more_than_its_own_solution(profile, folder, level)
             for held in made.plan.slices
             if held.group == spec.group
         }
-        for spec in (*solver.layer, solver.head, *ffn_specs(solver.layer))
+        for spec in (*solver.kinds[0].specs, solver.head, *ffn_specs(solver.specs))
     }
     for phase, tokens in itertools.product(
         get_args(Phase), (*range(1, 34), 50, 63, 65, 100, 127, 129, 200, 299)
@@ -436,7 +436,7 @@ def test_runners_up_are_ordered_by_all_that_they_cost() -> None:
         def between_us(self, spec, tokens):
             return 0.0
 
-        def mixture_us(self, tokens):
+        def mixture_us(self, tokens, kind=""):
             return ()
 
     specs = tuple(
@@ -448,4 +448,4 @@ def test_runners_up_are_ordered_by_all_that_they_cost() -> None:
     found = predict_pass(plan, specs, Costs(), "prefill", 32)
     item = found.operators[0]
     assert item.option.time_us == 80.0
-    assert _reasons(item, found.ffn_us) == ["GPU: 100 us (+25%)", "NPU at 32, plain: 130 us (+62%)"]
+    assert _reasons(item, found.kinds[0].ffn_us) == ["GPU: 100 us (+25%)", "NPU at 32, plain: 130 us (+62%)"]

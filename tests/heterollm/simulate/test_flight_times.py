@@ -23,7 +23,7 @@ def cache(tmp_path_factory):
 def ratio(found, schedule: ChunkSchedule) -> float:
     """Return the predicted time of a prompt's layers over the simulated one."""
     chunks = [length for _, length in found.plan.chunks(found.prefill.tokens)]
-    predicted = predict_prompt(schedule, chunks, find_model(found.model).config.layers)
+    predicted = predict_prompt(schedule, chunks, {"": find_model(found.model).config.layers})
     head_us = sum(span.end_us - span.begin_us for span in found.prefill.spans if span.name in HEAD)
     return predicted.time_us / (found.prefill.elapsed_us - head_us)
 

@@ -20,7 +20,7 @@ from heterollm.profiler.records import Profile
 from heterollm.report.tables_sweep import read_simulated
 from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
 from heterollm.simulate.account import USES
-from heterollm.solver.profile_costs import overheads_of
+from heterollm.solver.profile_overheads import overheads_of
 
 SMALL, OWN, PAPER = "llama-3.2-1b", "snapdragon-8gen3", "snapdragon-8gen3-paper"
 MAPPED = {"memory.fine_grained_svm": 0.0}

@@ -1,0 +1,85 @@
+"""Kinds of layers as the solver plans them: alike groups of several kinds are one group to place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from heterollm.kernels.ops import OpSpec, ffn_specs
+from heterollm.model import LayerKind, kinds_of_specs
+from heterollm.solver.costs import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedKind:
+    """A kind of layers with the groups that the solver places for it.
+
+    Args:
+        kind: The layers.
+        specs: Their groups in order; a group that an earlier kind has alike is that kind's.
+        ffn: Two of these groups as one operator; None where nothing places them so.
+    """
+
+    kind: LayerKind
+    specs: tuple[OpSpec, ...]
+    ffn: OpSpec | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in plans; empty if all layers of the model are alike."""
+        return self.kind.name
+
+    @property
+    def count(self) -> int:
+        """Number of the layers."""
+        return self.kind.count
+
+    @property
+    def operators(self) -> tuple[OpSpec, ...]:
+        """The groups, and the ffn."""
+        return self.specs if self.ffn is None else (*self.specs, self.ffn)
+
+    @property
+    def paths(self) -> tuple[tuple[OpSpec, ...], ...]:
+        """The operators of a layer, in order: its groups, and with the ffn in place of two of them."""
+        ffn = self.ffn
+        if ffn is None:
+            return (self.specs,)
+        replaced = (ffn if spec.group == ffn.parts[0] else spec for spec in self.specs)
+        return self.specs, tuple(spec for spec in replaced if spec.group != ffn.parts[1])
+
+
+def placed_kinds(
+    specs: Sequence[OpSpec], costs: Costs, longest: int, *, with_ffn: bool
+) -> tuple[PlacedKind, ...]:
+    """Return the kinds of layers of a model.
+
+    Groups are alike if their sizes and formats are equal and the operators before them take as long. They
+    share resident slices and, but for passes of one token, placements: apart they would double the search,
+    and the file, of a plan. The two groups that can be an ffn are shared together or not at all.
+
+    Args:
+        specs: Every group of the model.
+        costs: Times of both processors.
+        longest: Tokens of the longest pass.
+        with_ffn: Whether to place feed-forward networks as one operator.
+    """
+    known: dict[object, tuple[OpSpec, ...]] = {}
+    kinds = kinds_of_specs([spec for spec in specs if spec.experts is None])
+
+    def shared(own: tuple[OpSpec, ...]) -> tuple[OpSpec, ...]:
+        if len(kinds) == 1:
+            return own
+        bare = [replace(spec, layer=0, kind="", source="", target="") for spec in own]
+        before_us = [costs.between_us(spec, tokens) for spec in own for tokens in (1, longest)]
+        return known.setdefault((*bare, *before_us), own)
+
+    found = []
+    for kind in kinds:
+        parts = [part for ffn in ffn_specs(kind.specs) for part in ffn.parts]
+        pair = tuple(spec for spec in kind.specs if spec.group in parts)
+        units = [pair, *((spec,) for spec in kind.specs if spec.group not in parts)]
+        chosen = {spec.group: spec for unit in units for spec in shared(unit)}
+        own = tuple(chosen[spec.group] for spec in kind.specs)
+        found.append(PlacedKind(kind, own, next(iter(ffn_specs(own)), None) if with_ffn else None))
+    return tuple(found)
