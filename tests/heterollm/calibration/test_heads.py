@@ -97,7 +97,9 @@ def test_importance_goes_on_after_the_last_measured_head(done: int) -> None:
     record = HeadCalibration(0, (1.0,) * 4, (1.0,) * 2, (1.0,) * 4, (1.0,) * 4, (1.0,) * 2, (1.0,) * 4, ())
     heads = [structs.replace(record, layer=layer) for layer in range(3)]
     weight = np.arange(32, dtype=np.float32).reshape(4, 8)
-    weights: Any = SimpleNamespace(linear=lambda *_: [weight], config=SimpleNamespace(head_dim=2))
+    weights: Any = SimpleNamespace(
+        linear=lambda *_: [weight], config=SimpleNamespace(attention=SimpleNamespace(head_dim=2))
+    )
     meter: Any = Meter()
     every = list(measure_importance(heads, weights, meter, lambda *_: None))
     assert len(every) == 3 * 5
