@@ -15,8 +15,8 @@ from heterollm.benchmarks.cases import Case
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 sys.path.insert(0, str(BENCH))
 try:
-    import ablation_plan
-    import ablation_table
+    import ablation
+    import ablation_rows
     import random_model
 finally:
     sys.path.remove(str(BENCH))
@@ -31,7 +31,7 @@ def engines_of_the_checkout(monkeypatch):
 
 
 def whole_part(precision="w4a16", scale=1.0):
-    return ablation_plan.part(precision, (256,), (135, 300), 32, llama_cpp=True, scale=scale)
+    return ablation.part(precision, (256,), (135, 300), 32, llama_cpp=True, scale=scale)
 
 
 def test_every_step_of_the_split_is_a_column():
@@ -60,17 +60,17 @@ def test_what_decodes_slowly_gets_fewer_tokens_and_says_so():
 def test_odd_lengths_are_light_and_cost_less():
     this = whole_part()
     assert this.light == {Case(135, 0), Case(300, 0)}
-    light = ablation_plan.estimate_s(this, 3, trace=True, scale=1.0)
-    heavy = ablation_plan.estimate_s(replace(this, light=frozenset()), 3, trace=True, scale=1.0)
+    light = ablation.estimate_s(this, 3, trace=True, scale=1.0)
+    heavy = ablation.estimate_s(replace(this, light=frozenset()), 3, trace=True, scale=1.0)
     assert light < heavy < 10 * light
 
 
 def test_the_whole_ablation_is_estimated_to_fit_its_window():
     both = 0.0
     for precision in ("w4a16", "w4a8"):
-        odd = ablation_plan.ODD
-        this = ablation_plan.part(precision, (256,), odd, 32, llama_cpp=True, scale=1.0)
-        both += ablation_plan.estimate_s(this, 3, trace=True, scale=1.0)
+        odd = ablation_rows.ODD_LENGTHS
+        this = ablation.part(precision, (256,), odd, 32, llama_cpp=True, scale=1.0)
+        both += ablation.estimate_s(this, 3, trace=True, scale=1.0)
     assert both < 28 * 60
 
 
@@ -93,7 +93,7 @@ def rows(make_rows):
 
 
 def test_a_table_has_a_line_for_each_length_and_precision(rows):
-    lines = ablation_table.table(rows[::-1])
+    lines = ablation_rows.table(rows[::-1])
     assert lines[0] == (
         "| tokens a second | `gpu`, one core | `npu`, padded | `tensor`, clFinish | llama.cpp, both cores |"
     )
@@ -110,16 +110,16 @@ def test_a_table_has_a_line_for_each_length_and_precision(rows):
 
 def test_of_rows_that_were_measured_again_the_last_counts(rows, make_rows):
     newer = structs.replace(make_rows([25e3], plan_level="gpu"), run="later")
-    kept = ablation_table.latest([*rows, newer])
+    kept = ablation_rows.latest([*rows, newer])
     assert len(kept) == len(rows)
     assert newer in kept
     assert rows[0] not in kept
     # Of the other engine there is one for each precision.
     assert sum(row.engine == "llama.cpp" for row in kept) == 2
-    assert [len(run) for run in ablation_table.by_runs(kept)] == [4, 5, 1]
+    assert [len(run) for run in ablation_rows.by_runs(kept)] == [4, 5, 1]
 
 
-def test_the_script_prints_table_and_verdicts_from_a_file(rows, tmp_path):
+def test_the_script_prints_the_table_from_a_file(rows, tmp_path):
     file, picture = tmp_path / "rows.jsonl", tmp_path / "report.svg"
     file.write_text(to_jsonl(rows))
     command = [
@@ -135,14 +135,11 @@ def test_the_script_prints_table_and_verdicts_from_a_file(rows, tmp_path):
         command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(BENCH), "PATH": ""}
     )
     assert "| prefill 256, `w4a16` | 2560.0 |" in done.stdout
-    assert "not measured | w4a8 pp135" in done.stdout
     assert picture.read_text().startswith("<svg")
 
 
 def test_committed_rows_can_be_read():
-    assert ablation_table.table(
-        [row for row in ablation_table.latest(_committed()) if row.asked.n_depth != 32]
-    )
+    assert ablation_rows.table([row for row in ablation_rows.latest(_committed()) if row.asked.n_depth != 32])
 
 
 def _committed():
@@ -159,3 +156,10 @@ def test_a_checkpoint_of_somebody_is_not_written_over(tmp_path):
     with pytest.raises(InputError, match="checkpoint of its own"):
         random_model.write_checkpoint(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize(
+    ("length", "past"), [(135, True), (300, True), (525, True), (600, True), (1000, False), (31, False)]
+)
+def test_lengths_just_past_a_graph(length, past):
+    assert ablation_rows.just_past(length) is past

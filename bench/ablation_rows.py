@@ -1,4 +1,4 @@
-"""The table of ablation.py from its rows, as Markdown. Used by it."""
+"""Rows of ablation.py: which ones a claim compares, and their table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,73 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
 
 from heterollm.benchmarks import BenchRow
+from heterollm.benchmarks.verdict import is_split
 
 Chosen: TypeAlias = Callable[[BenchRow], bool]
+
+ODD_LENGTHS: Final = (135, 300, 525, 600, 1000)
+JUST_PAST: Final = 1.2
+"""A length "just passes" a standard one if it is at most so many times as long."""
+
+STANDARD_LENGTHS: Final = (32, 64, 128, 256, 512, 1024)
+PREDICTION_FRACTION: Final = 0.15
+
+WAITS_TEST: Final = "tg64 @ d32"
+"""The test of the bundled model, and of nothing else."""
+
+
+def gpu_alone(row: BenchRow) -> bool:
+    """`gpu` on one core of two."""
+    return row.engine == "self" and row.plan_level == "gpu" and row.asked.npu_threads != 0
+
+
+def gpu_whole(row: BenchRow) -> bool:
+    """`gpu` on all cores."""
+    return row.engine == "self" and row.plan_level == "gpu" and row.asked.npu_threads == 0
+
+
+def npu_alone(row: BenchRow) -> bool:
+    """The linears on the NPU part, with any length policy."""
+    return row.plan_level in ("npu", "layer") and row.asked.sync == "auto"
+
+
+def one_part(row: BenchRow) -> bool:
+    """One part alone computes the linears of a pass."""
+    return gpu_alone(row) or npu_alone(row)
+
+
+def padding(row: BenchRow) -> bool:
+    """The NPU with padding."""
+    return row.plan_level == "npu" and row.asked.length_policy == "padding"
+
+
+def npu_lengths(row: BenchRow) -> bool:
+    """The NPU with padding or as a pipe."""
+    return row.plan_level == "npu" and row.asked.sync == "auto"
+
+
+def split(row: BenchRow) -> bool:
+    """Plans of the solver, with fast waits."""
+    return is_split(row) and row.asked.sync == "auto"
+
+
+def llama_cpp(row: BenchRow) -> bool:
+    """llama.cpp."""
+    return row.engine == "llama.cpp"
+
+
+def just_past(length: int) -> bool:
+    """Whether a length just passes a standard one."""
+    below = max((standard for standard in STANDARD_LENGTHS if standard < length), default=0)
+    return below > 0 and length <= JUST_PAST * below
+
+
+def is_of_waits(row: BenchRow) -> bool:
+    """Whether a row belongs to the comparison of waits on the bundled model."""
+    return row.test == WAITS_TEST
+
+
+# -- the table --------------------------------------------------------------------------------------------
 
 
 def _level(level: str, *, policy: str | None = None, sync: str = "auto", whole: bool = False) -> Chosen:
