@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from ablation_rows import ODD_LENGTHS, STANDARD_LENGTHS, by_runs, is_of_waits, latest, table
+from conditions import script_parser
 from random_model import write_checkpoint
 
 from heterollm.base import HeteroLLMError, format_duration, parse_duration
@@ -383,9 +384,7 @@ def from_file(options: argparse.Namespace) -> list[BenchRow]:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     add = parser.add_argument
     add("folder", type=Path, nargs="?", help="where a checkpoint is, or is written")
     add("--from", dest="file", type=Path, help="show the rows of this file; measure nothing")

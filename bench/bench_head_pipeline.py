@@ -9,17 +9,15 @@ all orders, in three lanes (as in the paper) and in two (as here, where Johnson'
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from conditions import conditions
+from conditions import conditions, script_parser
 
 from heterollm.solver.head_pipeline import (
     PipelineUnit,
@@ -108,10 +106,7 @@ def loss_rows() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print and append the rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="append the rows to this file")
+    parser = script_parser(__doc__)
     out = parser.parse_args().out
     for row in (*planning_rows(), *loss_rows()):
         line = json.dumps({**conditions(), **row})

@@ -13,17 +13,15 @@ and of those turns during which no other process computed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from conditions import conditions
+from conditions import conditions, script_parser
 
 from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 
@@ -131,8 +129,7 @@ def rows_of(
 
 def main() -> None:
     """Measure and print a JSON line for each plan and way of waiting."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="file to which the lines are appended")
+    parser = script_parser(__doc__)
     parser.add_argument("--turns", type=int, default=20, help=f"turns of {TOKENS_AT_ONCE} tokens for each")
     parser.add_argument(
         "--patience", type=float, default=60.0, help="seconds to wait for idle moments a plan"

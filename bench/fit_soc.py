@@ -13,7 +13,6 @@ Modelled times in it are without the fixed cost of a graph.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from conditions import script_parser
 from emulator_stages import HERE, NAMES, SIZE, TOKENS, read_times
 from numpy.typing import NDArray
 from soc_chain import LLAMA_3_8B, NUMBERS, markdown, residuals, run
@@ -346,9 +346,7 @@ def draw(soc: SocParameters) -> None:
 
 def main() -> None:
     """Fit, write, draw or only print, as asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("--fit", action="store_true", help="fit anew instead of reading the committed file")
     parser.add_argument("--write", action="store_true", help="write the YAML files and the table")
     parser.add_argument("--ablate", action="store_true", help="fit without each mechanism in turn")

@@ -23,8 +23,6 @@ The fourth times the GPU's kernels that write and read codes, in pairs, beside t
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import tempfile
 import time
@@ -35,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from conditions import append_rows, script_parser
 from msgspec import structs
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -342,7 +341,7 @@ def _code_rows(gpu: Any, tokens: int, width: int) -> Iterator[dict[str, Any]]:  
 
 def main() -> None:
     """Print a table and append its rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__, out=False)
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("linears")
     first.add_argument("--size", type=int, default=1024)
@@ -379,8 +378,7 @@ def main() -> None:
                 "version": heterollm.__version__,
                 "commit": found.stdout.strip(),
             }
-            with asked.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**stated, **row}) + "\n")
+            append_rows(asked.out, {**stated, **row})
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ random. `--reference` adds transformers in float32 on the checkpoint as it is.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import subprocess
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from conditions import append_rows, script_parser
 from numpy.typing import NDArray
 
 import heterollm
@@ -110,14 +109,11 @@ def commit() -> str:
 
 def main() -> None:
     """Measure every configuration, print a table and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--device", default="host")
     parser.add_argument("--plan", default="gpu")
     parser.add_argument("--windows", type=int, default=WINDOWS)
     parser.add_argument("--reference", action="store_true", help="add transformers (needs torch)")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
     common = {
         "bench": "perplexity",
@@ -137,10 +133,7 @@ def main() -> None:
         first = first or row["perplexity"]
         change = row["perplexity"] / first - 1
         print(f"| {row['name']} | {row['perplexity']:.4f} | {change:+.2%} |", flush=True)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**common, **row}) + "\n")
+        append_rows(options.out, {**common, **row})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ bench/published_model.py. Texts are the bundled held-out Python code, and the En
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -32,6 +31,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from conditions import append_rows, script_parser
 from sparse_emulation import Agreement, Emulation, Sparse, by_head, scales_of
 from sparse_runtime import runtime_rows
 from torch import Tensor, nn
@@ -319,7 +319,7 @@ def _latest(rows: Sequence[Row], kind: str) -> Row | None:
 
 def main() -> None:
     """Print the rows and append them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("parts", help="heads, importance, loss, agreement, runtime, retrieval")
     parser.add_argument("--model", type=Path, default=bundled_model(), help="default: bundled")
     parser.add_argument("--tokens", type=int, default=BUNDLED_TOKENS, help="of a text")
@@ -343,8 +343,7 @@ def main() -> None:
                 f"{value:.4g}" if isinstance(value, float) else str(value)[:40] for value in row.values()
             )
             print(" | ".join(words), flush=True)
-            with asked.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**stated, **row}) + "\n")
+            append_rows(asked.out, {**stated, **row})
 
 
 if __name__ == "__main__":

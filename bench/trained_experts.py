@@ -16,7 +16,6 @@ adds up the weights that the steps of a decoded token read; of models that are o
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 from accuracy import TEXTS
+from conditions import script_parser
 from msgspec import structs
 from numpy.typing import NDArray
 from perplexity import commit, llm_surprises
@@ -220,14 +220,11 @@ def _free(capacities: Sequence[int]) -> ExpertPrices:
 
 def main() -> None:
     """Measure, print and append rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("what", choices=("routing", "overflow", "bytes"))
     parser.add_argument("folder", type=Path, help="The trained mixture.")
     parser.add_argument("names", nargs="*", help="bytes: names of known models beside it.")
     parser.add_argument("--text", choices=tuple(TEXTS), action="append", help="overflow: one text alone.")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended; overflow leaves out its rows.")
     options = parser.parse_args()
     lines = options.out.read_text("utf-8").splitlines() if options.out and options.out.exists() else []
     before = [row for row in map(json.loads, lines) if row["kind"] == "overflow"]
