@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -42,7 +42,7 @@ from heterollm.calibration.head_records import MASSES, HeadCalibration
 from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.data import bundled_model
 from heterollm.model import ModelConfig
-from heterollm.solver.keep import KEEP_RULES, HeadNeeds, KeepRule, keep_ratios
+from heterollm.solver.keep import HeadNeeds, KeepRule, keep_ratios
 
 KEEPS = (0.2, 0.3, 0.4, 0.5)
 LONG = 4096
@@ -191,7 +191,7 @@ class Study:
 
     def _cases(self) -> Iterator[Row]:
         keeps = KEEPS if self._tokens < LONG else KEEPS[:1]
-        for rule in (rule for rule in KEEP_RULES if rule in self._rules):
+        for rule in (rule for rule in get_args(KeepRule) if rule in self._rules):
             for keep in keeps:
                 yield {"keep": keep, "rule": rule, "buckets": 1}
         if VARIANTS in self._rules:
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("parts", help="heads, importance, loss, agreement, runtime, retrieval")
     parser.add_argument("--model", type=Path, default=bundled_model(), help="default: bundled")
     parser.add_argument("--tokens", type=int, default=BUNDLED_TOKENS, help="of a text")
-    parser.add_argument("--rules", default=",".join((*KEEP_RULES, VARIANTS)), help="of keep ratios")
+    parser.add_argument("--rules", default=",".join((*get_args(KeepRule), VARIANTS)), help="of keep ratios")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
     asked = parser.parse_args()

@@ -55,11 +55,11 @@ def test_every_parameter_states_value_unit_meaning_and_source(name: str) -> None
 
 
 def test_only_the_elite_is_extrapolated() -> None:
-    elite = load_soc("snapdragon-8elite")
-    assert elite.extrapolated
-    assert "EXTRAPOLATION" in elite.description
-    assert not load_soc("snapdragon-8gen3-paper").extrapolated
-    assert not load_soc("snapdragon-8gen3").extrapolated
+    for name in soc_names():
+        extrapolated = {source for _, source in load_soc(name).sources} == {"extrapolated"}
+        assert (
+            extrapolated == ("EXTRAPOLATION" in load_soc(name).description) == (name == "snapdragon-8elite")
+        )
 
 
 def test_this_programs_path_is_the_fitted_chip_with_what_it_states() -> None:
