@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Final
 
-import ablation_rows as host
 import adreno_programs
 
 from heterollm.benchmarks import BenchRow, best_of, read_rows
 from heterollm.benchmarks.verdict import compare_rows
+from tables import host
 from tables.table import ROOT, Lines, Row, having, last, plain_table, rows_of, table, values_of
 
 # -- the split on host ---------------------------------------------------------------------------------
@@ -20,7 +20,7 @@ from tables.table import ROOT, Lines, Row, having, last, plain_table, rows_of, t
 
 @cache
 def split_rows() -> tuple[BenchRow, ...]:
-    """Return the rows of bench/ablation.py."""
+    """Return the rows of the ablation."""
     return tuple(host.latest(read_rows(ROOT / "bench" / "results" / "ablation.jsonl")))
 
 
@@ -33,7 +33,7 @@ def large() -> list[BenchRow]:
 def rates() -> Lines:
     """Yield the rates on ``host``."""
     titles, _, *lines = host.table([row for row in split_rows() if not host.is_of_waits(row)])
-    for line in (titles, *lines[: lines.index("")]):
+    for line in (titles, *lines):
         yield line.removeprefix("| ").removesuffix(" |").split(" | ")
 
 

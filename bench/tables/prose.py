@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-import ablation_rows as host
-
 from heterollm.benchmarks import BenchRow
 from heterollm.benchmarks.verdict import compare_rows
+from tables import host
 from tables.measured import fastest, large, over_llama_cpp, published, rates, split_rows
 from tables.simulated import simulated
 from tables.table import having, last, page_path, rows_of

@@ -1,4 +1,4 @@
-"""Rows of ablation.py: which ones a claim compares, and their table."""
+"""Rows of the ablation in docs/bench.md: which ones a claim compares, and their table."""
 
 from __future__ import annotations
 
@@ -123,14 +123,6 @@ def precisions_of_runs(rows: Iterable[BenchRow]) -> dict[str | None, str]:
     return {row.run: row.precision for row in rows if row.engine == "self" and row.run is not None}
 
 
-def by_runs(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
-    """Return the rows of each run, in the order of the table: a file has them as they became whole."""
-    runs: dict[object, list[BenchRow]] = {}
-    for row in rows:
-        runs.setdefault((row.run, row.setup.model_filename), []).append(row)
-    return [sorted(run, key=_place) for run in runs.values()]
-
-
 def _place(row: BenchRow) -> tuple[object, ...]:
     column = next((index for index, chosen in enumerate(COLUMNS.values()) if chosen(row)), len(COLUMNS))
     return (
@@ -163,30 +155,4 @@ def table(rows: Sequence[BenchRow]) -> list[str]:
     for (what, precision), cells in sorted(lines.items(), key=lambda item: item[0][1] != "w4a16"):
         texts = [f"{cells[name].times.median_ts:.1f}" if name in cells else "" for name in shown]
         made.append(f"| {what}, `{precision}` | {' | '.join(texts)} |")
-    return [*made, "", *_origin(usable)] if lines else ["No row can be shown."]
-
-
-def _origin(rows: Sequence[BenchRow]) -> list[str]:
-    """Return lines about machines, commits, dates, and numbers of samples and disturbed ones."""
-    counts = sorted(
-        {
-            (len(row.times.samples_ns), row.phase == "prefill" and row.asked.n_prompt % 256 != 0)
-            for row in rows
-        }
-    )
-    several = sorted({count for count, odd in counts if not odd})
-    odd = sorted({count for count, is_odd in counts if is_odd})
-    words = f"medians of {_numbers(several)} samples" if several else "samples"
-    words += f", of {_numbers(odd)} at lengths without a graph" if several and odd else ""
-    disturbed = sum(sum(map(bool, row.times.samples_disturbed)) for row in rows)
-    total = sum(len(row.times.samples_ns) for row in rows)
-    origin = {
-        f"{row.setup.cpu_info}, commit {row.setup.build_commit}, {row.setup.test_time[:10]}" for row in rows
-    }
-    kinds = "/".join(sorted({row.time_kind or "unknown" for row in rows}))
-    lines = [f"Measured ({kinds} time), {words}; others computed during {disturbed} of {total} samples."]
-    return lines + [f"On {text}." for text in sorted(origin)]
-
-
-def _numbers(counts: Sequence[int]) -> str:
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return made
