@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,12 +37,11 @@ import accuracy_methods as methods
 import numpy as np
 import torch
 from accuracy_methods import Linears, Method
-from conditions import append_rows, script_parser
+from conditions import append_rows, origin, script_parser
 from perplexity import llm_surprises
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import heterollm
 from heterollm.calibration import Policy, calibrate
 from heterollm.data import bundled_model
 from heterollm.llm import LLM
@@ -397,9 +395,7 @@ def main() -> None:
     parser.add_argument("--strength", type=int, action="append", help="of the bundled model's; repeatable")
     parser.add_argument("--runtime", action="store_true", help="through heterollm itself")
     asked = parser.parse_args()
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)  # noqa: S603
-    stated = {"bench": "accuracy", "version": heterollm.__version__, "commit": found.stdout.strip()}
+    stated = origin("accuracy")
     measured, strengths = (runtime_rows, (RUNTIME_STRENGTH,)) if asked.runtime else (rows, STRENGTHS)
     strengths = tuple(asked.strength or strengths)
     lines = asked.out.read_text("utf-8").splitlines() if asked.out is not None and asked.out.exists() else ()

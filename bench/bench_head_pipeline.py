@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from conditions import conditions, script_parser
+from conditions import append_rows, conditions, script_parser
 
 from heterollm.solver.head_pipeline import (
     PipelineUnit,
@@ -109,11 +109,8 @@ def main() -> None:
     parser = script_parser(__doc__)
     out = parser.parse_args().out
     for row in (*planning_rows(), *loss_rows()):
-        line = json.dumps({**conditions(), **row})
         print(json.dumps(row))
-        if out is not None:
-            with out.open("a") as file:
-                file.write(line + "\n")
+        append_rows(out, {**conditions(), **row})
 
 
 if __name__ == "__main__":

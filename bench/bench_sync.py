@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from conditions import conditions, script_parser
+from conditions import append_rows, conditions, script_parser
 
 from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 
@@ -151,11 +151,8 @@ def main() -> None:
         }
         times = measure(models, options.turns, options.patience)
         for row in rows_of(name, models, times):
-            line = json.dumps({**row, "device": description, **conditions()})
-            print(line, flush=True)
-            if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            print(json.dumps(row), flush=True)
+            append_rows(options.out, {**row, "device": description, **conditions()})
         for llm in models.values():
             llm.close()
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 from bench_sync import PROMPT, TOKENS_AT_ONCE, row_cuts
-from conditions import conditions, script_parser, with_fixed
+from conditions import append_rows, conditions, script_parser, with_fixed
 
 MODES: Final = ("off", "stamps", "on")
 PLANS: Final = ("gpu", "npu", "rows")
@@ -109,12 +109,8 @@ def main() -> None:
             for mode in MODES[1:]:
                 for kind in ("median", "fastest"):
                     row[f"{mode}_{kind}_cost_fraction"] = row[f"{mode}_{kind}_us"] / row[f"off_{kind}_us"] - 1
-            line = json.dumps(row)
-            print(line, flush=True)
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            print(json.dumps(row), flush=True)
+            append_rows(options.out, row)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import heterollm
 from heterollm.benchmarks.conditions import (
     commit_of,
     processor_name,
@@ -26,6 +27,11 @@ def conditions() -> dict[str, Any]:
         # Rows that name a processor compare with rows that name the same one only.
         "limited_to": chosen_target(),
     }
+
+
+def origin(bench: str) -> dict[str, Any]:
+    """Return the name of a bench, and version and commit of the program, for rows without a clock."""
+    return {"bench": bench, "version": heterollm.__version__, "commit": commit_of(Path(__file__).parent)}
 
 
 def script_parser(text: str | None, *, out: bool = True) -> argparse.ArgumentParser:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
-from conditions import append_rows, script_parser
-from perplexity import commit
+from conditions import append_rows, origin, script_parser
 
 TESTS: Final = "tests/heterollm/model/test_families.py::test_logits_beyond_the_window"
 MIXTURES: Final = "mixtral,qwen3_moe,olmoe,phimoe,granitemoe,granitemoeshared"
@@ -53,7 +52,7 @@ def main() -> None:
     found = list(rows(options.families.split(","), options.levels.split(",")))
     for row in found:
         print(f"{row['family']:20} {row['level']:6} {row['sqnr_db']:6.1f} dB")
-        append_rows(options.out, {**row, "device": "host", "commit": commit()})
+        append_rows(options.out, {**row, "device": "host", **origin("family_parity")})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ random. `--reference` adds transformers in float32 on the checkpoint as it is.
 from __future__ import annotations
 
 import platform
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata, resources
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conditions import append_rows, script_parser
+from conditions import append_rows, origin, script_parser
 from numpy.typing import NDArray
 
-import heterollm
 from heterollm.llm import LLM
 from heterollm.text import likelihood
 
@@ -99,14 +97,6 @@ def rows(device: str, plan: str, count: int, reference: bool) -> Iterator[dict[s
             }
 
 
-def commit() -> str:
-    """Return the commit of this file's checkout, marked if the checkout differs from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    folder = Path(__file__).parent
-    found = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)  # noqa: S603
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Measure every configuration, print a table and append JSON lines."""
     parser = script_parser(__doc__)
@@ -116,9 +106,7 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="add transformers (needs torch)")
     options = parser.parse_args()
     common = {
-        "bench": "perplexity",
-        "version": heterollm.__version__,
-        "commit": commit(),
+        **origin("perplexity"),
         "versions": {name: metadata.version(name) for name in VERSIONS},
         "machine": platform.processor() or platform.machine(),
         "seed": None,

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,13 +30,12 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import torch
-from conditions import append_rows, script_parser
+from conditions import append_rows, origin, script_parser
 from sparse_emulation import Agreement, Emulation, Sparse, by_head, scales_of
 from sparse_runtime import runtime_rows
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-import heterollm
 from heterollm.calibration.head_records import MASSES, HeadCalibration
 from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.data import bundled_model
@@ -328,9 +326,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)  # noqa: S603
-    stated = {"bench": "sparse_accuracy", "version": heterollm.__version__, "commit": found.stdout.strip()}
+    stated = origin("sparse_accuracy")
     stated |= {"emulated": True, "model": asked.model.name, "tokens": asked.tokens}
     lines = asked.out.read_text("utf-8").splitlines() if asked.out.exists() else []
     study = Study(asked.model, asked.tokens, [json.loads(line) for line in lines], asked.rules.split(","))

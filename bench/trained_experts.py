@@ -24,12 +24,11 @@ from typing import Any, Final
 
 import numpy as np
 from accuracy import TEXTS
-from conditions import script_parser
+from conditions import append_rows, origin, script_parser
 from msgspec import structs
 from numpy.typing import NDArray
-from perplexity import commit, llm_surprises
+from perplexity import llm_surprises
 
-import heterollm
 from heterollm.calibration import calibrate
 from heterollm.calibration.routing import RoutingCalibration, overlap
 from heterollm.engine import Step
@@ -229,18 +228,15 @@ def main() -> None:
     lines = options.out.read_text("utf-8").splitlines() if options.out and options.out.exists() else []
     before = [row for row in map(json.loads, lines) if row["kind"] == "overflow"]
     done = {(row["text"], row["capacity"], row["overflow"]) for row in before}
-    own = {"model": options.folder.name, "version": heterollm.__version__, "commit": commit()}
+    own = {"model": options.folder.name, **origin("trained_experts")}
     rows = {
         "routing": lambda: routing_rows(options.folder),
         "overflow": lambda: overflow_rows(options.folder, options.text or tuple(TEXTS), done),
         "bytes": lambda: bytes_rows(options.folder, options.names),
     }[options.what]
     for row in rows():
-        line = json.dumps({**own, **row})
-        print(line, flush=True)
-        if options.out is not None:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+        print(json.dumps(row), flush=True)
+        append_rows(options.out, {**own, **row})
 
 
 if __name__ == "__main__":
