@@ -1,8 +1,9 @@
 """How far predicted times are from measured ones, on weight shapes that were kept out of the fit.
 
 For each predictor and processor: median and 90th percentile of the relative error, and regret, the mean share
-of time lost by choosing splits (and, between NPU graphs of one shard, forms) by predicted times; beside a
-constant rate. The aims are printed with what was reached, and where errors are largest.
+of time lost by choosing splits (and, between NPU graphs of one shard, forms) by predicted times; beside two
+models that are not used: a constant rate and, on GPUs, interpolation. The aims are printed with what was
+reached, and where errors are largest.
 
 On a device, from its profile; on the emulator, from recorded costs (bench/emulator_cycles.py):
 
@@ -17,12 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, get_args
 
+from baseline_models import ConstantRate, Interpolation
 from conditions import script_parser
 from emulator_cycles import RESULTS, all_points, read_counts, settled
 
-from heterollm.profiler.predict import BASELINE, CANDIDATES, PointTimes, Score, held_out_predictions
+from heterollm.profiler.predict import CANDIDATES, Score, held_out_predictions
 from heterollm.profiler.predict.time_model import ShapeModel
-from heterollm.profiler.predict.validation import score
+from heterollm.profiler.predict.validation import PointTimes
 from heterollm.profiler.records import LinearKey, LinearPoint, Processor, Profile
 from heterollm.profiler.records.profile import stored_profiles
 
@@ -58,15 +60,14 @@ def report(device: str, times: Mapping[Processor, PointTimes]) -> None:
     for processor in get_args(Processor):
         if not times[processor]:
             continue
-        models = [*CANDIDATES[processor], BASELINE]
         other = times["npu" if processor == "gpu" else "gpu"]
-        scores = [
-            score(
-                model, processor, times[processor], other, most_folds=ALL_FOLDS, bounded=model is not BASELINE
-            )
-            for model in models
-        ]
-        found = [entry for entry in scores if entry is not None]
+        unused = (Interpolation, ConstantRate) if processor == "gpu" else (ConstantRate,)
+        found = []
+        for model in (*CANDIDATES[processor], *unused):
+            own = times[processor]
+            bounded = model is not ConstantRate
+            if predicted := held_out_predictions(model, own, most_folds=ALL_FOLDS, bounded=bounded):
+                found.append(Score.of(model.name, processor, own, other, predicted))
         if not found:
             print(f"{processor}: one weight shape only, so that none can be kept out of the fit.\n")
             continue
@@ -99,7 +100,8 @@ def _aims(device: str, used: Score) -> None:
 
 def _worst(model: type[ShapeModel], times: PointTimes) -> None:
     """Print which shapes and tokens the tenth of largest errors belongs to."""
-    predicted = held_out_predictions(model, times, most_folds=ALL_FOLDS)
+    found = held_out_predictions(model, times, most_folds=ALL_FOLDS)
+    predicted = {point: prediction.us for point, prediction in found.items()}
     ordered = sorted(times, key=lambda point: -abs(predicted[point] / times[point] - 1.0))
     tenth = ordered[: max(len(ordered) // 10, 1)]
 

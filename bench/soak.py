@@ -76,6 +76,9 @@ TIMEOUT_S: Final = 300
 HEALTH_S: Final = 0.25
 """Time between two looks at the health."""
 
+REST_S: Final = 3
+"""Time after which a server at rest has returned freed memory to the system."""
+
 MOST_GROWTH_MIB: Final = 64
 """Growth of the memory that is no leak: kernels and sessions of lengths that are new in the second half."""
 
@@ -151,12 +154,13 @@ class Served:
             return 408, json.dumps({"error": {"message": repr(error)}})
 
     def counts(self) -> dict[str, Any]:
-        """Return memory, sessions and threads, once nothing runs."""
+        """Return memory, sessions and threads, once the server is at rest."""
         ends = time.monotonic() + TIMEOUT_S
         while (state := self.get("/health"))["running"] or state["waiting"]:
             if time.monotonic() > ends:
                 raise SystemExit(f"Jobs do not end: {state}")
             time.sleep(0.1)
+        time.sleep(REST_S)
         process = psutil.Process(self.process.pid)
         return {
             "uss_mib": round(process.memory_full_info().uss / 2**20, 1),

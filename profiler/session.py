@@ -275,14 +275,20 @@ def _tune(
     half = device.activation_dtype.itemsize == 2
     jobs = default_jobs(half=half, weight=weight, integer_inputs=integer_inputs or (False,))
     try:
-        found = tune(device.gpu, jobs, budget_s=budget_s, progress=report).to_dict()
+        begin_s = time.monotonic()
+        outcomes = tune(device.gpu, jobs, budget_s=budget_s, progress=report)
+        used_s = time.monotonic() - begin_s
         compared = tune_attention(
             device.gpu,
             dict.fromkeys((shape.heads, shape.kv_heads, shape.head_dim) for shape in shapes),
             activation_dtype=device.activation_dtype,
             kv_dtype=device.cache_dtype,
         )
-        return found | {"attention": [msgspec.to_builtins(chosen) for chosen in compared]}
+        return {
+            "used_s": used_s,
+            "outcomes": [outcome.to_dict() for outcome in outcomes],
+            "attention": [msgspec.to_builtins(chosen) for chosen in compared],
+        }
     except HeteroLLMError as error:
         logger.warning("GPU kernels are not tuned: %s", error.message)
         return {"error": error.message}

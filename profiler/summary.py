@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from heterollm.base import ProfileError
-from heterollm.profiler.predict import BASELINE, Predictor
+from heterollm.profiler.predict import Predictor
 from heterollm.profiler.records import (
     KIND_NAMES,
     BandwidthKey,
@@ -251,8 +251,8 @@ def _accuracy(profile: Profile) -> tuple[tuple[AccuracyRow, ...], str]:
     except ProfileError as error:
         return (), error.message
     rows = tuple(
-        AccuracyRow(score, score.model == held.model.name, score.model == BASELINE.name)
+        AccuracyRow(score, score.model == held.fit.model.name)
         for held in predictor.processors.values()
-        for score in held.scores
+        for score in held.fit.scores
     )
     return rows, "" if rows else "there is one weight shape only, and none to be kept out of a fit"

@@ -243,12 +243,10 @@ class AccuracyRow:
     Args:
         score: Its errors and its regret.
         used: Whether this profile is predicted with it.
-        baseline: Whether it is only compared with.
     """
 
     score: Score
     used: bool
-    baseline: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from heterollm.profiler.predict import CANDIDATES, Hull, Kind, PointTimes, held_out_predictions
+from heterollm.profiler.predict import CANDIDATES, held_out_predictions
 from heterollm.profiler.records import LinearPoint, Processor
 from heterollm.profiler.summary_rows import ProfileSummary
 
@@ -33,24 +31,10 @@ class HeldOut:
 def held_out(summary: ProfileSummary) -> list[HeldOut]:
     """Return every shard of linear layers with the prediction of the model in use on its processor."""
     models = {model.name: model for found in CANDIDATES.values() for model in found}
-    used = {row.score.processor: models[row.score.model] for row in summary.accuracy if row.used}
     found: list[HeldOut] = []
-    for processor, model in used.items():
+    for used in (row.score for row in summary.accuracy if row.used):
+        processor = used.processor
         times = {row.point: row.times.median_us for row in summary.linear if row.processor == processor}
-        known = dict(_known(times))
-        for point, predicted_us in held_out_predictions(model, times).items():
-            found.append(HeldOut(processor, point, times[point], predicted_us, known[point]))
+        for point, prediction in held_out_predictions(models[used.model], times).items():
+            found.append(HeldOut(processor, point, times[point], prediction.us, prediction.known))
     return found
-
-
-def _known(times: PointTimes) -> Iterator[tuple[LinearPoint, bool]]:
-    """Yield whether the measured shards of other shapes, of the same kind, surround each."""
-    kinds: Mapping[Kind, dict[tuple[int, int], list[LinearPoint]]] = defaultdict(lambda: defaultdict(list))
-    for point in times:
-        kinds[Kind.of(point)][point.columns, point.rows].append(point)
-    for shapes in kinds.values():
-        for shape, points in shapes.items():
-            others = [point for other, found in shapes.items() if other != shape for point in found]
-            hull = Hull.of(others) if others else None
-            for point in points:
-                yield point, hull is not None and hull.near(point)

@@ -6,6 +6,7 @@ from .fit import fitting_need as fitting_need
 from .memory import MemoryNeed as MemoryNeed
 from .memory import available_bytes as available_bytes
 from .memory import check_memory as check_memory
+from .memory import return_freed_memory as return_freed_memory
 from .npu_shards import PlannedGraph as PlannedGraph
 from .npu_shards import context_graphs as context_graphs
 from .npu_shards import planned_contexts as planned_contexts

@@ -352,7 +352,7 @@ def _accuracy(summary: ProfileSummary) -> Section:
     rows = []
     for row in summary.accuracy:
         score = row.score
-        role = "in use" if row.used else "baseline" if row.baseline else ""
+        role = "in use" if row.used else ""
         regret = "" if score.regret is None else f"{score.regret:.1%} of {score.choices}"
         errors = (f"{score.median_error:.1%}", f"{score.high_error:.1%}")
         rows.append((PROCESSORS[score.processor], score.model, role, *errors, regret, str(score.samples)))

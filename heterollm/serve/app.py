@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from heterollm.engine import return_freed_memory
 from heterollm.serve.answers import PromptWork
 from heterollm.serve.bodies import AnswerRequest, chat_request, completion_request
 from heterollm.serve.channel import Channel
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 GONE: Final = 499
 """Status in the metrics of a request whose client left."""
 
+REST_S: Final = 1.0
+"""Time between two looks whether the server has come to rest."""
+
 
 class Server:
     """A loaded model behind HTTP; :attr:`app` is the ASGI application.
@@ -55,6 +59,7 @@ class Server:
         self._options = options
         self.defaults = RequestDefaults.of(llm, options)
         self._started = int(time.time())
+        self._answered = 0
         self._engine_health = Health()
         self._bodies = Bodies()
         self._readers = Readers(options.queue)
@@ -101,9 +106,20 @@ class Server:
 
     @asynccontextmanager
     async def _life(self, _app: Starlette) -> AsyncIterator[None]:
+        resting = asyncio.create_task(self._return_memory())
         yield
+        resting.cancel()
         self._readers.close()
         await asyncio.to_thread(self._turns.close)
+
+    async def _return_memory(self) -> None:
+        """Return freed memory when requests have ended: the heaps of threads keep 100 MiB or more."""
+        returned = self._answered
+        while True:
+            await asyncio.sleep(REST_S)
+            if returned != self._answered and not self.busy:
+                returned = self._answered
+                await asyncio.to_thread(return_freed_memory)
 
     @property
     def busy(self) -> bool:
@@ -135,6 +151,7 @@ class Server:
             except Exception as error:  # noqa: BLE001 - the client gets it in OpenAI's form
                 response = _error_response(error)
             self._metrics.answered(path, response.status_code)
+            self._answered += request.method == "POST"
             return response
 
         return endpoint

@@ -83,9 +83,7 @@ from .step import STEP_POSITION as STEP_POSITION
 from .step import STEP_WORDS as STEP_WORDS
 from .traits import DeviceTraits as DeviceTraits
 from .tuning import DeviceTuning as DeviceTuning
-from .tuning import Quarantined as Quarantined
 from .tuning import Tuned as Tuned
-from .tuning import TuningTable as TuningTable
 from .variants import BuildError as BuildError
 from .variants import Variant as Variant
 from .variants import VariantRecord as VariantRecord

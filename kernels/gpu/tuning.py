@@ -182,15 +182,13 @@ class TuningTable:
         if not self.is_quarantined(shape, tuned.parameters):
             self.tuned[shape] = tuned
 
-    def quarantine(self, shape: ShapeClass, parameters: KernelParameters, reason: str) -> Quarantined:
-        """Quarantine parameters for a shape class, and return the record."""
+    def quarantine(self, shape: ShapeClass, parameters: KernelParameters, reason: str) -> None:
+        """Quarantine parameters for a shape class."""
         self.release(shape, parameters)
         own = self.identity.driver, self.identity.kernel_source_hash
-        record = Quarantined(shape, parameters, reason[:LONGEST_REASON], *own)
-        self.quarantined.append(record)
+        self.quarantined.append(Quarantined(shape, parameters, reason[:LONGEST_REASON], *own))
         if shape in self.tuned and self.tuned[shape].parameters == parameters:
             del self.tuned[shape]
-        return record
 
     def release(self, shape: ShapeClass, parameters: KernelParameters) -> None:
         """Take parameters out of quarantine."""
@@ -270,10 +268,6 @@ class DeviceTuning:
                 logger.warning("%s The kernels run with their default parameters.", error.message)
                 self._table = TuningTable(self.identity)
         return self._table
-
-    def reload(self) -> None:
-        """Read the file again at the next access."""
-        self._table = None
 
     def parameters(self, shape: ShapeClass) -> KernelParameters | None:
         """Return the tuned parameters of a shape class, or None."""

@@ -6,7 +6,7 @@ that its kernels of routing have made. The NPU's graphs are timed from the call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -28,26 +28,19 @@ from heterollm.kernels.gpu import (
     SharedArray,
     scratch_codes,
 )
-from heterollm.kernels.npu import ExpertsShard, FfnShard, GraphForm, NpuBackend
+from heterollm.kernels.npu import ExpertsShard, GraphForm, NpuBackend
 from heterollm.kernels.ops import OpSpec, Routing, WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.caches import COLD_TOKENS
 from heterollm.profiler.measure.expert_cases import ExpertCase, expert_cases, routing_of
 from heterollm.profiler.measure.gpu_timer import gpu_timer
-from heterollm.profiler.measure.linears import (
-    CORE_FLOPS,
-    EMULATED_SAMPLES,
-    GPU_FLOPS,
-    OVERHEAD_S,
-    USUAL_RUNS,
-    npu_run_s,
-)
-from heterollm.profiler.measure.random_data import fill_shared, members_for, weight_for
-from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S, taken
+from heterollm.profiler.measure.linears import GPU_FLOPS, OVERHEAD_S, USUAL_RUNS
+from heterollm.profiler.measure.npu_timer import CORE_FLOPS, graph_record, npu_run_s
+from heterollm.profiler.measure.random_data import fill_shared, members_for, random_ffn, weight_for
+from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, taken
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import ExpertsKey, Record
-from heterollm.profiler.work import FFN_ACTIVATION
 
 STAGE: Final = "Experts"
 
@@ -222,39 +215,22 @@ class _ExpertBench:
         key, shard = case.key, self._shard(case.spec, case.key.experts)
         form: GraphForm = key.form  # type: ignore[assignment]
         limit = npu.graph_weight_bytes
-        rows = key.experts * key.tokens
-        x, y = (self._filled(rows * key.columns, npu.activation_dtype) for _ in range(2))
-        x.acquire()
-        y.acquire()
+        sizes = key.experts * key.tokens, key.columns
+        x, y = (self._filled(sizes[0] * sizes[1], npu.activation_dtype) for _ in range(2))
         try:
-            graph = npu.prepare(shard, key.tokens, form)
-            views = (held.view(npu.activation_dtype, (rows, key.columns)) for held in (x, y))
-            call = graph.bind({"x": next(views)}, {"y": next(views)})
-            most = MOST_SAMPLES if npu.time_kind == "real" else EMULATED_SAMPLES
-            values = {} if limit is None else {MOST_WEIGHT_BYTES: float(limit)}
-            return taken(key, partial(self._run_us, call), values=lambda: values, most=most)
+            return graph_record(
+                key,
+                npu,
+                npu.prepare(shard, key.tokens, form),
+                {"x": (x, npu.activation_dtype, sizes)},
+                {"y": (y, npu.activation_dtype, sizes)},
+                timer=self._device.gpu.now_ns,
+                values=lambda: {} if limit is None else {MOST_WEIGHT_BYTES: float(limit)},
+            )
         finally:
-            x.release()
-            y.release()
             npu.release(shard)
 
     def _shard(self, spec: OpSpec, experts: int) -> ExpertsShard:
-        width = spec.member_rows[0]
-        assert spec.then is not None  # of an ``experts`` group
-        [down] = members_for(self._device.gpu, spec.then)
-        part = FfnShard(
-            gate_up=concatenate_rows(members_for(self._device.gpu, spec)),
-            down=down,
-            activation=FFN_ACTIVATION,
-            bias=None,
-            layer=spec.layer,
-            weights_key=f"random {spec.member_rows}",
-            cut=(0, width),
-            integer_inputs=spec.integer_inputs,
-        )
+        gpu = self._device.gpu
+        part = random_ffn(gpu, spec, concatenate_rows(members_for(gpu, spec)), spec.member_rows[0])
         return ExpertsShard(tuple(range(experts)), (part,) * experts)
-
-    def _run_us(self, call: Callable[[], None]) -> float:
-        begin_ns = self._device.gpu.now_ns()
-        call()
-        return (self._device.gpu.now_ns() - begin_ns) / 1e3

@@ -9,7 +9,7 @@ time. The time leaves out rounding inputs to int8: the operator before a linear 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -24,7 +24,6 @@ from heterollm.kernels.npu import (
     GRAPH_VERSION,
     INTEGER_FORMS,
     FfnRanges,
-    FfnShard,
     GraphForm,
     LinearRanges,
     LinearShard,
@@ -39,19 +38,17 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.caches import COLD_TOKENS, HostReader, eviction_bytes
 from heterollm.profiler.measure.gpu_timer import gpu_timer
+from heterollm.profiler.measure.npu_timer import CORE_BYTES, CORE_FLOPS, MEMORY_BYTES, graph_record, npu_run_s
 from heterollm.profiler.measure.point_filter import PointFilter
-from heterollm.profiler.measure.random_data import fill_shared, members_for
-from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S, SLOW_US, taken
+from heterollm.profiler.measure.random_data import fill_shared, members_for, random_ffn, weights_key_of
+from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, SLOW_US, taken
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.measure.timing import Timer
 from heterollm.profiler.records import GraphKey, Key, LinearKey, LinearPoint, Processor, Record
-from heterollm.profiler.work import FFN_ACTIVATION, SkippedPoints, Tier, WorkPoint, enumerate_points
+from heterollm.profiler.work import SkippedPoints, Tier, WorkPoint, enumerate_points
 
 EMULATED_RUNS: Final = 3
 """Emulated runs whose CPU time is measured; the smallest repeats."""
-
-EMULATED_SAMPLES: Final = 3
-"""Samples on an emulated NPU, whose times mean nothing."""
 
 LINEAR_RANGES: Final = LinearRanges(8.0)
 INT8_RANGES: Final = LinearRanges(8.0, 8.0, bits=8)
@@ -61,14 +58,7 @@ FFN_RANGES: Final = FfnRanges(8.0, 8.0, 8.0, 8.0, 64.0, 64.0)
 STAGE: Final = "Linear layers"
 TASK_S: Final = 1.0
 
-# Rough rates for estimates, a second: measured on one core and on the emulator, published for a phone.
-CORE_FLOPS: Final = 70e9
-CORE_BYTES: Final = 10e9
 GPU_FLOPS: Final = 1e12
-GPU_BYTES: Final = 40e9
-NPU_FLOPS: Final = 4e12
-EMULATED_FLOPS: Final = 4e9
-EMULATED_BYTES: Final = 6e6
 USUAL_RUNS: Final = 8
 USUAL_SLOW_RUNS: Final = 4
 OVERHEAD_S: Final = 0.02
@@ -173,36 +163,24 @@ class LinearBench:
         form: GraphForm = point.form  # type: ignore[assignment]
         dtype = edge_dtype(form, npu.activation_dtype)
         x, y = self._slot_pair(point, dtype, dtype)
-        x.acquire()
-        y.acquire()
-        try:
-            call = graph.bind(
-                {"x": x.view(dtype, (point.tokens, point.columns))},
-                {"y": y.view(dtype, (point.tokens, point.outputs))},
-            )
-            real = npu.time_kind == "real"
-            cold = real and point.streamed and point.tokens <= COLD_TOKENS
-            record = taken(
-                key,
-                lambda: self._run_us(call, cold=cold),
-                lambda: self._run_us(call, cold=False),
-                values=lambda: _cpu_times(npu, shard, point),
-                most=MOST_SAMPLES if real else EMULATED_SAMPLES,
-            )
-        finally:
-            x.release()
-            y.release()
+        cold = npu.time_kind == "real" and point.streamed and point.tokens <= COLD_TOKENS
+        record = graph_record(
+            key,
+            npu,
+            graph,
+            {"x": (x, dtype, (point.tokens, point.columns))},
+            {"y": (y, dtype, (point.tokens, point.outputs))},
+            timer=self._timer,
+            evict=self._evict if cold else None,
+            values=lambda: _cpu_times(npu, shard, point),
+        )
         return [record, *records]
 
-    def _run_us(self, call: Callable[[], None], *, cold: bool) -> float:
-        if cold:
-            if self._reader is None:
-                self._reader = HostReader(eviction_bytes(self._device.gpu.traits.cache_bytes))
-            self._reader()
-            self.evictions += 1
-        begin = self._timer()
-        call()
-        return (self._timer() - begin) / 1e3
+    def _evict(self) -> None:
+        if self._reader is None:
+            self._reader = HostReader(eviction_bytes(self._device.gpu.traits.cache_bytes))
+        self._reader()
+        self.evictions += 1
 
     # -- weights, graphs and buffers -----------------------------------------------------------------
 
@@ -228,32 +206,20 @@ class LinearBench:
             members = [
                 take_rows(member, [(0, own)]) for member, own in zip(group.members, rows, strict=True) if own
             ]
-            ranges = tuple((0, own) for own in rows)
-            # Equal groups have equal random numbers, so that cached graphs are found.
-            name = f"random {spec.member_rows}"
-            weight, layer, rounded = concatenate_rows(members), spec.layer, spec.integer_inputs
+            weight = concatenate_rows(members)
             if spec.then is None:
                 group.shards[place] = LinearShard(
                     weight,
-                    layer,
+                    spec.layer,
                     spec.group,
-                    ranges,
-                    name,
-                    rounded,
+                    tuple((0, own) for own in rows),
+                    weights_key_of(spec),
+                    spec.integer_inputs,
                     linear_ranges if integer else None,
                 )
             else:
-                [down] = members_for(self._device.gpu, replace(spec.then, columns=rows[0]))
-                group.shards[place] = FfnShard(
-                    gate_up=weight,
-                    down=down,
-                    activation=FFN_ACTIVATION,
-                    bias=None,
-                    layer=layer,
-                    weights_key=name,
-                    cut=ranges[0],
-                    integer_inputs=rounded,
-                    ranges=FFN_RANGES if integer else None,
+                group.shards[place] = random_ffn(
+                    self._device.gpu, spec, weight, rows[0], FFN_RANGES if integer else None
                 )
         return group.shards[place]
 
@@ -408,7 +374,9 @@ def _estimate_s(work: WorkPoint, device: Device) -> float:
     point = work.point
     if work.processor == "gpu":
         traits = device.gpu.traits
-        rates = (CORE_FLOPS * traits.compute_units, CORE_BYTES) if traits.is_cpu else (GPU_FLOPS, GPU_BYTES)
+        rates = (
+            (CORE_FLOPS * traits.compute_units, CORE_BYTES) if traits.is_cpu else (GPU_FLOPS, MEMORY_BYTES)
+        )
         run_s = max(point.flops / rates[0], point.weight_bytes / rates[1])
     else:
         run_s = npu_run_s(device, point.flops, point.weight_bytes)
@@ -416,13 +384,3 @@ def _estimate_s(work: WorkPoint, device: Device) -> float:
     if point.streamed and point.tokens <= COLD_TOKENS:
         run_s += eviction_bytes(device.gpu.traits.cache_bytes) / CORE_BYTES
     return OVERHEAD_S + run_s * runs
-
-
-def npu_run_s(device: Device, flops: int, weight_bytes: int) -> float:
-    """Return about how long a run of a graph takes."""
-    if device.npu is not None and device.npu.time_kind == "emulated":
-        rates = EMULATED_FLOPS, EMULATED_BYTES
-    else:
-        cores = len(device.split.npu_cores)
-        rates = (CORE_FLOPS * cores, CORE_BYTES) if cores else (NPU_FLOPS, GPU_BYTES)
-    return max(flops / rates[0], weight_bytes / rates[1])

@@ -6,6 +6,7 @@ Values do not matter unless they are zero: Qualcomm's emulator skips zeros.
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.formats import RANDOM_FLOATS, LinearWeight, random_weight, shape_only_weight, zero_code
 from heterollm.kernels.gpu import GpuRuntime, SharedArray
+from heterollm.kernels.npu import FfnRanges, FfnShard
 from heterollm.kernels.ops import OpSpec, WeightFormat
+from heterollm.profiler.work import FFN_ACTIVATION
 
 
 def members_for(runtime: GpuRuntime, spec: OpSpec) -> list[LinearWeight]:
@@ -43,6 +46,38 @@ def random_members(spec: OpSpec) -> list[LinearWeight]:
     text = f"{spec.group} {spec.member_rows} {spec.columns} {spec.weight}"
     generator = np.random.default_rng(zlib.crc32(text.encode()))
     return [random_weight(generator, member.rows, spec.columns, spec.weight) for member in spec.members]
+
+
+def weights_key_of(spec: OpSpec) -> str:
+    """Return a name of a group's random weights; equal groups have equal ones, so that graphs are found."""
+    return f"random {spec.member_rows}"
+
+
+def random_ffn(
+    runtime: GpuRuntime, spec: OpSpec, gate_up: LinearWeight, width: int, ranges: FfnRanges | None = None
+) -> FfnShard:
+    """Return an NPU's shard of a feed-forward network with random weights.
+
+    Args:
+        runtime: The device.
+        spec: Gate and up; ``then`` is down.
+        gate_up: Their weights.
+        width: Their rows.
+        ranges: Ranges of an integer form.
+    """
+    assert spec.then is not None
+    [down] = members_for(runtime, replace(spec.then, columns=width))
+    return FfnShard(
+        gate_up=gate_up,
+        down=down,
+        activation=FFN_ACTIVATION,
+        bias=None,
+        layer=spec.layer,
+        weights_key=weights_key_of(spec),
+        cut=(0, width),
+        integer_inputs=spec.integer_inputs,
+        ranges=ranges,
+    )
 
 
 def fill_random(array: NDArray[Any], seed: int = 0) -> None:

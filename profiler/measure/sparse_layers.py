@@ -7,7 +7,7 @@ from the call to its return.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -38,9 +38,9 @@ from heterollm.kernels.npu import KEYS, QUERIES, SCORES, NpuBackend, ScoresShape
 from heterollm.model import ModelShape
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.gpu_timer import gpu_timer
-from heterollm.profiler.measure.linears import EMULATED_SAMPLES, npu_run_s
+from heterollm.profiler.measure.npu_timer import graph_record, npu_run_s
 from heterollm.profiler.measure.random_data import fill_shared
-from heterollm.profiler.measure.sampling import MOST_SAMPLES, NOTHING_COMPUTED_S, taken
+from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, taken
 from heterollm.profiler.measure.sparse_cases import (
     ESSENTIAL_SIZES,
     SparseOperatorCase,
@@ -196,25 +196,18 @@ class _SparseBench:
     def _on_npu(self, case: SparseOperatorCase, held: _Pass, npu: NpuBackend) -> Record:
         heads, rows, size = case.heads, held.shape.rows, case.shape.head_dim
         shard = ScoresShard(heads, case.keys, size, held.scale.exponent)
-        graph, memory = npu.prepare(shard, rows), held.memory
-        arrays = {
-            QUERIES: (memory.queries, (heads, rows, size)),
-            KEYS: (memory.keys, (heads, case.keys, size)),
-            SCORES: (memory.scores, (heads, rows, case.keys)),
-        }
-        for shared, _ in arrays.values():
-            shared.acquire()
+        memory = held.memory
         try:
-            views = {name: shared.view(np.uint8, shape) for name, (shared, shape) in arrays.items()}
-            call = graph.bind({name: views[name] for name in (QUERIES, KEYS)}, {SCORES: views[SCORES]})
-            most = MOST_SAMPLES if npu.time_kind == "real" else EMULATED_SAMPLES
-            return taken(case.key, partial(self._run_us, call), most=most)
+            return graph_record(
+                case.key,
+                npu,
+                npu.prepare(shard, rows),
+                {
+                    QUERIES: (memory.queries, np.uint8, (heads, rows, size)),
+                    KEYS: (memory.keys, np.uint8, (heads, case.keys, size)),
+                },
+                {SCORES: (memory.scores, np.uint8, (heads, rows, case.keys))},
+                timer=self._device.gpu.now_ns,
+            )
         finally:
-            for shared, _ in arrays.values():
-                shared.release()
             npu.release(shard)
-
-    def _run_us(self, call: Callable[[], None]) -> float:
-        begin_ns = self._device.gpu.now_ns()
-        call()
-        return (self._device.gpu.now_ns() - begin_ns) / 1e3

@@ -19,9 +19,10 @@ from heterollm.kernels.npu import GraphForm, LinearShape, LinearShard, NpuBacken
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.gpu_timer import gpu_timer
-from heterollm.profiler.measure.linears import OVERHEAD_S, code_of, npu_run_s
+from heterollm.profiler.measure.linears import OVERHEAD_S, code_of
+from heterollm.profiler.measure.npu_timer import graph_record, npu_run_s
 from heterollm.profiler.measure.random_data import fill_shared, weight_for
-from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S, taken
+from heterollm.profiler.measure.sampling import NOTHING_COMPUTED_S
 from heterollm.profiler.measure.task import Task
 from heterollm.profiler.records import LinearPoint, Record, SweepKey
 
@@ -137,20 +138,7 @@ def _timed(device: Device, npu: NpuBackend, shard: LinearShard, key: SweepKey) -
         graph = npu.prepare(shard, point.tokens, form, any_length=True)
     except HeteroLLMError as error:
         return Record(key, error=error.message)
-    x = runtime.shared((point.tokens, point.columns), dtype)
-    y = runtime.shared((point.tokens, point.rows), dtype)
-    fill_shared(runtime, x)
-    x.acquire()
-    y.acquire()
-    try:
-        call = graph.bind({"x": x.array}, {"y": y.array})
-
-        def once() -> float:
-            begin_ns = device.gpu.now_ns()
-            call()
-            return (device.gpu.now_ns() - begin_ns) / 1e3
-
-        return taken(key, once)
-    finally:
-        x.release()
-        y.release()
+    sizes = ((point.tokens, columns) for columns in (point.columns, point.rows))
+    x, y = ((runtime.shared(own, dtype), dtype, own) for own in sizes)
+    fill_shared(runtime, x[0])
+    return graph_record(key, npu, graph, {"x": x}, {"y": y}, timer=device.gpu.now_ns)

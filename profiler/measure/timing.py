@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -16,7 +16,7 @@ from heterollm.base import OptionError
 Timer: TypeAlias = Callable[[], int]
 """Returns nanoseconds from any fixed moment."""
 
-Name = TypeVar("Name", bound=str)
+Name = TypeVar("Name", bound=Hashable)
 Sample = TypeVar("Sample")
 
 

@@ -1,8 +1,9 @@
-"""Fits and curves that do not fall where work rises.
+"""Stages of tokens, and fits and curves that do not fall where work rises.
 
-Every function here keeps order: larger times in give larger times out. Models that are built of them rise
-with tokens (within a stage), rows and columns by construction. scikit-learn and SciPy are imported by fits
-alone: a fitted curve is read without them.
+Hexagon's arrays are 32 wide, so that dimensions count rounded up to 32. Below 32 tokens the emulator's
+activation-first graphs move in steps of 4 (measured), so that tokens count rounded up to 4 too.
+Models that are built of the functions below rise with tokens (within a stage), rows and columns by
+construction. SciPy is imported by fits alone: a fitted curve is read without it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ from __future__ import annotations
 import bisect
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.profiler.predict.features import stage
+from heterollm.base import round_up
+
+ARRAY: Final = 32
+"""Width of the matrix unit."""
+
+FINE_STEP: Final = 4
+"""Step in tokens below one array's width."""
 
 DIGITS: Final = 6
 REWEIGHTINGS: Final = 6
@@ -32,7 +39,15 @@ TIE: Final = 3e-3
 FLOOR_LIMIT: Final = 0.95
 """Largest share of the fastest time that counts as a fixed cost."""
 
-Rise: TypeAlias = Callable[[Sequence[float]], list[float]]
+
+def stage(tokens: int) -> int:
+    """Return the number of arrays that some tokens fill, rounded up; within one, times never fall."""
+    return -(-tokens // ARRAY)
+
+
+def step_end(tokens: int) -> int:
+    """Return tokens rounded up to 4 up to one array, and to 32 beyond."""
+    return round_up(tokens, FINE_STEP if tokens <= ARRAY else ARRAY)
 
 
 def digits(value: float) -> float:
@@ -40,34 +55,8 @@ def digits(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def check_rising(name: str, values: Sequence[float], *, strictly: bool = False) -> None:
-    """Check that numbers of a file rise.
-
-    Args:
-        name: Name of the field.
-        values: The numbers.
-        strictly: Whether equal numbers are refused, too.
-
-    Raises:
-        ValueError: They do not rise.
-    """
-    if any(after < before or (strictly and after == before) for before, after in itertools.pairwise(values)):
-        raise ValueError(f"{name} must rise, and is {values!r:.160}")
-
-
-def isotonic(values: Sequence[float]) -> list[float]:
-    """Return the rising sequence with the least squared distance to the values."""
-    if all(before <= after for before, after in itertools.pairwise(values)):
-        return list(values)
-    from sklearn.isotonic import isotonic_regression
-
-    risen: list[float] = isotonic_regression(np.array(values, np.float64)).tolist()
-    # Means of pools are rounded: the last digit of one may fall.
-    return list(itertools.accumulate(risen, max))
-
-
 def rising(values: Sequence[float]) -> list[float]:
-    """Return a rising sequence near the values, of which the fit needs no library.
+    """Return a rising sequence near the values; larger values in give larger values out.
 
     It lies halfway between the least rising sequence above the values and the greatest one below them.
     """
@@ -89,16 +78,15 @@ def isotonic_median(values: Sequence[float]) -> list[float]:
     return [statistics.median(pool) for pool in pools for _ in pool]
 
 
-def within_stages(rise: Rise, tokens: Sequence[int], values: Sequence[float]) -> list[float]:
+def within_stages(tokens: Sequence[int], values: Sequence[float]) -> list[float]:
     """Return times that rise with tokens within each stage; from one stage to the next they may fall.
 
     Args:
-        rise: :func:`isotonic` or :func:`rising`.
         tokens: Ascending numbers of tokens.
         values: Their times.
     """
     found = itertools.groupby(zip(tokens, values, strict=True), lambda pair: stage(pair[0]))
-    return [risen for _, own in found for risen in rise([value for _, value in own])]
+    return [risen for _, own in found for risen in rising([value for _, value in own])]
 
 
 def at_tokens(levels: Sequence[int], values: Sequence[float], tokens: int, floor: float) -> float:
@@ -112,7 +100,8 @@ def at_tokens(levels: Sequence[int], values: Sequence[float], tokens: int, floor
     """
     if tokens <= levels[0] or tokens >= levels[-1]:
         end = 0 if tokens <= levels[0] else -1
-        return _scaled(values[end], stage(tokens) / stage(levels[end]), floor)
+        time, factor = values[end], stage(tokens) / stage(levels[end])
+        return time if time <= floor else floor + (time - floor) * factor
     place = bisect.bisect_left(levels, tokens)
     before, after = values[place - 1], values[place]
     low, high = levels[place - 1], levels[place]
@@ -122,28 +111,6 @@ def at_tokens(levels: Sequence[int], values: Sequence[float], tokens: int, floor
     # A reversal: the fall from one stage to the next must not begin inside a stage.
     first, here, last = stage(low), stage(tokens), stage(high)
     return before + (after - before) * (here - first) / (last - first)
-
-
-def between(sizes: Sequence[int], values: Sequence[float], size: int, floor: float) -> float:
-    """Return the time at a size between, below or above those known, in proportion beyond them.
-
-    Args:
-        sizes: Sizes at which times are known, ascending.
-        values: Their times, rising.
-        size: Where to read the curve.
-        floor: Part of the time that does not grow with the size.
-    """
-    if size <= sizes[0] or size >= sizes[-1]:
-        end = 0 if size <= sizes[0] else -1
-        return _scaled(values[end], size / sizes[end], floor)
-    place = bisect.bisect_left(sizes, size)
-    share = (size - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
-    return values[place - 1] + (values[place] - values[place - 1]) * share
-
-
-def _scaled(time: float, factor: float, floor: float) -> float:
-    """Return a time with all of it but the floor multiplied."""
-    return time if time <= floor else floor + (time - floor) * factor
 
 
 def nonnegative_fit(terms: NDArray[np.float64], times_us: NDArray[np.float64]) -> list[float]:

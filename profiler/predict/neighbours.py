@@ -24,8 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from heterollm.profiler.predict.curves import isotonic_median
-from heterollm.profiler.predict.features import ARRAY, stage
+from heterollm.profiler.predict.curves import ARRAY, isotonic_median, stage
 from heterollm.profiler.predict.time_model import Kind, Prediction, TimeModel, with_interval
 from heterollm.profiler.records import LinearPoint
 

@@ -5,18 +5,25 @@ Operators of sparse attention have costs of their own.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from heterollm.base import Amount, PositiveNumber, ProfileError
 from heterollm.profiler.predict.curves import nonnegative_fit
-from heterollm.profiler.predict.time_model import Prediction, measured_time, near, undisturbed, with_interval
+from heterollm.profiler.predict.time_model import (
+    Hull,
+    Prediction,
+    Sizes,
+    measured_time,
+    undisturbed,
+    with_interval,
+)
 from heterollm.profiler.predict.validation import HIGH, LOW, percentile
 from heterollm.profiler.records import LayerKey, Record, SparseKey
 
@@ -30,33 +37,25 @@ class OperatorModel(Struct, frozen=True, forbid_unknown_fields=True):
         costs_us: Costs of a pass, of a value of a row, of a query's value at a position, of a cached value.
             Those of sparse attention: of a launch, of a value of a row, of a value of a pair of query
             and key, and of a key head.
-        low: Smallest tokens, positions and row sizes measured.
-        high: Largest ones.
+        hull: Tokens, positions and row sizes that were measured.
         spread: Tenth and ninetieth percentile of measured over fitted time.
     """
 
     costs_us: tuple[Amount, Amount, Amount, Amount]
-    low: tuple[Amount, Amount, Amount]
-    high: tuple[Amount, Amount, Amount]
+    hull: Hull
     spread: tuple[PositiveNumber, PositiveNumber]
 
-    def __post_init__(self) -> None:
-        """Check that the operator takes time."""
-        if not 0.0 < sum(self.costs_us) < math.inf:
-            raise ValueError("an operator needs a cost above zero")
-
     @classmethod
-    def fit(cls, keys: Sequence[LayerKey | SparseKey], times_us: Sequence[float]) -> OperatorModel:
+    def fit(cls, records: Mapping[K, Record]) -> OperatorModel:
         """Fit the costs; those that no measurement depends on are zero."""
-        terms = np.array([_terms(key) for key in keys], np.float64)
+        times_us = [record.median_us for record in records.values()]
+        terms = np.array([_terms(key) for key in records], np.float64)
         used = [bool(column.any()) for column in terms.T]
         found = iter(nonnegative_fit(terms[:, used], np.array(times_us, np.float64)))
         once, value, seen, cached = (next(found) if use else 0.0 for use in used)
-        tokens, contexts, rows = zip(*(_sizes(key) for key in keys), strict=True)
-        low, high = (min(tokens), min(contexts), min(rows)), (max(tokens), max(contexts), max(rows))
-        fitted = cls((once, value, seen, cached), low, high, (1.0, 1.0))
-        ratios = [time_us / fitted.estimate_us(key) for key, time_us in zip(keys, times_us, strict=True)]
-        return cls(fitted.costs_us, low, high, (percentile(ratios, LOW), percentile(ratios, HIGH)))
+        fitted = cls((once, value, seen, cached), Hull.of(map(_sizes, records)), (1.0, 1.0))
+        ratios = [time_us / fitted.estimate_us(key) for key, time_us in zip(records, times_us, strict=True)]
+        return replace(fitted, spread=(percentile(ratios, LOW), percentile(ratios, HIGH)))
 
     def estimate_us(self, key: LayerKey | SparseKey) -> float:
         """Return the sum of the costs."""
@@ -64,10 +63,6 @@ class OperatorModel(Struct, frozen=True, forbid_unknown_fields=True):
         for cost, term in zip(self.costs_us, _terms(key), strict=True):
             total += cost * term
         return total
-
-    def near(self, key: LayerKey | SparseKey) -> bool:
-        """Whether sizes are within the measured ones, or beyond them by at most ``KNOWN_FACTOR``."""
-        return near(_sizes(key), self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,34 +78,32 @@ class LayerPredictor(Generic[K]):
     measured: Mapping[K, Prediction]
 
     @classmethod
-    def fit(cls, records: Mapping[K, Record]) -> LayerPredictor[K]:
-        """Fit every operator; of several versions of a kernel, the one measured last counts.
+    def of(
+        cls, records: Mapping[K, Record], fitted: Mapping[str, OperatorModel] | None = None
+    ) -> LayerPredictor[K] | None:
+        """Return the predictor of some records; None if none has times.
 
-        Disturbed measurements do not count.
+        Of several versions of a kernel, the one measured last counts. Disturbed measurements do not.
 
-        Raises:
-            ProfileError: There is no record with times.
+        Args:
+            records: The measurements.
+            fitted: The models, if they were fitted to these records before.
         """
-        timed = {key: record for key, record in records.items() if record.samples_us}
+        timed = {key: records[key] for key in sorted(records) if records[key].samples_us}
+        newest = {key.operator: key.code for key in sorted(timed, key=lambda key: (timed[key].taken_s, key))}
         by_operator: dict[str, dict[K, Record]] = defaultdict(dict)
-        newest: dict[str, str] = {}
-        for key in sorted(timed, key=lambda key: (timed[key].taken_s, key)):
-            newest[key.operator] = key.code
-        for key in sorted(timed):
+        for key, record in timed.items():
             if key.code == newest[key.operator]:
-                by_operator[key.operator][key] = timed[key]
-        if not by_operator:
-            raise ProfileError("The profile has no operator's times.", fix="Run `heterollm profile`.")
-        disturbed: set[K] = set()
-        operators = {}
+                by_operator[key.operator][key] = record
+        operators = dict(fitted or {})
         for name, own in by_operator.items():
-            sound = undisturbed(list(own.values()))
-            counted = {record.key for record in sound}
-            keys = [key for key in own if key in counted]
-            disturbed |= own.keys() - keys
-            operators[name] = OperatorModel.fit(keys, [record.median_us for record in sound])
-        measured = {key: measured_time(record) for key, record in timed.items() if key not in disturbed}
-        return cls(operators, measured)
+            sound = undisturbed(own)
+            for key in own.keys() - sound.keys():
+                del timed[key]
+            if fitted is None:
+                operators[name] = OperatorModel.fit(sound)
+        measured = {key: measured_time(record) for key, record in timed.items()}
+        return cls(operators, measured) if measured else None
 
     def predict(self, key: K) -> Prediction:
         """Return the measured time of an operator, or the predicted one.
@@ -126,7 +119,7 @@ class LayerPredictor(Generic[K]):
                 f"The profile has no measurement of {key.operator}, only of {', '.join(self.operators)}.",
                 fix="Run `heterollm profile --update`.",
             )
-        known = model.near(key)
+        known = model.hull.near(_sizes(key))
         return with_interval(model.estimate_us(key), model.spread, known=known, source="layer_linear")
 
 
@@ -177,6 +170,6 @@ def _row(key: LayerKey | SparseKey) -> int:
     return max(key.hidden, (key.heads + 2 * key.kv_heads) * key.head_dim, 1)
 
 
-def _sizes(key: LayerKey | SparseKey) -> tuple[float, float, float]:
+def _sizes(key: LayerKey | SparseKey) -> Sizes:
     positions = key.keys if isinstance(key, SparseKey) else key.context
     return float(key.tokens), float(positions), float(_row(key))

@@ -20,7 +20,7 @@ from typing import Final
 
 from heterollm.base import round_up
 from heterollm.profiler.measure import SLOWDOWN, Measurement
-from heterollm.profiler.predict.features import ARRAY
+from heterollm.profiler.predict.curves import ARRAY
 from heterollm.profiler.predict.time_model import Kind
 from heterollm.profiler.records import ExpertsKey, Key, LayerKey, LinearKey, Profile, Record, SparseKey
 

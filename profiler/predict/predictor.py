@@ -3,29 +3,25 @@
 A measured time is returned as it is, and between two measured widths of a weight a straight line answers. For
 other shards a fitted model answers, within bounds that measured times set. Each processor uses the model with
 the least regret on weight shapes that were kept out of its fit, and keeps the scores of all models.
+
+A fit takes a second, and seconds to import SciPy and scikit-learn; a load with a kept plan asks for predicted
+times too. So fitted models are kept as JSON in the cache; measured times stay in the profile.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeVar, get_args
+from typing import Final, get_args
 
-from heterollm.base import ProfileError
-from heterollm.profiler.predict.baselines import ConstantRate
-from heterollm.profiler.predict.file import (
-    PredictorFile,
-    StoredLayers,
-    StoredProcessor,
-    StoredSparse,
-    predictions,
-    read_file,
-    times_of,
-)
-from heterollm.profiler.predict.interpolation import Interpolation
+import msgspec
+from msgspec import Struct
+
+from heterollm.base import ProfileError, decode, decode_json, load_or_make, own_folder
 from heterollm.profiler.predict.neighbours import Neighbours
-from heterollm.profiler.predict.operators import LayerPredictor
+from heterollm.profiler.predict.operators import LayerPredictor, OperatorModel
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.time_model import (
@@ -37,23 +33,77 @@ from heterollm.profiler.predict.time_model import (
     undisturbed,
 )
 from heterollm.profiler.predict.tree import Tree
-from heterollm.profiler.predict.validation import Score, score
-from heterollm.profiler.records import LayerKey, LinearKey, LinearPoint, Processor, Profile, Record, SparseKey
+from heterollm.profiler.predict.validation import PointTimes, Score, held_out_predictions
+from heterollm.profiler.records import (
+    LayerKey,
+    LinearKey,
+    LinearPoint,
+    Processor,
+    Profile,
+    Record,
+    SparseKey,
+    record_line,
+)
 
 FIX: Final = "Run `heterollm profile`."
 
+PREDICTOR_VERSION: Final = 8
+"""Raise when a fit of the same profile gives other models: kept ones are then fitted again."""
+
 CANDIDATES: Final[Mapping[Processor, tuple[type[ShapeModel], ...]]] = {
-    "gpu": (Interpolation, Roofline),
+    "gpu": (Roofline,),
     "npu": (StageLinear, Tree),
 }
 """Models of each processor; the first is the default where a profile is too small to compare them."""
 
-BASELINE: Final[type[ShapeModel]] = ConstantRate
-"""The model that the others are compared with."""
-
 FEWEST_POINTS: Final = 2
 
-K = TypeVar("K", LayerKey, SparseKey)
+
+class ProcessorFit(Struct, frozen=True, forbid_unknown_fields=True):
+    """The model of a processor's linear layers.
+
+    Args:
+        model: The fitted model that is used.
+        scores: Errors and regret of every model; empty where the profile has one weight shape only.
+    """
+
+    model: TimeModel
+    scores: tuple[Score, ...]
+
+    @classmethod
+    def of(cls, processor: Processor, times: PointTimes, other: PointTimes) -> ProcessorFit:
+        """Fit every model of a processor and keep the best one.
+
+        Args:
+            processor: The processor.
+            times: Its measured times.
+            other: Those of the other processor.
+
+        Raises:
+            ProfileError: There are too few.
+        """
+        if len(times) < FEWEST_POINTS:
+            raise ProfileError(
+                f"The profile has {len(times)} measured linear layer of the {processor}, too few to "
+                "predict from.",
+                fix=FIX,
+            )
+        models, scores = {model.name: model for model in CANDIDATES[processor]}, []
+        for name, model in models.items():
+            if predicted := held_out_predictions(model, times):
+                scores.append(Score.of(name, processor, times, other, predicted))
+        if not scores:
+            return cls(TimeModel.fit(CANDIDATES[processor][0], times), ())
+        best = min(scores, key=lambda entry: entry.rank)
+        return cls(TimeModel.fit(models[best.model], times, best.spread), tuple(scores))
+
+
+class Fits(Struct, frozen=True, forbid_unknown_fields=True):
+    """The models that were fitted to a profile; other operators' by their names."""
+
+    processors: dict[Processor, ProcessorFit]
+    layers: dict[str, OperatorModel] | None
+    sparse: dict[str, OperatorModel] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +111,11 @@ class ProcessorPredictor:
     """The times of linear layers on one processor.
 
     Args:
-        model: The fitted model that is used.
-        scores: Errors and regret of every model, the baseline included; empty where the profile has one
-            weight shape only.
+        fit: The fitted model.
         measured: The measured times.
     """
 
-    model: TimeModel
-    scores: tuple[Score, ...]
+    fit: ProcessorFit
     measured: Mapping[LinearPoint, Prediction]
     _neighbours: Neighbours = field(init=False, repr=False, compare=False)
 
@@ -78,7 +125,7 @@ class ProcessorPredictor:
 
     def predict(self, point: LinearPoint) -> Prediction:
         """Return the measured time of a shard, or the predicted one within the bounds of its neighbours."""
-        return self.measured.get(point) or self._neighbours.predict(point, self.model)
+        return self.measured.get(point) or self._neighbours.predict(point, self.fit.model)
 
 
 @dataclass(slots=True)
@@ -99,34 +146,53 @@ class Predictor:
     )
 
     @classmethod
-    def fit(cls, profile: Profile) -> Predictor:
+    def fit(cls, profile: Profile, kept: Fits | None = None) -> Predictor:
         """Fit every model of every processor and keep the best ones.
 
         Of several versions of kernels or graphs, the one measured last counts. Disturbed points do not.
 
+        Args:
+            profile: The profile.
+            kept: The models, if they were fitted to this profile before.
+
         Raises:
             ProfileError: The profile has no linear layers, or too few of a processor.
         """
-        records: dict[Processor, list[Record]] = {
-            processor: _latest(profile, processor) for processor in get_args(Processor)
+        measured = {
+            processor: {point: measured_time(record) for point, record in _latest(profile, processor).items()}
+            for processor in get_args(Processor)
         }
         times = {
-            processor: {
-                record.key.point: record.median_us for record in found if isinstance(record.key, LinearKey)
-            }
-            for processor, found in records.items()
+            processor: {point: prediction.us for point, prediction in own.items()}
+            for processor, own in measured.items()
         }
-        processors: dict[Processor, ProcessorPredictor] = {}
-        for processor, found in records.items():
-            if times[processor]:
-                others = times["npu" if processor == "gpu" else "gpu"]
-                processors[processor] = _fit_processor(processor, times[processor], others, found)
-        if not processors:
+        if not any(times.values()):
             raise ProfileError(
                 f"The profile of {profile.device} has no measured linear layer to predict others from.",
                 fix=FIX,
             )
-        return cls(processors, _fit_operators(profile, LayerKey), _fit_operators(profile, SparseKey))
+        fitted = (
+            kept.processors
+            if kept
+            else {
+                processor: ProcessorFit.of(processor, own, times["npu" if processor == "gpu" else "gpu"])
+                for processor, own in times.items()
+                if own
+            }
+        )
+        return cls(
+            {processor: ProcessorPredictor(fit, measured[processor]) for processor, fit in fitted.items()},
+            LayerPredictor.of(dict(profile.of_kind(LayerKey)), kept.layers if kept else None),
+            LayerPredictor.of(dict(profile.of_kind(SparseKey)), kept.sparse if kept else None),
+        )
+
+    @property
+    def fits(self) -> Fits:
+        """The fitted models."""
+        layers, sparse = (
+            None if held is None else dict(held.operators) for held in (self.layers, self.sparse)
+        )
+        return Fits({processor: held.fit for processor, held in self.processors.items()}, layers, sparse)
 
     def predict_us(self, point: LinearPoint, processor: Processor) -> Prediction:
         """Return the time of a shard on a processor.
@@ -151,78 +217,47 @@ class Predictor:
             raise ProfileError(f"The profile has no measurement of {key.operator}.", fix=FIX)
         return self.layers.predict(key)
 
-    def to_json(self) -> str:
-        """Return the fitted predictor as JSON text, of which :meth:`from_json` makes one of equal answers."""
-        processors = {
-            processor: StoredProcessor.of(held.model, held.scores, held.measured)
-            for processor, held in self.processors.items()
-        }
-        layers = None
-        if self.layers is not None:
-            layers = StoredLayers(dict(self.layers.operators), times_of(self.layers.measured))
-        sparse = None
-        if self.sparse is not None:
-            sparse = StoredSparse(dict(self.sparse.operators), times_of(self.sparse.measured))
-        return PredictorFile(processors=processors, layers=layers, sparse=sparse).text
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Predictor:
-        """Return the predictor of :meth:`to_json`.
+def fitted_predictor(profile: Profile) -> Predictor:
+    """Return the predictor of a profile, with kept models if the profile has not changed.
 
-        Raises:
-            ProfileError: The text is damaged, or of another version.
-        """
-        stored = read_file(text)
-        processors = {
-            processor: ProcessorPredictor(held.model, held.scores, predictions(held.measured))
-            for processor, held in stored.processors.items()
-        }
-        layers, sparse = (
-            None if held is None else LayerPredictor(held.operators, predictions(held.measured))
-            for held in (stored.layers, stored.sparse)
-        )
-        return cls(processors, layers, sparse)
+    Raises:
+        ProfileError: There is too little to fit.
+    """
+
+    def read(content: bytes) -> Predictor:
+        source = "The predictor"
+        data = decode_json(content, source=source, error=ProfileError)
+        return Predictor.fit(profile, decode(data, Fits, source=f"{source} is damaged", error=ProfileError))
+
+    return load_or_make(
+        own_folder("predictors") / f"{profile_digest(profile)}.json",
+        "fitting it again",
+        read=read,
+        make=lambda: Predictor.fit(profile),
+        text=lambda predictor: msgspec.json.encode(predictor.fits).decode(),
+    )
 
 
-def _latest(profile: Profile, processor: Processor) -> list[Record]:
+def profile_digest(profile: Profile, inputs: str = "") -> str:
+    """Return a name for files that are computed from a profile; equal measurements give equal names.
+
+    Args:
+        profile: The profile.
+        inputs: Other inputs of the computation, as text.
+    """
+    digest = hashlib.sha256(f"{PREDICTOR_VERSION} {profile.fingerprint}{inputs}".encode())
+    for line in sorted(map(record_line, profile.records.values())):
+        digest.update(line.encode())
+    return digest.hexdigest()[:32]
+
+
+def _latest(profile: Profile, processor: Processor) -> dict[LinearPoint, Record]:
     """Return the sound records of a processor's linear layers, of the code that was measured last."""
     found = [(key, record) for key, record in profile.of_kind(LinearKey) if key.processor == processor]
     code = max(found, key=lambda item: (item[1].taken_s, item[0].code))[0].code if found else ""
-    kinds: dict[Kind, list[Record]] = defaultdict(list)
+    kinds: dict[Kind, dict[LinearPoint, Record]] = defaultdict(dict)
     for key, record in found:
         if key.code == code and record.samples_us:
-            kinds[Kind.of(key.point)].append(record)
-    return [record for records in kinds.values() for record in undisturbed(records)]
-
-
-def _fit_operators(profile: Profile, kind: type[K]) -> LayerPredictor[K] | None:
-    """Return the predictor of operators that have keys of a kind; None if none was timed."""
-    records = {key: record for key, record in profile.of_kind(kind) if record.samples_us}
-    return LayerPredictor.fit(records) if records else None
-
-
-def _fit_processor(
-    processor: Processor,
-    times: Mapping[LinearPoint, float],
-    other: Mapping[LinearPoint, float],
-    records: list[Record],
-) -> ProcessorPredictor:
-    if len(times) < FEWEST_POINTS:
-        raise ProfileError(
-            f"The profile has {len(times)} measured linear layer of the {processor}, too few to "
-            "predict from.",
-            fix=FIX,
-        )
-    candidates = {model.name: model for model in CANDIDATES[processor]}
-    scores = [score(model, processor, times, other) for model in candidates.values()]
-    usable = [entry for entry in scores if entry is not None]
-    baseline = score(BASELINE, processor, times, other, bounded=False)
-    best = min(usable, key=lambda entry: entry.rank, default=None)
-    model = TimeModel(CANDIDATES[processor][0] if best is None else candidates[best.model])
-    if best is not None:
-        model.spread = best.spread
-    model.fit(list(times), list(times.values()))
-    measured = {
-        record.key.point: measured_time(record) for record in records if isinstance(record.key, LinearKey)
-    }
-    return ProcessorPredictor(model, (*usable, *(() if baseline is None else (baseline,))), measured)
+            kinds[Kind.of(key.point)][key.point] = record
+    return {point: record for own in kinds.values() for point, record in undisturbed(own).items()}

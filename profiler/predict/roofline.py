@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 from msgspec import Struct
 
 from heterollm.base import Amount, Positive, PositiveNumber
-from heterollm.profiler.predict.curves import check_rising, common_floor, isotonic
+from heterollm.profiler.predict.curves import common_floor, isotonic_median
 from heterollm.profiler.records import LinearPoint
 
 
@@ -35,13 +35,6 @@ class Roofline(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model
     tokens: list[Positive]
     us_per_weight: list[PositiveNumber]
 
-    def __post_init__(self) -> None:
-        """Check that there is a curve and that it rises."""
-        if not self.tokens or len(self.tokens) != len(self.us_per_weight):
-            raise ValueError("a roofline needs a cost for each measured number of tokens")
-        check_rising("tokens", self.tokens, strictly=True)
-        check_rising("us_per_weight", self.us_per_weight)
-
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:
         """Fit the floor and every number of tokens together."""
@@ -49,8 +42,8 @@ class Roofline(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model
         floor, by_tokens = common_floor([point.tokens for point in points], weights, times_us)
         tokens = sorted(by_tokens)
         # A token costs no more in a longer pass than in a shorter one.
-        shares = isotonic([-by_tokens[count] / count for count in tokens])
-        costs = isotonic([-share * count for share, count in zip(shares, tokens, strict=True)])
+        shares = isotonic_median([-by_tokens[count] / count for count in tokens])
+        costs = isotonic_median([-share * count for share, count in zip(shares, tokens, strict=True)])
         bandwidth = max(
             point.weight_bytes / (time_us - floor) for point, time_us in zip(points, times_us, strict=True)
         )

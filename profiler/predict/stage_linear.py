@@ -20,13 +20,12 @@ from msgspec import Meta, Struct
 from heterollm.base import Amount, Positive
 from heterollm.profiler.predict.curves import (
     at_tokens,
-    check_rising,
     common_floor,
     nonnegative_fit,
-    rising,
+    stage,
+    step_end,
     within_stages,
 )
-from heterollm.profiler.predict.features import stage, step_end
 from heterollm.profiler.records import LinearPoint
 
 TERMS: Final = 4
@@ -51,14 +50,6 @@ class StageLinear(
     floor_us: Amount
     steps: Annotated[list[Positive], Meta(min_length=1)]
     costs_us: list[tuple[Amount, Amount, Amount, Amount]]
-
-    def __post_init__(self) -> None:
-        """Check that every step has an end and costs."""
-        if len(self.steps) != len(self.costs_us) or not all(map(any, self.costs_us)):
-            raise ValueError("every one of the steps needs costs_us")
-        if [step_end(step) for step in self.steps] != self.steps:
-            raise ValueError(f"steps must end at multiples of 4 or, past 32, of 32: {self.steps!r:.160}")
-        check_rising("steps", self.steps, strictly=True)
 
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:
@@ -96,7 +87,7 @@ class StageLinear(
                 costs[0] * once + costs[1] * tiles + costs[2] * columns + costs[3] * rows
                 for costs in self.costs_us
             ]
-            curve = self._curves[shape] = within_stages(rising, self.steps, times)
+            curve = self._curves[shape] = within_stages(self.steps, times)
         return at_tokens(self.steps, curve, step_end(point.tokens), self.floor_us)
 
 

@@ -9,14 +9,17 @@ every platform.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Final, Protocol, Self
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Final, Protocol, Self, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct
 
-from heterollm.base import Amount, ProfileError
+from heterollm.base import Amount, PositiveNumber, ProfileError
 from heterollm.profiler.measure import Measurement
+from heterollm.profiler.predict.roofline import Roofline
+from heterollm.profiler.predict.stage_linear import StageLinear
+from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.records import LinearPoint, Record
 
 KNOWN_FACTOR: Final = 2.0
@@ -27,6 +30,10 @@ UNKNOWN_FACTOR: Final = 2.0
 
 DEFAULT_SPREAD: Final = (0.5, 2.0)
 """Interval as ratios of the prediction, until cross-validation has found them."""
+
+Sizes: TypeAlias = tuple[float, float, float]
+
+K = TypeVar("K")
 
 
 class Prediction(Struct, frozen=True):
@@ -47,12 +54,6 @@ class Prediction(Struct, frozen=True):
     source: str
 
 
-def near(sizes: Sequence[float], low: Sequence[float], high: Sequence[float]) -> bool:
-    """Whether sizes are within the measured ones, or beyond them by at most ``KNOWN_FACTOR``."""
-    bounds = zip(sizes, low, high, strict=True)
-    return all(least / KNOWN_FACTOR <= size <= most * KNOWN_FACTOR for size, least, most in bounds)
-
-
 def with_interval(us: float, spread: tuple[float, float], *, known: bool, source: str) -> Prediction:
     """Return a predicted time with its interval, which is wider for an unknown shape."""
     wider = 1.0 if known else UNKNOWN_FACTOR
@@ -66,13 +67,13 @@ def measured_time(record: Record) -> Prediction:
     return Prediction(record.median_us, low, high, True, "measured")
 
 
-def undisturbed(records: Sequence[Record]) -> Sequence[Record]:
+def undisturbed(records: Mapping[K, Record]) -> Mapping[K, Record]:
     """Return the records that are not disturbed; all where the others are too few to predict from."""
-    sound = [record for record in records if not record.disturbed]
+    sound = {key: record for key, record in records.items() if not record.disturbed}
     return sound if 2 * len(sound) >= len(records) else records
 
 
-class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True, rename={"is_ffn": "is_block"}):
+class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True):
     """The fields of ``LinearPoint`` that two shards must share for their times to be comparable."""
 
     form: str
@@ -112,24 +113,21 @@ class Kind(Struct, frozen=True, order=True, forbid_unknown_fields=True, rename={
 
 
 class Hull(Struct, frozen=True, forbid_unknown_fields=True):
-    """The smallest and largest tokens, rows and columns that a model was fitted on."""
+    """The smallest and the largest sizes that a model was fitted on, such as tokens, rows and columns."""
 
     low: tuple[Amount, Amount, Amount]
     high: tuple[Amount, Amount, Amount]
 
     @classmethod
-    def of(cls, points: Sequence[LinearPoint]) -> Hull:
-        """Return the hull of some shards."""
-        tokens, rows, columns = zip(*(_sizes(point) for point in points), strict=True)
-        return cls((min(tokens), min(rows), min(columns)), (max(tokens), max(rows), max(columns)))
+    def of(cls, sizes: Iterable[Sizes]) -> Hull:
+        """Return the hull of some sizes."""
+        first, second, third = zip(*sizes, strict=True)
+        return cls((min(first), min(second), min(third)), (max(first), max(second), max(third)))
 
-    def near(self, point: LinearPoint) -> bool:
-        """Whether a shard is within the hull, or beyond it by at most ``KNOWN_FACTOR``."""
-        return near(_sizes(point), self.low, self.high)
-
-
-def _sizes(point: LinearPoint) -> tuple[float, float, float]:
-    return float(point.tokens), float(point.rows), float(point.columns)
+    def near(self, sizes: Sizes) -> bool:
+        """Whether sizes are within the hull, or beyond it by at most ``KNOWN_FACTOR``."""
+        bounds = zip(sizes, self.low, self.high, strict=True)
+        return all(low / KNOWN_FACTOR <= size <= high * KNOWN_FACTOR for size, low, high in bounds)
 
 
 class ShapeModel(Protocol):
@@ -147,62 +145,73 @@ class ShapeModel(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class TimeModel:
+class TimeModel(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A model for each kind of shard of one processor.
 
     Args:
-        model: Class of the models.
-        kinds: The fitted models, with the hulls of the shards that they were fitted on.
+        kinds: The fitted models, all of one class, with the hulls of the shards that they were fitted on.
         spread: Tenth and ninetieth percentile of measured over predicted time on shapes kept out of the fit.
     """
 
-    model: type[ShapeModel]
-    kinds: dict[Kind, tuple[ShapeModel, Hull]] = field(default_factory=dict)
-    spread: tuple[float, float] = DEFAULT_SPREAD
+    kinds: Annotated[list[tuple[Kind, Hull, Roofline | StageLinear | Tree]], Meta(min_length=1)]
+    spread: tuple[PositiveNumber, PositiveNumber] = DEFAULT_SPREAD
 
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        return self.model.name
-
-    def fit(self, points: Sequence[LinearPoint], times_us: Sequence[float]) -> TimeModel:
-        """Fit every kind and return the model itself.
+    @classmethod
+    def fit(
+        cls,
+        model: type[ShapeModel],
+        times_us: Mapping[LinearPoint, float],
+        spread: tuple[float, float] = DEFAULT_SPREAD,
+    ) -> TimeModel:
+        """Fit a model to every kind of some shards.
 
         Raises:
             ProfileError: There is nothing to fit.
         """
-        by_kind: dict[Kind, list[tuple[LinearPoint, float]]] = defaultdict(list)
-        for point, time_us in sorted(zip(points, times_us, strict=True)):
-            by_kind[Kind.of(point)].append((point, time_us))
+        by_kind: dict[Kind, dict[LinearPoint, float]] = defaultdict(dict)
+        for point in sorted(times_us):
+            by_kind[Kind.of(point)][point] = times_us[point]
         if not by_kind:
             raise ProfileError(
                 "There are no linear layers to learn times from.", fix="Run `heterollm profile`."
             )
-        self.kinds = {}
-        for kind, samples in sorted(by_kind.items()):
-            of_kind, times = [point for point, _ in samples], [time_us for _, time_us in samples]
-            self.kinds[kind] = (self.model.fit(of_kind, times), Hull.of(of_kind))
-        return self
+        kinds: list[Any] = [
+            (kind, Hull.of(map(_sizes, own)), model.fit(list(own), list(own.values())))
+            for kind, own in sorted(by_kind.items())
+        ]
+        return cls(kinds, spread)
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.kinds[0][2].name
+
+    @cached_property
+    def _by_kind(self) -> dict[Kind, tuple[Hull, ShapeModel]]:
+        return {kind: (hull, model) for kind, hull, model in self.kinds}
 
     def predict(self, point: LinearPoint) -> Prediction:
         """Return the time of a shard; for a kind that was never measured, the most similar kind answers.
 
         Raises:
-            ProfileError: The model was not fitted; or the shard is one of an ffn and only plain
-                linear layers were measured, or the other way round.
+            ProfileError: The shard is one of an ffn and only plain linear layers were measured, or the other
+                way round.
         """
         kind = Kind.of(point)
-        held = self.kinds.get(kind)
+        held = self._by_kind.get(kind)
         known = held is not None
         if held is None:
-            alike = [other for other in self.kinds if other.is_ffn == kind.is_ffn]
+            alike = [other for other in self._by_kind if other.is_ffn == kind.is_ffn]
             if not alike:
                 what = "feed-forward network" if kind.is_ffn else "linear layer"
                 raise ProfileError(
                     f"There is no measured {what} to predict others from.", fix="Run `heterollm profile`."
                 )
-            held = self.kinds[min(alike, key=lambda other: (*kind.unlikeness(other), other))]
-        model, hull = held
-        known = known and hull.near(point)
+            held = self._by_kind[min(alike, key=lambda other: (*kind.unlikeness(other), other))]
+        hull, model = held
+        known = known and hull.near(_sizes(point))
         return with_interval(model.estimate_us(point), self.spread, known=known, source=self.name)
+
+
+def _sizes(point: LinearPoint) -> Sizes:
+    return float(point.tokens), float(point.rows), float(point.columns)

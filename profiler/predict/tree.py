@@ -11,17 +11,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Self
+from typing import ClassVar, Final, Self
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from heterollm.base import Amount, Number, PositiveNumber
-from heterollm.profiler.predict.curves import common_floor, digits
-from heterollm.profiler.predict.features import FEATURES, RISING, features, work
+from heterollm.profiler.predict.curves import ARRAY, common_floor, digits, stage, step_end
 from heterollm.profiler.records import LinearPoint
 
-Place = Annotated[int, Meta(ge=-1)]
+FEATURES: Final = ("step", "rounded_tokens", "rounded_rows", "rounded_columns", "work")
+"""Names of the features: the tokens rounded up to 4, at most one array; sizes rounded up to 32; and
+multiply-adds in units of 32 cubed."""
+
+RISING: Final = (1, 0, 1, 1, 1)
+"""Monotone constraint of each feature: 1 where time may not fall; it may fall from one stage to the next."""
 
 
 class Tree(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="tree"):
@@ -41,34 +45,19 @@ class Tree(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", t
 
     floor_us: Amount
     fixed_units: Amount
-    feature: list[Annotated[int, Meta(ge=-1, lt=len(FEATURES))]]
+    feature: list[int]
     threshold: list[Number]
-    left: list[Place]
-    right: list[Place]
+    left: list[int]
+    right: list[int]
     us_per_unit: list[PositiveNumber]
-
-    def __post_init__(self) -> None:
-        """Check that every walk ends at a leaf."""
-        size = len(self.feature)
-        if not size or {len(self.threshold), len(self.left), len(self.right), len(self.us_per_unit)} != {
-            size
-        }:
-            raise ValueError("a tree needs nodes, and every field for each of them")
-        inner = [place for place, feature in enumerate(self.feature) if feature >= 0]
-        for place in inner:
-            # Children lie after their parents.
-            if not place < min(self.left[place], self.right[place]):
-                raise ValueError(f"node {place} of the tree comes after a child of it")
-        children = [child for place in inner for child in (self.left[place], self.right[place])]
-        if len(set(children)) < len(children) or max(children, default=0) >= size:
-            raise ValueError("a node of the tree has two parents, or is missing")
 
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:
         """Fit the fixed cost, and then the tree to the logarithms of the times of a unit."""
         from sklearn.tree import DecisionTreeRegressor
 
-        works = [work(point) for point in points]
+        table = [features(point) for point in points]
+        works = [row[-1] for row in table]
         floor_us, rates = common_floor([point.tokens for point in points], works, times_us)
         half_us = digits(floor_us / 2)
         fixed = digits(half_us / statistics.median(rates.values()))
@@ -76,9 +65,8 @@ class Tree(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", t
             digits(math.log((time_us - half_us) / (fixed + own)))
             for time_us, own in zip(times_us, works, strict=True)
         ]
-        table = np.array([features(point) for point in points], np.float32)
         tree = DecisionTreeRegressor(monotonic_cst=RISING, random_state=0)
-        fitted = tree.fit(table, paces).tree_
+        fitted = tree.fit(np.array(table, np.float32), paces).tree_
         inner = fitted.children_left >= 0
         return cls(
             half_us,
@@ -98,3 +86,10 @@ class Tree(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", t
             place = (self.left if values[feature] <= self.threshold[place] else self.right)[place]
             feature = self.feature[place]
         return self.floor_us + self.us_per_unit[place] * (self.fixed_units + values[-1])
+
+
+def features(point: LinearPoint) -> tuple[int, ...]:
+    """Return the numbers that :data:`FEATURES` names."""
+    tokens, rows, columns = stage(point.tokens), stage(point.rows), stage(point.columns)
+    step = min(step_end(point.tokens), ARRAY)
+    return step, tokens * ARRAY, rows * ARRAY, columns * ARRAY, tokens * rows * columns

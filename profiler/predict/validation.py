@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from heterollm.base import Amount, Count, Number, Positive, PositiveNumber
 from heterollm.profiler.predict.neighbours import Neighbours
-from heterollm.profiler.predict.time_model import ShapeModel, TimeModel
+from heterollm.profiler.predict.time_model import Prediction, ShapeModel, TimeModel
 from heterollm.profiler.records import LinearPoint, Processor
 
 PointTimes: TypeAlias = Mapping[LinearPoint, float]
@@ -29,7 +29,7 @@ MOST_FOLDS: Final = 10
 HIGH, LOW = 0.9, 0.1
 
 
-class Score(Struct, frozen=True, rename={"processor": "part"}):
+class Score(Struct, frozen=True, forbid_unknown_fields=True, rename={"processor": "part"}):
     """Errors and regret of one model on shapes that it was not fitted on.
 
     Args:
@@ -52,6 +52,43 @@ class Score(Struct, frozen=True, rename={"processor": "part"}):
     choices: Count
     spread: tuple[PositiveNumber, PositiveNumber]
 
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        processor: Processor,
+        times: PointTimes,
+        other: PointTimes,
+        predicted: Mapping[LinearPoint, Prediction],
+    ) -> Score:
+        """Return the score of a model.
+
+        Args:
+            model: Name of the model.
+            processor: The processor whose times are predicted.
+            times: Its measured times.
+            other: The measured times of the other processor.
+            predicted: At least one prediction, as of :func:`held_out_predictions`.
+        """
+        times_us = {point: found.us for point, found in predicted.items()}
+        errors = [abs(us - times[point]) / times[point] for point, us in times_us.items()]
+        ratios = [times[point] / us for point, us in times_us.items()]
+        losses = [
+            _loss(found, times, times_us)
+            for found in choices(processor, times, other)
+            if all(point is None or point in predicted for point, _ in found)
+        ]
+        return cls(
+            model,
+            processor,
+            len(errors),
+            statistics.median(errors),
+            percentile(errors, HIGH),
+            statistics.fmean(losses) if losses else None,
+            len(losses),
+            (percentile(ratios, LOW), percentile(ratios, HIGH)),
+        )
+
     @property
     def rank(self) -> tuple[float, float, str]:
         """Order of models, the best one first: regret to a tenth of a percent, then median error."""
@@ -65,8 +102,8 @@ def weight_shape(point: LinearPoint) -> tuple[int, int, bool]:
 
 def held_out_predictions(
     model: type[ShapeModel], times: PointTimes, *, most_folds: int = MOST_FOLDS, bounded: bool = True
-) -> dict[LinearPoint, float]:
-    """Return the predicted time of each shard by a model that saw no shard of its weight shape.
+) -> dict[LinearPoint, Prediction]:
+    """Return the prediction of each shard by a model that saw no shard of its weight shape.
 
     Linear layers are left out where all of them have one shape, and likewise ffns.
 
@@ -83,15 +120,14 @@ def held_out_predictions(
     # Similar shapes go to different folds, so that each fold resembles the whole. scikit-learn's GroupKFold
     # sorts groups of equal size in an order that differs between processors.
     fold_of = {shape: place % folds for place, shape in enumerate(shapes)}
-    predicted: dict[LinearPoint, float] = {}
+    predicted: dict[LinearPoint, Prediction] = {}
     for fold in range(folds):
-        seen = [point for point in times if fold_of[weight_shape(point)] != fold]
-        fitted = TimeModel(model).fit(seen, [times[point] for point in seen])
-        neighbours = Neighbours({point: times[point] for point in seen} if bounded else {})
+        seen = {point: us for point, us in times.items() if fold_of[weight_shape(point)] != fold}
+        fitted, neighbours = TimeModel.fit(model, seen), Neighbours(seen if bounded else {})
         can_be = {point.is_ffn for point in seen}
         for point in times:
             if fold_of[weight_shape(point)] == fold and point.is_ffn in can_be:
-                predicted[point] = neighbours.predict(point, fitted).us
+                predicted[point] = neighbours.predict(point, fitted)
     return predicted
 
 
@@ -153,47 +189,6 @@ def _forms(times: PointTimes) -> Iterator[list[tuple[LinearPoint | None, float]]
     for points in found.values():
         if len(points) > 1:
             yield [(point, 0.0) for point in points]
-
-
-def score(
-    model: type[ShapeModel],
-    processor: Processor,
-    times: PointTimes,
-    other: PointTimes,
-    *,
-    most_folds: int = MOST_FOLDS,
-    bounded: bool = True,
-) -> Score | None:
-    """Return the score of a model on shapes kept out of its fit; None where there is only one shape.
-
-    Args:
-        model: Class of the model.
-        processor: The processor whose times are predicted.
-        times: Its measured times.
-        other: The measured times of the other processor.
-        most_folds: Largest number of fits.
-        bounded: As in :func:`held_out_predictions`.
-    """
-    predicted = held_out_predictions(model, times, most_folds=most_folds, bounded=bounded)
-    if not predicted:
-        return None
-    errors = [abs(found - times[point]) / times[point] for point, found in predicted.items()]
-    ratios = [times[point] / found for point, found in predicted.items()]
-    losses = [
-        _loss(found, times, predicted)
-        for found in choices(processor, times, other)
-        if all(point is None or point in predicted for point, _ in found)
-    ]
-    return Score(
-        model.name,
-        processor,
-        len(errors),
-        statistics.median(errors),
-        percentile(errors, HIGH),
-        statistics.fmean(losses) if losses else None,
-        len(losses),
-        (percentile(ratios, LOW), percentile(ratios, HIGH)),
-    )
 
 
 def _loss(

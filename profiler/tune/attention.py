@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -18,6 +17,7 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     AttentionClass,
     BuildError,
+    DeviceTuning,
     GpuGlue,
     GpuRuntime,
     HeadShape,
@@ -27,17 +27,17 @@ from heterollm.kernels.gpu import (
     Scores,
     SharedArray,
     TunedAttention,
-    TuningTable,
     suits_coalesced,
 )
-from heterollm.profiler.measure import Timer, measure_interleaved
-from heterollm.profiler.tune.search import DUEL_REPEATS, MARGIN_FRACTION, is_faster
+from heterollm.profiler.measure import Timer
+from heterollm.profiler.tune.search import LOST, search
 
 CONTEXT: Final = 1024
 TOKENS: Final = (1, 128)
 """Tokens of the two classes, the last of the context."""
 
-LOST: Final = "the process ended while it was tried"
+BUDGET_S: Final = 5.0
+"""Seconds for a class, of which a pass takes a millisecond."""
 
 
 def tune_attention(
@@ -71,42 +71,45 @@ def tune_attention(
                 continue
             known = runtime.tuning.table.attention.get(kind)
             if known is None or not known.failure:
-                # A driver that takes the process down leaves this behind.
-                _keep(runtime, TunedAttention(kind, "simt", failure=LOST))
-                try:
-                    known = _compared(_Case(runtime, layers, shape, kind, tokens, out_dtype), kind, timer)
-                except BaseException:
-                    # Not its fault: an interruption, or no memory.
-                    runtime.tuning.change(functools.partial(_forget, kind))
-                    raise
-                _keep(runtime, known)
+                case = _Case(runtime, layers, shape, kind, tokens, out_dtype)
+                known = _tuned(runtime.tuning, case, kind, timer)
             found[kind] = known
     return tuple(found.values())
 
 
-def _forget(kind: AttentionClass, table: TuningTable) -> None:
-    table.attention.pop(kind, None)
-
-
-def _keep(runtime: GpuRuntime, chosen: TunedAttention) -> None:
-    runtime.tuning.change(lambda table: table.attention.update({chosen.shape: chosen}))
+def _tuned(tuning: DeviceTuning, case: _Case, kind: AttentionClass, timer: Timer) -> TunedAttention:
+    """Compare the styles and keep the result; a driver that takes the process down leaves a failure."""
+    lost = TunedAttention(kind, "simt", failure=LOST)
+    tuning.change(lambda table: table.attention.update({kind: lost}))
+    try:
+        chosen = _compared(case, kind, timer)
+    except BaseException:
+        # Not its fault: an interruption, or no memory.
+        tuning.change(lambda table: table.attention.pop(kind, None))
+        raise
+    tuning.change(lambda table: table.attention.update({kind: chosen}))
+    return chosen
 
 
 def _compared(case: _Case, kind: AttentionClass, timer: Timer) -> TunedAttention:
     """Return the faster style, if both give the same numbers."""
-    calls: dict[str, Callable[[], object]] = {"simt": case.call("simt")}
-    right = case.output(calls["simt"])
+    right = case.output("simt")
+
+    def trial(style: KernelStyle) -> Callable[[], object]:
+        if style != "simt":
+            errors = linear_errors(case.output(style), right)
+            if not errors.within("fp16" if kind.half else "fp32"):
+                raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")
+        return case.call(style)
+
+    styles: tuple[KernelStyle, KernelStyle] = "simt", "coalesced"
     try:
-        calls["coalesced"] = case.call("coalesced")
-        errors = linear_errors(case.output(calls["coalesced"]), right)
-        if not errors.within("fp16" if kind.half else "fp32"):
-            raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")
-        times = measure_interleaved(calls, warmup=1, repeats=DUEL_REPEATS, timer=timer)
+        result = search(styles[0], styles[1:], trial, budget_s=BUDGET_S, timer=timer)
     except (BuildError, KernelError, OpenClError) as error:
         return TunedAttention(kind, "simt", failure=str(error).splitlines()[0][:300])
-    faster = is_faster(times["coalesced"], times["simt"], MARGIN_FRACTION)
-    style: KernelStyle = "coalesced" if faster else "simt"
-    return TunedAttention(kind, style, times["simt"].median_us, times["coalesced"].median_us)
+    failure = result.failures.get("coalesced", "").split("\n")[0][:300]
+    own_us = 0.0 if result.best is None else result.best_us
+    return TunedAttention(kind, result.winner, result.default_us, own_us, failure)
 
 
 class _Case:
@@ -158,9 +161,9 @@ class _Case:
 
         return run
 
-    def output(self, call: Callable[[], object]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return what a call leaves in the output."""
-        call()
+    def output(self, style: KernelStyle) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return the output of a style."""
+        self.call(style)()
         self._out.acquire()
         found = self._out.array.astype(np.float64)
         self._out.release()

@@ -9,16 +9,16 @@ fresh samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Generic, TypeVar
 
 from heterollm.base import OptionError
-from heterollm.kernels.gpu import BuildError, KernelParameters, differences, with_numbers
+from heterollm.kernels.gpu import BuildError
 from heterollm.profiler.measure import Measurement, Timer, measure_interleaved
 
-Trial: TypeAlias = Callable[[KernelParameters], Callable[[], object]]
-"""Builds and checks parameters and returns the call to time; raises BuildError where they fail."""
+C = TypeVar("C", bound=Hashable)
+"""A candidate, such as parameters of a kernel."""
 
 MARGIN_FRACTION: Final = 0.03
 """Fraction by which a winner must be faster: less is noise, and the default is tested best."""
@@ -40,48 +40,54 @@ ROUNDS_FRACTION: Final = 0.8
 """Share of the last race's rounds that a winner wins: of 11 that equals do so once in 30 times."""
 
 
+LOST: Final = "the process ended while it was tried"
+"""Failure of a candidate that took the process down, as the device's table keeps it."""
+
+
 @dataclass(frozen=True, slots=True)
-class SearchResult:
+class SearchResult(Generic[C]):
     """The result of a search.
 
     Args:
-        winner: The fastest parameters; the default unless another was faster by the margin.
+        winner: The fastest candidate; the default unless another was faster by the margin.
         winner_us: Median time of the winner in microseconds.
         default_us: That of the default, measured in turns with it.
         best: The fastest other than the default, whether it won or not; None if there is no other.
         best_us: Its median time; that of the default if there is no other.
         tried: Number of candidates that were built and checked, the default among them.
-        failed: Number of candidates that did not build or computed wrongly.
+        failures: The candidates that did not build or computed wrongly, with the reasons.
         left_out: Number of candidates for which the budget did not suffice.
     """
 
-    winner: KernelParameters
+    winner: C
     winner_us: float
     default_us: float
-    best: KernelParameters | None
+    best: C | None
     best_us: float
     tried: int
-    failed: int
+    failures: Mapping[C, str]
     left_out: int
 
 
 def search(
-    default: KernelParameters,
-    candidates: Sequence[KernelParameters],
-    trial: Trial,
+    default: C,
+    candidates: Sequence[C],
+    trial: Callable[[C], Callable[[], object]],
     *,
     budget_s: float,
+    joined: Callable[[Mapping[C, float]], Sequence[C]] = lambda _: (),
     margin_fraction: float = MARGIN_FRACTION,
     timer: Timer = time.perf_counter_ns,
     progress: Callable[[float], None] | None = None,
-) -> SearchResult:
+) -> SearchResult[C]:
     """Return the fastest of the candidates and the default.
 
     Args:
-        default: Parameters without a winner; they must pass their trial.
+        default: The candidate without a winner; it must pass its trial.
         candidates: The others, most promising first.
-        trial: Builds and checks one.
+        trial: Builds and checks one and returns the call to time; raises BuildError where it fails.
         budget_s: Seconds to use; a candidate that was begun is finished, so it may take a little longer.
+        joined: Returns candidates that join what helped alone, from the times so far.
         margin_fraction: How much faster than the default the winner must be.
         timer: The clock.
         progress: Called with the fraction of the budget that is used.
@@ -92,18 +98,16 @@ def search(
     """
     if not budget_s > 0 or not 0 <= margin_fraction < 1:
         raise OptionError(f"Cannot tune for {budget_s} s with a margin of {margin_fraction}.")
-    race = _Race(trial, timer, budget_s, progress)
-    race.enter(default)
-    limit_us = HOPELESS_FACTOR * race.times_us[default]
+    race = _Race(default, trial, timer, budget_s, progress)
     left_out = 0
     for place, candidate in enumerate(candidates):
         if race.used_fraction() > BUILD_FRACTION:
             left_out = len(candidates) - place
             break
-        race.enter(candidate, limit_us)
-    finalists = race.run(default)
-    for candidate in _joined(default, race.times_us):
-        if race.used_fraction() < RACE_FRACTION and race.enter(candidate, limit_us):
+        race.enter(candidate)
+    finalists = race.run()
+    for candidate in joined(race.times_us):
+        if race.used_fraction() < RACE_FRACTION and race.enter(candidate):
             finalists.append(candidate)
     if race.used_fraction() > RACE_FRACTION:
         finalists = sorted(finalists, key=race.times_us.__getitem__)[:1]
@@ -118,24 +122,31 @@ def search(
         best_us = times[best].median_us
         if is_faster(times[best], times[default], margin_fraction):
             winner, winner_us = best, best_us
-    counts = race.tried, race.failed, left_out
-    return SearchResult(winner, winner_us, default_us, best, best_us, *counts)
+    return SearchResult(winner, winner_us, default_us, best, best_us, race.tried, race.failures, left_out)
 
 
-class _Race:
+class _Race(Generic[C]):
     """The candidates that are still in, and their latest median times."""
 
     def __init__(
-        self, trial: Trial, timer: Timer, budget_s: float, progress: Callable[[float], None] | None
+        self,
+        default: C,
+        trial: Callable[[C], Callable[[], object]],
+        timer: Timer,
+        budget_s: float,
+        progress: Callable[[float], None] | None,
     ) -> None:
-        self.calls: dict[KernelParameters, Callable[[], object]] = {}
-        self.times_us: dict[KernelParameters, float] = {}
-        self.tried = self.failed = 0
+        self.failures: dict[C, str] = {}
+        self.tried = 1
         self._trial = trial
         self._timer = timer
         self._begin_ns = timer()
         self._budget_ns = budget_s * 1e9
         self._progress = progress
+        self._default = default
+        self._calls = {default: trial(default)}
+        self.times_us = {default: self._first_us(self._calls[default])}
+        self._limit_us = HOPELESS_FACTOR * self.times_us[default]
 
     def used_fraction(self) -> float:
         """Return how much of the budget is used, and report it."""
@@ -144,50 +155,44 @@ class _Race:
             self._progress(min(1.0, used))
         return used
 
-    def enter(self, parameters: KernelParameters, limit_us: float | None = None) -> bool:
-        """Build, check and run a candidate; without a limit its failure is an error.
-
-        Returns:
-            Whether it is in.
-        """
+    def enter(self, candidate: C) -> bool:
+        """Build, check and run a candidate; return whether it is in."""
         self.tried += 1
         try:
-            call = self._trial(parameters)
-        except BuildError:
-            if limit_us is None:
-                raise
-            self.failed += 1
+            call = self._trial(candidate)
+        except BuildError as error:
+            self.failures[candidate] = error.message
             return False
-        # The first run compiles on some devices; the second tells whether more are worth it.
-        time_us = measure_interleaved({"": call}, warmup=1, repeats=1, timer=self._timer)[""].median_us
-        if limit_us is not None and time_us > limit_us:
+        time_us = self._first_us(call)
+        if time_us > self._limit_us:
             return False
-        self.calls[parameters], self.times_us[parameters] = call, time_us
+        self._calls[candidate], self.times_us[candidate] = call, time_us
         return True
 
-    def run(self, default: KernelParameters) -> list[KernelParameters]:
+    def _first_us(self, call: Callable[[], object]) -> float:
+        # The first run compiles on some devices; the second tells whether more are worth it.
+        return measure_interleaved({"": call}, warmup=1, repeats=1, timer=self._timer)[""].median_us
+
+    def run(self) -> list[C]:
         """Race all, the slower half leaving after each round; return the fastest of those left.
 
         Times of those who left early stay: a number that helped alone may be joined with others.
         """
-        others = [other for other in self.calls if other != default]
+        others = [other for other in self._calls if other != self._default]
         for repeats in ROUND_REPEATS:
             if not others or self.used_fraction() > RACE_FRACTION:
                 break
-            self.measure([default, *others], repeats)
+            self.measure([self._default, *others], repeats)
             others = sorted(others, key=self.times_us.__getitem__)[: (len(others) + 1) // 2]
         return others[:1]
 
-    def measure(
-        self, names: list[KernelParameters], repeats: int, least: int = 1
-    ) -> dict[KernelParameters, Measurement]:
+    def measure(self, names: Sequence[C], repeats: int, least: int = 1) -> dict[C, Measurement]:
         """Time candidates in turns, as often as the budget allows but for the least."""
         round_ns = 1e3 * sum(self.times_us[name] for name in names)
         left_ns = self._budget_ns - (self._timer() - self._begin_ns)
         repeats = max(least, min(repeats, int(left_ns / max(round_ns, 1.0))))
-        calls = {str(place): self.calls[name] for place, name in enumerate(names)}
-        measured = measure_interleaved(calls, warmup=0, repeats=repeats, timer=self._timer)
-        times = {name: measured[str(place)] for place, name in enumerate(names)}
+        calls = {name: self._calls[name] for name in names}
+        times = measure_interleaved(calls, warmup=0, repeats=repeats, timer=self._timer)
         self.times_us |= {name: taken.median_us for name, taken in times.items()}
         return times
 
@@ -201,15 +206,3 @@ def is_faster(candidate: Measurement, default: Measurement, margin_fraction: flo
         return False
     rounds = list(zip(candidate.samples_us, default.samples_us, strict=True))
     return sum(ours < theirs for ours, theirs in rounds) >= ROUNDS_FRACTION * len(rounds)
-
-
-def _joined(default: KernelParameters, times_us: dict[KernelParameters, float]) -> list[KernelParameters]:
-    """Return the default with the best two changes that helped alone, and with the best three."""
-    helpful: dict[str, int] = {}
-    for other in sorted(times_us, key=times_us.__getitem__):
-        changed = differences(other, default)
-        if times_us[other] < times_us[default] and len(changed) == 1:
-            (name,) = changed
-            helpful.setdefault(name, changed[name])
-    changes = list(helpful.items())
-    return [with_numbers(default, dict(changes[:count])) for count in (2, 3) if len(changes) >= count]

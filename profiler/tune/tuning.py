@@ -6,8 +6,9 @@ Profiling calls :func:`tune` with the shape classes that matter. The device's ta
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -18,7 +19,6 @@ from heterollm.kernels.gpu import (
     GpuRuntime,
     KernelParameters,
     KernelStyle,
-    Quarantined,
     ShapeClass,
     Tuned,
     Variant,
@@ -26,14 +26,14 @@ from heterollm.kernels.gpu import (
     default_parameters,
     differences,
     gpu_style,
+    with_numbers,
 )
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.measure import Timer
-from heterollm.profiler.tune.search import MARGIN_FRACTION, SearchResult, search
+from heterollm.profiler.tune.search import LOST, MARGIN_FRACTION, SearchResult, search
 from heterollm.profiler.tune.trial import COPIES_BYTES, Checker, TuningJob, TuningWorkload
 
 DEFAULT_BUDGET_S: Final = 40.0
-QUICK_BUDGET_S: Final = 10.0
 
 LAYER: Final = (5632, 2048)
 """Rows and inputs that are timed by default: one of TinyLlama-1.1B's feed-forward layers."""
@@ -52,22 +52,15 @@ class TuningOutcome:
         job: The shape class and its layer.
         default: The parameters without tuning.
         result: Winner, times and counts; None where the search failed.
-        quarantined: Parameters that failed, with the reasons.
         launches: Launches that the times are for.
         error: Why the search failed; empty if it did not.
     """
 
     job: TuningJob
     default: KernelParameters
-    result: SearchResult | None
-    quarantined: tuple[Quarantined, ...]
+    result: SearchResult[KernelParameters] | None
     launches: int
     error: str = ""
-
-    @property
-    def changed(self) -> dict[str, int]:
-        """The numbers in which the winner differs from the default."""
-        return {} if self.result is None else differences(self.result.winner, self.default)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""
@@ -79,10 +72,11 @@ class TuningOutcome:
             "launches": self.launches,
             "default": str(self.default),
             "error": self.error,
-            "quarantined": [f"{bad.parameters}: {bad.reason}" for bad in self.quarantined],
+            "quarantined": [],
         }
         if self.result is not None:
             record |= {
+                "quarantined": [f"{bad}: {reason}" for bad, reason in self.result.failures.items()],
                 "winner": str(self.result.winner),
                 "winner_us": self.result.winner_us,
                 "default_us": self.result.default_us,
@@ -94,23 +88,6 @@ class TuningOutcome:
         return record
 
 
-@dataclass(frozen=True, slots=True)
-class TuningReport:
-    """The results of tuning.
-
-    Args:
-        outcomes: One for each shape class, in the order asked for.
-        used_s: Seconds it took.
-    """
-
-    outcomes: tuple[TuningOutcome, ...]
-    used_s: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
-        return {"used_s": self.used_s, "outcomes": [outcome.to_dict() for outcome in self.outcomes]}
-
-
 def default_jobs(
     *,
     half: bool,
@@ -118,7 +95,6 @@ def default_jobs(
     integer_inputs: Sequence[bool] = (False, True),
     rows: int = LAYER[0],
     columns: int = LAYER[1],
-    quick: bool = False,
 ) -> list[TuningJob]:
     """Return the shape classes that matter for a model: one, a few and many tokens, and int8 inputs.
 
@@ -130,14 +106,13 @@ def default_jobs(
         integer_inputs: Whether inputs are float, rounded to int8, or both.
         rows: Output rows of the layer to time.
         columns: Its inputs.
-        quick: Whether to leave out a few tokens, whose programs are many, and the second kind of inputs.
     """
     number_format = weight or WeightFormat(4, 32)
     jobs = []
     kinds = list(dict.fromkeys(integer_inputs)) if number_format.quantized else [False]
-    for place, rounded in enumerate(kinds[:1] if quick else kinds):
+    for place, rounded in enumerate(kinds):
         for kind, tokens in TOKENS.items():
-            if (kind == "few" and quick) or (kind != "many" and place > 0):
+            if kind != "many" and place > 0:
                 continue
             shape = ShapeClass.of(number_format, integer_inputs=rounded, half=half, tokens=tokens[0])
             copies = 0 if kind == "many" else COPIES_BYTES // len(tokens)
@@ -153,8 +128,10 @@ def tune(
     margin_fraction: float = MARGIN_FRACTION,
     timer: Timer = time.perf_counter_ns,
     progress: TuningProgress | None = None,
-) -> TuningReport:
+) -> list[TuningOutcome]:
     """Search each shape class and put the winners into the device's table, which launches use from now on.
+
+    The outcomes are in the order of the jobs.
 
     Args:
         runtime: The device.
@@ -182,7 +159,7 @@ def tune(
 
         outcomes.append(_tune_one(runtime, job, share_s, margin_fraction, timer, report))
         report(1.0)
-    return TuningReport(tuple(outcomes), (timer() - begin_ns) / 1e9)
+    return outcomes
 
 
 def candidates_for(runtime: GpuRuntime, shape: ShapeClass, style: KernelStyle) -> list[KernelParameters]:
@@ -215,6 +192,18 @@ def _in_turns(groups: list[list[KernelParameters]]) -> Iterator[KernelParameters
                 yield group[place]
 
 
+def _joined(default: KernelParameters, times_us: Mapping[KernelParameters, float]) -> list[KernelParameters]:
+    """Return the default with the best two changes that helped alone, and with the best three."""
+    helpful: dict[str, int] = {}
+    for other in sorted(times_us, key=times_us.__getitem__):
+        changed = differences(other, default)
+        if times_us[other] < times_us[default] and len(changed) == 1:
+            (name,) = changed
+            helpful.setdefault(name, changed[name])
+    changes = list(helpful.items())
+    return [with_numbers(default, dict(changes[:count])) for count in (2, 3) if len(changes) >= count]
+
+
 def _tune_one(
     runtime: GpuRuntime,
     job: TuningJob,
@@ -228,87 +217,75 @@ def _tune_one(
     if not runtime.traits.is_cpu:
         style = gpu_style(job.shape, has_half=runtime.traits.has_half)
     default = default_parameters(style, job.shape)
-    bench = _Bench(runtime, job, default)
-    left_s = max(budget_s - (timer() - begin_ns) / 1e9, 0.05)
+    trials = _Trials(runtime, job, default)
     try:
         result = search(
             default,
             candidates_for(runtime, job.shape, style),
-            bench.trial,
-            budget_s=left_s,
+            trials.call,
+            budget_s=max(budget_s - (timer() - begin_ns) / 1e9, 0.05),
+            joined=lambda times_us: _joined(default, times_us),
             margin_fraction=margin_fraction,
             timer=timer,
             progress=report,
         )
-        result = bench.confirm(result)
     except BuildError as error:
         # Of the default: its variants have a record of their own, and nothing can be compared with it.
-        return bench.outcome(None, error.message)
+        return TuningOutcome(job, default, None, trials.launches, error.message)
+    result = trials.confirm(result)
     tuned = Tuned(result.winner, result.winner_us, result.default_us)
     runtime.tuning.change(lambda table: table.keep(job.shape, tuned))
-    return bench.outcome(result)
+    return TuningOutcome(job, default, result, trials.launches)
 
 
-class _Bench:
-    """Trials of one job."""
+class _Trials:
+    """Trials of one job's parameters; those that fail are quarantined."""
 
     def __init__(self, runtime: GpuRuntime, job: TuningJob, default: KernelParameters) -> None:
-        self.workload = TuningWorkload(runtime, job)
-        self.quarantined: list[Quarantined] = []
-        self._runtime = runtime
-        self._job = job
-        self._shape = job.shape
-        self._default = default
-        self._checker = Checker(runtime, job.shape)
+        self._runtime, self._shape, self._default = runtime, job.shape, default
+        self._workload, self._checker = TuningWorkload(runtime, job), Checker(runtime, job.shape)
 
-    def trial(self, parameters: KernelParameters) -> Callable[[], object]:
-        """Check parameters and return the call to time; parameters that fail stay in quarantine."""
+    @property
+    def launches(self) -> int:
+        """Launches of one call."""
+        return self._workload.calls_per_run()
+
+    def call(self, parameters: KernelParameters) -> Callable[[], object]:
+        """Check parameters and return the call to time."""
         if parameters == self._default:
             self._checker.check(parameters)
-            return self.workload.call(parameters)
+            return self._workload.call(parameters)
         if not self._runtime.tuning.identity.can_run(parameters):
             raise BuildError("its work-groups exceed the device's limits.")
-        calls: list[Callable[[], None]] = []
-
-        def first_run() -> None:
+        with self._quarantine(parameters):
             self._checker.check(parameters)
-            calls.append(self.workload.call(parameters))
-            calls[0]()
+            call = self._workload.call(parameters)
+            call()
+        return call
 
-        self._in_quarantine(parameters, first_run)
-        return calls[0]
-
-    def confirm(self, result: SearchResult) -> SearchResult:
+    def confirm(self, result: SearchResult[KernelParameters]) -> SearchResult[KernelParameters]:
         """Check a winner on the lengths that are left; where it fails, the default stays."""
-        if result.winner == self._default:
-            return result
-        try:
-            self._in_quarantine(result.winner, lambda: self._checker.check(result.winner, winner=True))
-        except BuildError:
-            return replace(
-                result, winner=self._default, winner_us=result.default_us, failed=result.failed + 1
-            )
+        if result.winner != self._default:
+            try:
+                with self._quarantine(result.winner):
+                    self._checker.check(result.winner, winner=True)
+            except BuildError as error:
+                failures = {**result.failures, result.winner: error.message}
+                return replace(result, winner=self._default, winner_us=result.default_us, failures=failures)
         return result
 
-    def outcome(self, result: SearchResult | None, error: str = "") -> TuningOutcome:
-        """Return the record of the search."""
-        launches = self.workload.calls_per_run()
-        return TuningOutcome(self._job, self._default, result, tuple(self.quarantined), launches, error)
-
-    def _in_quarantine(self, parameters: KernelParameters, check: Callable[[], None]) -> None:
-        """Run a check while its parameters are in quarantine, where they stay if it fails."""
+    @contextlib.contextmanager
+    def _quarantine(self, parameters: KernelParameters) -> Iterator[None]:
+        """Keep parameters in quarantine while they are tried, and afterwards if they fail."""
         tuning, shape = self._runtime.tuning, self._shape
-        lost = "the process ended while it was tried"
-        tuning.change(lambda table: table.quarantine(shape, parameters, lost))
+        tuning.quarantine(shape, parameters, LOST)
         try:
-            check()
+            yield
         except BuildError as error:
-            reason = error.message.splitlines()[0]
-            records: list[Quarantined] = []
-            tuning.change(lambda table: records.append(table.quarantine(shape, parameters, reason)))
-            self.quarantined.append(records[-1])
-            variant = Variant(parameters.style, parameters=parameters)
-            self._runtime.variants.reject(shape.layer, variant, error)
+            tuning.quarantine(shape, parameters, error.message.splitlines()[0])
+            self._runtime.variants.reject(
+                shape.layer, Variant(parameters.style, parameters=parameters), error
+            )
             raise
         except BaseException:
             # Not its fault: an interruption, or no memory.

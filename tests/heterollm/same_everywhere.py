@@ -52,7 +52,7 @@ def main():
         (path,) = set(cache_root().rglob("*simulated*.json")) - known
         profile = Profile.load(path)
         found[f"{model} profile"] = digest("\n".join(sorted(records_of(profile))))
-        found[f"{model} predictor"] = digest(json.dumps(without_sources(fitted_predictor(profile).to_json())))
+        found[f"{model} predictor"] = digest(repr(fitted_predictor(profile).fits))
         for level in ("tensor", "block"):
             options = LoadOptions(group_size=128, request=PlanRequest(level=level))
             found[f"{model} {level} plan"] = digest(solve_for(model, options, path).plan.to_json())

@@ -43,7 +43,14 @@ MACHINES = {
 """Sizes of the host's cache, and what makes NumPy, its BLAS and the C library take other instructions."""
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+# By default the two that differ most.
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "with AVX2 and a large cache"))
+        for name in MACHINES
+    ],
+)
 def test_simulated_results_are_the_same_on_a_machine(machine, tmp_path):
     cache_bytes, variables = MACHINES[machine]
     environment = os.environ | variables | {"HETEROLLM_CACHE": str(tmp_path)}

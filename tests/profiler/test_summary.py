@@ -102,12 +102,14 @@ def test_without_a_name_the_file_with_the_npu_is_shown(cache, sample_profile):
     assert find_profile()[0].fingerprint == alone.fingerprint
 
 
-def test_accuracy_has_the_model_in_use_and_the_baselines(sample_profile):
+def test_accuracy_has_the_models_and_the_one_in_use(sample_profile):
     summary = summarize(sample_profile())
     for part in ("gpu", "npu"):
         rows = [row for row in summary.accuracy if row.score.processor == part]
         assert sum(row.used for row in rows) == 1
-        assert {row.score.model for row in rows if row.baseline} == {"constant_rate"}
+        assert {row.score.model for row in rows} == {"gpu": {"roofline"}, "npu": {"stage_linear", "tree"}}[
+            part
+        ]
     points = held_out(summary)
     assert {point.processor for point in points} == {"gpu", "npu"}
     assert all(point.predicted_us > 0 for point in points)

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from heterollm.model.known import ModelSize
 from heterollm.profiler.predict import Predictor
-from heterollm.profiler.predict.predictor import ProcessorPredictor
+from heterollm.profiler.predict.predictor import ProcessorFit, ProcessorPredictor
 from heterollm.profiler.predict.time_model import TimeModel
 from heterollm.profiler.predict.tree import Tree
 from heterollm.profiler.records import LinearKey, LinearPoint, Profile, Record
@@ -93,8 +93,8 @@ def with_a_tree(predictor):
     """Return a predictor whose NPU is a tree, which two lengths mislead most."""
     held = predictor.processors["npu"]
     times = {point: prediction.us for point, prediction in held.measured.items()}
-    tree = TimeModel(Tree).fit(list(times), list(times.values()))
-    parts = {**predictor.processors, "npu": ProcessorPredictor(tree, held.scores, held.measured)}
+    tree = ProcessorFit(TimeModel.fit(Tree, times), held.fit.scores)
+    parts = {**predictor.processors, "npu": ProcessorPredictor(tree, held.measured)}
     return Predictor(parts, predictor.layers)
 
 
@@ -145,6 +145,6 @@ def test_the_law_above_misleads_a_tree_that_has_no_bounds():
     point = LinearPoint.of(spec, 16, form="matmul_nbits")
     truth = law.us("npu", spec.rows, spec.columns, 16)
     held = predictor.processors["npu"]
-    assert held.model.predict(point).us < 0.6 * truth
+    assert held.fit.model.predict(point).us < 0.6 * truth
     assert held.predict(point).us == pytest.approx(truth, rel=0.2)
     assert held.predict(structs.replace(point, tokens=256)).source == "measured"

@@ -42,7 +42,7 @@ def files(folder):
     [
         (("convert", "tiny-python-lm", "-o", "MODEL"), 5_000),
         (("convert", "tiny-python-lm", "-o", "MODEL"), 1_000_000),
-        (("simulate", "llama-3-8b", "--prompt", "64", "--decode", "1", "--timeline", "time.json"), 300),
+        (("simulate", "qwen2-0.5b", "--prompt", "64", "--decode", "1", "--timeline", "time.json"), 300),
     ],
 )
 def test_a_full_disk_is_one_error(place, words, limit):

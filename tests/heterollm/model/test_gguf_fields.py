@@ -281,12 +281,12 @@ def test_every_field_that_is_read_has_a_case(name, only):
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        # Further families compute a field by the same code: by default each field runs with one of them.
+        # Further families and values are computed by the same code: by default each field runs with one.
         pytest.param(
             name,
             case,
             id=f"{name}-{case.family}-{case.value}",
-            marks=[pytest.mark.slow] * (case.family != cases[0].family),
+            marks=[pytest.mark.slow] * (case is not cases[0]),
         )
         for name, cases in CASES.items()
         for case in cases

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import queue
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ import pytest
 from heterollm.base import EngineError, GraphError, InputError
 from heterollm.engine import Session
 from heterollm.llm import LLM
+from heterollm.serve import app
 from heterollm.serve.replies import Reply
 from heterollm.text import Generation, GrammarTokens
 from heterollm.text.generation import StopStrings
@@ -167,3 +169,18 @@ def test_requests_of_another_owner_reuse_nothing(llm: LLM, serving: Serving) -> 
             assert reused(address, "alice", extra_body={name: "two"}) == 0
             assert reused(address, "bob", **own) == 0
         assert reused(address, "alice", n=2) > 10
+
+
+def test_a_server_at_rest_returns_freed_memory(
+    llm: LLM, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: queue.Queue[None] = queue.Queue()
+    monkeypatch.setattr(app, "REST_S", 0.05)
+    monkeypatch.setattr(app, "return_freed_memory", lambda: returned.put(None))
+    with serving(llm) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="unused") as client:
+        for _ in range(2):
+            assert health(address)[0] == 200
+            with pytest.raises(queue.Empty):
+                returned.get(timeout=0.5)  # no request freed any
+            client.completions.create(model="tiny", prompt="def", max_tokens=4)
+            returned.get(timeout=60)

@@ -37,7 +37,7 @@ def test_every_operator_is_measured(device):
     assert fused == {1, 2, 4}
     assert {key.keep for key in records if key.operator == "sparse_attention"} == {0.2, 0.5}
     assert len(records) == len(SIZES) * 8
-    assert len(LayerPredictor.fit(records).operators) == 5
+    assert len(LayerPredictor.of(records).operators) == 5
 
 
 def test_budgets_may_leave_out_all_sizes_but_two(device, monkeypatch):
@@ -57,7 +57,7 @@ def test_budgets_may_leave_out_all_sizes_but_two(device, monkeypatch):
     # The essential ones give every cost.
     tasks = [task for task in sparse_tasks(device, [MODEL], quick=True) if task.essential]
     records = {key: Record(key, (float(key.keys),)) for task in tasks for key in task.keys}
-    predictor = LayerPredictor.fit(records)
+    predictor = LayerPredictor.of(records)
     longer = next(key for key in records if key.operator == "selection")
     assert predictor.predict(structs.replace(longer, tokens=1024)).us > 0
 

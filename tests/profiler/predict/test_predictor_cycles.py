@@ -1,16 +1,15 @@
 """Predictors on recorded costs of the emulator: the counts that bench/emulator_cycles.py reads."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
-from heterollm.profiler.predict import Score
-from heterollm.profiler.predict.baselines import ConstantRate
+from heterollm.profiler.predict import Score, held_out_predictions
 from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.time_model import TimeModel
 from heterollm.profiler.predict.tree import Tree
-from heterollm.profiler.predict.validation import score
 from heterollm.profiler.records import LinearPoint
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
@@ -19,13 +18,18 @@ RESULTS = BENCH / "results" / "emulator_cycles.jsonl"
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="the recorded counts are missing")
 
 
-@pytest.fixture(scope="module")
-def bench():
-    """The module that reads the results, which lies outside of the package."""
-    spec = importlib.util.spec_from_file_location("emulator_cycles", BENCH / "emulator_cycles.py")
-    module = importlib.util.module_from_spec(spec)
+def module_of_bench(name: str):
+    """Return a module that lies outside of the package."""
+    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The module that reads the results."""
+    return module_of_bench("emulator_cycles")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +40,12 @@ def cycles(bench) -> dict[LinearPoint, float]:
 
 @pytest.fixture(scope="module")
 def scores(cycles) -> dict[str, Score]:
-    return {
-        model.name: score(model, "npu", cycles, {}, most_folds=16, bounded=model is not ConstantRate)
-        for model in (Tree, StageLinear, ConstantRate)
-    }
+    rate = module_of_bench("baseline_models").ConstantRate
+    found = {}
+    for model in (Tree, StageLinear, rate):
+        predicted = held_out_predictions(model, cycles, most_folds=16, bounded=model is not rate)
+        found[model.name] = Score.of(model.name, "npu", cycles, {}, predicted)
+    return found
 
 
 def point(columns: int, rows: int, tokens: int, form: str) -> LinearPoint:
@@ -77,7 +83,7 @@ def test_the_baseline_is_beaten(scores, used, name):
 def test_stages_orders_and_the_reversal_are_predicted_for_a_shape_kept_out(cycles, model):
     kept_out = (768, 512)
     seen = {entry: count for entry, count in cycles.items() if (entry.columns, entry.rows) != kept_out}
-    fitted = TimeModel(model).fit(list(seen), list(seen.values()))
+    fitted = TimeModel.fit(model, seen)
 
     def predicted(tokens: int, form: str) -> float:
         return fitted.predict(point(*kept_out, tokens, form)).us

@@ -11,6 +11,7 @@ from heterollm.kernels.gpu.tuning import DeviceTuning, read_table
 from heterollm.kernels.open import open_device
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.tune import attention, tune_attention
+from heterollm.profiler.tune import search as search_module
 
 HEADS = [(2, 2, 16)]
 
@@ -35,7 +36,11 @@ def phone(runtime, monkeypatch, tmp_path):
 def compared(phone, monkeypatch, coalesced_us):
     """Tune with given times, for one token alone."""
     times = {"simt": Measurement((10.0,) * 3), "coalesced": Measurement((coalesced_us,) * 3)}
-    monkeypatch.setattr(attention, "measure_interleaved", lambda *_, **__: times)
+
+    def measured(calls, **_):
+        return {name: times.get(name, times["simt"]) for name in calls}
+
+    monkeypatch.setattr(search_module, "measure_interleaved", measured)
     monkeypatch.setattr(attention, "TOKENS", (1,))
     monkeypatch.setattr(attention, "CONTEXT", 70)
     return tune_attention(phone, HEADS, activation_dtype=np.float32, kv_dtype=np.float32)
