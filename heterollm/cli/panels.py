@@ -62,10 +62,11 @@ class PanelCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         """Write arguments and panels of options, which typer itself writes only in rich's boxes."""
-        if self.name not in SHORT:
+        names = SHORT.get(self.name or "")
+        if names is None:
             super().format_options(ctx, formatter)
             return
-        short = {*SHORT[self.name].split(), "help", "help_all"}
+        short = {*names.split(), "help", "help_all"}
         panels = {name: panel for panel, names in PANELS.items() for name in names.split()}
         rows = defaultdict[str, list[tuple[str, str]]](list, {panel: [] for panel in ("Arguments", *PANELS)})
         for param in self.get_params(ctx):
