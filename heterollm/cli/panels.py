@@ -71,6 +71,8 @@ class PanelCommand(TyperCommand):
         rows = defaultdict[str, list[tuple[str, str]]](list, {panel: [] for panel in ("Arguments", *PANELS)})
         for param in self.get_params(ctx):
             row = param.get_help_record(ctx)
+            if row is None:  # a hidden option
+                continue
             if param.param_type_name == "argument":
                 rows["Arguments"].append(row)
             elif ctx.meta.get(ALL) or param.name in short:

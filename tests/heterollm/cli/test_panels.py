@@ -13,8 +13,9 @@ MOST_OPTIONS = 15
 
 
 def own_options(command):
-    """Return the options of a command by parameter, without its help."""
-    return {param.name: param for param in command.params if param.param_type_name == "option"}
+    """Return the options of a command that a help shows, by parameter, without its help."""
+    options = [param for param in command.params if param.param_type_name == "option"]
+    return {option.name: option for option in options if not option.hidden}
 
 
 def shown(capsys, *words):
