@@ -55,6 +55,11 @@ def digits(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
+def rises(values: Sequence[float]) -> bool:
+    """Whether each value is above the one before."""
+    return all(before < after for before, after in itertools.pairwise(values))
+
+
 def rising(values: Sequence[float]) -> list[float]:
     """Return a rising sequence near the values; larger values in give larger values out.
 

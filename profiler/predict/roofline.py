@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 from msgspec import Struct
 
 from heterollm.base import Amount, Positive, PositiveNumber
-from heterollm.profiler.predict.curves import common_floor, isotonic_median
+from heterollm.profiler.predict.curves import common_floor, isotonic_median, rises
 from heterollm.profiler.records import LinearPoint
 
 
@@ -34,6 +34,11 @@ class Roofline(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model
     bytes_per_us: PositiveNumber
     tokens: list[Positive]
     us_per_weight: list[PositiveNumber]
+
+    def __post_init__(self) -> None:
+        """Check that the curve has a time at each of its tokens."""
+        if not self.tokens or len(self.tokens) != len(self.us_per_weight) or not rises(self.tokens):
+            raise ValueError("a roofline needs rising tokens, and a time for each of them")
 
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:

@@ -22,6 +22,7 @@ from heterollm.profiler.predict.curves import (
     at_tokens,
     common_floor,
     nonnegative_fit,
+    rises,
     stage,
     step_end,
     within_stages,
@@ -50,6 +51,11 @@ class StageLinear(
     floor_us: Amount
     steps: Annotated[list[Positive], Meta(min_length=1)]
     costs_us: list[tuple[Amount, Amount, Amount, Amount]]
+
+    def __post_init__(self) -> None:
+        """Check that every step has its costs."""
+        if len(self.steps) != len(self.costs_us) or not rises(self.steps):
+            raise ValueError("steps need rising tokens, and costs for each of them")
 
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:

@@ -51,6 +51,20 @@ class Tree(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", t
     right: list[int]
     us_per_unit: list[PositiveNumber]
 
+    def __post_init__(self) -> None:
+        """Check that every walk ends at a leaf: children lie after their parents."""
+        size = len(self.feature)
+        if not size or any(
+            len(own) != size for own in (self.threshold, self.left, self.right, self.us_per_unit)
+        ):
+            raise ValueError("a tree needs nodes, and every field for each of them")
+        for place, feature in enumerate(self.feature):
+            children = (self.left[place], self.right[place])
+            if not -1 <= feature < len(RISING) or (
+                feature >= 0 and not place < min(children) <= max(children) < size
+            ):
+                raise ValueError(f"node {place} of the tree has no such children or feature")
+
     @classmethod
     def fit(cls, points: Sequence[LinearPoint], times_us: Sequence[float]) -> Self:
         """Fit the fixed cost, and then the tree to the logarithms of the times of a unit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -59,6 +60,30 @@ def test_members_without_rows_are_read_back(profile: Profile, fits: list[Profile
     assert len(fits) == 1
     asked = replace(point, form="plain")
     assert first.predict_us(asked, "npu") == second.predict_us(asked, "npu")
+
+
+@pytest.mark.parametrize("damage", ["node", "length", "order", "type"])
+def test_a_model_that_contradicts_itself_is_fitted_again(
+    profile: Profile, fits: list[Profile], tmp_path: Path, damage: str
+) -> None:
+    """A tree with a circle would never end, and a curve without a time at each of its tokens never begin."""
+    expected = fitted_predictor(profile).predict_us(POINT, "gpu")
+    [path] = (tmp_path / "cache" / "predictors").iterdir()
+    data = json.loads(path.read_bytes())
+    model = data["processors"]["gpu"]["model"]["kinds"][0][2]
+    assert model["model"] == "roofline"
+    tree = {"model": "tree", "floor_us": 0, "fixed_units": 0, "feature": [0], "threshold": [0.5]}
+    tree |= {"left": [0], "right": [0], "us_per_unit": [1.0]}
+    damaged = {
+        "node": tree,
+        "length": model | {"us_per_weight": model["us_per_weight"][1:]},
+        "order": model | {"tokens": [4] * len(model["us_per_weight"])},
+        "type": model | {"tokens": ["4"]},
+    }
+    data["processors"]["gpu"]["model"]["kinds"][0][2] = damaged[damage]
+    path.write_text(json.dumps(data))
+    assert fitted_predictor(profile).predict_us(POINT, "gpu") == expected
+    assert len(fits) == 2
 
 
 def test_another_measurement_is_another_predictor(profile: Profile, fits: list[Profile]) -> None:
