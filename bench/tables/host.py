@@ -15,7 +15,6 @@ JUST_PAST: Final = 1.2
 """A length "just passes" a standard one if it is at most so many times as long."""
 
 STANDARD_LENGTHS: Final = (32, 64, 128, 256, 512, 1024)
-PREDICTION_FRACTION: Final = 0.15
 
 WAITS_TEST: Final = "tg64 @ d32"
 """The test of the bundled model, and of nothing else."""
