@@ -20,20 +20,15 @@ from heterollm.kernels.gpu import (
     STEP_WORDS,
     ExpertLists,
     ExpertShape,
-    GpuExperts,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
-    GpuOutliers,
     GpuRuntime,
-    GpuSparseAttention,
     HeadShape,
     HeadTable,
-    HotWeights,
     KernelParameters,
     KernelStyle,
     KvLayer,
     NpuCodes,
-    OutlierList,
     Rotation,
     RoundedInputs,
     ScoreMemory,
@@ -50,6 +45,17 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.open import open_device
+from heterollm.kernels.operators.attention import attend
+from heterollm.kernels.operators.experts import GpuExperts
+from heterollm.kernels.operators.gated_activation import activate
+from heterollm.kernels.operators.logits import join_logits, soft_cap
+from heterollm.kernels.operators.norm import rms_norm
+from heterollm.kernels.operators.npu_codes import read_codes, write_codes
+from heterollm.kernels.operators.outliers import HotWeights, OutlierList, find_outliers, multiply_outliers
+from heterollm.kernels.operators.rope import rope_and_store
+from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
+from heterollm.kernels.operators.selection import select_positions
+from heterollm.kernels.operators.sparse_attention import attend_selected
 from heterollm.kernels.ops import Routing, WeightFormat
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -195,29 +201,31 @@ def _record_linears(runtime: ProgramRecorder, slot: SharedArray) -> None:
 def _record_glue(
     runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int], rounds: bool
 ) -> None:
-    layers = GpuGlue(runtime, np.float16, np.float16, style="simt")
+    layers = GlueKernels(runtime, np.float16, np.float16, style="simt")
     step = runtime.shared((STEP_WORDS,), np.int32)
     shape = HeadShape(*heads, 512)
     hidden, kind = shape.query_columns, f"f16{' codes' if rounds else ''}"
     rounded = RoundedInputs(slot, slot, 4, BLOCK) if rounds else None
     one, two = Segments(slot, slot, (hidden,), (hidden,)), Segments(slot, slot, (hidden,) * 2, (hidden,) * 2)
     runtime.label = f"rms_norm {kind}"
-    layers.rms_norm(slot, slot, slot, hidden=hidden, tokens=16, epsilon=1e-5, delta=one, rounded=rounded)
+    rms_norm(layers, slot, slot, slot, hidden=hidden, tokens=16, epsilon=1e-5, delta=one, rounded=rounded)
     runtime.label = f"gated_activation {kind}"
-    layers.gated_activation(two, slot, tokens=16, intermediate=hidden, rounded=rounded)
+    activate(layers, two, slot, tokens=16, intermediate=hidden, rounded=rounded)
     runtime.label = "join_logits f16"
-    layers.join_logits(Segments(slot, slot, (1024,), (512,)), slot, rows=1)
+    join_logits(layers, Segments(slot, slot, (1024,), (512,)), slot, rows=1)
     runtime.label = "soft_cap f16"
-    layers.soft_cap(slot, 30.0, rows=1, vocabulary=1024)
+    soft_cap(layers, slot, 30.0, rows=1, vocabulary=1024)
     cache = KvLayer(slot, 0)
     runtime.label = f"rope_and_store f16 hd{shape.head_dim}"
     qkv = Segments(slot, slot, shape.rows, shape.rows)
-    layers.rope_and_store(qkv, None, slot, cache, step, shape=shape, rotation=Rotation(slot, slot), tokens=16)
+    rope_and_store(
+        layers, qkv, None, slot, cache, step, shape=shape, rotation=Rotation(slot, slot), tokens=16
+    )
     for tokens, parts in ((1, 1), (1, 4), (64, 1)):
         # Parts of the context are an argument: what differs is only the kernel that joins them.
         runtime.label = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
         options = {"tokens": tokens, "bucket": 512, "parts": parts, "rounded": rounded}
-        layers.attention(slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
+        attend(layers, slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
     if rounds:
         codes = NpuCodes(
             slot, slot, slot, slot, 0, CodeGrid(1 / LARGEST_CODE, 1 / LARGEST_CODE, per_token=True)
@@ -225,18 +233,18 @@ def _record_glue(
         clamped = replace(codes, grid=CodeGrid(1 / 128, 1 / 128, per_token=False, bits=8), clamps=True)
         for name, own in (("", codes), (" uint8", clamped)):
             runtime.label = f"rms_norm f16{name or ' uint16'} codes"
-            layers.rms_norm(slot, slot, slot, hidden=hidden, tokens=16, epsilon=1e-5, delta=one, rounded=own)
+            rms_norm(layers, slot, slot, slot, hidden=hidden, tokens=16, epsilon=1e-5, delta=one, rounded=own)
             runtime.label = f"write_npu_codes f16{name}"
-            layers.write_codes(slot, own, tokens=16, columns=hidden)
+            write_codes(layers, slot, own, tokens=16, columns=hidden)
             runtime.label = f"read_npu_codes f16{name}"
-            layers.read_codes(own, slot, tokens=16, member_rows=(hidden,))
+            read_codes(layers, own, slot, tokens=16, member_rows=(hidden,))
     else:
         for tokens in (1, 64):
             name = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
             runtime.label = f"{name} coalesced"
             if name in runtime.programs:
                 options = {"tokens": tokens, "bucket": 512, "parts": 1, "style": "coalesced"}
-                layers.attention(slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
+                attend(layers, slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
         # Twice the rows of a work-group, to show that it is no better.
         half = runtime.programs.get(f"attention {kind} hd{shape.head_dim} group{shape.group} T64")
         if half is not None:
@@ -246,27 +254,27 @@ def _record_glue(
 
 
 def _record_code_cache(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:
-    layers, shape = GpuGlue(runtime, np.float16, KV_CODES, style="simt"), HeadShape(*heads, 512)
+    layers, shape = GlueKernels(runtime, np.float16, KV_CODES, style="simt"), HeadShape(*heads, 512)
     step, cache = runtime.shared((STEP_WORDS,), np.int32), KvLayer(slot, 0)
     qkv, rotation = Segments(slot, slot, shape.rows, shape.rows), Rotation(slot, slot)
     runtime.label = f"rope_and_store f16 kv8 hd{shape.head_dim}"
-    layers.rope_and_store(qkv, None, slot, cache, step, shape=shape, rotation=rotation, tokens=16)
+    rope_and_store(layers, qkv, None, slot, cache, step, shape=shape, rotation=rotation, tokens=16)
     for tokens in (1, 64):
         runtime.label = f"attention f16 kv8 hd{shape.head_dim} group{shape.group} T{tokens}"
         options = {"tokens": tokens, "bucket": 512, "parts": 1}
-        layers.attention(slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
+        attend(layers, slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
 
 
 def _record_outliers(runtime: ProgramRecorder, slot: SharedArray) -> None:
-    outliers = GpuOutliers(runtime, np.float16, np.float16, style="simt")
+    outliers = GlueKernels(runtime, np.float16, np.float16, style="simt")
     found, hot = OutlierList(slot, slot, slot), HotWeights(slot, slot, (ROWS,), COLUMNS, -1.0, 1.0)
     runtime.label = "find_outliers f16"
-    outliers.find(slot, found, hot, tokens=64)
+    find_outliers(outliers, slot, found, hot, tokens=64)
     for tokens in (1, 64):
         for name, fetched in (("hot", None), ("cold", slot)):
             runtime.label = f"multiply_outliers f16 T{tokens} {name}"
             options = {"tokens": tokens, "covered": tokens, "npu_rows": (ROWS,), "fetched": fetched}
-            outliers.multiply(slot, found, hot, slot, **options)
+            multiply_outliers(outliers, slot, found, hot, slot, **options)
 
 
 def _record_experts(runtime: ProgramRecorder, slot: SharedArray) -> None:
@@ -311,7 +319,7 @@ def _record_experts(runtime: ProgramRecorder, slot: SharedArray) -> None:
 
 
 def _record_sparse(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:
-    layers = GpuSparseAttention(runtime, np.float16, np.float16, style="simt")
+    layers = GlueKernels(runtime, np.float16, np.float16, style="simt")
     step = runtime.shared((STEP_WORDS,), np.int32)
     shape = SparseShape(HeadShape(*heads, 512), 64, 512)
     group, kv_heads, cache = shape.heads.group, shape.heads.kv_heads, KvLayer(slot, 0)
@@ -322,14 +330,14 @@ def _record_sparse(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int
         options = {"order": range(kv_heads), "keep": (0.2,) * heads[0], "buckets": buckets(count)}
         table = HeadTable.upload(runtime, shape.heads, [scale] * kv_heads, **options)
         runtime.label = f"score_codes {kind}{' 9 buckets' if count > 1 else ''}"
-        layers.quantise(slot, cache, memory, table, step, shape=shape)
+        write_score_codes(layers, slot, cache, memory, table, step, shape=shape)
     slots: dict[str, Any] = {"shape": shape, "slots": (0, kv_heads)}
     runtime.label = f"score_estimate {kind}"
-    layers.estimate(memory, exponent=scale.exponent, **slots)
+    estimate_scores(layers, memory, exponent=scale.exponent, **slots)
     runtime.label = f"selection {kind}"
-    layers.select(memory, table, selection, step, scores=Scores(0.1), **slots)
+    select_positions(layers, memory, table, selection, step, scores=Scores(0.1), **slots)
     runtime.label = f"attention {kind} gathered"
-    layers.attend(slot, cache, table, selection, slot, step, scores=Scores(0.1), **slots)
+    attend_selected(layers, slot, cache, table, selection, slot, step, scores=Scores(0.1), **slots)
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def request_of(row: SimulatedRow) -> SimulationRequest:
         every_form=row.every_form,
         left_out=row.left_out,
         calibrated=row.calibrated,
-        passes=row.passes,  # type: ignore[arg-type]
+        techniques=row.passes,  # type: ignore[arg-type]
         attention=AttentionRequest() if row.attention is None else AttentionRequest(**row.attention),
         experts=ExpertsRequest(row.overflow or "gpu"),  # type: ignore[arg-type]
         imbalance=row.imbalance,

@@ -41,7 +41,7 @@ from perplexity import perplexity
 from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.data import bundled_model
 from heterollm.kernels.formats import CodeGrid, linear_errors, quantize
-from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GpuGlue, NpuCodes
+from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GlueKernels, NpuCodes
 from heterollm.kernels.npu import LinearRanges, LinearShard, QnnNpu
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.qnn import BLOCK_OPTION
@@ -50,6 +50,8 @@ from heterollm.kernels.npu.ranges import HEADROOM
 from heterollm.kernels.npu.session import HeldSession, SessionGraph
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.open import open_device
+from heterollm.kernels.operators.norm import rms_norm
+from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 
@@ -305,7 +307,7 @@ def codes() -> Iterator[dict[str, Any]]:
 
 
 def _code_rows(gpu: Any, tokens: int, width: int) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - a runtime
-    layers = GpuGlue(gpu, np.float32, np.float32)
+    layers = GlueKernels(gpu, np.float32, np.float32)
     x, y, residual = (gpu.shared((tokens, width), np.float32) for _ in range(3))
     generator = np.random.default_rng(0)
     x.array[...] = residual.array[...] = generator.standard_normal((tokens, width))
@@ -319,11 +321,11 @@ def _code_rows(gpu: Any, tokens: int, width: int) -> Iterator[dict[str, Any]]:  
         grid = CodeGrid(2.0**-12, 2.0**-12, per_token=per_token)
         made[name] = NpuCodes(*shared, *memory, 0, grid)
     options = {"hidden": width, "tokens": tokens, "epsilon": 1e-5}
-    launches = {"norm": layers.rms_norm(residual, weight, y, **options)}
+    launches = {"norm": rms_norm(layers, residual, weight, y, **options)}
     for name, codes in made.items():
-        launches[f"norm with codes, {name}"] = layers.rms_norm(residual, weight, y, **options, rounded=codes)
-        launches[f"writing of codes, {name}"] = layers.write_codes(x, codes, tokens=tokens, columns=width)
-    launches["reading of codes"] = layers.read_codes(made["static"], y, tokens=tokens, member_rows=(width,))
+        launches[f"norm with codes, {name}"] = rms_norm(layers, residual, weight, y, **options, rounded=codes)
+        launches[f"writing of codes, {name}"] = write_codes(layers, x, codes, tokens=tokens, columns=width)
+    launches["reading of codes"] = read_codes(layers, made["static"], y, tokens=tokens, member_rows=(width,))
     times: dict[str, list[float]] = {name: [] for name in launches}
     for _ in range(CODE_ROUNDS):
         for name, launch in launches.items():

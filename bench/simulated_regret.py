@@ -23,9 +23,10 @@ from heterollm.kernels.sim import Simulation, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.planning import ProfiledModel
+from heterollm.planning import ProfiledModel, make_plan
 from heterollm.simulate import SimulationRequest
-from heterollm.simulate.plan import planned, profile_of
+from heterollm.simulate.inputs import inputs_of_simulation
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import PhaseSync, Placement, Plan
 from heterollm.solver.placements import GPU_ONLY, RowsPlacement
 
@@ -135,7 +136,9 @@ def main() -> None:
     specs = op_specs(found.config, "w4a16", 128, True)
     request = SimulationRequest(options.model, options.soc, options.prompt, head_bits=8, every_form=False)
     device = opened(name)
-    plan = planned(device, found.name, found.config, specs, request, lambda *_: None, "sleep_poll")
+    plan = make_plan(
+        inputs_of_simulation(device, found.name, found.config, specs, request, lambda *_: None)
+    ).plan
     profile = profile_of(device, found.name, found.config, specs, lambda *_: None)
     model = ProfiledModel(profile, found.config, specs, "w4a16")
     print(f"{found.name} on {name}; all times are simulated")

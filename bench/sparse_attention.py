@@ -18,11 +18,10 @@ from typing import Any, Final
 import numpy as np
 from conditions import append_rows, conditions, script_parser
 
-from heterollm.kernels.cases import fill_slot, step_slot
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import score_scales
 from heterollm.kernels.gpu import (
-    GpuSparseAttention,
+    GlueKernels,
     HeadShape,
     HeadTable,
     KernelStyle,
@@ -34,6 +33,10 @@ from heterollm.kernels.gpu import (
     SparseShape,
 )
 from heterollm.kernels.open import open_device
+from heterollm.kernels.operators.data import fill_slot, step_slot
+from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
+from heterollm.kernels.operators.selection import select_positions
+from heterollm.kernels.operators.sparse_attention import attend_selected
 from heterollm.profiler.measure import measure_interleaved
 
 HEADS: Final = {"smollm2-135m": (9, 3, 64), "qwen2-1.5b": (12, 2, 128)}
@@ -56,7 +59,7 @@ def bench_context(
     shape = SparseShape(HeadShape(*heads, context), TOKENS, context)
     own = shape.heads
     kv = np.float16 if half else np.float32
-    layers = GpuSparseAttention(gpu, np.float32, kv, style=style)
+    layers = GlueKernels(gpu, np.float32, kv, style=style)
     end = own.layer_offsets(0, kv)[-1]
     cache = KvLayer(fill_slot(gpu, generator.standard_normal(end, np.float32).astype(kv)), 0)
     q = fill_slot(gpu, 2 * generator.standard_normal((TOKENS, own.query_columns), np.float32))
@@ -83,12 +86,14 @@ def bench_context(
         )
         selection = Selection.allocate(gpu, shape)
         if keep == KEEP[0]:
-            codes = layers.quantise(q, cache, memory, table, step, shape=shape)
+            codes = write_score_codes(layers, q, cache, memory, table, step, shape=shape)
             calls["codes", 0.0] = call(codes)
-            calls["estimate", 0.0] = call([layers.estimate(memory, exponent=scale.exponent, **options)])
-        choice = layers.select(memory, table, selection, step, scores=scores, **options)
+            calls["estimate", 0.0] = call(
+                [estimate_scores(layers, memory, exponent=scale.exponent, **options)]
+            )
+        choice = select_positions(layers, memory, table, selection, step, scores=scores, **options)
         calls["selection", keep] = call([choice])
-        sparse = layers.attend(q, cache, table, selection, out, step, scores=scores, **options)
+        sparse = attend_selected(layers, q, cache, table, selection, out, step, scores=scores, **options)
         calls["attention", keep] = call(sparse)
     times = measure_interleaved(calls, warmup=1, min_time_s=1.0, timer=timer)
     medians = {name: taken.median_us for name, taken in times.items()}

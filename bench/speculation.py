@@ -242,7 +242,7 @@ def passes(options: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
                 if length == 1:
                     session.decode_in_place(0)
                 else:
-                    session.decode_several_in_place(ids)
+                    session.decode_in_place(ids)
                 return time.perf_counter() - begin
 
             found_s = llm.on_engine_thread(run)

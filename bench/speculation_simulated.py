@@ -20,8 +20,9 @@ from heterollm.engine import Engine
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import SIMULATED, Simulation
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.planning import ProfiledModel, solve_plan
-from heterollm.simulate.plan import profile_of
+from heterollm.planning import ProfiledModel
+from heterollm.planning.planner import solve_plan
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import Plan, PlanRequest, level_plan
 from heterollm.text import MOST_GUESSES, GuessPace
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from heterollm.base import CACHE_VARIABLE, cache_root
-from heterollm.planning import LoadOptions, solve_for
+from heterollm.loading import plan_for
+from heterollm.planning import LoadOptions
 from heterollm.simulate import SimulationRequest
 from heterollm.simulate.run import profile_ahead
 from heterollm.solver import PlanRequest
@@ -101,8 +102,9 @@ def solved() -> Example:
     with _empty_cache() as cache:
         profile_ahead(SimulationRequest(MODEL, soc=SOC))
         (path,) = (cache / "profiles" / "simulated").glob("*.json")
-        request = PlanRequest(level="tensor", histogram={TOKENS: 1.0})
-        found = solve_for(MODEL, LoadOptions(group_size=128, request=request), path)
+        request = PlanRequest(histogram={TOKENS: 1.0})
+        found = plan_for(MODEL, LoadOptions(group_size=128, plan="tensor", request=request), path)
+        assert found.model is not None
         predicted = found.model.predict(found.plan, "prefill", TOKENS)
         profile, costs = found.model.profile, found.model.costs
     assert predicted is not None

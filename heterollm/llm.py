@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import (
-    ContextError,
     EngineError,
     InputError,
     OptionError,
@@ -26,10 +25,8 @@ from heterollm.base import (
 from heterollm.engine import (
     AnswerKeywords,
     EngineThread,
-    PreparedAnswer,
+    Scheduler,
     Session,
-    SessionSource,
-    Speculator,
     Stream,
     check_ids,
 )
@@ -46,16 +43,15 @@ from heterollm.model import (
 from heterollm.planning import CoreSplit, LoadKeywords, LoadOptions, choose_context
 from heterollm.solver import Plan
 from heterollm.text import (
-    Generation,
     GenerationOptions,
     GenerationResult,
     GrammarTokens,
     Message,
     NoTokenizer,
     SamplingOptions,
+    Speculator,
     Tokenizer,
-    TokenSource,
-    reusable_prefix,
+    TokenSequence,
 )
 from heterollm.trace import take_trace
 
@@ -256,16 +252,10 @@ class LLM:
 
         # Looking at the progress would take simulated time.
         progress = None if self.device.time_kind == "simulated" else options.get("progress")
+        return Stream(self._thread, answer, target, progress)
 
-        def start(cancel: threading.Event) -> Generation:
-            reused = reusable_prefix(target.ids.tolist(), answer.prompt_ids)
-            target.truncate(reused)
-            return answer.start(SessionSource(target, cancel, progress), reused, cancel)
-
-        return Stream(self._thread, start)
-
-    def prepare(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> PreparedAnswer:
-        """Check a prompt and the options of its answer, for a caller that runs answers in turns.
+    def prepare(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> TokenSequence:
+        """Check a prompt and the options of its answer, for a task of a scheduler.
 
         Arguments and errors are those of :meth:`stream`; ``session`` and ``progress`` are not read.
         """
@@ -276,35 +266,20 @@ class LLM:
         # Stop strings need text.
         tokenizer = self.tokenizer if asked.stop else self._tokenizer
         given = self.tokenizer.encode(prompt, most_tokens=self.context) if isinstance(prompt, str) else prompt
-        ids: list[int] = check_ids(given, self.config.vocab_size).tolist()
-        if len(ids) > self.context:
-            raise ContextError(
-                f"The prompt has {len(ids)} tokens, but the context holds {self.context}.",
-                fix="Shorten the prompt or load the model with a larger context.",
-            )
+        ids = check_ids(given, self.config.vocab_size)
         if any(token >= self.config.vocab_size for token in asked.sampling.logit_bias):
             raise OptionError(
                 f"logit_bias names token {max(asked.sampling.logit_bias)}, but the model's last one is "
                 f"{self.config.vocab_size - 1}."
             )
         constraint = self._grammar_tokens().constraint(asked) if asked.is_structured else None
-        speculator = self._speculator if speculate else None
-
-        def start(source: TokenSource, reused: int, cancel: threading.Event) -> Generation:
-            clock = self.device.now_s
-            speculation = None
-            if speculator is not None and isinstance(source, SessionSource):
-                speculation = speculator.begin(source, asked.sampling, clock)
-            return Generation(
-                *(source, tokenizer, ids, asked),
-                reused=reused,
-                constraint=constraint,
-                speculation=speculation,
-                cancel=cancel,
-                clock=clock,
-            )
-
-        return PreparedAnswer(ids, start)
+        return TokenSequence(
+            *(tokenizer, ids, asked),
+            context=self.context,
+            constraint=constraint,
+            speculator=self._speculator if speculate else None,
+            clock=self.device.now_s,
+        )
 
     def _grammar_tokens(self) -> GrammarTokens:
         if self._kept_grammar_tokens is None:
@@ -314,6 +289,10 @@ class LLM:
     def session(self) -> Session:
         """Return a new, empty session."""
         return Session(self._engine, self._thread, self.config.vocab_size)
+
+    def scheduler(self) -> Scheduler:
+        """Return a scheduler of prepared answers, which runs between other calls until it is closed."""
+        return Scheduler(self._thread, self.device.now_s)
 
     # -- properties ----------------------------------------------------------------------------------
 
@@ -325,7 +304,7 @@ class LLM:
             CheckpointError: The files are missing; the message has the name of one.
         """
         if isinstance(self._tokenizer, NoTokenizer):
-            self._tokenizer = Tokenizer.from_folder(self._tokenizer.folder)
+            self._tokenizer = Tokenizer.from_folder(self._tokenizer.folder, self.config.eos_ids)
         return self._tokenizer
 
     @property

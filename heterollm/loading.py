@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
-
-import numpy as np
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from heterollm.base import GIB, OptionError, PlanError, Progress
 from heterollm.engine import (
     DraftSpeculator,
     EngineThread,
-    LookupSpeculator,
     Session,
-    Speculator,
     check_memory,
     check_precision,
     fitting_need,
@@ -27,26 +24,37 @@ from heterollm.kernels.gpu import KV_CODES
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import Simulation
-from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, load_weights, op_specs
+from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, find_model, load_weights
 from heterollm.planning import (
     LOAD_OPTIONS,
     LOOKUP,
     CoreSplit,
     LoadOptions,
-    PlanTarget,
+    PlanInputs,
+    Planned,
     calibrated_experts,
     calibrated_ranges,
     calibrated_scales,
-    calibrated_shadows,
     check_kv_bits,
     check_source_effects,
     choose_context,
     idle_notes,
-    plan_for,
+    inputs_of_file,
+    inputs_of_load,
+    make_plan,
     predicted_pass_s,
 )
 from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest
-from heterollm.text import CHOSEN_GUESSES, NoTokenizer, Tokenizer, load_tokenizer
+from heterollm.text import (
+    CHOSEN_GUESSES,
+    LOOKUP_PRIORS,
+    GuessPace,
+    LookupProposer,
+    NoTokenizer,
+    Speculator,
+    Tokenizer,
+    load_tokenizer,
+)
 from heterollm.trace import Tracer, take_trace
 
 if TYPE_CHECKING:
@@ -82,8 +90,7 @@ class PlannedModel:
         source: The checkpoint.
         asked: Options of the load.
         device: The opened device.
-        context: Positions of a session.
-        specs: Every group of the model.
+        inputs: All that the plan follows from.
         plan: The plan.
         notes: Differences of the plan from the request.
         experts: Memory that experts may take; None for all of them.
@@ -93,8 +100,7 @@ class PlannedModel:
     source: SourceModel
     asked: LoadOptions
     device: Device
-    context: int
-    specs: tuple[OpSpec, ...]
+    inputs: PlanInputs
     plan: Plan
     notes: tuple[str, ...]
     experts: ExpertBudget | None
@@ -125,20 +131,24 @@ class PlannedModel:
         """
         config = source.config
         check_source_effects(asked, config)
-        specs = _specs(asked, config, device)
-        check_precision(device, asked.precision, specs)
-        target = PlanTarget.of(device, chosen, asked.profile)
-        plan, notes = thread.run(lambda: plan_for(asked, target, config, specs, context))
+        inputs = inputs_of_load(asked, config, context, device, chosen=chosen)
+        check_precision(device, asked.precision, inputs.specs)
+        planned = thread.run(lambda: make_plan(inputs))
+        plan = planned.plan
         check_kv_bits(asked.kv_bits, is_sparse=bool(plan.sparse_attention))
-        budget = _expert_budget(asked, config, specs)
-        shadows = calibrated_shadows(asked.weights_calibration)
+        budget = _expert_budget(asked, config, inputs.specs)
         need = fitting_need(
-            *(device, config, specs, plan, context),
-            hot_channels={key: one.held for key, one in shadows.items()},
+            *(device, config, inputs.specs, plan, context),
+            hot_channels=inputs.hot_channels,
             experts_bytes=None if budget is None else budget.size_bytes,
         )
-        notes = (*notes, *idle_notes(asked, device, plan))
-        return cls(source, asked, device, context, specs, plan, notes, budget, need)
+        notes = (*planned.notes, *idle_notes(asked, device, plan))
+        return cls(source, asked, device, inputs, plan, notes, budget, need)
+
+    @property
+    def context(self) -> int:
+        """Positions of a session."""
+        return self.inputs.request.context
 
     @property
     def draft_notes(self) -> tuple[str, ...]:
@@ -187,15 +197,52 @@ class PlannedModel:
         return weights, engine
 
 
-def open_for(options: LoadOptions, cores: CoreSplit) -> Device:
-    """Open the device of a load; called on the engine thread."""
-    # A simulated device gives answers only if it computes them.
+def plan_for(model: str | Path, options: LoadOptions, profile: Path | None = None) -> Planned:
+    """Return the solver's plan of a model that is not loaded.
+
+    Args:
+        model: A local folder or a hub name, of which only the configuration is read, or the name of a known
+            model.
+        options: Options of the load.
+        profile: A profile's file, in place of that of the device; the device need not be here.
+
+    Raises:
+        ProfileError: There is no profile, or it is damaged.
+        HeteroLLMError: The checkpoint, device or an option is not usable.
+    """
+    config = find_model(model, closest=False).config
+    check_source_effects(options, config)
+    context = choose_context(config, options.context)
+    if profile is not None:
+        # A late import: a load with a plan of its own reads no profile.
+        from heterollm.profiler.predict import checked
+        from heterollm.profiler.records import Profile
+
+        return make_plan(inputs_of_file(options, config, context, checked(Profile.load(profile))))
+    cores = CoreSplit(options, config, context)
+    device = open_for(options, cores, numerics=False)
+    inputs = inputs_of_load(options, config, context, device, chosen=cores.reason_for(device))
+    inputs.profiled("The plan")  # a load would take the GPU alone
+    planned = make_plan(inputs)
+    held = inputs.hot_channels
+    fitting_need(device, config, inputs.specs, planned.plan, context, hot_channels=held)
+    return planned
+
+
+def open_for(options: LoadOptions, cores: CoreSplit, *, numerics: bool = True) -> Device:
+    """Open the device of a load; called on the engine thread.
+
+    Args:
+        options: Of the load.
+        cores: Splits the cores.
+        numerics: Whether a simulated device computes values, without which it gives no answers.
+    """
     device = open_device(
         options.device,
         gpu_threads=options.gpu_threads,
         npu_threads=options.npu_threads,
         profiling=options.trace,
-        simulation=Simulation(numerics=True),
+        simulation=Simulation(numerics=numerics),
         power=options.power,
         choose_threads=cores,
     )
@@ -270,20 +317,14 @@ def speculator_of(
     counts = CHOSEN_GUESSES if asked.guesses is None else range(1, asked.guesses + 1)
     lengths = [1, *(count + 1 for count in counts if count < longest)]
     engine.compile_ahead(engine.new_cache(), (), report, decode=lengths)
-    pass_s = predicted_pass_s(
-        asked,
-        PlanTarget.of(main.device, profile=asked.profile),
-        main.source.config,
-        main.specs,
-        main.plan,
-        longest,
-    ) or measured_pass_s(engine, longest)
+    pass_s = predicted_pass_s(main.inputs, main.plan, longest) or measured_pass_s(engine, longest)
     # Neither counts nor a trace know of these passes.
     engine.reset_counts()
     if engine.observer is not None:
         take_trace(engine)
     if draft is None:
-        return LookupSpeculator.of(pass_s, asked.guesses)
+        pace = GuessPace(pass_s, LOOKUP_PRIORS, fixed=asked.guesses)
+        return lambda *_: LookupProposer(pace)
     drafting, vocab_size = draft, draft.vocab_size
 
     def new_session() -> Session:
@@ -315,18 +356,6 @@ def _check_tokenizers(main: SourceModel, draft: SourceModel) -> None:
             f"{len(ours)}, of which {other} differ.",
             fix=f"Give a smaller model of the same family, or --speculative {LOOKUP}.",
         )
-
-
-def _specs(options: LoadOptions, config: ModelConfig, device: Device) -> tuple[OpSpec, ...]:
-    float_bits: Literal[16, 32] = 32 if device.activation_dtype == np.float32 else 16
-    return op_specs(
-        config,
-        options.precision,
-        options.group_size,
-        options.symmetric,
-        float_bits=float_bits,
-        scales=options.scales,
-    )
 
 
 def _expert_budget(asked: LoadOptions, config: ModelConfig, specs: Sequence[OpSpec]) -> ExpertBudget | None:

@@ -104,7 +104,7 @@ class SparseAttention(
 
 
 class AttentionRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The options of the pass ``shadowattn``.
+    """The options of the technique ``shadowattn``.
 
     Args:
         keep: Mean share of the visible keys that heads keep.

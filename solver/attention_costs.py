@@ -44,7 +44,7 @@ class ProfileAttentionCosts:
             if known is None:
                 raise ProfileError(
                     f"The profile of {self._device} has no times of sparse attention.",
-                    fix="Run `heterollm profile MODEL --pass shadowattn --update`.",
+                    fix="Run `heterollm profile MODEL --technique shadowattn --update`.",
                 )
             self._known[tokens, keys] = known
         return known

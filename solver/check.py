@@ -139,12 +139,12 @@ def _check_experts(
         if entry.placement.groups and npu is None:
             raise PlanError(
                 f"{where} need an NPU, and the device was opened without one.",
-                fix="Plan without the pass npumoe, or give the NPU at least one thread.",
+                fix="Plan without the technique npumoe, or give the NPU at least one thread.",
             )
         if entry.placement.groups and spec.weight != down.weight:
             raise PlanError(
                 f"{where} have weights of {spec.weight} and {down.weight}; a graph takes one format.",
-                fix="Plan without the pass npumoe, or choose a group size that divides both widths.",
+                fix="Plan without the technique npumoe, or choose a group size that divides both widths.",
             )
         for group in entry.placement.groups:
             assert npu is not None  # checked above

@@ -96,7 +96,7 @@ class ExpertsEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertsRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The options of the pass ``npumoe``.
+    """The options of the technique ``npumoe``.
 
     Args:
         overflow: Fate of tokens beyond a capacity.

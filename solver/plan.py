@@ -33,7 +33,7 @@ from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, Attentio
 from heterollm.solver.expert_placements import EXPERTS_ON_GPU, ExpertsEntry, ExpertsPlacement
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
-from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest, expert_pass
+from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest, expert_technique
 
 SCHEMA_VERSION: Final = 2
 
@@ -299,9 +299,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             if not data[several]:
                 del data[several]
         if self.request is not None:
-            if SHADOW_ATTENTION not in self.request.passes:
+            if SHADOW_ATTENTION not in self.request.techniques:
                 del data["request"]["attention"]
-            if expert_pass(self.request.passes) is None:
+            if expert_technique(self.request.techniques) is None:
                 del data["request"]["experts"]
         for entry in (*data["entries"], *data.get("schedule", {}).get("entries", ())):
             if not entry["placement"].get("shadow", True):
@@ -326,6 +326,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
                 fix="Make the plan again: `heterollm plan MODEL -o FILE`.",
             )
         del data["schema_version"]
+        request = data.get("request")
+        if isinstance(request, dict) and "passes" in request:  # the former name
+            request.setdefault("techniques", request.pop("passes"))
         plan = decode(data, cls, source=f"{source} is not a plan", error=PlanError)
         problem = _lacking(data) or next(filter(None, map(_mistake, plan.placed)), _empty_range(plan))
         if problem is not None:

@@ -12,14 +12,11 @@ from typing import Final, TypeAlias, TypeGuard
 from heterollm.base import ProfileError
 from heterollm.kernels.gpu import STRATEGIES, Strategy
 from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, TILE_OF_INTEGERS, GraphForm
+from heterollm.kernels.operators import Form, name_in_profiles
 from heterollm.kernels.ops import GraphMemory, Group, OpSpec, WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import (
-    CODES_OF_8_BITS,
-    CODES_OF_16_BITS,
     SUBMISSIONS,
-    SUMS,
-    GlueOperator,
     layer_key,
 )
 from heterollm.profiler.predict import Predictor, fitted_predictor
@@ -47,7 +44,7 @@ from heterollm.solver.profile_errors import ProfileErrors
 from heterollm.solver.shadows import GroupShadow
 from heterollm.solver.sparse_costs import SparseTimes, sparse_times
 
-BEFORE: Final[dict[Group, tuple[GlueOperator, ...]]] = {
+BEFORE: Final[dict[Group, tuple[str, ...]]] = {
     "qkv": ("rms_norm",),
     "o": ("rope_and_store", "attention"),
     "gate_up": ("rms_norm",),
@@ -56,7 +53,7 @@ BEFORE: Final[dict[Group, tuple[GlueOperator, ...]]] = {
 }
 """The glue operators before each group."""
 
-READERS: Final[dict[Group, GlueOperator]] = {
+READERS: Final[dict[Group, str]] = {
     "qkv": "rope_and_store",
     "o": "rms_norm",
     "gate_up": "gated_activation",
@@ -222,13 +219,15 @@ class ProfileCosts:
     ) -> tuple[float, float]:
         """Return the times to write and to read codes; see :class:`heterollm.solver.costs.Costs`."""
         rows = sum(member_rows) if spec.then is None else spec.then.rows
-        norm, write, read = CODES_OF_8_BITS if spec.weight.scales == "tensor" else CODES_OF_16_BITS
-        read_us = self._layer_us(read, covered, width=rows)
+        codes = Form(codes="uint8" if spec.weight.scales == "tensor" else "uint16")
+        read_us = self._layer_us(name_in_profiles("read_codes", codes), covered, width=rows)
         before = BEFORE[first_group(spec).group][-1]
         if before not in ("rms_norm", "final_norm"):
+            write = name_in_profiles("write_codes", codes)
             return self._layer_us(write, covered, width=spec.columns), read_us
-        with_codes: GlueOperator = "final_norm_uint16" if before == "final_norm" else norm
-        return self._more_us(before, with_codes, tokens), read_us
+        if before == "final_norm":
+            codes = Form(codes="uint16")
+        return self._more_us(before, name_in_profiles(before, codes), tokens), read_us
 
     def shadow_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int) -> ShadowTimes:
         """Return the times of a group's shadow; see :class:`heterollm.solver.costs.Costs`."""
@@ -243,11 +242,11 @@ class ProfileCosts:
 
         find_us = self._layer_us("find_outliers", covered, spec.columns)
         reader = READERS[spec.group]
-        sum_us = self._more_us(reader, SUMS[reader], tokens) * rows / spec.rows
+        sum_us = self._more_us(reader, name_in_profiles(reader, Form("sum")), tokens) * rows / spec.rows
         times = find_us, product_us(shadow.hot), product_us(shadow.cold) + sum_us
         return ShadowTimes(*(shadow.layers * one_us for one_us in times))
 
-    def _more_us(self, plain: GlueOperator, other: GlueOperator, tokens: int) -> float:
+    def _more_us(self, plain: str, other: str, tokens: int) -> float:
         """Return the time by which an operator takes longer than a plain one."""
         return max(0.0, self._layer_us(other, tokens) - self._layer_us(plain, tokens))
 
@@ -293,7 +292,7 @@ class ProfileCosts:
 
     def _layer_us(
         self,
-        operator: GlueOperator,
+        operator: str,
         tokens: int,
         width: int | None = None,
         channels: int = 0,

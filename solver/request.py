@@ -23,21 +23,25 @@ RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
 """A level of the solver, or ``auto``: ``block`` where the profile has times of the ffn and the solver uses it
 at any length, else ``tensor``."""
 
-LlmNpuPass: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
+LlmNpuTechnique: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
 """Techniques of llm.npu over a plan of weights of precision ``w8a8``, each with those before: graphs for each
 prompt, which only simulations build; graphs of chunks; outliers of the activations on the GPU (shadow);
 chunks out of order."""
 
-ExpertPass: TypeAlias = Literal["npumoe:each", "npumoe:tiers", "npumoe:groups", "npumoe"]
+ExpertTechnique: TypeAlias = Literal["npumoe:each", "npumoe:tiers", "npumoe:groups", "npumoe"]
 """Techniques of NPUMoE for the experts of a mixture, each with those before: all experts on the NPU, one in a
 graph; capacities by popularity; several experts in a graph; the solver may leave cold ones to the GPU."""
 
-PassName: TypeAlias = LlmNpuPass | Literal["shadowattn"] | ExpertPass
+Technique: TypeAlias = LlmNpuTechnique | Literal["shadowattn"] | ExpertTechnique
 """Techniques of a paper over a plan: those of llm.npu, shadowAttn's sparse attention, or those of NPUMoE."""
 
 SHADOW_ATTENTION: Final = "shadowattn"
 NPU_EXPERTS: Final = "npumoe"
-PASSES: Final[tuple[PassName, ...]] = (*get_args(LlmNpuPass), SHADOW_ATTENTION, *get_args(ExpertPass))
+TECHNIQUES: Final[tuple[Technique, ...]] = (
+    *get_args(LlmNpuTechnique),
+    SHADOW_ATTENTION,
+    *get_args(ExpertTechnique),
+)
 
 FORBIDDEN: Final = ("gpu", "npu", *PLACEMENT_KINDS[2:])
 """Processors that need not compute linear layers, and kinds of splits that a plan can avoid."""
@@ -75,39 +79,39 @@ def check_in_flight(given: InFlight) -> None:
         )
 
 
-def check_passes(given: Sequence[PassName]) -> None:
-    """Refuse names that are no pass, more than one step of llm.npu or of NPUMoE, and both together.
+def check_techniques(given: Sequence[Technique]) -> None:
+    """Refuse names that are no technique, more than one step of llm.npu or of NPUMoE, and both together.
 
     Raises:
-        OptionError: There is no such pass, there are several steps of one, or two passes do not combine.
+        OptionError: There is no such technique, there are several steps of one, or two do not combine.
     """
     for name in given:
-        if name not in PASSES:
-            raise OptionError(f"There is no pass {name!r:.40}.", fix=f"Choose {', '.join(PASSES)}.")
+        if name not in TECHNIQUES:
+            raise OptionError(f"There is no technique {name!r:.40}.", fix=f"Choose {', '.join(TECHNIQUES)}.")
     if len(given) > len(set(given)):
-        raise OptionError(f"The passes {', '.join(given)} name one twice.", fix="Name each once.")
-    for steps in (LlmNpuPass, ExpertPass):
+        raise OptionError(f"The techniques {', '.join(given)} name one twice.", fix="Name each once.")
+    for steps in (LlmNpuTechnique, ExpertTechnique):
         own = [name for name in given if name in get_args(steps)]
         if len(own) > 1:
             raise OptionError(
-                f"The passes {', '.join(own)} are steps of one.",
+                f"The techniques {', '.join(own)} are steps of one.",
                 fix="Give the last one: it has those before.",
             )
-    if llm_npu_pass(given) and expert_pass(given):
+    if llm_npu_technique(given) and expert_technique(given):
         raise OptionError(
-            f"The passes {', '.join(given)} do not combine: the chunks of llm.npu take turns on the NPU.",
+            f"The techniques {', '.join(given)} do not combine: the chunks of llm.npu take turns on the NPU.",
             fix=f"Choose one; {SHADOW_ATTENTION} goes with both.",
         )
 
 
-def llm_npu_pass(given: Iterable[PassName]) -> PassName | None:
-    """Return the step of llm.npu among passes; None without one."""
-    return next((name for name in given if name in get_args(LlmNpuPass)), None)
+def llm_npu_technique(given: Iterable[Technique]) -> Technique | None:
+    """Return the step of llm.npu among techniques; None without one."""
+    return next((name for name in given if name in get_args(LlmNpuTechnique)), None)
 
 
-def expert_pass(given: Iterable[PassName]) -> ExpertPass | None:
-    """Return the step of NPUMoE among passes; None without one."""
-    return next((name for name in get_args(ExpertPass) if name in given), None)
+def expert_technique(given: Iterable[Technique]) -> ExpertTechnique | None:
+    """Return the step of NPUMoE among techniques; None without one."""
+    return next((name for name in get_args(ExpertTechnique) if name in given), None)
 
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,7 +128,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
         in_flight: Chunks of a long prompt at once, or ``auto``.
-        passes: Techniques of papers over the plan: at most one step of llm.npu or of NPUMoE, and
+        techniques: Techniques of papers over the plan: at most one step of llm.npu or of NPUMoE, and
             ``shadowattn``.
         attention: Options of ``shadowattn``.
         experts: Options of ``npumoe``.
@@ -142,7 +146,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     build_budget_s: Amount | None = None
     level: RequestedLevel = "auto"
     in_flight: InFlight = 1
-    passes: tuple[PassName, ...] = ()
+    techniques: tuple[Technique, ...] = ()
     attention: AttentionRequest = AttentionRequest()
     experts: ExpertsRequest = ExpertsRequest()
 
@@ -154,7 +158,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
             )
         check_forbidden(self.forbidden)
         check_in_flight(self.in_flight)
-        check_passes(self.passes)
+        check_techniques(self.techniques)
         if self.npu_gib is not None and not 0.0 <= self.npu_gib < math.inf:
             raise OptionError(
                 f"The NPU cannot hold {self.npu_gib} GiB of slices.", fix="Give a number of at least 0."

@@ -27,9 +27,9 @@ from heterollm.cli import main
 from heterollm.cli.command_line import app
 from heterollm.doctor import checks as doctor_checks
 from heterollm.kernels.open import open_device
+from heterollm.loading import plan_for
 from heterollm.model import KNOWN_MODELS
-from heterollm.planning import LoadOptions, solve_for
-from heterollm.planning.choice import choose_plan
+from heterollm.planning import LoadOptions, PlanInputs, make_plan
 from heterollm.solver import PlanRequest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -384,14 +384,13 @@ def plan_lines(solved, level):
     plan = (
         solved[level].plan
         if level in solved
-        else choose_plan(
-            level,
-            model.specs,
-            device=PAPER,
-            standard_lengths=open_device(PAPER).standard_lengths,
-            precision=model.precision,
-            context=model.config.max_positions,
-        )
+        else make_plan(
+            PlanInputs(
+                *(model.config, model.specs, model.precision, PAPER, level),
+                PlanRequest(context=model.config.max_positions),
+                open_device(PAPER).standard_lengths,
+            )
+        ).plan
     )
     passes = sorted({length for prompt in PROMPTS for _, length in plan.chunks(prompt)})
     yield f"[{level}, chunks of {plan.chunk_length}]"
@@ -409,8 +408,7 @@ def test_simulated_plans(tmp_path_factory, model):
         code, _, err = call(f"profile {model} --device {PAPER}")
         assert code == 0, err
         solved = {
-            level: solve_for(model, LoadOptions(device=PAPER, request=PlanRequest(level=level)))
-            for level in ("tensor", "block")
+            level: plan_for(model, LoadOptions(device=PAPER, plan=level)) for level in ("tensor", "block")
         }
         hold(f"plans/{model}", [line for level in LEVELS for line in plan_lines(solved, level)])
 

@@ -356,11 +356,12 @@ def attention_steps() -> Lines:
 #     MORE='--what-if memory.available_gib=0'
 #     NO_LIMITS="$MORE --what-if npu.address_space_gib=0"
 #     heterollm simulate $MODELS --prompt 64,256,1024 --plan gpu,tensor
-#     heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --pass $STEPS
+#     heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --technique $STEPS
 #     heterollm simulate $MODELS --prompt 64,256,1024 --plan gpu,tensor $NO_LIMITS
-#     heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --pass $STEPS $NO_LIMITS
-#     heterollm simulate phi-3.5-moe,mixtral-8x7b --prompt 64,256,1024 --plan tensor --pass none,npumoe $MORE
-#     heterollm simulate qwen3-30b-a3b,olmoe-1b-7b --prompt 1024 --plan tensor --pass none,npumoe \
+#     heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --technique $STEPS $NO_LIMITS
+#     heterollm simulate phi-3.5-moe,mixtral-8x7b --prompt 64,256,1024 --plan tensor \
+#         --technique none,npumoe $MORE
+#     heterollm simulate qwen3-30b-a3b,olmoe-1b-7b --prompt 1024 --plan tensor --technique none,npumoe \
 #         --imbalance 1.3    # and 2.7, 4
 
 MOE_PROMPTS: Final = (64, 256, 1024)

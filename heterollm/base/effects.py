@@ -19,7 +19,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "as_json": "--json",
     "form": "--format",
     "output": "--output",
-    "passes": "--pass",
+    "techniques": "--technique",
     "symmetric": "--asymmetric",
 }
 """Names of options that differ from those of their parameters."""

@@ -22,14 +22,14 @@ from heterollm.kernels.threads import split_threads
 from heterollm.planning import LOAD_EFFECTS, LOAD_OPTIONS, LoadKeywords, LoadOptions, Threads, load_facts
 from heterollm.solver import (
     LENGTH_POLICIES,
-    PASSES,
     SHADOW_ATTENTION,
+    TECHNIQUES,
     ExpertsRequest,
     LengthPolicy,
     Overflow,
-    PassName,
     PlanRequest,
-    expert_pass,
+    Technique,
+    expert_technique,
 )
 
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
@@ -38,7 +38,7 @@ COVERED: Final = ("npu", "layer")
 
 NONE: Final = "none"
 FOREIGN: Final = Effect(
-    "plan length_policy sync device scales calibration passes overflow power experts_gib",
+    "plan length_policy sync device scales calibration techniques overflow power experts_gib",
     lambda _: False,
     "only heterollm itself takes it",
     "Add --engine self",
@@ -97,7 +97,7 @@ class Configuration:
         group_size: Weights that share a scale.
         scales: Scales of 4-bit weights.
         power: Clocks and cores asked for; empty for other engines.
-        calibration: File of a calibration; empty without NPU graphs of integers and passes.
+        calibration: File of a calibration; empty without NPU graphs of integers and techniques.
         pass_name: A pass over the plan, such as ``llm.npu``; empty for none.
         experts_gib: Memory of a mixture's experts in GiB; None for all of them.
         overflow: Fate of tokens beyond an expert's capacity, with ``npumoe``.
@@ -115,7 +115,7 @@ class Configuration:
     scales: Scales = "free"
     power: Power | Literal[""] = "burst"
     calibration: str = ""
-    pass_name: PassName | Literal[""] = ""
+    pass_name: Technique | Literal[""] = ""
     experts_gib: float | None = None
     overflow: Overflow = "gpu"
     baseline: bool = False
@@ -147,7 +147,7 @@ class Configuration:
 
     @property
     def pass_label(self) -> str:
-        """Name of the pass, with the fate of tokens that its experts do not hold unless the GPU has them."""
+        """Name of the technique, with the fate of tokens beyond capacities unless the GPU has them."""
         return self.pass_name if self.overflow == "gpu" else f"{self.pass_name} {self.overflow}"
 
     @property
@@ -157,7 +157,7 @@ class Configuration:
         policy = "padding" if self.length_policy == "auto" else self.length_policy
         request = None
         if self.pass_name:
-            request = PlanRequest(passes=(self.pass_name,), experts=ExpertsRequest(self.overflow))
+            request = PlanRequest(techniques=(self.pass_name,), experts=ExpertsRequest(self.overflow))
         return {
             "device": self.device,
             "plan": self.plan_level,
@@ -227,7 +227,7 @@ def expand(
     scales: Scales = "free",
     power: Power = "burst",
     calibration: str | Path | None = None,
-    passes: Sequence[str] = (NONE,),
+    techniques: Sequence[str] = (NONE,),
     experts_gib: float | None = None,
     overflow: Overflow = "gpu",
     given: Mapping[str, Any] = NOTHING,
@@ -250,7 +250,7 @@ def expand(
     _check(policies, LENGTH_POLICIES, "length policy")
     _check(syncs, SYNC_OPTIONS, "sync")
     _check(precisions, get_args(Precision), "precision")
-    _check(passes, (NONE, *PASSES), "pass")
+    _check(techniques, (NONE, *TECHNIQUES), "technique")
     for level in levels:
         if level not in LEVEL_NAMES and not _is_file(level):
             raise OptionError(
@@ -275,7 +275,7 @@ def expand(
         if engine != "self":
             found.append(_foreign(base))
             continue
-        for level, policy, sync, name in itertools.product(levels, policies, syncs, passes):
+        for level, policy, sync, name in itertools.product(levels, policies, syncs, techniques):
             # Level auto chooses the split of the cores, too, unless one is named.
             free = replace(base, threads=None) if level == "auto" and not threads else base
             found.append(_own(free, level, policy, sync, name, calibration, overflow))
@@ -285,9 +285,9 @@ def expand(
             f"No configuration is left: {', '.join(levels)} with threads {_words(splits)}.",
             fix="Levels other than gpu need at least one NPU thread.",
         )
-    if set(passes) - {NONE} - {one.pass_name for one in unique}:
+    if set(techniques) - {NONE} - {one.pass_name for one in unique}:
         raise OptionError(
-            f"No configuration has the pass {', '.join(passes)}.",
+            f"No configuration has the technique {', '.join(techniques)}.",
             fix="Give --calibration FILE. Steps of llm.npu need --plan auto or tensor, --precision w8a8 and "
             f"an NPU thread; {SHADOW_ATTENTION} needs a level, and --precision w8a8 or --scales stepped; "
             "steps of npumoe need a level other than gpu, and an NPU thread.",
@@ -360,8 +360,8 @@ def _own(
     uses_npu = level != "gpu" and not without_npu
     int8 = base.precision == "w8a8"
     calibrated = int8 or (base.precision == "w4a16" and base.scales == "stepped")
-    given: tuple[PassName, ...] = () if pass_name == NONE else (cast("PassName", pass_name),)
-    routed = expert_pass(given) is not None
+    given: tuple[Technique, ...] = () if pass_name == NONE else (cast("Technique", pass_name),)
+    routed = expert_technique(given) is not None
     if pass_name == SHADOW_ATTENTION:
         passable = calibrated and level in LEVEL_NAMES
     elif routed:
@@ -376,7 +376,7 @@ def _own(
         length_policy=policy if level in COVERED else "auto",
         sync=sync if uses_npu or sync == "operator" else "auto",
         calibration=str(calibration) if read else "",
-        pass_name=cast("PassName", pass_name) if passable else "",
+        pass_name=cast("Technique", pass_name) if passable else "",
         overflow=overflow if routed and passable else "gpu",
     )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +14,8 @@ from heterollm.benchmarks.engine import Facts, FoundFields, Ids, Job
 from heterollm.benchmarks.shares import predicted_us, shares_of
 from heterollm.benchmarks.work import ceilings_of, work_of
 from heterollm.engine import Session
-from heterollm.kernels.ops import OpSpec
 from heterollm.llm import LLM
-from heterollm.model import op_specs
-from heterollm.planning import LoadKeywords, ProfiledModel, stored_profile
+from heterollm.planning import LoadKeywords, LoadOptions, inputs_of_load
 from heterollm.profiler.measure import simulated_meters
 from heterollm.trace import save_trace, summarise
 
@@ -43,8 +40,9 @@ class SelfEngine:
         asked = job.configuration
         self._asked = asked
         options: LoadKeywords = {**asked.load_keywords, "context": job.context, "trace": job.trace}
-        options["profile"] = self._profile = job.profile
-        self._llm = LLM.load(job.model, **options)
+        options["profile"] = job.profile
+        self._llm = llm = LLM.load(job.model, **options)
+        self._inputs = inputs_of_load(LoadOptions(**options), llm.config, llm.context, llm.device)
         self._sessions: dict[int, Session] = {}
         device = self._llm.device
         self._meter = simulated_meters(device)[0] if device.is_simulated else None
@@ -56,8 +54,8 @@ class SelfEngine:
         llm, config = self._llm, self._llm.config
         device = llm.device
         embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        head = next(spec for spec in self._specs if spec.group == "head")
-        size = sum(spec.weight_bytes() for spec in self._specs)
+        head = next(spec for spec in self._inputs.specs if spec.group == "head")
+        size = sum(spec.weight_bytes() for spec in self._inputs.specs)
         return Facts(
             engine_version=heterollm.__version__,
             plan_level=llm.plan.level,
@@ -65,9 +63,9 @@ class SelfEngine:
             time_kind=device.time_kind,
             fingerprint=device.fingerprint(),
             calibration=llm.plan.calibration,
-            model_type=f"{config.family} {self._specs[0].weight}, head {head.weight}",
+            model_type=f"{config.family} {self._inputs.specs[0].weight}, head {head.weight}",
             model_size=size + (0 if config.tie_word_embeddings else head.weight_bytes()),
-            model_n_params=sum(spec.rows * spec.columns for spec in self._specs) + embedding,
+            model_n_params=sum(spec.rows * spec.columns for spec in self._inputs.specs) + embedding,
             computes=device.gpu.computes,
             description=device.description(),
             notes=llm.notes,
@@ -108,9 +106,9 @@ class SelfEngine:
     def account(self, case: Case) -> FoundFields:
         """Return fields of a row; see :class:`heterollm.benchmarks.engine.BenchEngine`."""
         llm, plan = self._llm, self._llm.plan
-        chunk, model = plan.chunk_length, self._profiled
-        shares = shares_of(plan, self._specs, case, chunk=chunk)
-        work = work_of(llm.config, self._specs, case, chunk=chunk, cache_dtype=llm.device.cache_dtype)
+        chunk, model = plan.chunk_length, self._inputs.model
+        shares = shares_of(plan, self._inputs.specs, case, chunk=chunk)
+        work = work_of(llm.config, self._inputs.specs, case, chunk=chunk, cache_dtype=llm.device.cache_dtype)
         reasons: dict[str, str] = {}
         found: FoundFields = {
             "gpu_share": shares.gpu_share,
@@ -184,21 +182,3 @@ class SelfEngine:
         while session.position < depth:
             session.prefill(ids[session.position : min(depth, session.position + FILL_TOKENS)])
         return session
-
-    @cached_property
-    def _specs(self) -> tuple[OpSpec, ...]:
-        asked = self._asked
-        bits: Literal[16, 32] = 32 if self._llm.device.activation_dtype == np.float32 else 16
-        return op_specs(
-            self._llm.config, asked.precision, asked.group_size, True, float_bits=bits, scales=asked.scales
-        )
-
-    @cached_property
-    def _profiled(self) -> ProfiledModel | None:
-        """The model on the device's profile, which predicts its passes; None without a profile."""
-        profile = stored_profile(self._llm.device, self._profile)
-        if profile is None:
-            return None
-        return ProfiledModel(
-            profile, self._llm.config, self._specs, self._asked.precision, self._llm.plan.calibration
-        )

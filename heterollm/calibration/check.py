@@ -11,13 +11,9 @@ from heterollm.calibration.float_weights import as_floats
 from heterollm.calibration.int8_check import int8_checked
 from heterollm.calibration.observer import Floats
 from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
-from heterollm.kernels.formats import (
-    ZERO_CODE,
-    linear_errors,
-    on_grid,
-    reference_layers,
-)
+from heterollm.kernels.formats import ZERO_CODE, linear_errors, on_grid
 from heterollm.kernels.npu import FfnRanges, LinearRanges, step_of
+from heterollm.kernels.operators import exact_gated_activation
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 
@@ -88,7 +84,7 @@ class RangeCheck:
 
 def silu(gate: Floats) -> Floats:
     """Return the SiLU of values."""
-    return reference_layers.gated_activation(gate, np.ones(1, np.float32)).astype(np.float32)
+    return exact_gated_activation(gate, np.ones(1, np.float32)).astype(np.float32)
 
 
 def _checked(found: LinearCalibration, weight: Floats, x: Floats) -> LinearCalibration:

@@ -13,8 +13,8 @@ from heterollm.base import FAILED, PARTLY, OptionError
 from heterollm.cli.complete import PLANS
 from heterollm.cli.effects import given_options
 from heterollm.cli.options import (
-    PASSES,
     PRECISIONS,
+    TECHNIQUES,
     CalibrationOption,
     DeviceOption,
     ExpertsGibOption,
@@ -44,7 +44,7 @@ commands = command_group()
 
 ENGINES = ("self", "llama.cpp", "transformers")
 POLICIES = ("padding", "pipe", "auto")
-BENCH_PASSES = ("none", *(name for name in PASSES if name != "llm.npu:naive"))
+BENCH_TECHNIQUES = ("none", *(name for name in TECHNIQUES if name != "llm.npu:naive"))
 """Passes that real devices run."""
 
 OF_SAVED = ("saved", "form", "as_json", "picture", "html")
@@ -103,14 +103,14 @@ class ConfigurationOptions:
     group_size: GroupSize = 32
     scales: ScalesOption = "free"
     calibration: CalibrationOption = None
-    passes: Annotated[
+    techniques: Annotated[
         Names,
         OverflowOption,
         several(
-            "--pass",
+            "--technique",
             help="none, llm.npu, llm.npu:chunks, llm.npu:shadow, shadowattn, npumoe, npumoe:each, "
             "npumoe:tiers, npumoe:groups.",
-            names=BENCH_PASSES,
+            names=BENCH_TECHNIQUES,
         ),
     ] = ("none",)
     overflow: OverflowOption = "gpu"
@@ -255,7 +255,7 @@ def _configurations(grid: ConfigurationOptions, given: Mapping[str, Any]) -> tup
             scales=grid.scales,
             power=grid.power,
             calibration=grid.calibration,
-            passes=grid.passes,
+            techniques=grid.techniques,
             experts_gib=grid.experts_gib,
             overflow=grid.overflow,
             given=given,

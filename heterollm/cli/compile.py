@@ -14,11 +14,11 @@ from heterollm.cli.options import (
     JsonOption,
     Model,
     OverflowOption,
-    PassOption,
+    TechniqueOption,
     WeightOptions,
     command_group,
     numbers,
-    pass_request,
+    technique_request,
 )
 from heterollm.cli.records import takes_records
 
@@ -39,9 +39,9 @@ def compile_graphs(
     *,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Profile of the device, which tensor, block and passes need."),
+        typer.Option(metavar="FILE", help="Profile of the device, which tensor, block and techniques need."),
     ] = None,
-    passes: PassOption = (),
+    techniques: TechniqueOption = (),
     overflow: OverflowOption = "gpu",
     attention: AttentionOptions,
     weights: WeightOptions,
@@ -70,7 +70,7 @@ def compile_graphs(
             soc=soc,
             plan=plan,
             profile=profile,
-            request=pass_request(passes, attention, overflow),
+            request=technique_request(techniques, attention, overflow),
             precision=weights.precision,
             group_size=weights.group_size,
             symmetric=not weights.asymmetric,

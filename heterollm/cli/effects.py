@@ -150,7 +150,7 @@ OWN: Final[Mapping[tuple[str, ...], tuple[Effect, ...]]] = {
         Effect(
             "profile",
             lambda facts: (
-                bool(facts["passes"])
+                bool(facts["techniques"])
                 or not (facts["plan"] in ("gpu", "npu", "layer") or _is_made(facts["plan"]))
             ),
             "plans npu and layer, and one that is given, need no times",
@@ -173,7 +173,7 @@ OWN: Final[Mapping[tuple[str, ...], tuple[Effect, ...]]] = {
             "weights of precision fp16 have no blocks",
             "Add another precision",
         ),
-        Effect("characterise passes", _has_npu, "they are about the NPU", "Give the NPU a thread"),
+        Effect("characterise techniques", _has_npu, "they are about the NPU", "Give the NPU a thread"),
         Effect(
             "no_tune",
             lambda facts: not (facts["quick"] or _is_simulated(facts)),

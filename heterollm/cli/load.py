@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterollm.cli.effects import options_of_file
-from heterollm.cli.options import ModelOptions, RunOptions, pass_request
+from heterollm.cli.options import ModelOptions, RunOptions, technique_request
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -40,7 +40,7 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
             model,
             device=options.device,
             plan=options.plan,
-            request=pass_request(options.passes, options.attention, options.overflow),
+            request=technique_request(options.techniques, options.attention, options.overflow),
             precision=options.weights.precision,
             group_size=options.weights.group_size,
             symmetric=not options.weights.asymmetric,

@@ -132,7 +132,7 @@ InFlightOption = Annotated[
         parser=chunk_count,
     ),
 ]
-PassChoice: TypeAlias = Literal[
+TechniqueChoice: TypeAlias = Literal[
     "llm.npu:naive",
     "llm.npu:chunks",
     "llm.npu:shadow",
@@ -143,15 +143,15 @@ PassChoice: TypeAlias = Literal[
     "npumoe:groups",
     "npumoe",
 ]
-PASSES: tuple[PassChoice, ...] = get_args(PassChoice)
-PassOption = Annotated[
-    Sequence[PassChoice],
+TECHNIQUES: tuple[TechniqueChoice, ...] = get_args(TechniqueChoice)
+TechniqueOption = Annotated[
+    Sequence[TechniqueChoice],
     several(
-        "--pass",
+        "--technique",
         help="llm.npu, or its steps llm.npu:chunks and llm.npu:shadow: see docs/llm-npu.md; shadowattn: "
         "sparse attention in prompts, see docs/shadow-attention.md; npumoe: a mixture's experts on the NPU, "
         "see docs/mixture-of-experts.md.",
-        names=PASSES,
+        names=TECHNIQUES,
     ),
 ]
 ExpertsGibOption = Annotated[
@@ -187,7 +187,7 @@ RowsOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Options of the pass shadowattn."""
+    """Options of the technique shadowattn."""
 
     keep: Annotated[float, typer.Option(help="With shadowattn: mean share of the keys that heads keep.")] = (
         0.2
@@ -223,16 +223,16 @@ class AttentionOptions:
         )
 
 
-def pass_request(
-    passes: Sequence[PassChoice], attention: AttentionOptions, overflow: Overflow
+def technique_request(
+    techniques: Sequence[TechniqueChoice], attention: AttentionOptions, overflow: Overflow
 ) -> PlanRequest | None:
-    """Return the request to the solver; None without a pass."""
+    """Return the request to the solver; None without a technique."""
     from heterollm.solver import ExpertsRequest, PlanRequest
 
-    if not passes:
+    if not techniques:
         return None
     experts = ExpertsRequest(overflow)
-    return PlanRequest(passes=tuple(passes), attention=attention.request(), experts=experts)
+    return PlanRequest(techniques=tuple(techniques), attention=attention.request(), experts=experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class ModelOptions:
     weights: WeightOptions = WeightOptions()
     lora: LoraOption = None
     context: Context = None
-    passes: PassOption = ()
+    techniques: TechniqueOption = ()
     attention: AttentionOptions = AttentionOptions()
     overflow: OverflowOption = "gpu"
 

@@ -44,6 +44,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("-a", "--alias", "--served-model-name"), "--name"),
     "--grammar-file": "--grammar",
     "-j": "--json-schema",
+    "--pass": "--technique",  # the former name
 }
 """Options by the names of others; all take a value."""
 

@@ -20,7 +20,7 @@ PANELS: Final[Mapping[str, str]] = {
     "presence_penalty frequency_penalty seed stop json_schema grammar top_logprobs",
     "Device": "device soc gpu_threads npu_threads threads power sync allow_slow allow_fallback profile "
     "gpu_load what_if every_form",
-    "Plan": "plan plan_for length_policy in_flight passes keep keep_by score_buckets estimator overflow "
+    "Plan": "plan plan_for length_policy in_flight techniques keep keep_by score_buckets estimator overflow "
     "speculative guesses resolve forbid gpu_share npu_gib energy_weight histogram build_budget pruned "
     "outlier_share imbalance head_pipeline",
 }
@@ -33,9 +33,12 @@ SHORT: Final[Mapping[str, str]] = {
     "speculative system",
     "serve": "precision context temperature max_tokens device plan speculative host port name api_key "
     "sessions_gib live",
-    "plan": "precision context device profile plan passes forbid prompt decode explain steps output as_json",
-    "simulate": "soc gpu_load what_if sync plan passes prompt decode timeline explain form output as_json",
-    "bench": "precision device threads plan passes engine prompt decode depth repetitions form output saved",
+    "plan": "precision context device profile plan techniques forbid prompt decode explain steps "
+    "output as_json",
+    "simulate": "soc gpu_load what_if sync plan techniques prompt decode timeline explain form output "
+    "as_json",
+    "bench": "precision device threads plan techniques engine prompt decode depth repetitions form output "
+    "saved",
 }
 """Options in the short help of a command; ``--help-all`` shows the rest. Other commands show all."""
 

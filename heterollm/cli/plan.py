@@ -20,8 +20,8 @@ from heterollm.cli.options import (
     Model,
     Names,
     OverflowOption,
-    PassOption,
     PowerOption,
+    TechniqueOption,
     ThreadOptions,
     WeightOptions,
     command_group,
@@ -31,8 +31,8 @@ from heterollm.cli.options import (
 from heterollm.cli.records import takes_records
 
 if TYPE_CHECKING:
-    from heterollm.planning import Solved
-    from heterollm.solver import PlanRequest, RequestedLevel
+    from heterollm.planning import Planned
+    from heterollm.solver import PlanRequest
 
 commands = command_group()
 
@@ -92,7 +92,7 @@ class LimitOptions:
         ),
     ] = None
     in_flight: InFlightOption = 1
-    passes: PassOption = ()
+    techniques: TechniqueOption = ()
     overflow: OverflowOption = "gpu"
     build_budget: Annotated[
         str | None,
@@ -120,7 +120,8 @@ def plan_model(
 ) -> None:
     """Solve for the best split of every operator, and show the chosen placements."""
     from heterollm.base import OptionError, check_target, write_json
-    from heterollm.planning import LoadOptions, solve_for
+    from heterollm.loading import plan_for
+    from heterollm.planning import LoadOptions
 
     prompts = answer.prompt
     if min(prompts) < 1:
@@ -129,6 +130,7 @@ def plan_model(
         check_target(answer.output, "plan")
     options = LoadOptions(
         device=source.device,
+        plan=answer.plan,
         precision=weights.precision,
         group_size=weights.group_size,
         symmetric=not weights.asymmetric,
@@ -138,26 +140,26 @@ def plan_model(
         gpu_threads=threads.gpu_threads,
         npu_threads=threads.npu_threads,
         power=power,
-        request=_request(limits, attention, answer.plan),
+        request=_request(limits, attention),
         defaults=options_of_file(),
     )
-    solved = solve_for(model, options, source.profile)
+    planned = plan_for(model, options, source.profile)
     if answer.output is not None:
-        solved.plan.save(answer.output)
+        planned.plan.save(answer.output)
     if answer.steps:
         from heterollm.cli.steps import show_steps
 
-        show_steps(model, solved, prompts, options, decode=answer.decode > 0, as_json=as_json)
+        show_steps(model, planned, prompts, options, decode=answer.decode > 0, as_json=as_json)
         return
     if as_json:
         import json
 
-        write_json(json.loads(solved.plan.to_json()))
+        write_json(json.loads(planned.plan.to_json()))
         return
-    _show(solved, prompts, answer)
+    _show(planned, prompts, answer)
 
 
-def _request(limits: LimitOptions, attention: AttentionOptions, level: RequestedLevel) -> PlanRequest:
+def _request(limits: LimitOptions, attention: AttentionOptions) -> PlanRequest:
     """Return the request to the solver."""
     from heterollm.base import parse_duration
     from heterollm.solver import ExpertsRequest, PlanRequest
@@ -170,20 +172,19 @@ def _request(limits: LimitOptions, attention: AttentionOptions, level: Requested
         npu_gib=limits.npu_gib,
         histogram=None if limits.histogram is None else _histogram(limits.histogram),
         build_budget_s=None if budget is None else parse_duration(budget, "--build-budget"),
-        level=level,
         in_flight=limits.in_flight,
-        passes=tuple(limits.passes),
+        techniques=tuple(limits.techniques),
         attention=attention.request(),
         experts=ExpertsRequest(limits.overflow),
     )
 
 
-def _show(solved: Solved, prompts: Sequence[int], answer: AnswerOptions) -> None:
+def _show(planned: Planned, prompts: Sequence[int], answer: AnswerOptions) -> None:
     """Print the plan for a token and for prompts, and the file that it was written to."""
     from heterollm.report import console as report
     from heterollm.report import plan_report
 
-    report.present(plan_report(solved, prompts, answer.decode, explain=answer.explain))
+    report.present(plan_report(planned, prompts, answer.decode, explain=answer.explain))
     if answer.output is not None:
         command = f"heterollm generate --plan {answer.output}"
         report.show(report.note(f"Written to {answer.output}; run it with `{command}`."))

@@ -113,11 +113,11 @@ class EffortOptions:
             "--characterise", help="Also measure the NPU's stages, order of operands and effect of k."
         ),
     ] = False
-    passes: Annotated[
+    techniques: Annotated[
         Sequence[Literal["shadowattn", "npumoe"]],
         several(
-            "--pass",
-            help="Also measure what passes need: shadowattn sparse attention, npumoe NPU graphs of experts.",
+            "--technique",
+            help="Measure for a technique, too: attention for shadowattn, experts' graphs for npumoe.",
             names=("shadowattn", "npumoe"),
             metavar="NAME",
         ),
@@ -154,8 +154,8 @@ def profile(
         update=effort.update,
         tune=not effort.no_tune,
         characterise=effort.characterise,
-        sparse_attention="shadowattn" in effort.passes,
-        expert_graphs="npumoe" in effort.passes,
+        sparse_attention="shadowattn" in effort.techniques,
+        expert_graphs="npumoe" in effort.techniques,
     )
     profiling = ProfilingSession(
         opened.device,

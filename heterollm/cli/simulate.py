@@ -13,7 +13,7 @@ from heterollm.base import FAILED, Effect, OptionError, refuse_idle
 from heterollm.cli import complete as cli_complete
 from heterollm.cli.effects import given_options
 from heterollm.cli.options import (
-    PASSES,
+    TECHNIQUES,
     AttentionOptions,
     Format,
     FormatOption,
@@ -22,8 +22,8 @@ from heterollm.cli.options import (
     JsonOption,
     Names,
     OverflowOption,
-    PassChoice,
     RowsOption,
+    TechniqueChoice,
     chosen_format,
     command_group,
     numbers,
@@ -40,13 +40,13 @@ commands = command_group()
 
 LEVELS: Final = cli_complete.PLANS[1:]
 
-PASS_SETS: Final[dict[str, tuple[PassChoice, ...]]] = {
+TECHNIQUE_SETS: Final[dict[str, tuple[TechniqueChoice, ...]]] = {
     "none": (),
     "shadowattn": ("shadowattn",),
-    **{name: (name,) for name in PASSES if name != "shadowattn"},
-    **{f"{name}+shadowattn": (name, "shadowattn") for name in PASSES if name != "shadowattn"},
+    **{name: (name,) for name in TECHNIQUES if name != "shadowattn"},
+    **{f"{name}+shadowattn": (name, "shadowattn") for name in TECHNIQUES if name != "shadowattn"},
 }
-"""Passes of a case by the text that names them."""
+"""Techniques of a case by the text that names them."""
 
 GRID_EFFECTS: Final = (
     Effect(
@@ -140,14 +140,14 @@ class CaseOptions:
         ),
     ] = ("auto",)
     in_flight: InFlightOption = 1
-    passes: Annotated[
+    techniques: Annotated[
         Names,
         several(
-            "--pass",
+            "--technique",
             help="none; llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md; "
             "shadowattn: see docs/shadow-attention.md; npumoe, or its steps npumoe:each, :tiers, :groups: "
             "docs/mixture-of-experts.md; llm.npu+shadowattn, npumoe+shadowattn: both.",
-            names=PASS_SETS,
+            names=TECHNIQUE_SETS,
         ),
     ] = ("none",)
     sync: Annotated[
@@ -310,7 +310,7 @@ def _requests(
         policies=cases.length_policy,
         syncs=cases.sync,
         loads=cases.gpu_load or (None,),
-        passes=[PASS_SETS[name] for name in cases.passes],
+        techniques=[TECHNIQUE_SETS[name] for name in cases.techniques],
         given=given,
     )
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from heterollm.engine import Step
     from heterollm.kernels.ops import Phase
-    from heterollm.planning import LoadOptions, Solved
+    from heterollm.planning import LoadOptions, Planned
 
 
 def show_steps(
     model: str,
-    solved: Solved,
+    planned: Planned,
     prompts: Sequence[int],
     options: LoadOptions,
     *,
@@ -26,9 +26,9 @@ def show_steps(
 
     Args:
         model: The model argument of the command.
-        solved: The plan.
+        planned: The plan.
         prompts: Lengths of prompts; long ones run in several passes.
-        options: Options that the plan was solved with.
+        options: Options that the plan was made with.
         decode: Whether to show a decoded token.
         as_json: Whether to print every step of every layer as JSON.
 
@@ -39,14 +39,14 @@ def show_steps(
     from heterollm.kernels.sim import is_simulated
     from heterollm.report import PassSteps, console, steps_json, steps_report
 
-    plan = solved.plan
+    plan = planned.plan
     lengths = {tokens for prompt in prompts for _, tokens in plan.chunks(prompt)}
     wanted: list[tuple[Phase, int]] = [("prefill", tokens) for tokens in sorted(lengths)]
     wanted += [("decode", 1)] if decode else []
     if is_simulated(plan.device):
-        compiled = _simulated(solved, wanted)
+        compiled = _simulated(planned, wanted)
     else:
-        compiled = _loaded(model, solved, options, wanted)
+        compiled = _loaded(model, planned, options, wanted)
     passes = [PassSteps(*one, steps) for one, steps in zip(wanted, compiled, strict=True)]
     if as_json:
         write_json(steps_json(passes))
@@ -55,16 +55,17 @@ def show_steps(
         console.present(steps_report(passes, heading))
 
 
-def _simulated(solved: Solved, wanted: Sequence[tuple[Phase, int]]) -> list[tuple[Step, ...]]:
+def _simulated(planned: Planned, wanted: Sequence[tuple[Phase, int]]) -> list[tuple[Step, ...]]:
     from heterollm.base import silent
     from heterollm.engine import Engine
     from heterollm.kernels.open import open_device
     from heterollm.model import shape_only_weights
 
-    assert solved.plan.request is not None
-    weights = shape_only_weights(solved.model.config, solved.model.specs)
-    device = open_device(solved.plan.device)
-    engine = Engine(device, weights, solved.plan, solved.plan.request.context, silent)
+    assert planned.model is not None
+    assert planned.plan.request is not None
+    weights = shape_only_weights(planned.model.config, planned.model.specs)
+    device = open_device(planned.plan.device)
+    engine = Engine(device, weights, planned.plan, planned.plan.request.context, silent)
     try:
         return [engine.steps(*one) for one in wanted]
     finally:
@@ -72,14 +73,14 @@ def _simulated(solved: Solved, wanted: Sequence[tuple[Phase, int]]) -> list[tupl
 
 
 def _loaded(
-    model: str, solved: Solved, options: LoadOptions, wanted: Sequence[tuple[Phase, int]]
+    model: str, planned: Planned, options: LoadOptions, wanted: Sequence[tuple[Phase, int]]
 ) -> list[tuple[Step, ...]]:
     from heterollm.llm import LLM
 
     with LLM.load(
         model,
-        device=solved.plan.device,
-        plan=solved.plan,
+        device=planned.plan.device,
+        plan=planned.plan,
         precision=options.precision,
         group_size=options.group_size,
         symmetric=options.symmetric,

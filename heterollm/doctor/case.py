@@ -9,9 +9,9 @@ from typing import Final, Literal
 import numpy as np
 
 from heterollm.base import HeteroLLMError
-from heterollm.kernels.cases import Numbers
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, ComputeType, linear_errors
 from heterollm.kernels.gpu import OpenClError
+from heterollm.kernels.operators import Numbers
 
 Processor = Literal["GPU", "NPU"]
 Status = Literal["pass", "fail", "unverified", "not offered"]

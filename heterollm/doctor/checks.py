@@ -8,7 +8,7 @@ from typing import Final
 
 from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.doctor.contexts import context_cases
-from heterollm.doctor.experts import expert_cases, gpu_expert_cases
+from heterollm.doctor.experts import expert_cases
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
 from heterollm.doctor.power import power_cases
@@ -27,7 +27,6 @@ FIX: Final = "Use `--sync sleep_poll`, and update the OpenCL driver."
 def device_cases(device: Device) -> list[DoctorCase]:
     """Return every check of a device: GPU, NPU, flag, clocks and cores."""
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device), *sparse_cases(device)]
-    cases += gpu_expert_cases(device)
     if device.npu is not None:
         npu = device.npu
         cases += [*npu_cases(device, npu), *expert_cases(npu), *score_cases(npu)]

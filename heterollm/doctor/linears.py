@@ -1,4 +1,4 @@
-"""The doctor's checks of linear layers and embedding, on each processor and of one against the other."""
+"""The doctor's checks of linear layers, on each processor and of one against the other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import numpy as np
-
-from heterollm.doctor.case import SEED, DoctorCase
-from heterollm.kernels.cases import Numbers
+from heterollm.doctor.case import DoctorCase
 from heterollm.kernels.device import Device
-from heterollm.kernels.formats import random_weight, reference
-from heterollm.kernels.linear_cases import EMBEDDINGS, LINEARS, LinearCase, embed
 from heterollm.kernels.npu import LinearShape, NpuBackend
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.operators import LINEARS, LinearCase
 
 AGREEMENT: Final = "w4a8, GPU and NPU agree"
 LENGTHS: Final = (1, 32, 256)
@@ -29,24 +24,14 @@ PADDING: Final = 5
 
 
 def gpu_linear_cases(device: Device) -> Iterator[DoctorCase]:
-    """Yield every number format, for one token and many, whole and split; then the embeddings."""
+    """Yield every number format, for one token and many, whole and split."""
     for case in LINEARS:
         run = partial(case.on_gpu, device.gpu, device.activation_dtype)
         yield DoctorCase("GPU", _operator(case), str(case), run)
-    for number_format in EMBEDDINGS:
-        yield DoctorCase(
-            "GPU", f"embedding {number_format}", "5 tokens", partial(_embedding, device, number_format)
-        )
 
 
 def _operator(case: LinearCase) -> str:
     return f"linear {case.weight}{', w4a8' * case.integer_inputs}"
-
-
-def _embedding(device: Device, number_format: WeightFormat) -> Numbers:
-    table, ids = random_weight(np.random.default_rng(SEED), 70, 256, number_format), [0, 69, 64, 63, 7]
-    y = embed(device.gpu, table, ids, dtype=device.activation_dtype)
-    return y, reference.embedding(np.array(ids), table)
 
 
 def npu_cases(device: Device, npu: NpuBackend) -> Iterator[DoctorCase]:

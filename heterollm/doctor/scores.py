@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.kernels.npu import NpuBackend
-from heterollm.kernels.score_cases import ScoresCase
+from heterollm.kernels.operators import ScoresCase
 
 SCORES: Final = "attention scores, 8 bits"
 LARGEST_FRACTION: Final = 0.01

@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 
 from heterollm.doctor.case import SEED, DoctorCase, Seen
 from heterollm.doctor.scores import SCORES, code_differences
-from heterollm.kernels.cases import Numbers
 from heterollm.kernels.device import Device
-from heterollm.kernels.formats import reference_sparse
-from heterollm.kernels.gpu import GpuSparseAttention, HeadShape, Scores, SparseShape
-from heterollm.kernels.sparse_cases import SparseCase, SparsePass
+from heterollm.kernels.gpu import GlueKernels, HeadShape, Scores, SparseShape
+from heterollm.kernels.operators import Numbers, SparseCase, SparsePass, kept_positions
 
 CODES: Final = "codes of queries and keys"
 SELECTION: Final = "selection of keys"
@@ -35,13 +33,13 @@ TOKENS: Final = f"{PASS.length} tokens at {PASS.position}"
 LOST_FRACTION: Final = 1e-3
 """Estimated attention of a block of queries that rounded exponentials may lose where positions are near."""
 
-FIX: Final = "Leave out the pass shadowattn, which alone runs this kernel, or update the OpenCL driver."
+FIX: Final = "Leave out the technique shadowattn, which alone runs this kernel, or update the OpenCL driver."
 
 
 def sparse_cases(device: Device) -> Iterator[DoctorCase]:
     """Yield codes, estimated scores, the selection of keys, and attention to some keys and to all."""
     dtypes = device.activation_dtype, device.cache_dtype
-    kernels = GpuSparseAttention(device.gpu, *dtypes)
+    kernels = GlueKernels(device.gpu, *dtypes)
 
     def made(own: SparsePass = PASS) -> SparseCase:
         return SparseCase(device.gpu, kernels, *dtypes, own, np.random.default_rng(SEED))
@@ -79,7 +77,7 @@ def _selection(made: SparseCase) -> Seen:
                 if len(kept):
                     return Seen(False, f"{where} keep positions, and have no queries.", FIX)
                 continue
-            best = reference_sparse.kept_positions(weights, PASS.keep[head])
+            best = kept_positions(weights, PASS.keep[head])
             if len(kept) != len(best):
                 return Seen(False, f"{where} keep {len(kept)} positions instead of {len(best)}.", FIX)
             if (weights[kept] < 0).any() or (np.diff(kept) <= 0).any():

@@ -33,12 +33,12 @@ from heterollm.kernels.gpu import (
     STEP_POSITION,
     ExpertLists,
     ExpertShape,
-    GpuExperts,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     RoundedInputs,
     Segments,
 )
+from heterollm.kernels.operators import GpuExperts, activate
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.model import ModelWeights
 from heterollm.solver import ExpertsPlacement
@@ -88,7 +88,7 @@ class ExpertEmitter:
         self._assumed = assumed
         self._config = weights.config
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
-        self._kernels, self._glue = GpuExperts(*kinds), GpuGlue(*kinds)
+        self._kernels, self._glue = GpuExperts(*kinds), GlueKernels(*kinds)
         self.shares = ExpertShares(device, weights)
         self.residency: ExpertResidency | None = None
         if budget is not None:
@@ -200,7 +200,8 @@ class ExpertEmitter:
         launch = own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
         work, reads = _work(own.spec, shape), (*(codes_of(row_codes) or (rows,)), lists.places)
         steps = [builder.prepared("experts", layer, launch, reads, (gate_up,), work=work)]
-        launch = self._glue.gated_activation(
+        launch = activate(
+            self._glue,
             Segments(gate_up, gate_up, (width, width), (0, 0)),
             activated,
             tokens=shape.pairs,

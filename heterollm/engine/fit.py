@@ -14,11 +14,31 @@ from heterollm.solver import check_plan
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
+    from heterollm.kernels.npu import NpuBackend
     from heterollm.kernels.ops import Group, OpSpec
     from heterollm.model import ModelConfig
     from heterollm.solver import Plan
 
 HALF: Final = np.dtype(np.float16)
+
+
+def check_runs(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, npu: NpuBackend | None) -> None:
+    """Refuse a plan that a model cannot run with an NPU, or without one.
+
+    Raises:
+        PlanError: A case has no entry, or its placement is not legal there; the message names it.
+    """
+    from heterollm.engine.slots import HEAD_ROWS
+
+    check_plan(
+        plan,
+        (*specs, *expert_specs(config, specs)),
+        npu,
+        longest=config.max_positions,
+        head_rows=HEAD_ROWS,
+        activation=config.activation,
+        heads=(config.heads, config.kv_heads),
+    )
 
 
 def fitting_need(
@@ -49,17 +69,9 @@ def fitting_need(
         PlanError: The device refuses the plan, or its memory does not hold the model.
     """
     # A late import: without an OpenCL binding, opening the device has raised the error that says so.
-    from heterollm.engine.slots import HEAD_ROWS, pool_sizes
+    from heterollm.engine.slots import pool_sizes
 
-    check_plan(
-        plan,
-        (*specs, *expert_specs(config, specs)),
-        device.npu,
-        longest=config.max_positions,
-        head_rows=HEAD_ROWS,
-        activation=config.activation,
-        heads=(config.heads, config.kv_heads),
-    )
+    check_runs(config, specs, plan, device.npu)
 
     def need(activation: np.dtype[Any], cache: np.dtype[Any]) -> MemoryNeed:
         slots = pool_sizes(config, specs, plan, activation.itemsize, context)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from heterollm.engine.step import Step
 from heterollm.kernels.ops import GROUPS, Group
@@ -131,7 +131,7 @@ def _cut(steps: Sequence[Step]) -> list[_Piece]:
         if step.operator == "attention":
             piece.attention_of = step.layer
         if step.operator in GROUPS or step.operator == "ffn":
-            group = step.operator
+            group = cast("Group", step.operator)
             if (step.layer, group) not in met:
                 met.add((step.layer, group))
                 # Before a wait without a mark, the glue operators are in the piece before.

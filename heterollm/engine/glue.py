@@ -12,7 +12,7 @@ from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     ROUNDING,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     HeadShape,
     KvMemory,
@@ -22,6 +22,16 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Scores,
     Segments,
+)
+from heterollm.kernels.operators import (
+    activate,
+    add_bias,
+    attend,
+    final_norm,
+    join_logits,
+    rms_norm,
+    rope_and_store,
+    soft_cap,
 )
 from heterollm.kernels.ops import Group
 from heterollm.model import ModelConfig, Norm
@@ -49,7 +59,7 @@ class GlueEmitter:
         tensors: GlueTensors,
         context: int,
     ) -> None:
-        self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._layers = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._config = config
         self._pool = lane.shared
         self._private = lane.private
@@ -82,7 +92,8 @@ class GlueEmitter:
             rounded: Buffers for codes of the output, or None.
         """
         residual, out = self._private["residual"], self._pool["linear_input"]
-        launch = self._layers.rms_norm(
+        launch = rms_norm(
+            self._layers,
             residual,
             self._tensors.norm(layer, norm),
             out,
@@ -105,7 +116,8 @@ class GlueEmitter:
     def add(self, builder: PassBuilder, layer: int, delta: Segments) -> None:
         """Append the addition of values to the residual stream, by a norm whose output nothing reads."""
         residual, out = self._private["residual"], self._pool["linear_input"]
-        launch = self._layers.rms_norm(
+        launch = rms_norm(
+            self._layers,
             residual,
             self._tensors.norm(layer, "feed_forward"),
             out,
@@ -122,7 +134,8 @@ class GlueEmitter:
         config, tensors, query = self._config, self._tensors, self._private["query"]
         rope = config.per_layer[layer].rope
         kv = cache.layer(layer)
-        launch = self._layers.rope_and_store(
+        launch = rope_and_store(
+            self._layers,
             qkv,
             tensors.bias(layer, "qkv"),
             query,
@@ -161,7 +174,8 @@ class GlueEmitter:
         """
         config, query, out = self._config, self._private["query"], self._pool["attention_output"]
         kv = cache.layer(layer)
-        first, *rest = self._layers.attention(
+        first, *rest = attend(
+            self._layers,
             query,
             kv,
             out,
@@ -194,7 +208,8 @@ class GlueEmitter:
         self, tokens: int, layer: int, gate_up: Segments, rounded: RoundedInputs | None, *, start: int = 0
     ) -> Launch:
         """Return the kernel of the gated activation; ``start`` is the first row of gate and of up."""
-        return self._layers.gated_activation(
+        return activate(
+            self._layers,
             gate_up,
             self._pool["activated"],
             tokens=tokens,
@@ -208,7 +223,8 @@ class GlueEmitter:
         """Append the norm before the head, for the rows in the step buffer."""
         config, residual = self._config, self._private["residual"]
         rounded = op.rounded or op.codes
-        launch = self._layers.final_norm(
+        launch = final_norm(
+            self._layers,
             residual,
             self._tensors.final_norm,
             op.source,
@@ -226,7 +242,7 @@ class GlueEmitter:
     def join(self, builder: PassBuilder, head: Segments) -> None:
         """Append the join of the logits' segments."""
         logits = self._pool["logits"]
-        launch = self._layers.join_logits(head, logits, rows=builder.tokens)
+        launch = join_logits(self._layers, head, logits, rows=builder.tokens)
         builder.kernel("join", None, launch, reads=segments_of(head), writes=(logits,))
 
     def finish_logits(self, builder: PassBuilder) -> None:
@@ -234,10 +250,10 @@ class GlueEmitter:
         cap, logits = self._config.logit_soft_cap, self._pool["logits"]
         bias, vocabulary = self._tensors.bias(-1, "head"), self._config.vocab_size
         if bias is not None:
-            launch = self._layers.add_bias(logits, bias, rows=builder.tokens, vocabulary=vocabulary)
+            launch = add_bias(self._layers, logits, bias, rows=builder.tokens, vocabulary=vocabulary)
             builder.kernel("head bias", None, launch, reads=(logits,), writes=(logits,), ends=False)
         if cap:
-            launch = self._layers.soft_cap(logits, cap, rows=builder.tokens, vocabulary=vocabulary)
+            launch = soft_cap(self._layers, logits, cap, rows=builder.tokens, vocabulary=vocabulary)
             builder.kernel("soft cap", None, launch, reads=(logits,), writes=(logits,), ends=False)
 
     # -- helpers -------------------------------------------------------------------------------------

@@ -188,18 +188,21 @@ class Session:
         """The logits of the engine's last pass, which the next one overwrites; for the engine thread."""
         return self._engine.last_logits
 
-    def decode_in_place(self, token: int) -> NDArray[np.float32]:
-        """Decode on the engine thread; the next call overwrites the returned row."""
-        self._engine.decode(self._cache, self._position, token)
-        self._ids[self._position] = token
+    def decode_in_place(self, ids: int | NDArray[Any]) -> NDArray[np.float32]:
+        """Decode a token, or up to 32 in one pass, on the engine thread.
+
+        Returns:
+            float32 ``[vocab]`` for one id, ``[n, vocab]`` for an array of n; the next call overwrites them.
+        """
+        if not isinstance(ids, int):
+            several = ids.astype(np.int32)
+            rows = self._engine.decode_several(self._cache, self._position, several)
+            self._append(several)
+            return rows
+        self._engine.decode(self._cache, self._position, ids)
+        self._ids[self._position] = ids
         self._position += 1
         return self._engine.last_logits
-
-    def decode_several_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Decode up to 32 tokens in one pass on the engine thread; the next call overwrites the rows."""
-        rows = self._engine.decode_several(self._cache, self._position, ids)
-        self._append(ids)
-        return rows
 
     def append_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Append tokens on the engine thread, few of them as decode does; return the last one's row."""
@@ -208,7 +211,7 @@ class Session:
         self._append(ids)
         return self._engine.last_logits
 
-    def keep_common(self, ids: NDArray[np.int64]) -> None:
+    def keep_common(self, ids: NDArray[Any]) -> None:
         """Forget the tokens behind the beginning that these ids share."""
         length = min(self._position, len(ids))
         other = np.flatnonzero(self._ids[:length] != ids[:length])

@@ -12,6 +12,7 @@ from heterollm.engine.step import Operator, Step
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import Launch, SharedArray
 from heterollm.kernels.npu import StaticRanges
+from heterollm.kernels.operators import find_outliers, multiply_outliers
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import Placement, Plan
@@ -54,7 +55,9 @@ class ShadowEmitter:
             return
         found = op.shadow.found
         covered = _covered(builder, op)
-        finding, listing = self._shadows.kernels.find(op.source, found, op.shadow.hot, tokens=covered)
+        finding, listing = find_outliers(
+            self._shadows.kernels, op.source, found, op.shadow.hot, tokens=covered
+        )
         name: Operator = "finding of outliers"
         flags = (found.flags,)
         builder.kernel(name, op.layer, finding, reads=(op.source,), writes=flags, ends=False)
@@ -102,7 +105,8 @@ class ShadowEmitter:
     def _launch(
         self, builder: PassBuilder, op: PlacedOp, shadow: OutlierShadow, fetched: SharedArray | None = None
     ) -> Launch:
-        return self._shadows.kernels.multiply(
+        return multiply_outliers(
+            self._shadows.kernels,
             op.source,
             shadow.found,
             shadow.hot,

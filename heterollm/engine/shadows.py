@@ -18,8 +18,9 @@ from heterollm.engine.lanes import Lane
 from heterollm.engine.slots import COLD_CHANNELS, COLD_WEIGHTS, OUTLIER_BATCH, OUTLIER_FLAGS, OUTLIERS
 from heterollm.engine.step import Call, Step
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import GpuOutliers, GpuRuntime, HotWeights, OutlierList, SharedArray
+from heterollm.kernels.gpu import GlueKernels, GpuRuntime, SharedArray
 from heterollm.kernels.npu import LinearRanges, StaticRanges
+from heterollm.kernels.operators import HotWeights, OutlierList
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ChannelFile, ModelWeights
 from heterollm.solver import Placement, Plan
@@ -129,7 +130,7 @@ class Shadows:
     def __init__(
         self, device: Device, weights: ModelWeights, ranges: Mapping[tuple[int, Group], StaticRanges]
     ) -> None:
-        self.kernels = GpuOutliers(device.gpu, device.activation_dtype, device.cache_dtype)
+        self.kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self.count = ColdCount()
         self._gpu = device.gpu
         self._dtype = device.activation_dtype

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from heterollm.base import EngineError, OptionError
-from heterollm.engine.step import Buffer, Step
+from heterollm.engine.step import OWN_OPERATORS, Buffer, Step
 from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, Launch
+from heterollm.kernels.operators import operator_steps
 from heterollm.kernels.sync import LateWriter
 
 CHECK_VARIABLE: Final = "HETEROLLM_CHECK_SLOTS"
@@ -125,6 +126,8 @@ class SlotCheck:
         course = _Course(where, written=before)
         delayed: list[Step] = []
         for step in steps:
+            if step.operator not in operator_steps() and step.operator not in OWN_OPERATORS:
+                course.fail(step, "names an operator that kernels/operators lacks:", Buffer(step.operator))
             if isinstance(step.run, Launch) and self._runtime.computes:
                 self._compare(course, step, step.run, names)
             _follow(course, step)

@@ -6,16 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from heterollm.engine.score_slots import PRIVATE_SCORE_SLOTS, longest_scored_pass, score_sizes
-from heterollm.kernels.gpu import (
-    FACTOR_BYTES,
-    LARGEST_CODE_BYTES,
-    ExpertLists,
-    ExpertShape,
-    code_bytes,
-    found_bytes,
-    outlier_flag_bytes,
-)
+from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
+from heterollm.kernels.operators import found_bytes, outlier_flag_bytes
 from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelConfig, expert_specs
 from heterollm.solver import Plan

@@ -23,7 +23,7 @@ from heterollm.engine.step import NOT_RUN, Buffer, Call, Operator, operator_name
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import BucketCount, ScoreScale, buckets
 from heterollm.kernels.gpu import (
-    GpuSparseAttention,
+    GlueKernels,
     HeadShape,
     HeadTable,
     KvLayer,
@@ -37,6 +37,7 @@ from heterollm.kernels.gpu import (
     SparseShape,
 )
 from heterollm.kernels.npu import NpuGraph, ScoresShard
+from heterollm.kernels.operators import attend_selected, estimate_scores, select_positions, write_score_codes
 from heterollm.model import ModelConfig
 from heterollm.solver import Plan, SparseAttention
 
@@ -122,7 +123,7 @@ class SparseAttentionEmitter:
         self._device = device
         self._config = config
         self._heads = HeadShape(config.heads, config.kv_heads, config.head_dim, context)
-        self._kernels = GpuSparseAttention(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._graphs: dict[tuple[ScoresShard, int], NpuGraph] = {}
         self._runs: dict[tuple[SharedArray, ScoresShard, int, int], Call] = {}
         self._tables = {
@@ -219,7 +220,9 @@ class SparseAttentionEmitter:
         """Append the kernels that write the codes of all queries and visible keys."""
         builder, memory = one.builder, one.memory
         query, step = builder.lane.private["query"], builder.lane.step
-        *before, last = self._kernels.quantise(query, one.cache, memory, one.table, step, shape=one.shape)
+        *before, last = write_score_codes(
+            self._kernels, query, one.cache, memory, one.table, step, shape=one.shape
+        )
         reads: tuple[Memory, ...] = (query, one.cache.memory, step)
         name: Operator = "score codes"
         for launch in before:
@@ -231,7 +234,9 @@ class SparseAttentionEmitter:
     def _estimate(self, one: _Layer, unit: _Unit) -> None:
         """Append the GPU's estimate of a unit."""
         memory = one.memory
-        launch = self._kernels.estimate(memory, shape=one.shape, slots=unit.slots, exponent=unit.exponent)
+        launch = estimate_scores(
+            self._kernels, memory, shape=one.shape, slots=unit.slots, exponent=unit.exponent
+        )
         reads, writes = (memory.queries, memory.keys), (one.scores_of(unit),)
         self._kernel(one, "scores", unit, launch, reads, writes)
 
@@ -270,12 +275,20 @@ class SparseAttentionEmitter:
         builder, memory, chosen = one.builder, one.memory, one.selection
         query, step = builder.lane.private["query"], builder.lane.step
         out = builder.lane.shared["attention_output"]
-        launch = self._kernels.select(
-            memory, one.table, chosen, step, shape=one.shape, slots=unit.slots, scores=one.scores
+        launch = select_positions(
+            self._kernels,
+            memory,
+            one.table,
+            chosen,
+            step,
+            shape=one.shape,
+            slots=unit.slots,
+            scores=one.scores,
         )
         given = (one.scores_of(unit), memory.steps, step)
         self._kernel(one, "selection", unit, launch, given, (chosen.positions, chosen.counts))
-        first, *rest = self._kernels.attend(
+        first, *rest = attend_selected(
+            self._kernels,
             *(query, one.cache, one.table, chosen, out, step),
             shape=one.shape,
             slots=unit.slots,

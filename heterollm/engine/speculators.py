@@ -1,25 +1,22 @@
-"""Speculative decoding with an engine: guesses from the text or from a draft model, at the engine's pace."""
+"""Speculative decoding with an engine: guesses of a draft model, and times of passes."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.engine.session import Session
-from heterollm.engine.stream import SessionSource
 from heterollm.text import (
-    LOOKUP_PRIORS,
     MOST_GUESSES,
     GuessPace,
-    LookupProposer,
+    Proposer,
     Sampler,
     SamplingOptions,
-    Speculation,
 )
 
 if TYPE_CHECKING:
@@ -44,35 +41,6 @@ RANDOM_STREAM: Final = 1
 """Second number of a draft's seed: its draws must not depend on those that judge them."""
 
 
-class Speculator(Protocol):
-    """Makes guesses for the answers of a model."""
-
-    def begin(
-        self, source: SessionSource, sampling: SamplingOptions, clock: Callable[[], float], /
-    ) -> Speculation:
-        """Return the decode passes of an answer in a session; called on the engine thread."""
-
-
-class LookupSpeculator:
-    """Guesses that the text repeats itself.
-
-    Args:
-        pace: The model's.
-    """
-
-    def __init__(self, pace: GuessPace) -> None:
-        self._pace = pace
-
-    @classmethod
-    def of(cls, pass_s: list[float], guesses: int | None) -> LookupSpeculator:
-        """Return the speculator with some times of decode passes and a fixed number of guesses, if any."""
-        return cls(GuessPace(pass_s, LOOKUP_PRIORS, fixed=guesses))
-
-    def begin(self, source: SessionSource, _: SamplingOptions, clock: Callable[[], float], /) -> Speculation:
-        """Return the decode passes of an answer in a session; called on the engine thread."""
-        return Speculation(source, LookupProposer(self._pace), self._pace, clock)
-
-
 class DraftSpeculator:
     """Guesses by a second, smaller model on the same device and engine thread.
 
@@ -92,16 +60,12 @@ class DraftSpeculator:
         self._new_session = new_session
         self._sessions: weakref.WeakKeyDictionary[Session, Session] = weakref.WeakKeyDictionary()
 
-    def begin(
-        self, source: SessionSource, sampling: SamplingOptions, clock: Callable[[], float], /
-    ) -> Speculation:
-        """Return the decode passes of an answer in a session; called on the engine thread."""
-        session = source.session
+    def __call__(self, session: Session, sampling: SamplingOptions, /) -> Proposer:
+        """Return the proposer of an answer in a session; called on the engine thread."""
         draft = self._sessions.get(session)
         if draft is None:
             draft = self._sessions[session] = self._new_session()
-        proposer = DraftProposer(draft, session.vocab_size, sampling, self._pace)
-        return Speculation(source, proposer, self._pace, clock)
+        return DraftProposer(draft, session.vocab_size, sampling, self._pace)
 
 
 class DraftProposer:
@@ -125,7 +89,7 @@ class DraftProposer:
         self._session = session
         self._vocab_size = min(vocab_size, session.vocab_size)
         self._sampler = Sampler(sampling, self._vocab_size, np.random.default_rng(seed))
-        self._pace = pace
+        self.pace = pace
         self._read = 0
         # Tokens that the draft does not know have no probability.
         drawn = sampling.temperature > 0
@@ -140,7 +104,7 @@ class DraftProposer:
         """Write guesses behind the history; see :class:`heterollm.text.speculation.Proposer`."""
         session, sampler, drawn = self._session, self._sampler, self._probabilities
         # A draft may hold fewer tokens than the model.
-        count, size = self._pace.guesses(0, min(most, session.context - end)), self._vocab_size
+        count, size = self.pace.guesses(0, min(most, session.context - end)), self._vocab_size
         if not count or int(history[:end].max()) >= size:
             return 0
         session.keep_common(history[: end - 1])
@@ -163,7 +127,7 @@ class DraftProposer:
 
     def learn(self, tried: int, right: int, /) -> None:
         """Take the guesses that were compared and that were right."""
-        self._pace.learn(0, tried, right)
+        self.pace.learn(0, tried, right)
 
 
 def longest_guessed_pass(engine: Engine) -> int:

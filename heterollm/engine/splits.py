@@ -37,20 +37,15 @@ from heterollm.engine.step import (
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     DeviceMemory,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     Launch,
     NpuCodes,
     Segments,
     SharedArray,
 )
-from heterollm.kernels.npu import (
-    INTEGER_FORMS,
-    GraphForm,
-    NpuGraph,
-    StaticRanges,
-    WeightShard,
-)
+from heterollm.kernels.npu import INTEGER_FORMS, GraphForm, NpuGraph, StaticRanges, WeightShard
+from heterollm.kernels.operators import read_codes, write_codes
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import WRITTEN_BY_NORMS, Placement, Plan
@@ -84,7 +79,7 @@ class SplitEmitter:
         self._device = device
         self._weights = weights
         self._ranges = ranges
-        self._layers = GpuGlue(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._layers = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._shadows = ShadowEmitter(device, weights, ranges)
         self._float_operators: dict[str, None] = {}
         self.saturation = SaturationCount(device.gpu, OPERATORS_OF_A_LAYER * weights.config.layers + 1)
@@ -215,7 +210,7 @@ class SplitEmitter:
         """
         if op.codes is not None and op.spec.group not in WRITTEN_BY_NORMS:
             tokens = min(sum(op.placement.npu_lengths), builder.tokens)
-            launch = self._layers.write_codes(op.source, op.codes, tokens=tokens, columns=op.spec.columns)
+            launch = write_codes(self._layers, op.source, op.codes, tokens=tokens, columns=op.spec.columns)
             writes = codes_of(op.codes)
             builder.kernel("rounding of inputs", op.layer, launch, reads=(op.source,), writes=writes)
         self._shadows.find(builder, op)
@@ -240,7 +235,7 @@ class SplitEmitter:
         tokens = min(sum(op.placement.npu_lengths), builder.tokens)
         rows = _npu_rows(op.spec, op.placement)
         members = op.placement.npu_rows if op.spec.then is None else (rows,)
-        launch = self._layers.read_codes(codes, op.npu_output, tokens=tokens, member_rows=members)
+        launch = read_codes(self._layers, codes, op.npu_output, tokens=tokens, member_rows=members)
         row_bytes = rows * self._device.activation_dtype.itemsize
         written = _tokens_of(builder, op.npu_output, row_bytes, 0, tokens)
         reads, writes = (codes.outputs, codes.factors), (written, codes.counts)

@@ -30,9 +30,10 @@ def start_engine(
     progress: Progress,
     *,
     allow_slow: bool = False,
+    ahead: Sequence[tuple[int, int]] | None = None,
     **options: Any,  # noqa: ANN401 - those of the engine
 ) -> Engine:
-    """Return an :class:`Engine` with decode and one prefill length compiled.
+    """Return an :class:`Engine` with decode and some passes of prompts compiled.
 
     Args:
         device: The opened device.
@@ -41,6 +42,7 @@ def start_engine(
         context: Positions of every session.
         progress: Called with the name of a stage, the steps done and the total number of steps.
         allow_slow: Whether a pass on an emulated NPU may take more than a few seconds.
+        ahead: Position and length of prefill passes to compile beside decode; by default one usual length.
         options: Further arguments of the engine.
 
     Raises:
@@ -54,11 +56,13 @@ def start_engine(
     engine = Engine(device, weights, plan, context, progress, **options)
     if not allow_slow:
         check_emulation(engine)
-    ahead = (min(device.standard_lengths[1], plan.chunk_length),) if plan.uses_npu else ()
-    engine.compile_ahead(engine.new_cache(), [(0, length) for length in ahead], progress)
+    if ahead is None:
+        ahead = [(0, min(device.standard_lengths[1], plan.chunk_length))] if plan.uses_npu else ()
+    engine.compile_ahead(engine.new_cache(), ahead, progress)
     if device.time_kind == "real" and engine.observer is None:
         longest = min(plan.chunk_length, context - 1)
-        _run_once(engine, [length for length in (*ahead, *WARM_TOKENS) if length <= longest])
+        lengths = (*(length for _, length in ahead), *WARM_TOKENS)
+        _run_once(engine, [length for length in lengths if length <= longest])
     # The tokens of that run are no text: what it counted and the experts that it read say nothing.
     engine.fill_experts(progress)
     engine.reset_counts()

@@ -16,48 +16,13 @@ Call: TypeAlias = Callable[[], Any]
 
 StepProcessor: TypeAlias = Literal["gpu", "npu", "host"]
 
-Operator: TypeAlias = Literal[
-    "embedding",
-    "norm",
-    "qkv",
-    "rope",
-    "attention",
-    "attention join",
-    "o",
-    "gate_up",
-    "activation",
-    "down",
-    "ffn",
-    "router",
-    "routing",
-    "order of experts",
-    "gathering of rows",
-    "experts",
-    "sum of experts",
-    "final norm",
-    "head",
-    "join",
-    "head bias",
-    "soft cap",
-    "rounding of inputs",
-    "reading of codes",
-    "cold outliers",
-    "finding of outliers",
-    "outliers",
-    "score codes",
-    "scores",
-    "selection",
-    "flag",
-    "late write",
-    "merged",
-    "end of pass",
-]
-"""Groups of linears as in a plan, and glue operators. ``routing`` chooses the experts of each token, ``order
-of experts`` lists the rows of each, which ``gathering of rows`` copies side by side. ``reading of codes``
-makes floats of an integer graph's output; ``outliers`` are the products of inputs beyond its range. ``score
-codes`` are the queries and keys of which ``scores`` of sparse attention are estimated; ``selection`` takes
-the keys to attend to. ``flag`` is a kernel that signals the progress of the queue to the host; ``late write``
-a delay from the check of buffers; ``merged`` one launch of the kernels that :attr:`Step.merged` lists."""
+Operator: TypeAlias = str
+"""Name of an operator in steps: one of :func:`heterollm.kernels.operators.operator_steps`, or of these."""
+
+OWN_OPERATORS: Final = ("rounding of inputs", "flag", "late write", "merged", "end of pass")
+"""Steps beside the operators: ``flag`` is a kernel that signals the progress of the queue to the host; ``late
+write`` a delay from the check of buffers; ``merged`` one launch of the kernels that :attr:`Step.merged`
+lists."""
 
 Action: TypeAlias = Literal[
     "kernel",

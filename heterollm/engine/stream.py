@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -14,9 +13,9 @@ from numpy.typing import NDArray
 
 from heterollm.base import Progress
 from heterollm.engine.reading import PromptReading
-from heterollm.engine.session import Session, check_ids
+from heterollm.engine.session import Session
 from heterollm.engine.thread import EngineThread
-from heterollm.text import Generation, GenerationResult, GenerationStep, TokenSource
+from heterollm.text import GenerationResult, GenerationStep, TokenSequence, drive
 
 Item: TypeAlias = GenerationStep | GenerationResult | BaseException
 
@@ -46,83 +45,16 @@ class AnswerKeywords(TypedDict, total=False):
     progress: Progress | None
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedAnswer:
-    """A checked prompt with the options of one answer; made by :meth:`heterollm.LLM.prepare`.
-
-    Args:
-        prompt_ids: The prompt.
-        start: Returns the answer, once, given a source, the number of the prompt's tokens that it holds,
-            and the event that cancels the answer.
-    """
-
-    prompt_ids: Sequence[int]
-    start: Callable[[TokenSource, int, threading.Event], Generation]
-
-
-class SessionSource:
-    """The token source of a session, for use on the engine thread only.
-
-    Args:
-        session: The session.
-        cancel: Stops a prefill between layers or chunks when it is set; the session gets none of its tokens.
-        progress: Called with a stage's name, tokens read and tokens in all while a long prompt is read.
-    """
-
-    __slots__ = ("_cancel", "_progress", "_session")
-
-    def __init__(
-        self, session: Session, cancel: threading.Event | None = None, progress: Progress | None = None
-    ) -> None:
-        self._session = session
-        self._cancel = cancel or threading.Event()
-        self._progress = progress
-
-    @property
-    def session(self) -> Session:
-        """The session."""
-        return self._session
-
-    @property
-    def position(self) -> int:
-        """Number of tokens in the session."""
-        return self._session.position
-
-    @property
-    def context(self) -> int:
-        """Capacity of the session in tokens."""
-        return self._session.context
-
-    def prefill(self, ids: Sequence[int], /) -> NDArray[np.float32]:
-        """Append tokens and return the logits after the last one, which mean nothing if it was cancelled."""
-        session = self._session
-        checked = check_ids(ids, session.vocab_size)
-        reading = PromptReading(len(checked), self._cancel, self._progress, session.finish_kernels)
-        with contextlib.closing(session.prefill_in_turns(checked, reading)) as turns:
-            next(turns, None)
-        return session.last_logits
-
-    def decode(self, token_id: int, /) -> NDArray[np.float32]:
-        """Append one token and return the logits after it."""
-        return self._session.decode_in_place(token_id)
-
-    def decode_several(self, token_ids: NDArray[np.int64], /) -> NDArray[np.float32]:
-        """Append tokens in one pass and return the logits after each."""
-        return self._session.decode_several_in_place(token_ids.astype(np.int32))
-
-    def truncate(self, position: int, /) -> None:
-        """Forget the tokens from a position on."""
-        self._session.truncate(position)
-
-
 class Stream:
     """An iterator of the steps of one answer; :attr:`result` is the whole answer.
 
     The engine thread computes the answer whether or not the steps are fetched, and stops after the current
-    token if the stream is closed or dropped.
+    pass if the stream is closed or dropped.
     """
 
-    def __init__(self, thread: EngineThread, start: Callable[[threading.Event], Generation]) -> None:
+    def __init__(
+        self, thread: EngineThread, sequence: TokenSequence, session: Session, progress: Progress | None
+    ) -> None:
         # The call must not hold the stream, or dropping the stream would never end the answer.
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         cancel = threading.Event()
@@ -130,12 +62,21 @@ class Stream:
         self._cancel = cancel
         self._end: GenerationResult | BaseException | None = None
 
+        def read(ids: NDArray[np.int32]) -> NDArray[np.float32] | None:
+            reading = PromptReading(len(ids), cancel, progress, session.finish_kernels)
+            with contextlib.closing(session.prefill_in_turns(ids, reading)) as turns:
+                for _ in turns:
+                    return None
+            return session.last_logits
+
         def work() -> None:
             try:
-                generation = start(cancel)
-                for step in generation:
+                # The logits of the last token are needed.
+                session.keep_common(sequence.prompt_ids[:-1])
+                for step in drive(sequence, session, cancel=cancel, read=read):
                     items.put(step)
-                items.put(generation.result)
+                assert sequence.result is not None
+                items.put(sequence.result)
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 items.put(error)
 
@@ -169,7 +110,7 @@ class Stream:
         raise self._end
 
     def close(self) -> None:
-        """Cancel the answer after the current token."""
+        """Cancel the answer after the current pass."""
         self._cancel.set()
 
     def __del__(self) -> None:

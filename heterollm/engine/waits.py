@@ -9,32 +9,10 @@ from heterollm.engine.step import Operator
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import HostClock, Strategy
 from heterollm.kernels.ops import Phase
-from heterollm.kernels.sync import Fence, WaitLimits, prepare_fence, strategies_for
+from heterollm.kernels.sync import Fence, WaitLimits, prepare_fence
 from heterollm.solver import PhaseSync
 
 LIMITS: Final = WaitLimits()
-
-
-def default_sync(device: Device, measured: Strategy | None = None) -> PhaseSync:
-    """Return the default strategies of a device.
-
-    The default is the best measured strategy, or else the driver's wait for a marker, which needs no core.
-    The exception is a coherent device whose processors have separate cores, as ``host`` usually has: the
-    engine thread's core is idle during a wait, and decode has many short waits. So decode polls, a flag if
-    the device supports it and else the marker.
-
-    Args:
-        device: The opened device, on the engine thread, since the query may run the litmus test.
-        measured: The best measured strategy, if any.
-    """
-    offered = strategies_for(device.gpu)
-    if measured in offered:
-        return PhaseSync(measured, measured)
-    split = device.split
-    own_cores = bool(split.npu_cores) and not set(split.npu_cores) & set(split.gpu_cores)
-    if not (own_cores and device.gpu.traits.coherent):
-        return PhaseSync("event", "event")
-    return PhaseSync("event", "flag" if "flag" in offered else "poll")
 
 
 class Fences:

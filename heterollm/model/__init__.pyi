@@ -25,7 +25,6 @@ from .shape import ModelShape as ModelShape
 from .shape import model_shape as model_shape
 from .shape import read_config as read_config
 from .shape import shape_of_specs as shape_of_specs
-from .token_ids import end_ids as end_ids
 from .weights import ModelWeights as ModelWeights
 from .weights import load_weights as load_weights
 from .weights import shape_only_weights as shape_only_weights

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from heterollm.model.json_fields import JsonFields, read_json_object
-from heterollm.model.sampling_defaults import read_generation
+from heterollm.model.json_fields import JsonFields
 
 
 def token_ids(
@@ -31,15 +29,3 @@ def token_ids(
     if any(type(token) is not int or token < -1 for token in listed):
         raise fields.fail(name, "token ids")
     return tuple(dict.fromkeys(token for token in listed if token >= 0))
-
-
-def end_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end an answer, as the files of a folder state them.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
-    path = folder / "config.json"
-    config = JsonFields(read_json_object(path) if path.is_file() else {}, str(path))
-    generation = JsonFields(read_generation(folder), str(folder / "generation_config.json"))
-    return token_ids(config, generation, "eos_token_id")

@@ -29,8 +29,8 @@ from heterollm.base import (
     silent,
 )
 from heterollm.engine import (
-    HEAD_ROWS,
     PlannedGraph,
+    check_runs,
     context_graphs,
     planned_contexts,
     planned_expert_graphs,
@@ -52,10 +52,11 @@ from heterollm.kernels.npu import (
 from heterollm.kernels.ops import Group, Precision, Scales
 from heterollm.model import Checkpoint, ModelConfig, load_weights
 from heterollm.planning.calibrated import calibrated_ranges
-from heterollm.planning.choice import PlanTarget, plan_for
+from heterollm.planning.inputs import inputs_of_file
 from heterollm.planning.load_options import LoadOptions, choose_context
+from heterollm.planning.plan import make_plan
 from heterollm.profiler.records import Profile
-from heterollm.solver import Plan, PlanRequest, check_plan
+from heterollm.solver import Plan, PlanRequest
 
 TARGET_DEVICE: Final = "snapdragon"
 
@@ -163,8 +164,8 @@ def precompile(
         model: A local folder, a GGUF file or a hub name.
         soc: Qualcomm's number of the chip, a key of :data:`heterollm.kernels.npu.SOCS`.
         plan: A plan made for ``snapdragon``, a plan file, or a level.
-        profile: File of a Snapdragon's profile, for the solver's levels and for passes.
-        request: Options of the solver's plan, with its passes.
+        profile: File of a Snapdragon's profile, for the solver's levels and for techniques.
+        request: Options of the solver's plan, with its techniques.
         precision: As for :meth:`heterollm.LLM.load`, and so are the next three.
         group_size: Weights that share a scale.
         symmetric: Whether 4-bit codes have no zero point.
@@ -201,6 +202,14 @@ def precompile(
     checkpoint = Checkpoint(model)
     config = ModelConfig.from_folder(checkpoint.folder)
     positions = choose_context(config, context)
+    inputs = inputs_of_file(
+        *(options, config, positions, _profile(profile)),
+        device=TARGET_DEVICE,
+        standard_lengths=npu.standard_lengths,
+    )
+    planned = make_plan(inputs)
+    chosen = planned.plan
+    check_runs(config, inputs.specs, chosen, npu)
     weights = load_weights(
         checkpoint,
         config,
@@ -210,17 +219,6 @@ def precompile(
         scales=scales,
         float_dtype=np.float16,
         progress=lambda done, total: report("Quantising weights", done, total),
-    )
-    target = PlanTarget(TARGET_DEVICE, npu.standard_lengths, functools.partial(_profile, profile))
-    chosen, notes = plan_for(options, target, config, weights.specs, positions)
-    check_plan(
-        chosen,
-        (*weights.specs, *weights.experts),
-        npu,
-        longest=config.max_positions,
-        head_rows=HEAD_ROWS,
-        activation=config.activation,
-        heads=(config.heads, config.kv_heads),
     )
     ranges = calibrated_ranges(options.weights_calibration, weights)
     every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))
@@ -247,7 +245,7 @@ def precompile(
         own_folder(GRAPHS_FOLDER),
         npu.versions(),
         builds,
-        notes,
+        planned.notes,
     )
 
 

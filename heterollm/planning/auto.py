@@ -134,7 +134,7 @@ def rule_plans(model: ProfiledModel, request: PlanRequest, solver: Solver) -> li
     """
     limits = solver.limits
     plain = request.energy_weight == 0.0 and request.gpu_share >= 1.0 and not request.forbidden
-    if limits is None or not plain or request.passes or model.calibration is not None:
+    if limits is None or not plain or request.techniques or model.calibration is not None:
         return []
     measured = {spec.group for spec in model.specs if limits.runs(spec)}
     plans = (

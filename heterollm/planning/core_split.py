@@ -20,13 +20,11 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.open import opens_host
 from heterollm.kernels.threads import allowed_cores, processor_model, split_threads
-from heterollm.model import ModelConfig, op_specs
-from heterollm.planning.additions import calibrated_parts
+from heterollm.model import ModelConfig
 from heterollm.planning.auto import Candidate, Threads, compared, predicted, weights_of, words
-from heterollm.planning.calibrated import calibrated_shadows, calibration_key
-from heterollm.planning.choice import read_plan
+from heterollm.planning.inputs import inputs_of_file
 from heterollm.planning.load_options import LoadOptions
-from heterollm.planning.passes import shadows_under
+from heterollm.planning.plan import make_plan, read_plan
 from heterollm.profiler.predict import checked
 from heterollm.profiler.records import Profile, stored_profiles
 from heterollm.solver import LEVELS, SOLVED_LEVELS, PlanRequest
@@ -79,7 +77,7 @@ class CoreSplit:
             OptionError: The plan is neither a level nor a file.
             PlanError: The file of the plan is damaged.
         """
-        if self.options.plan in (*LEVELS, *SOLVED_LEVELS) or self._request.level != "auto":
+        if self.options.plan in (*LEVELS, *SOLVED_LEVELS):
             return None, None
         if self.options.plan != "auto":
             threads = read_plan(self.options.plan).threads
@@ -104,12 +102,9 @@ class CoreSplit:
         return self.reason if ours else ""
 
     @property
-    def _request(self) -> PlanRequest:
-        return structs.replace(self.options.request or PlanRequest(), context=self.context)
-
-    @property
     def _weights(self) -> dict[int, float]:
-        return weights_of(self._request, STANDARD_LENGTHS)
+        request = structs.replace(self.options.request or PlanRequest(), context=self.context)
+        return weights_of(request, STANDARD_LENGTHS)
 
     def _candidates(self, gpu_threads: int | None) -> Iterator[Candidate]:
         """Yield the plan of each split whose profile can predict it, most threads of the GPU first."""
@@ -144,25 +139,10 @@ class CoreSplit:
         return "" if drift <= margin else f"; within the machine's drift while it was profiled, {drift:.0%}"
 
     def _candidate(self, profile: Profile, threads: Threads) -> Candidate:
-        # A late import: a load with a plan of its own needs neither profile nor solver.
-        from heterollm.planning.planner import solve_plan
-        from heterollm.planning.profiled_model import ProfiledModel
-
-        options = self.options
-        specs = op_specs(
-            self.config,
-            options.precision,
-            options.group_size,
-            options.symmetric,
-            float_bits=32,
-            scales=options.scales,
-        )
-        calibration = calibration_key(options.weights_calibration)
-        shadows = shadows_under(options.request, calibrated_shadows(options.weights_calibration))
-        model = ProfiledModel(profile, self.config, specs, options.precision, calibration, shadows)
-        parts = calibrated_parts(options.calibration, self.config, self._request)
-        plan = solve_plan(model, self._request, *parts).plan
-        return predicted(model, plan, self._weights, threads)
+        inputs = inputs_of_file(self.options, self.config, self.context, profile)
+        planned = make_plan(inputs)
+        assert planned.model is not None
+        return predicted(planned.model, planned.plan, self._weights, threads)
 
 
 def profiles_here() -> dict[Threads, Profile]:

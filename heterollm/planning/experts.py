@@ -1,4 +1,4 @@
-"""The pass npumoe: what a calibration says of a mixture's experts, and the groups of them on the NPU.
+"""The technique npumoe: what a calibration says of a mixture's experts, and the groups of them on the NPU.
 
 Experts get what the slices of the linear layers leave of the NPU's memory. Shorter passes than a whole chunk
 run the groups of the chunk, at its capacities or at smaller ones, where the NPU is predicted to pay.
@@ -28,7 +28,7 @@ from heterollm.solver import (
     Plan,
     PlanRequest,
     estimate_experts,
-    expert_pass,
+    expert_technique,
     experts_by_policy,
     place_experts,
 )
@@ -49,13 +49,13 @@ LEAST_TOKENS: Final = 32
 """End of the shortest range of lengths."""
 
 ON_GPU: Final = (
-    "The GPU computes all experts: the pass npumoe places popular ones on the NPU, with a calibration "
+    "The GPU computes all experts: the technique npumoe places popular ones on the NPU, with a calibration "
     "(docs/mixture-of-experts.md)."
 )
 
 UNMEASURED: Final = (
     "The profile has no times of experts on the NPU at precision {0}, and the GPU computes all. If the NPU "
-    "has such graphs, `heterollm profile MODEL --precision {0} --pass npumoe --update` measures them."
+    "has such graphs, `heterollm profile MODEL --precision {0} --technique npumoe --update` measures them."
 )
 
 DROPS: Final = (
@@ -66,22 +66,22 @@ DROPS: Final = (
 def calibrated_routing(
     path: str | Path | None, config: ModelConfig, request: PlanRequest | None
 ) -> tuple[RoutingCalibration, ...] | None:
-    """Return the calibrated routing of each layer, for the pass ``npumoe``; None where it is not asked for.
+    """Return the calibrated routing of each layer for ``npumoe``; None where it is not asked for.
 
     Args:
         path: File of the calibration.
         config: The model.
-        request: The request with its passes.
+        request: The request with its techniques.
 
     Raises:
         CalibrationError: The file cannot be read, is no calibration, or lacks the routing of this model.
         OptionError: The model has no experts.
     """
-    if request is None or (name := expert_pass(request.passes)) is None:
+    if request is None or (name := expert_technique(request.techniques)) is None:
         return None
     if config.routing is None:
         raise OptionError(
-            f"The pass {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
+            f"The technique {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
         )
     if path is None:
         return None
@@ -134,13 +134,13 @@ def with_expert_placements(
     Args:
         model: The model on the profiled device.
         plan: The plan of the linear layers, with chunks one after the other.
-        request: The request with its passes.
-        routing: The routing of each layer; None without the pass.
+        request: The request with its techniques.
+        routing: The routing of each layer; None without the technique.
 
     Raises:
-        PlanError: The pass puts all experts on the NPU, and they exceed its memory or the limit of a graph.
+        PlanError: The technique puts all experts on the NPU, and they exceed its memory or a graph.
     """
-    name, longest = expert_pass(request.passes), plan.chunk_length
+    name, longest = expert_technique(request.techniques), plan.chunk_length
     if name is None or routing is None or (prices := model.expert_prices(longest)) is None:
         return plan
     loads, overflow = expert_loads(routing, longest), request.experts.overflow
@@ -169,9 +169,9 @@ def with_expert_placements(
         if need <= (math.inf if left is None else left):
             return placed
     raise PlanError(
-        f"The pass {name} needs NPU graphs of {format_bytes(need)} for experts, and the linear layers leave "
-        f"{format_bytes(left or 0)}.",
-        fix=f"Choose the pass {NPU_EXPERTS}, which keeps the limit.",
+        f"The technique {name} needs NPU graphs of {format_bytes(need)} for experts, and the linear layers "
+        f"leave {format_bytes(left or 0)}.",
+        fix=f"Choose the technique {NPU_EXPERTS}, which keeps the limit.",
     )
 
 
@@ -181,11 +181,11 @@ def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tupl
     Args:
         model: The model on the profiled device.
         plan: The plan with its experts.
-        request: The request with its passes.
+        request: The request with its techniques.
     """
     if not model.experts:
         return ()
-    if expert_pass(request.passes) is None:
+    if expert_technique(request.techniques) is None:
         return (ON_GPU,) if model.limits is not None else ()
     if model.expert_prices(plan.chunk_length) is None:
         return (UNMEASURED.format(model.precision),)

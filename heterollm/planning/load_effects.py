@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from heterollm.base import Effect, OptionFacts
 from heterollm.kernels.sim import is_simulated
-from heterollm.solver import LEVELS, SHADOW_ATTENTION, SOLVED_LEVELS, expert_pass
+from heterollm.solver import LEVELS, SHADOW_ATTENTION, SOLVED_LEVELS, expert_technique
 
 
-def _passes(facts: OptionFacts) -> tuple[Any, ...]:
-    return tuple(facts.get("passes") or ())
+def _techniques(facts: OptionFacts) -> tuple[Any, ...]:
+    return tuple(facts.get("techniques") or ())
 
 
 def _is_device(facts: OptionFacts, *names: str) -> bool:
@@ -37,25 +37,25 @@ def _uses_npu(facts: OptionFacts) -> bool:
 
 
 def takes_no_calibration(facts: OptionFacts) -> bool:
-    """Return whether neither the weights nor a pass nor the memory of experts can read a calibration."""
+    """Return whether neither the weights nor a technique nor the memory of experts can read a calibration."""
     precision, stepped = facts.get("precision", "w4a16"), facts.get("scales", "free") == "stepped"
     weights = precision == "w8a8" or (precision == "w4a16" and stepped)
-    experts = expert_pass(_passes(facts)) is not None or facts.get("experts_gib") is not None
-    return not weights and not (experts and SHADOW_ATTENTION not in _passes(facts))
+    experts = expert_technique(_techniques(facts)) is not None or facts.get("experts_gib") is not None
+    return not weights and not (experts and SHADOW_ATTENTION not in _techniques(facts))
 
 
 LOAD_EFFECTS: Final = (
     Effect(
         "keep keep_by score_buckets estimator",
-        lambda facts: SHADOW_ATTENTION in _passes(facts),
-        f"attention is sparse with the pass {SHADOW_ATTENTION} alone",
-        f"Add --pass {SHADOW_ATTENTION}",
+        lambda facts: SHADOW_ATTENTION in _techniques(facts),
+        f"attention is sparse with the technique {SHADOW_ATTENTION} alone",
+        f"Add --technique {SHADOW_ATTENTION}",
     ),
     Effect(
         "overflow",
-        lambda facts: expert_pass(_passes(facts)) is not None,
-        "experts have capacities with the pass npumoe alone",
-        "Add --pass npumoe",
+        lambda facts: expert_technique(_techniques(facts)) is not None,
+        "experts have capacities with the technique npumoe alone",
+        "Add --technique npumoe",
     ),
     Effect(
         "group_size asymmetric symmetric scales",
@@ -67,13 +67,13 @@ LOAD_EFFECTS: Final = (
         "calibration",
         lambda facts: not takes_no_calibration(facts),
         "a calibration is for weights of precision w4a16 with stepped scales, or of precision w8a8, or for "
-        "the pass npumoe or a memory budget of experts; a plan's file has all that it needs of it",
+        "the technique npumoe or a memory budget of experts; a plan's file has all that it needs of it",
         "Add --scales stepped or --precision w8a8",
     ),
     Effect(
         "calibration",
         lambda facts: (
-            facts.get("plan") != "gpu" or bool(_passes(facts)) or facts.get("experts_gib") is not None
+            facts.get("plan") != "gpu" or bool(_techniques(facts)) or facts.get("experts_gib") is not None
         ),
         "plan gpu has no integer NPU graphs",
         "Choose another plan",

@@ -12,7 +12,7 @@ from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
 from heterollm.model import ModelConfig
 from heterollm.planning.load_effects import LOAD_EFFECTS
-from heterollm.planning.passes import check_pass
+from heterollm.planning.techniques import check_technique
 from heterollm.solver import (
     LENGTH_POLICIES,
     SHADOW_ATTENTION,
@@ -28,9 +28,6 @@ KvBits: TypeAlias = Literal[8]
 DEFAULT_CONTEXT: Final = 4096
 LOOKUP: Final = "lookup"
 """The name of guesses from the text, in place of a draft model's."""
-
-CHUNK_LENGTH: Final = 512
-"""Longest pass where no NPU graph says otherwise: enough that the weights are read rarely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class LoadOptions:
         scales: ``free``, or ``stepped`` so that the NPU may compute in integers: each scale of a 4-bit row is
             1 to 16 times one number.
         calibration: A file of ``heterollm calibrate``, whose ranges integer NPU graphs need; at ``w8a8`` only
-            plan ``gpu`` does without. The pass ``npumoe`` needs its loads of experts, and with
+            plan ``gpu`` does without. The technique ``npumoe`` needs its loads of experts, and with
             ``experts_gib`` its most popular experts are in memory first.
         context: Positions of a session; the model's own limit, at most 4096, by default.
         gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
@@ -126,17 +123,17 @@ class LoadOptions:
         if self.request is not None:
             level = self.plan if isinstance(self.plan, str) else "of a file"
             known = self.calibration is not None
-            check_pass(self.request, self.precision, level, calibrated=known, routed=known)
+            check_technique(self.request, self.precision, level, calibrated=known, routed=known)
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
-        passes = () if self.request is None else self.request.passes
+        techniques = () if self.request is None else self.request.techniques
         if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":
             raise OptionError(
                 "Precision w8a8 needs the calibrated ranges of the model's activations.",
                 fix="Run `heterollm calibrate MODEL --precision w8a8 -o FILE` and give --calibration FILE, "
                 "or choose plan gpu, which computes with float activations.",
             )
-        check_kv_bits(self.kv_bits, is_sparse=SHADOW_ATTENTION in passes)
+        check_kv_bits(self.kv_bits, is_sparse=SHADOW_ATTENTION in techniques)
         check_experts_gib(self.experts_gib)
         check_speculative(self.speculative, self.guesses)
         for what, chosen, legal in (
@@ -163,7 +160,7 @@ REQUEST_NAMES: Final = {"forbidden": "forbid", "build_budget_s": "build_budget"}
 
 REQUEST_FIELDS: Final = (
     *("gpu_share", "energy_weight", "forbidden", "npu_gib", "histogram", "build_budget_s", "in_flight"),
-    "passes",
+    "techniques",
 )
 
 
@@ -243,7 +240,7 @@ def check_kv_bits(kv_bits: object, *, is_sparse: bool) -> None:
     if is_sparse:
         raise OptionError(
             f"Sparse attention reads no KV cache of {kv_bits} bits.",
-            fix="Leave --kv-bits out, or choose a plan without the pass shadowattn.",
+            fix="Leave --kv-bits out, or choose a plan without the technique shadowattn.",
         )
 
 

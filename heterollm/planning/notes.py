@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from heterollm.base import format_moment
 from heterollm.planning.experts import expert_notes
-from heterollm.planning.passes import request_of_solver
 from heterollm.planning.sparse_attention import attention_notes
+from heterollm.planning.techniques import request_of_solver
 from heterollm.solver import Plan, PlanRequest
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def plan_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[
 
     Args:
         model: The model on the profiled device.
-        plan: The plan, with all that passes add to it.
+        plan: The plan, with all that techniques add to it.
         request: The request.
     """
     return tuple(note.text for note in _notes(model, plan, request) if note.holds)

@@ -1,35 +1,36 @@
-"""Plans a model on a profiled device: from profile, model and request to plan and report."""
+"""Solves a plan of a model on a profiled device, once for equal inputs."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
 
-from heterollm.base import GIB, OptionError, ProfileError
+from heterollm.base import GIB, OptionError
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import ffn_specs
-from heterollm.planning.additions import with_additions
 from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, weights_of, words
-from heterollm.planning.load_options import CHUNK_LENGTH
+from heterollm.planning.experts import with_expert_placements
+from heterollm.planning.kept import kept_plan, plan_path
 from heterollm.planning.notes import plan_notes
-from heterollm.planning.passes import check_pass, faster_plan, llm_npu_plan, request_of_solver
+from heterollm.planning.planned import Planned
 from heterollm.planning.profiled_model import ProfiledModel
+from heterollm.planning.sparse_attention import with_sparse_attention
+from heterollm.planning.techniques import check_technique, faster_plan, llm_npu_plan, request_of_solver
 from heterollm.solver import (
+    CHUNK_LENGTH,
     AttentionHeads,
     Objective,
     PhaseSync,
     Plan,
     PlanRequest,
     best_strategy,
-    llm_npu_pass,
+    default_chunk_length,
+    llm_npu_technique,
     model_shape,
     power_of,
     with_shadows,
@@ -37,33 +38,8 @@ from heterollm.solver import (
 
 if TYPE_CHECKING:
     from heterollm.calibration import RoutingCalibration
-    from heterollm.kernels.device import Device
     from heterollm.planning.lengths import LengthChoice
-    from heterollm.profiler.records import Profile
     from heterollm.solver import Solver
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """A plan with the model and the notes of its solution.
-
-    Args:
-        model: The model on the profiled device.
-        plan: The plan.
-        notes: Notes on the plan and its profile, such as measurements that it lacks.
-        length_choice: The standard lengths that are worth building; None without a build budget.
-        routing: The routing of each layer, by which experts were placed; None without.
-        choice: The choice of level ``auto`` and its margin, in words; empty at other levels.
-    """
-
-    model: ProfiledModel
-    plan: Plan
-    notes: tuple[str, ...] = ()
-    length_choice: LengthChoice | None = None
-    routing: Sequence[RoutingCalibration] | None = None
-    choice: str = ""
 
 
 def solve_plan(
@@ -71,24 +47,24 @@ def solve_plan(
     request: PlanRequest,
     heads: AttentionHeads | None = None,
     routing: Sequence[RoutingCalibration] | None = None,
-) -> Solved:
+    longest: int | None = None,
+) -> Planned:
     """Return the plan of a model by a profile; it is solved once for equal inputs, and kept.
 
     Args:
         model: The model on the profiled device.
         request: Options of the plan.
-        heads: The heads of the model, for the pass ``shadowattn``.
-        routing: The routing of each layer, for the pass ``npumoe``.
+        heads: The heads of the model, for the technique ``shadowattn``.
+        routing: The routing of each layer, for the technique ``npumoe``.
+        longest: Longest pass that attention and experts are placed for; None for the plan's.
 
     Raises:
         ProfileError: The profile lacks measurements that a plan, or the requested level, needs.
         OptionError: The request is not legal.
         PlanError: No processor can compute a group.
     """
-    from heterollm.planning.kept import kept_plan, plan_path
-
     calibrated, routed = model.calibration is not None, routing is not None
-    check_pass(request, model.precision, request.level, calibrated=calibrated, routed=routed)
+    check_technique(request, model.precision, request.level, calibrated=calibrated, routed=routed)
     _check_level(model, request)
     every = solver_of(model, request)
     choice = _length_choice(model, request, every)
@@ -111,11 +87,20 @@ def solve_plan(
     }
     if model.shadows:
         inputs["shadows"] = sorted(model.shadows.items())
-    add = functools.partial(with_additions, model, request=request, heads=heads, routing=routing)
+    if longest is not None:
+        inputs["longest"] = longest
+
+    def add(plan: Plan) -> Plan:
+        chunk_length = min(plan.chunk_length, longest or plan.chunk_length)
+        plan = structs.replace(plan, chunk_length=chunk_length)
+        plan = with_sparse_attention(model, plan, request, heads)
+        return with_expert_placements(model, plan, request, routing)
+
     plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, add))
     notes = plan_notes(model, plan, request)
-    said = words(_candidates(model, request, plan, solver)) if request.level == "auto" else ""
-    return Solved(model, plan, notes, choice, routing, said)
+    if request.level == "auto":
+        notes = (words(_candidates(model, request, plan, solver)), *notes)
+    return Planned(plan, notes, model, choice, routing)
 
 
 def _candidates(
@@ -136,7 +121,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
     """
     from heterollm.solver import Budget, Solver
 
-    longest = CHUNK_LENGTH if model.limits is None else model.limits.standard_lengths[-1]
+    lengths = () if model.limits is None else model.limits.standard_lengths
     return Solver(
         model.specs,
         model.limits,
@@ -152,7 +137,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
             model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB),
             model.profile.graph_memory,
         ),
-        chunk_length=min(request.context, longest),
+        chunk_length=default_chunk_length(lengths, request.context),
         head_rows=HEAD_ROWS,
         level="tensor" if request.level == "tensor" or not model.has_ffn else "block",
     )
@@ -160,7 +145,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
-    if llm_npu_pass(request.passes) is None or model.limits is None:
+    if llm_npu_technique(request.techniques) is None or model.limits is None:
         plan = _solved(model, request_of_solver(request), solver, prompts)
     else:
         plan = llm_npu_plan(model, request, prompts)
@@ -240,34 +225,3 @@ def _check_level(model: ProfiledModel, request: PlanRequest) -> None:
         )
     if request.level == "block" and not model.has_ffn:
         raise model.unmeasured("feed-forward networks")
-
-
-def stored_profile(device: Device, file: str | Path | None = None) -> Profile | None:
-    """Return the profile of an opened device; None if it has none, or none that can plan yet.
-
-    A first profile that was stopped, or that another process is still measuring, holds too few linear layers
-    to predict others from at first. From then on it counts, whatever its last run did.
-
-    Args:
-        device: The device.
-        file: A file in place of the device's own.
-
-    Raises:
-        ProfileError: The file is damaged, or of another device.
-    """
-    from heterollm.profiler.predict import checked, fitted_predictor
-    from heterollm.profiler.records import Profile, profile_path
-
-    if file is not None:
-        return checked(Profile.load(Path(file), expected=device.description()))
-    path: Path = profile_path(device.name, device.fingerprint())
-    if not path.exists():
-        return None
-    profile = checked(Profile.load(path))
-    if not any(run["finished"] for run in profile.runs.values()):
-        try:
-            fitted_predictor(profile)
-        except ProfileError as error:
-            logger.warning("The profile is unfinished, and plans cannot use it yet: %s", error)
-            return None
-    return profile

@@ -1,4 +1,4 @@
-"""The pass shadowattn: what a calibration or an assumption says of heads, and the planned attention."""
+"""The technique shadowattn: what a calibration or an assumption says of heads, and the planned attention."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ ASSUMED_EXPONENT: Final = 8
 
 ON_GPU: Final = (
     "The profile has no NPU graphs of attention scores: the GPU estimates them where attention is sparse. "
-    "If the NPU has such graphs, `heterollm profile MODEL --pass shadowattn --update` measures them."
+    "If the NPU has such graphs, `heterollm profile MODEL --technique shadowattn --update` measures them."
 )
 
 
 def calibrated_heads(
     path: str | Path | None, config: ModelConfig, request: PlanRequest | None
 ) -> AttentionHeads | None:
-    """Return the heads of a calibrated model for the pass ``shadowattn``; None where it is not asked for.
+    """Return the heads of a calibrated model for ``shadowattn``; None where it is not asked for.
 
     Args:
         path: File of the calibration.
         config: The model.
-        request: The request with its passes.
+        request: The request with its techniques.
 
     Raises:
         CalibrationError: The file cannot be read, is no calibration, or one of another model.
         OptionError: The calibration lacks what the rule needs.
     """
-    if path is None or request is None or SHADOW_ATTENTION not in request.passes:
+    if path is None or request is None or SHADOW_ATTENTION not in request.techniques:
         return None
     asked = request.attention
     scales = calibrated_scales(path, asked.buckets)
@@ -71,7 +71,7 @@ def assumed_heads(config: ModelConfig, request: AttentionRequest) -> AttentionHe
 
     Args:
         config: The model.
-        request: The options of the pass.
+        request: The options of the technique.
 
     Raises:
         OptionError: The keys are to be shared out by what only a calibration knows.
@@ -95,14 +95,14 @@ def with_sparse_attention(
     Args:
         model: The model on the profiled device.
         plan: The plan, with chunks one after the other.
-        request: The request with its passes.
-        heads: The heads of the model; None without the pass.
+        request: The request with its techniques.
+        heads: The heads of the model; None without the technique.
 
     Raises:
         ProfileError: The profile has no times of sparse attention.
         OptionError: The NPU is to estimate scores, and has no such graphs.
     """
-    if SHADOW_ATTENTION not in request.passes or heads is None:
+    if SHADOW_ATTENTION not in request.techniques or heads is None:
         return plan
     asked, costs = request.attention, model.attention_costs
     estimators: tuple[Estimator, ...] = get_args(Estimator)
@@ -113,7 +113,7 @@ def with_sparse_attention(
     if asked.estimator == "npu" and not costs.estimates_on_npu:
         raise OptionError(
             f"The device {model.profile.device} has no NPU with graphs of attention scores in its profile.",
-            fix="Run `heterollm profile MODEL --pass shadowattn --update`, or let the GPU estimate: "
+            fix="Run `heterollm profile MODEL --technique shadowattn --update`, or let the GPU estimate: "
             "--estimator auto or gpu.",
         )
     attention = plan_attention(
@@ -129,19 +129,19 @@ def with_sparse_attention(
 
 
 def attention_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
-    """Return a note if a plan's attention is not what the pass was asked for, with the reason.
+    """Return a note if a plan's attention is not what the technique was asked for, with the reason.
 
     Args:
         model: The model on the profiled device.
         plan: The plan with its attention.
-        request: The request with its passes.
+        request: The request with its techniques.
     """
-    if SHADOW_ATTENTION not in request.passes:
+    if SHADOW_ATTENTION not in request.techniques:
         return ()
     if not plan.sparse_attention:
         return (
             "Attention stays dense: by the profile sparse attention gains too little in sessions of up to "
-            f"{request.context} tokens. Try a larger --context or a smaller --keep, or leave the pass out.",
+            f"{request.context} tokens. Try a larger --context or a smaller --keep, or leave it out.",
         )
     on_npu = plan.level == "gpu" or request.attention.estimator != "auto"
     return () if on_npu or model.attention_costs.estimates_on_npu else (ON_GPU,)

@@ -44,7 +44,7 @@ def calibration_report(found: Calibration, path: str) -> Group:
         lines += _int8(found)
     lines += _heads(found)
     lines += _routing(found)
-    ways = [found.load_options, *(["--pass npumoe"] if found.routing else [])]
+    ways = [found.load_options, *(["--technique npumoe"] if found.routing else [])]
     options = " or ".join(f"{way} --calibration {path}" for way in ways)
     lines.append(Text(f"Wrote {path}; load the model with {options}."))
     if found.failed:

@@ -18,7 +18,7 @@ from heterollm.solver import SHADOW_ATTENTION, break_even, describe
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
-    from heterollm.planning import LengthChoice, ProfiledModel, Solved
+    from heterollm.planning import LengthChoice, Planned, ProfiledModel
     from heterollm.solver import (
         ChunkSchedule,
         GraphSharing,
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     )
 
 
-def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain: bool) -> RenderableType:
-    """Return the tables of some passes under a solved plan, and the notes of the solver.
+def plan_report(planned: Planned, prompts: Sequence[int], decode: int, *, explain: bool) -> RenderableType:
+    """Return the tables of some passes under a plan by a profile, and its notes.
 
     Args:
-        solved: The plan.
+        planned: The plan.
         prompts: Lengths of the prompts to show; long ones run in several passes.
         decode: Tokens decoded after each.
         explain: Whether to show rejected placements.
     """
-    model, plan = solved.model, solved.plan
+    model, plan = planned.model, planned.plan
+    assert model is not None
     lengths = {tokens for prompt in prompts for _, tokens in plan.chunks(prompt)} - {1}
     asked: list[tuple[Phase, int]] = [("decode", 1)] if decode else []
     asked += [("prefill", tokens) for tokens in sorted(lengths)]
@@ -55,7 +56,7 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
     for found in passes:
         parts += [Text(), pass_table(found, explain=explain)]
     if decode > 1:
-        parts.append(answers_table(solved, prompts, decode))
+        parts.append(answers_table(model, plan, prompts, decode))
     parts.append(
         Text(
             f"\nTimes of groups are of one of {model.config.layers} layers; those of passes count all "
@@ -68,12 +69,12 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
         parts.append(slices_table(model, plan))
     if explain and plan.schedule is not None:
         parts.append(flights_table(model, plan, plan.schedule))
-    if plan.request is not None and SHADOW_ATTENTION in plan.request.passes:
+    if plan.request is not None and SHADOW_ATTENTION in plan.request.techniques:
         if plan.sparse_attention:
             parts.append(Text(attention_words(model, plan)))
         if explain:
             parts.append(attention_table(model, plan, plan.request.context))
-    parts += experts_report(solved, explain=explain)
+    parts += experts_report(model, plan, planned.routing, explain=explain)
     if explain and plan.uses_npu:
         parts.append(bubbles_table(model, plan, prompts))
         longest = max(prompts)
@@ -81,11 +82,11 @@ def plan_report(solved: Solved, prompts: Sequence[int], decode: int, *, explain:
             parts.append(Text(sharing_words(model.sharing(plan, longest), longest)))
     if model.limits is None or model.has_linears:
         parts.append(Text(verdict(passes)))
-    if solved.length_choice is not None:
-        parts += [Text(), lengths_table(solved.length_choice)]
-        if not solved.length_choice.chosen.lengths and not plan.uses_npu:
+    if planned.length_choice is not None:
+        parts += [Text(), lengths_table(planned.length_choice)]
+        if not planned.length_choice.chosen.lengths and not plan.uses_npu:
             parts.append(Text("No useful graph can be built in that time: the GPU computes everything."))
-    parts += [Text(note) for note in (solved.choice, *solved.notes) if note]
+    parts += [Text(note) for note in planned.notes]
     if model.missing:
         parts.append(Text(f"Missing in the profile and in the times: {', '.join(sorted(model.missing))}."))
     return Group(*parts)
@@ -201,9 +202,8 @@ def calibration_words(plan: Plan) -> str:
     return f"Calibration {plan.calibration}: {used} in integers."
 
 
-def answers_table(solved: Solved, prompts: Sequence[int], decode: int) -> Table:
+def answers_table(model: ProfiledModel, plan: Plan, prompts: Sequence[int], decode: int) -> Table:
     """Return the predicted times of prompts and of the tokens after them."""
-    model, plan = solved.model, solved.plan
     title = f"Prompt and {decode} decoded tokens, predicted; attention at the middle of each phase"
     made = table(">prompt", ">prefill ms", ">decode ms", ">all ms", title=title)
     for prompt in prompts:

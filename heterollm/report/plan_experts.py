@@ -17,24 +17,27 @@ from heterollm.solver import (
     NPU_EXPERTS,
     PlanRequest,
     estimate_experts,
-    expert_pass,
+    expert_technique,
     place_experts,
 )
 
 if TYPE_CHECKING:
     from heterollm.calibration import RoutingCalibration
-    from heterollm.planning import ProfiledModel, Solved
+    from heterollm.planning import ProfiledModel
     from heterollm.solver import ExpertPrices, ExpertsPlacement, Plan
 
 
-def experts_report(solved: Solved, *, explain: bool) -> list[RenderableType]:
-    """Return what a plan does with the experts of a mixture; nothing without the pass npumoe.
+def experts_report(
+    model: ProfiledModel, plan: Plan, routing: Sequence[RoutingCalibration] | None, *, explain: bool
+) -> list[RenderableType]:
+    """Return what a plan does with the experts of a mixture; nothing without the technique npumoe.
 
     Args:
-        solved: The plan.
+        model: The model on the profiled device.
+        plan: The plan.
+        routing: The routing of each layer; None without the technique.
         explain: Whether to show the groups of each layer, and what a budget leaves out.
     """
-    model, plan, routing = solved.model, solved.plan, solved.routing
     if routing is None or (prices := model.expert_prices(plan.chunk_length)) is None:
         return []
     parts: list[RenderableType] = [Text(experts_words(model, plan))] if plan.has_npu_experts else []
@@ -96,7 +99,7 @@ def budget_words(
     if left is None:
         return f"{words}; there is no limit."
     words = f"{words}; linear layers leave {format_bytes(left)}"
-    if expert_pass(request.passes) != NPU_EXPERTS:
+    if expert_technique(request.techniques) != NPU_EXPERTS:
         return f"{words}."
     loads = expert_loads(routing, plan.chunk_length)
     wanted = [

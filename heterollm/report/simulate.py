@@ -11,7 +11,7 @@ from rich.text import Text
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
 from heterollm.report.tables_sweep import sweep_table
-from heterollm.solver import llm_npu_pass
+from heterollm.solver import llm_npu_technique
 
 if TYPE_CHECKING:
     from heterollm.base import Section
@@ -137,8 +137,8 @@ def _ms(times_us: Sequence[float]) -> list[str]:
 
 
 def _assumed(result: SimulationResult) -> str:
-    """Return a sentence about the assumptions under a pass."""
-    words = f"Pass {', '.join(result.passes)}."
+    """Return a sentence about the assumptions under a technique."""
+    words = f"Technique {', '.join(result.passes)}."
     if result.attention is not None:
         words += (
             f" Assumed: all heads need as many keys, keep {result.attention.keep:.0%} of them in the "
@@ -146,7 +146,7 @@ def _assumed(result: SimulationResult) -> str:
         )
         if not result.plan.sparse_attention:
             words += " Attention stays dense: sparse attention pays at no length."
-    if llm_npu_pass(result.passes) is None:
+    if llm_npu_technique(result.passes) is None:
         return words
     words += (
         " Assumed: weights of 8 bits with one scale for a tensor, static "

@@ -1,20 +1,16 @@
-"""The work of a prompt on the engine thread: prefill, and the tokens of all its answers."""
+"""The task of a prompt: sessions from the cache, tokens to the reader, counts of its work."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from heterollm.base import DeviceError, FenceError
-from heterollm.engine import PreparedAnswer, Session, SessionSource
+from heterollm.engine import PromptTask, Session
+from heterollm.serve.channel import Channel
 from heterollm.serve.sessions import CachedSession, SessionCache
-from heterollm.serve.status import Activity, Health
-from heterollm.serve.turns import PromptJob, ServiceTier, Sink
-from heterollm.text import Generation, GenerationResult, GenerationStep, SpeculationResult
+from heterollm.serve.status import Activity
+from heterollm.text import GenerationResult, GenerationStep, SpeculationResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,188 +83,98 @@ class Ended:
     spent: Spent | None
 
 
-class _Prefilled(SessionSource):
-    """The source of an answer whose prompt a session holds already.
+@dataclass(eq=False, kw_only=True)
+class ServedPrompt(PromptTask):
+    """The answers to one prompt of a request.
 
     Args:
-        session: The session.
-        begin: Tokens that it held before the prompt.
-        logits: Those after the prompt.
-        health: Learns of errors of the engine.
-    """
-
-    __slots__ = ("_begin", "_health", "latest")
-
-    def __init__(self, session: Session, begin: int, logits: NDArray[np.float32], health: Health) -> None:
-        super().__init__(session)
-        self._begin: int | None = begin
-        self._health = health
-        self.latest = logits
-
-    @property
-    def position(self) -> int:
-        return super().position if self._begin is None else self._begin
-
-    def prefill(self, _ids: Sequence[int], /) -> NDArray[np.float32]:
-        self._begin = None
-        return self.latest
-
-    def decode(self, token_id: int, /) -> NDArray[np.float32]:
-        with self._health:
-            self.latest = super().decode(token_id)
-        return self.latest
-
-    def decode_several(self, token_ids: NDArray[np.int64], /) -> NDArray[np.float32]:
-        with self._health:
-            self.latest = super().decode_several(token_ids)
-        return self.latest
-
-
-@dataclass(slots=True)
-class _Running:
-    """An answer that is computed: its number in the request, its source, and its token loop."""
-
-    choice: int
-    source: _Prefilled
-    generation: Generation
-    tokens: int = 0
-
-
-@dataclass
-class PromptWork:
-    """One prompt and its answers.
-
-    Args:
+        tier: Its urgency.
         answers: The prepared answers to the same prompt.
         first: Number of the first of them in the request.
         reproducible: Whether they must not depend on other requests.
         owner: Whose sessions they may reuse.
         cache: Gives sessions.
-        sink: Takes :class:`StepOf` and :class:`Ended`.
-        wanted: Whether others want the engine, in a prompt of so many tokens.
-        clock: Seconds of the device.
+        channel: Takes :class:`StepOf` and :class:`Ended`, and the error that ends the task.
         activity: Counts the work of all prompts.
-        health: Learns whether the engine works.
         report: Takes the tokens and times once, also of work that ended early.
+        ended: Called once when nothing more is computed.
     """
 
-    answers: Sequence[PreparedAnswer]
     first: int
     reproducible: bool
     owner: str
     cache: SessionCache
-    sink: Sink
-    wanted: Callable[[int], bool]
-    clock: Callable[[], float]
+    channel: Channel
     activity: Activity
-    health: Health
     report: Callable[[Spent], None]
-    spent: Spent = field(default_factory=Spent)
-    _running: list[_Running] = field(default_factory=list)
-    _reported: bool = False
+    ended: Callable[[PromptTask], None]
+    spent: Spent = field(default_factory=Spent, init=False)
+    _held: list[CachedSession] = field(default_factory=list, init=False)
+    _reported: bool = field(default=False, init=False)
+    _submitted_s: float = field(default_factory=time.monotonic, init=False)
 
-    def job(self, tier: ServiceTier) -> PromptJob:
-        """Return the job that does the work."""
-        self._job = PromptJob(tier, len(self.answers), self.run, self.sink)
-        return self._job
+    @property
+    def is_slow(self) -> bool:
+        """Whether the reader is so slow that the task has to wait."""
+        return self.channel.full
 
-    def run(self) -> Iterator[None]:
-        """Compute the answers, a turn at each step; for the engine thread."""
-        self.spent.queued_s = time.monotonic() - self._job.submitted_s
-        held: list[CachedSession] = []
-        try:
-            yield from self._prompt(held)
-            while self._running:
-                self._running = [one for one in self._running if self._token(one)]
-                yield
-        except (DeviceError, FenceError) as error:  # also of a draft, or while memory is allocated
-            self.health.failed(error)
-            raise
-        finally:
-            try:
-                self._end_answers()
-            finally:
-                for session in held:
-                    self.cache.give_back(session)
-                self._report()
+    def take_session(self) -> Session:
+        """Return a session that holds a beginning of the prompt, and nothing else."""
+        self.spent.queued_s = time.monotonic() - self._submitted_s
+        ids = self.answers[0].prompt_ids
+        held = self.cache.take(ids, reproducible=self.reproducible, owner=self.owner)
+        self._held.append(held)
+        self.spent.cached_tokens = held.begin
+        return held.session
 
-    def _prompt(self, held: list[CachedSession]) -> Iterator[None]:
-        """Compute the prompt and begin its answers, whose sessions are added to ``held``."""
-        ids, spent = self.answers[0].prompt_ids, self.spent
-        held.append(self.cache.take(ids, reproducible=self.reproducible, owner=self.owner))
-        session, reused = held[0].session, held[0].session.position
-        spent.prompt_tokens = spent.cached_tokens = reused
-        rest = np.asarray(ids[reused:], np.int32)
+    def copy_session(self) -> Session:
+        """Return a copy of it, which holds the whole prompt now."""
+        self._held.append(self.cache.copy(self._held[0]))
+        return self._held[-1].session
 
-        def wanted(part: float) -> bool:
-            spent.prompt_tokens = reused + int(part * len(rest))
-            return self.wanted(len(rest))
+    def read(self, seconds: float, /) -> None:
+        """Count the time of a turn of the prompt, which may have ended."""
+        self.spent.prefill_s += seconds
+        self.activity.prefill_s += seconds
+        if self.prompt is None:
+            self.cache.prefilled(self._held[0])
+            self.activity.prefill_tokens += self._held[0].session.position - self.spent.cached_tokens
 
-        turns = session.prefill_in_turns(rest, wanted)
-        while self._timed(turns):
-            yield
-        spent.prompt_tokens = len(ids)
-        self.cache.prefilled(held[0])
-        self.activity.prefill_tokens += len(rest)
-        # The next pass overwrites the logits.
-        logits = session.last_logits if len(self.answers) == 1 else session.last_logits.copy()
-        for _ in self.answers[1:]:
-            held.append(self.cache.copy(held[0]))
-        self._left = len(self.answers)
-        for number, (answer, own) in enumerate(zip(self.answers, held, strict=True)):
-            source = _Prefilled(own.session, reused, logits, self.health)
-            generation = answer.start(source, reused, self._job.cancelled)
-            self._running.append(_Running(self.first + number, source, generation))
+    def put(self, number: int, steps: Sequence[GenerationStep], seconds: float, /) -> None:
+        """Send new tokens of an answer, and its end."""
+        self.activity.decode_s += seconds
+        self.activity.decode_tokens += len(steps)
+        for step in steps:
+            self.channel.put(StepOf(self.first + number, step))
+        result = self.answers[number].result
+        if result is not None:
+            is_last = all(answer.result is not None for answer in self.answers)
+            if is_last:
+                self._sum_up()
+            self.channel.put(Ended(self.first + number, result, self.spent if is_last else None))
 
-    def _timed(self, turns: Iterator[None]) -> bool:
-        """Go on with the prompt; return whether it has paused."""
-        begin_s = self.clock()
-        try:
-            with self.health:
-                return next(turns, self) is None
-        finally:
-            took_s = self.clock() - begin_s
-            self.spent.prefill_s += took_s
-            self.activity.prefill_s += took_s
+    def fail(self, error: Exception, /) -> None:
+        """Send the error that ends the task."""
+        self.channel.put(error)
 
-    def _token(self, one: _Running) -> bool:
-        """Compute a token; return whether others follow."""
-        begin_s = self.clock()
-        try:
-            step = next(one.generation, None)
-        except Exception as error:
-            if not np.isfinite(one.source.latest.max()):
-                self.health.failed(error)
-            raise
-        took_s = self.clock() - begin_s
-        self.activity.decode_s += took_s
-        if step is not None:
-            self.health.worked()
-            self.activity.decode_tokens += 1
-            self.spent.answer_tokens += 1
-            one.tokens += 1
-            if one.tokens > 1:
-                self.spent.decoded += 1
-                self.spent.decode_s += took_s
-            self.sink.put(StepOf(one.choice, step))
-        if not one.generation.finished:
-            return True
-        result = one.generation.result
-        self.spent.guessed(result.speculation)
-        self._left -= 1
-        if not self._left:
-            self._report()
-        self.sink.put(Ended(one.choice, result, None if self._left else self.spent))
-        return False
+    def close(self) -> None:
+        """Keep the sessions for other requests."""
+        self._sum_up()
+        for held in self._held:
+            self.cache.give_back(held)
+        self.ended(self)
 
-    def _end_answers(self) -> None:
-        """End answers early, and count their guesses."""
-        for one in self._running:
-            if not one.generation.finished:
-                one.generation.close()
-                self.spent.guessed(one.generation.result.speculation)
-
-    def _report(self) -> None:
-        if not self._reported:
-            self._reported = True
-            self.report(self.spent)
+    def _sum_up(self) -> None:
+        """Report the tokens and times, once."""
+        if self._reported:
+            return
+        self._reported = True
+        spent, rest = self.spent, len(self.answers[0].prompt_ids) - self.spent.cached_tokens
+        spent.prompt_tokens = spent.cached_tokens + int(self.read_fraction * rest)
+        for answer in self.answers:
+            if (result := answer.result) is not None:
+                spent.answer_tokens += result.generated_tokens
+                spent.decoded += max(0, result.generated_tokens - 1)
+                spent.decode_s += result.decode_s
+                spent.guessed(result.speculation)
+        self.report(spent)

@@ -19,7 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from heterollm.engine import return_freed_memory
-from heterollm.serve.answers import PromptWork
+from heterollm.serve.admission import Admission
+from heterollm.serve.answers import ServedPrompt
 from heterollm.serve.bodies import AnswerRequest, chat_request, completion_request
 from heterollm.serve.channel import Channel
 from heterollm.serve.defaults import RequestDefaults
@@ -32,8 +33,7 @@ from heterollm.serve.page import page
 from heterollm.serve.reading import Bodies, Readers
 from heterollm.serve.replies import Reply
 from heterollm.serve.sessions import SessionCache
-from heterollm.serve.status import Activity, Health, Status
-from heterollm.serve.turns import PromptJob, Turns
+from heterollm.serve.status import Activity, Status
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -60,7 +60,6 @@ class Server:
         self.defaults = RequestDefaults.of(llm, options)
         self._started = int(time.time())
         self._answered = 0
-        self._engine_health = Health()
         self._bodies = Bodies()
         self._readers = Readers(options.queue)
         self._status_reader = anyio.CapacityLimiter(1)
@@ -72,7 +71,8 @@ class Server:
         )
         self._activity = Activity()
         self._figures = Status(llm, self._activity, live=options.live)
-        self._turns = Turns(llm.on_engine_thread, places=places, queue=options.queue)
+        self._scheduler = llm.scheduler()
+        self._admission = Admission(self._scheduler, places=places, queue=options.queue)
         self._metrics = Metrics(
             lambda: (*self._counts(), len(self._sessions), len(llm.failures)),
         )
@@ -110,7 +110,7 @@ class Server:
         yield
         resting.cancel()
         self._readers.close()
-        await asyncio.to_thread(self._turns.close)
+        await asyncio.to_thread(self._admission.close)
 
     async def _return_memory(self) -> None:
         """Return freed memory when requests have ended: the heaps of threads keep 100 MiB or more."""
@@ -133,12 +133,12 @@ class Server:
 
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of prompts that run, and that wait or are read."""
-        running, waiting = self._turns.counts()
+        running, waiting = self._admission.counts()
         return running, waiting + self._readers.waiting
 
     def stop(self) -> None:
         """End running and waiting answers with an error."""
-        self._turns.stop()
+        self._admission.stop()
 
     def _endpoint(
         self, path: str, call: Callable[[Request], Awaitable[Response]]
@@ -172,44 +172,43 @@ class Server:
             call = functools.partial(parse, self._llm, self.defaults, content)
             asked = await self._readers.read(request, len(content), call)
         del content, call
-        count, room = len(asked.prompts[0]), self._turns.room(asked.tier)
+        count, room = len(asked.prompts[0]), self._admission.room(asked.tier)
         if count > room:
             raise RequestError(
                 f"n is {count}, but there is memory for {room} sessions of tier {asked.tier}.", param="n"
             )
         reply = Reply(self._llm, name, asked)
-        channel = Channel(self._turns.wake)
-        jobs = self._start(asked, _owner(request, asked), channel)
-        exchange = Exchange(request, channel, len(jobs), functools.partial(self._end, jobs))
+        channel = Channel(self._scheduler.wake)
+        tasks = self._start(asked, _owner(request, asked), channel)
+        exchange = Exchange(request, channel, len(tasks), functools.partial(self._end, tasks))
         if asked.stream:
             return await exchange.streamed(reply, include_usage=asked.include_usage)
         return json_response(await exchange.whole(reply))
 
-    def _start(self, asked: AnswerRequest, owner: str, channel: Channel) -> Sequence[PromptJob]:
+    def _start(self, asked: AnswerRequest, owner: str, channel: Channel) -> Sequence[ServedPrompt]:
         """Queue the work of a request; raises BusyError if too many wait."""
-        jobs, first = [], 0
+        tasks, first = [], 0
         for answers in asked.prompts:
-            work = PromptWork(
+            task = ServedPrompt(
+                tier=asked.tier,
                 answers=answers,
                 first=first,
                 reproducible=asked.reproducible,
                 owner=owner,
                 cache=self._sessions,
-                sink=channel,
-                wanted=self._turns.wanted,
-                clock=self._llm.device.now_s,
+                channel=channel,
                 activity=self._activity,
-                health=self._engine_health,
                 report=self._metrics.spent,
+                ended=self._admission.ended,
             )
-            jobs.append(work.job(asked.tier))
+            tasks.append(task)
             first += len(answers)
-        self._turns.submit(jobs)
-        return jobs
+        self._admission.submit(tasks)
+        return tasks
 
-    def _end(self, jobs: Sequence[PromptJob], error: BaseException | None) -> None:
+    def _end(self, tasks: Sequence[ServedPrompt], error: BaseException | None) -> None:
         """End a request: its work, which may have ended, and its error, if one ended it."""
-        self._turns.cancel(jobs)
+        self._admission.cancel(tasks)
         if isinstance(error, GoneError):
             self._metrics.aborted()
 
@@ -246,7 +245,7 @@ class Server:
 
     async def _health(self, _request: Request) -> Response:
         running, waiting = self._counts()
-        failure = self._turns.failure or self._engine_health.error
+        failure = self._scheduler.failure
         body = {
             "status": "failing" if failure else "ok",
             "running": running,

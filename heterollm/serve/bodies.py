@@ -20,13 +20,13 @@ from heterollm.base import (
     decode,
     decode_json,
 )
-from heterollm.engine import AnswerKeywords, PreparedAnswer
+from heterollm.engine import AnswerKeywords, ServiceTier
 from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import RequestError
 from heterollm.serve.fields import settle_fields
 from heterollm.serve.options import MOST_CHOICES
 from heterollm.serve.reading import check_values
-from heterollm.serve.turns import ServiceTier
+from heterollm.text import TokenSequence
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -157,7 +157,7 @@ class AnswerRequest:
     """
 
     chat: bool
-    prompts: tuple[tuple[PreparedAnswer, ...], ...]
+    prompts: tuple[tuple[TokenSequence, ...], ...]
     stream: bool
     include_usage: bool
     logprobs: bool
@@ -229,7 +229,8 @@ def _request(
         made = []
         for prompt in prompts:
             first = llm.prepare(prompt, **_seeded(answer, seed, 0))
-            others = (llm.prepare(first.prompt_ids, **_seeded(answer, seed, i)) for i in range(1, count))
+            ids = first.prompt_ids.tolist()
+            others = (llm.prepare(ids, **_seeded(answer, seed, i)) for i in range(1, count))
             made.append((first, *others))
     except ContextError:
         raise

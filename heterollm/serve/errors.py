@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from heterollm.base import ContextError, HeteroLLMError, InputError, OptionError
-from heterollm.serve.turns import BusyError
+from heterollm.serve.admission import BusyError
 
 logger = logging.getLogger(__name__)
 

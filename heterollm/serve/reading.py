@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 
 from starlette.requests import Request
 
+from heterollm.serve.admission import BusyError
 from heterollm.serve.errors import GoneError, RequestError
-from heterollm.serve.turns import BusyError
 
 T = TypeVar("T")
 

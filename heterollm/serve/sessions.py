@@ -70,7 +70,7 @@ class SessionCache:
         """Return the number of sessions in memory."""
         return len(self._held)
 
-    def take(self, prompt: Sequence[int], *, reproducible: bool, owner: str = "") -> CachedSession:
+    def take(self, prompt: NDArray[np.int32], *, reproducible: bool, owner: str = "") -> CachedSession:
         """Return a session for a prompt that holds a beginning of it, and nothing else.
 
         Args:
@@ -83,7 +83,7 @@ class SessionCache:
             self._known_failures = len(self._failures())
             for held in self._held:
                 held.exact, held.begin = 0, -1
-        ids = np.asarray(prompt, np.int32)[:-1]
+        ids = prompt[:-1]
         best, reused = None, 0
         for held in self._held:
             if held.owner != owner:

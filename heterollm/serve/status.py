@@ -7,10 +7,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from heterollm.base import InputError
 from heterollm.trace import summarise_phases
 
 if TYPE_CHECKING:
@@ -40,39 +38,6 @@ class Activity:
     decode_s: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-
-
-class Health:
-    """The state of the engine; a context of its passes, which notes their errors.
-
-    An error stays until the engine computes a token. One from elsewhere, such as from the sampling of an
-    answer, is the request's own.
-    """
-
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the engine; None if it computes."""
-        return self._error
-
-    def failed(self, error: BaseException) -> None:
-        """Note that the engine failed."""
-        self._error = error
-
-    def worked(self) -> None:
-        """Note that the engine computed a token."""
-        self._error = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, InputError):
-            self.failed(error)
 
 
 class Status:

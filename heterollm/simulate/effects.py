@@ -15,8 +15,8 @@ from heterollm.solver import (
     SOLVED_LEVELS,
     AttentionRequest,
     ExpertsRequest,
-    expert_pass,
-    llm_npu_pass,
+    expert_technique,
+    llm_npu_technique,
 )
 
 SHADOWS: Final = frozenset({"llm.npu:shadow", "llm.npu"})
@@ -25,7 +25,7 @@ COVERED: Final = ("npu", "layer")
 
 
 def _is_solved(facts: OptionFacts) -> bool:
-    return facts["level"] in SOLVED_LEVELS or llm_npu_pass(facts["passes"]) is not None
+    return facts["level"] in SOLVED_LEVELS or llm_npu_technique(facts["techniques"]) is not None
 
 
 def _integer_graphs(facts: OptionFacts) -> bool:
@@ -35,21 +35,21 @@ def _integer_graphs(facts: OptionFacts) -> bool:
 CASE_EFFECTS: Final = (
     Effect(
         "keep keep_by score_buckets estimator head_pipeline",
-        lambda facts: SHADOW_ATTENTION in facts["passes"],
-        f"attention is sparse with the pass {SHADOW_ATTENTION} alone",
-        f"Add --pass {SHADOW_ATTENTION}",
+        lambda facts: SHADOW_ATTENTION in facts["techniques"],
+        f"attention is sparse with the technique {SHADOW_ATTENTION} alone",
+        f"Add --technique {SHADOW_ATTENTION}",
     ),
     Effect(
         "pruned outlier_share",
-        lambda facts: bool(SHADOWS.intersection(facts["passes"])),
-        "only the passes llm.npu:shadow and llm.npu have shadows of outliers",
-        "Add --pass llm.npu",
+        lambda facts: bool(SHADOWS.intersection(facts["techniques"])),
+        "only the technique llm.npu:shadow and llm.npu have shadows of outliers",
+        "Add --technique llm.npu",
     ),
     Effect(
         "overflow",
-        lambda facts: expert_pass(facts["passes"]) is not None,
-        "experts have capacities with the pass npumoe alone",
-        "Add --pass npumoe",
+        lambda facts: expert_technique(facts["techniques"]) is not None,
+        "experts have capacities with the technique npumoe alone",
+        "Add --technique npumoe",
     ),
     Effect(
         "imbalance",
@@ -89,7 +89,7 @@ CASE_EFFECTS: Final = (
     ),
     Effect(
         "sync",
-        lambda facts: facts["level"] != "gpu" or SHADOW_ATTENTION in facts["passes"],
+        lambda facts: facts["level"] != "gpu" or SHADOW_ATTENTION in facts["techniques"],
         "level gpu never waits for the NPU",
         "Choose another level",
     ),
@@ -101,7 +101,7 @@ CASE_EFFECTS: Final = (
     ),
     Effect(
         "plan_for",
-        lambda facts: _is_solved(facts) or expert_pass(facts["passes"]) is not None,
+        lambda facts: _is_solved(facts) or expert_technique(facts["techniques"]) is not None,
         "levels gpu, npu and layer follow a rule for all lengths",
         "Choose level tensor or block",
     ),

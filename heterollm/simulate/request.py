@@ -17,11 +17,11 @@ from heterollm.solver import (
     AttentionRequest,
     ExpertsRequest,
     InFlight,
-    PassName,
+    Technique,
     check_in_flight,
-    check_passes,
-    expert_pass,
-    llm_npu_pass,
+    check_techniques,
+    expert_technique,
+    llm_npu_technique,
 )
 
 PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
@@ -78,8 +78,8 @@ class SimulationRequest:
         left_out: Graph forms that the NPU does not offer, to measure their gain.
         calibrated: Whether weights have stepped scales, and every operator ranges that passed their check, so
             that the plan may use integer graphs: an assumption, since nothing is computed.
-        passes: Techniques of papers: those of llm.npu over levels ``layer`` and ``tensor``, with weights of
-            precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads; those of
+        techniques: Techniques of papers: llm.npu over levels ``layer`` and ``tensor``, with weights of
+            precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads;
             NPUMoE over levels that use the NPU, with assumed loads.
         attention: Options of ``shadowattn``.
         experts: Options of ``npumoe``.
@@ -111,7 +111,7 @@ class SimulationRequest:
     trace: bool = False
     left_out: tuple[str, ...] = ()
     calibrated: bool = False
-    passes: tuple[PassName, ...] = ()
+    techniques: tuple[Technique, ...] = ()
     attention: AttentionRequest = field(default_factory=AttentionRequest)
     experts: ExpertsRequest = field(default_factory=ExpertsRequest)
     imbalance: float | None = None
@@ -137,8 +137,8 @@ class SimulationRequest:
                 "With numerics the head has 8 bits, as the loader quantises it.", fix="Give 8 head bits."
             )
         check_in_flight(self.in_flight)
-        check_passes(self.passes)
-        self._check_pass()
+        check_techniques(self.techniques)
+        self._check_technique()
         if not 0.0 <= self.pruned <= 1.0:
             raise OptionError(f"A share of {self.pruned} of the shadows is pruned.", fix="Choose 0 to 1.")
         if not 0.0 <= self.outlier_share <= 1.0:
@@ -156,43 +156,43 @@ class SimulationRequest:
                 fix=f"Give 1 to {LONGEST_RUN} and 0 to {LONGEST_RUN}.",
             )
 
-    def _check_pass(self) -> None:
-        """Refuse a pass with other options that it cannot have.
+    def _check_technique(self) -> None:
+        """Refuse a technique with other options that it cannot have.
 
         Raises:
-            OptionError: The level or an option does not go with the pass.
+            OptionError: The level or an option does not go with the technique.
         """
-        if SHADOW_ATTENTION in self.passes and self.numerics:
+        if SHADOW_ATTENTION in self.techniques and self.numerics:
             raise OptionError(
-                f"The pass {SHADOW_ATTENTION} assumes what a calibration would say of heads.",
+                f"The technique {SHADOW_ATTENTION} assumes what a calibration would say of heads.",
                 fix="Leave out --numerics, or run `heterollm generate --device sim:SOC --calibration FILE`.",
             )
-        if (step := expert_pass(self.passes)) is not None and (self.level == "gpu" or self.numerics):
+        if (step := expert_technique(self.techniques)) is not None and (self.level == "gpu" or self.numerics):
             raise OptionError(
-                f"The pass {step} places experts on the NPU, by assumed loads.",
+                f"The technique {step} places experts on the NPU, by assumed loads.",
                 fix="Choose another level than gpu, and leave out --numerics.",
             )
-        if self.passes and self.in_flight != 1:
+        if self.techniques and self.in_flight != 1:
             raise OptionError(
-                f"The pass {self.passes[0]} has its own number of chunks in flight.",
+                f"The technique {self.techniques[0]} has its own number of chunks in flight.",
                 fix="Leave out --in-flight.",
             )
-        if (name := llm_npu_pass(self.passes)) is not None:
+        if (name := llm_npu_technique(self.techniques)) is not None:
             if self.level not in (("layer",) if self.naive else ("layer", "tensor")):
                 raise OptionError(
-                    f"The pass {name} is none of level {self.level}.",
+                    f"The technique {name} is none of level {self.level}.",
                     fix=f"Choose level layer, the paper's{'' if self.naive else ', or tensor'}.",
                 )
             if self.calibrated or self.numerics:
                 raise OptionError(
-                    f"The pass {name} assumes weights and ranges of precision w8a8.",
+                    f"The technique {name} assumes weights and ranges of precision w8a8.",
                     fix="Leave out --calibrated and --numerics.",
                 )
 
     @property
     def naive(self) -> bool:
-        """Whether graphs are built for the prompt by the pass ``llm.npu:naive``."""
-        return "llm.npu:naive" in self.passes
+        """Whether graphs are built for the prompt by the technique ``llm.npu:naive``."""
+        return "llm.npu:naive" in self.techniques
 
     @property
     def online(self) -> bool:
@@ -202,7 +202,7 @@ class SimulationRequest:
     @property
     def precision(self) -> Precision:
         """Precision of the linears."""
-        return "w4a16" if llm_npu_pass(self.passes) is None else "w8a8"
+        return "w4a16" if llm_npu_technique(self.techniques) is None else "w8a8"
 
     @property
     def forms(self) -> bool:

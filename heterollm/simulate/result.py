@@ -19,8 +19,8 @@ from heterollm.solver import (
     AttentionRequest,
     GraphSharing,
     InFlight,
-    PassName,
     Plan,
+    Technique,
     graph_sharing,
     predict_prompt,
 )
@@ -93,7 +93,7 @@ class SimulationResult:
         in_flight: Chunks of a long prompt at once, as requested.
         calibrated: Whether ranges for integer graphs were assumed.
         passes: Techniques of papers over the plan.
-        attention: Options of the pass ``shadowattn``; None without it.
+        attention: Options of the technique ``shadowattn``; None without it.
         pruned: Assumed share of the layers whose outliers are pruned.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass.
         graphs: The NPU's graphs of the plan, for all of its lengths.
@@ -119,7 +119,7 @@ class SimulationResult:
     length_policy: str
     in_flight: InFlight
     calibrated: bool
-    passes: tuple[PassName, ...]
+    passes: tuple[Technique, ...]
     attention: AttentionRequest | None
     pruned: float
     outlier_share: float

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from heterollm.base import Amount, Count, InputError, PositiveNumber, decode
 from heterollm.simulate.phase import Frames
-from heterollm.solver import SHADOW_ATTENTION, expert_pass
+from heterollm.solver import SHADOW_ATTENTION, expert_technique
 
 if TYPE_CHECKING:
     from heterollm.simulate.request import SimulationRequest
@@ -41,7 +41,7 @@ class SimulatedRow:
         left_out: Graph forms that the plan could not take.
         calibrated: Whether ranges for integer graphs were assumed.
         passes: Techniques of papers over the plan.
-        attention: Options of the pass ``shadowattn``; None without it.
+        attention: Options of the technique ``shadowattn``; None without it.
         overflow: Fate of tokens beyond an expert's capacity; None without a pass ``npumoe``.
         imbalance: Assumed largest load of an expert over the mean one; None for the default. ``experts``
             has the value of a mixture.
@@ -158,9 +158,9 @@ class SimulatedRow:
             every_form=request.forms,
             left_out=request.left_out,
             calibrated=request.calibrated,
-            passes=request.passes,
-            attention=structs.asdict(request.attention) if SHADOW_ATTENTION in request.passes else None,
-            overflow=request.experts.overflow if expert_pass(request.passes) else None,
+            passes=request.techniques,
+            attention=structs.asdict(request.attention) if SHADOW_ATTENTION in request.techniques else None,
+            overflow=request.experts.overflow if expert_technique(request.techniques) else None,
             imbalance=request.imbalance,
             pruned=request.pruned,
             outlier_share=request.outlier_share,

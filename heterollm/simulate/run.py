@@ -12,7 +12,7 @@ from typing import Final, cast
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
-from heterollm.engine import Engine, ExpertRows, fitting_need
+from heterollm.engine import Engine, ExpertRows, fitting_need, start_engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
@@ -37,11 +37,18 @@ from heterollm.model import (
     op_specs,
     shape_only_weights,
 )
+from heterollm.planning import make_plan
 from heterollm.simulate.effects import check_case
 from heterollm.simulate.experts import AssumedExperts, ExpertUse
+from heterollm.simulate.inputs import (
+    assumed_routing,
+    assumed_shadows,
+    inputs_of_simulation,
+    own_length,
+)
 from heterollm.simulate.phase import PhaseUse, padding_us, splits_of, used
-from heterollm.simulate.plan import assumed_routing, assumed_shadows, own_length, planned, profile_of
-from heterollm.simulate.request import SYNC_CHOICES, SimulationRequest
+from heterollm.simulate.profile import profile_of
+from heterollm.simulate.request import SimulationRequest
 from heterollm.simulate.result import SimulationResult, graphs_of, sharing_of
 from heterollm.solver import (
     SHADOW_ATTENTION,
@@ -49,7 +56,7 @@ from heterollm.solver import (
     Plan,
     ShadowChannels,
     SparseAttention,
-    expert_pass,
+    expert_technique,
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
@@ -84,10 +91,12 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
         Checkpoint(request.model)  # refuses a model without weights before the work
     specs = _specs(found.config, request)
     report, alone = progress or silent, replace(request, load=None)
-    strategy = SYNC_CHOICES[request.sync]
-    plan = planned(
-        _open(replace(alone, numerics=False)), found.name, found.config, specs, request, report, strategy
-    )
+
+    def planned(case: SimulationRequest) -> Plan:
+        device = _open(replace(case, load=None, numerics=False))
+        return make_plan(inputs_of_simulation(device, found.name, found.config, specs, case, report)).plan
+
+    plan = planned(request)
     device, every = _open(request), (*specs, *expert_specs(found.config, specs))
     fitting_need(device, found.config, specs, plan, positions)
     run = _Run(device, found.config, specs, plan, request)
@@ -95,9 +104,7 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
     in_order = None
     if plan.lanes > 1:
         before = replace(request, in_flight=1, decode=0, numerics=False, trace=False)
-        opened = _open(replace(before, load=None))
-        plan_before = planned(opened, found.name, found.config, specs, before, report, strategy)
-        in_order, _ = _Run(_open(before), found.config, specs, plan_before, before).measured(report)
+        in_order, _ = _Run(_open(before), found.config, specs, planned(before), before).measured(report)
     without = None
     if request.load is not None:
         quiet = replace(request, load=None, trace=False)
@@ -115,8 +122,8 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
         length_policy=request.length_policy,
         in_flight=request.in_flight,
         calibrated=request.calibrated,
-        passes=request.passes,
-        attention=request.attention if SHADOW_ATTENTION in request.passes else None,
+        passes=request.techniques,
+        attention=request.attention if SHADOW_ATTENTION in request.techniques else None,
         pruned=request.pruned,
         outlier_share=request.outlier_share,
         graphs=graphs_of(device, plan, every),
@@ -144,13 +151,13 @@ def profile_ahead(request: SimulationRequest) -> None:
     found = find_model(request.model)
     device = _open(replace(request, load=None, numerics=False))
     specs = _specs(found.config, request)
-    profile_of(device, found.name, found.config, specs, silent, request.passes)
+    profile_of(device, found.name, found.config, specs, silent, request.techniques)
 
 
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    adds = SHADOW_ATTENTION in request.passes or expert_pass(request.passes) is not None
+    adds = SHADOW_ATTENTION in request.techniques or expert_technique(request.techniques) is not None
     return adds or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
 
 
@@ -243,10 +250,6 @@ class _Run:
         request, clock = self.request, clock_of(self.device)
         engine = self._engine(progress)
         cache = engine.new_cache()
-        flights = self.plan.flights(request.prompt)
-        passes = [(flight[0][0], sum(length for _, length in flight)) for flight in flights]
-        # Graphs are built ahead, except with the policy online.
-        engine.compile_ahead(cache, () if request.online else passes, progress)
         if request.trace:
             take_trace(engine)
         ids = np.arange(request.prompt, dtype=np.int32) % self.config.vocab_size
@@ -272,13 +275,14 @@ class _Run:
             weights = load_weights(Checkpoint(request.model), self.config, group_size=GROUP_SIZE)
         else:
             weights = shape_only_weights(self.config, self.specs)
-        context = request.prompt + request.decode
-        observer = Tracer(self.device) if request.trace else None
-        ranges = _assumed_ranges(self.specs, assumed_shadows(self.specs, request))
-        return Engine(
-            *(self.device, weights, self.plan, context, progress),
-            observer=observer,
-            ranges=ranges,
+        flights = () if request.online else self.plan.flights(request.prompt)
+        return start_engine(
+            *(self.device, weights, self.plan, request.prompt + request.decode, progress),
+            allow_slow=True,
+            # Graphs are built ahead, except with the policy online.
+            ahead=[(flight[0][0], sum(length for _, length in flight)) for flight in flights],
+            observer=Tracer(self.device) if request.trace else None,
+            ranges=_assumed_ranges(self.specs, assumed_shadows(self.specs, request)),
             score_scales=_assumed_scales(self.plan, self.config),
             expert_rows=self._expert_rows,
         )

@@ -23,7 +23,7 @@ from heterollm.simulate.effects import check_grid, without_idle
 from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync, SimulationRequest
 from heterollm.simulate.row import SimulatedRow
 from heterollm.simulate.run import needs_profile, profile_ahead, simulated
-from heterollm.solver import SHADOW_ATTENTION, PassName, expert_pass
+from heterollm.solver import SHADOW_ATTENTION, Technique, expert_technique
 
 Cluster: TypeAlias = Literal["dask", "ray"]
 CLUSTERS: Final[tuple[Cluster, ...]] = get_args(Cluster)
@@ -46,7 +46,7 @@ def expand(
     policies: Sequence[SimulatedLengthPolicy] = (),
     syncs: Sequence[SimulatedSync] = (),
     loads: Sequence[GpuLoad | None] = (),
-    passes: Sequence[tuple[PassName, ...]] = (),
+    techniques: Sequence[tuple[Technique, ...]] = (),
     given: Collection[str] = (),
 ) -> tuple[SimulationRequest, ...]:
     """Return the cases of a grid, each once, models first.
@@ -64,7 +64,7 @@ def expand(
         policies: How lengths without a graph run.
         syncs: How the processors wait for each other.
         loads: Games that use the GPU at the same time.
-        passes: Techniques of a paper over the plan.
+        techniques: Techniques of a paper over the plan.
         given: Names of options that must have an effect in some case.
 
     Raises:
@@ -73,8 +73,8 @@ def expand(
     models, socs, levels = models or (base.model,), socs or (base.soc,), levels or (base.level,)
     prompts, decodes, loads = prompts or (base.prompt,), decodes or (base.decode,), loads or (base.load,)
     policies, syncs = policies or (base.length_policy,), syncs or (base.sync,)
-    passes = passes or (base.passes,)
-    lists = models, socs, prompts, decodes, levels, policies, syncs, loads, passes
+    techniques = techniques or (base.techniques,)
+    lists = models, socs, prompts, decodes, levels, policies, syncs, loads, techniques
     if (cases := math.prod(map(len, lists))) > LARGEST_SWEEP:
         raise OptionError(
             f"The sweep has {cases} cases, more than {LARGEST_SWEEP}.",
@@ -91,7 +91,7 @@ def expand(
             length_policy=policy,
             sync=sync,
             load=load,
-            passes=own,
+            techniques=own,
         )
         for model, soc, prompt, decode, level, policy, sync, load, own in itertools.product(*lists)
     ]
@@ -156,7 +156,10 @@ def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationReq
         if needs_profile(request):
             overrides = tuple(sorted(request.overrides.items()))
             how = request.head_bits, request.forms, request.left_out, request.calibrated, request.precision
-            measured = SHADOW_ATTENTION in request.passes, expert_pass(request.passes) is not None
+            measured = (
+                SHADOW_ATTENTION in request.techniques,
+                expert_technique(request.techniques) is not None,
+            )
             key = request.model, request.soc, how, overrides, measured
             found.setdefault(key, request)
     return list(found.values())

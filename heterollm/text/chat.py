@@ -1,4 +1,4 @@
-"""A dialogue, and the part of its prompt that a session's KV cache already holds."""
+"""A dialogue, and its prompt."""
 
 from __future__ import annotations
 
@@ -85,18 +85,3 @@ class Conversation:
             dropped += 1
             ids = self.prompt_ids()
         return ids, dropped
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of leading ids that two sequences share."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-def reusable_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return the number of tokens in the KV cache that a prompt can reuse.
-
-    A session that holds ``held`` truncates to this length and prefills the rest of the prompt. The rest has
-    at least one token, since sampling needs the logits of the last one.
-    """
-    return max(0, min(common_prefix(held, prompt), len(prompt) - 1))

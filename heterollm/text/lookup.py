@@ -33,7 +33,7 @@ class LookupProposer:
     was_behind = False
 
     def __init__(self, pace: GuessPace) -> None:
-        self._pace = pace
+        self.pace = pace
         self._tokens: list[int] = []
         self._latest: dict[int, int] = {}
         self._before = [0] * LEAST_MATCH
@@ -47,7 +47,7 @@ class LookupProposer:
         if not length:
             return 0
         self._kind = min(length, LEAST_MATCH + len(LOOKUP_PRIORS) - 1) - LEAST_MATCH
-        count = self._pace.guesses(self._kind, most)
+        count = self.pace.guesses(self._kind, most)
         # A match that reaches the end repeats with its period.
         period = end - place
         for index in range(count):
@@ -59,7 +59,7 @@ class LookupProposer:
 
     def learn(self, tried: int, right: int, /) -> None:
         """Take the guesses that were compared and that were right."""
-        self._pace.learn(self._kind, tried, right)
+        self.pace.learn(self._kind, tried, right)
 
     def _extend(self, history: TokenIds, end: int) -> None:
         """Take the new tokens, and index all places but the end."""

@@ -1,19 +1,20 @@
 """Speculative decoding: guesses of the next tokens, checked together in one pass.
 
-The token loop samples each token as ever. As long as it samples the guess, the logits after it are there
-already; otherwise the source forgets the wrong guesses and runs the next pass.
+Each token is sampled as ever. As long as it is the guess, the logits after it are there already; then the
+session forgets the wrong guesses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from heterollm.text.sampling import Logits, Sampler, TokenIds
+from heterollm.text.sampling import TokenIds
+from heterollm.text.sampling_options import SamplingOptions
 
 MOST_GUESSES: Final = 15
 """Most guesses of a pass: plans have entries of their own for decode passes of up to 16 tokens."""
@@ -51,25 +52,12 @@ LIKELY: Final = 0.5
 only if more than this fraction of them is expected to be right. The number doubles until they pay."""
 
 
-class SeveralSource(Protocol):
-    """A token source that takes several tokens in one pass and can forget them, as a session does."""
-
-    @property
-    def position(self) -> int:
-        """Tokens that the source holds."""
-
-    def decode(self, token_id: int, /) -> Logits:
-        """Append one token and return the logits after it."""
-
-    def decode_several(self, token_ids: TokenIds, /) -> Logits:
-        """Append tokens and return the logits ``[n, vocab]`` after each, valid until the next call."""
-
-    def truncate(self, position: int, /) -> None:
-        """Forget the tokens from a position on."""
-
-
 class Proposer(Protocol):
     """Guesses the next tokens of one answer."""
+
+    @property
+    def pace(self) -> GuessPace:
+        """Learns the times of passes."""
 
     @property
     def was_behind(self) -> bool:
@@ -95,6 +83,10 @@ class Proposer(Protocol):
 
         The call is left out where an answer ends before a guess is wrong.
         """
+
+
+Speculator: TypeAlias = Callable[[Any, SamplingOptions], Proposer]
+"""Makes the proposer of an answer, given its session and sampling."""
 
 
 class GuessPace:
@@ -257,101 +249,3 @@ class SpeculationResult:
             seconds,
             gain,
         )
-
-
-class Speculation:
-    """The decode passes of one answer, with guesses.
-
-    Args:
-        source: Holds the tokens.
-        proposer: Guesses tokens.
-        pace: Learns the times of passes.
-        clock: Returns seconds from any fixed moment.
-    """
-
-    def __init__(
-        self, source: SeveralSource, proposer: Proposer, pace: GuessPace, clock: Callable[[], float]
-    ) -> None:
-        self._source = source
-        self._proposer = proposer
-        self._pace = pace
-        self._clock = clock
-        self._rows: Logits = np.empty((0, 0), np.float32)
-        self._guesses: list[int] = []
-        self._row = 0
-        self._is_right = False
-        self._passes = self._guessed = self._accepted = 0
-        self._seconds = 0.0
-
-    @property
-    def result(self) -> SpeculationResult:
-        """The guesses so far."""
-        plain_s, tokens = self._pace.plain_pass_s, self._passes + self._accepted
-        gain = None if plain_s is None or self._seconds <= 0 else tokens * plain_s / self._seconds
-        return SpeculationResult(self._passes, self._guessed, self._accepted, self._seconds, gain)
-
-    def decode(self, history: TokenIds, end: int, most: int) -> Logits:
-        """Return the logits ``[vocab]`` after ``history[:end]``, whose last token was just sampled.
-
-        Args:
-            history: Prompt and answer, with room for ``most`` tokens from ``end`` on.
-            end: Number of tokens that are known.
-            most: Largest number of guesses behind them.
-        """
-        if self._is_right:
-            self._is_right = False
-            self._row += 1
-            next_row: Logits = self._rows[self._row]
-            return next_row
-        self.forget(end - 1)
-        begin = self._clock()
-        count = self._proposer.propose(history, end, min(most, MOST_GUESSES)) if most > 0 else 0
-        proposed = self._clock()
-        if count:
-            self._guesses = history[end : end + count].tolist()
-            rows = self._source.decode_several(history[end - 1 : end + count])
-            logits: Logits = rows[0]
-            # Another answer may run its passes between two tokens of this one, and overwrite the rows.
-            if len(self._rows) <= count:
-                self._rows = np.empty((max(count + 1, 2 * len(self._rows)), rows.shape[1]), np.float32)
-            np.copyto(self._rows[1 : count + 1], rows[1:])
-        else:
-            logits = self._source.decode(int(history[end - 1]))
-        now = self._clock()
-        self._pace.learn_pass(count + 1, now - proposed)
-        if count and not self._proposer.was_behind:
-            self._pace.learn_guesses(count, proposed - begin)
-        self._passes += 1
-        self._guessed += count
-        self._seconds += now - begin
-        return logits
-
-    def sample(self, sampler: Sampler, logits: Logits, history: TokenIds) -> int:
-        """Return the next token, sampled so that guesses do not change its distribution.
-
-        Args:
-            sampler: Samples tokens.
-            logits: Those that :meth:`decode` returned; a constraint may exclude tokens.
-            history: The tokens so far.
-        """
-        if self._row == len(self._guesses):
-            return sampler.sample(logits, history)
-        guess, drawn_from = self._guesses[self._row], self._proposer.drawn_from(self._row)
-        if drawn_from is None:
-            token = sampler.sample(logits, history)
-        else:
-            token = sampler.accept(logits, history, guess, drawn_from)
-        self._is_right = token == guess
-        if self._is_right:
-            self._accepted += 1
-        if not self._is_right or self._row + 1 == len(self._guesses):
-            self._proposer.learn(self._row + 1, self._row + self._is_right)
-        return token
-
-    def forget(self, position: int) -> None:
-        """Remove the tokens from ``position`` on, those of wrong guesses, from the source."""
-        self._guesses.clear()
-        self._row = 0
-        self._is_right = False
-        if self._source.position > position:
-            self._source.truncate(position)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,6 @@ from heterollm.base import (
     parse_json,
     read_file,
 )
-from heterollm.model import end_ids
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
 from heterollm.text.rendering import render_whole
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
@@ -94,11 +93,12 @@ class Tokenizer:
         self._byte_ids = self._byte_fallback_ids()
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
+    def from_folder(cls, path: str | Path, eos_ids: Collection[int] = ()) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder, without downloads and without remote code.
 
         Args:
             path: Folder with `tokenizer.json` (or `tokenizer.model`, or `vocab.json` and `merges.txt`).
+            eos_ids: Ids that end an answer, from the model's configuration; the tokenizer's own is added.
 
         Raises:
             CheckpointError: A file is missing or damaged; the message has its name.
@@ -108,15 +108,13 @@ class Tokenizer:
         wrapper = _load_wrapper(folder)
         if not isinstance(wrapper.chat_template, str | dict | None):
             raise CheckpointError(f"The chat template in {folder} is not text.", fix=FIX)
-        eos_ids = set(end_ids(folder))
-        if wrapper.eos_token_id is not None:
-            eos_ids.add(int(wrapper.eos_token_id))
+        own = () if wrapper.eos_token_id is None else (int(wrapper.eos_token_id),)
         with LIBRARY:
-            return cls(wrapper, folder, frozenset(eos_ids))
+            return cls(wrapper, folder, frozenset({*eos_ids, *own}))
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The ids that end an answer, from the tokenizer and the generation configuration."""
+        """The ids that end an answer, from the model's configuration and the tokenizer."""
         return self._eos_ids
 
     @property
@@ -314,7 +312,7 @@ def load_tokenizer(folder: Path, eos_ids: Sequence[int]) -> Tokenizer | NoTokeni
     """
     if _tokenizer_file(folder) is None:
         return NoTokenizer(folder, frozenset(eos_ids))
-    return Tokenizer.from_folder(folder)
+    return Tokenizer.from_folder(folder, eos_ids)
 
 
 def check_tokenizer(folder: Path) -> None:

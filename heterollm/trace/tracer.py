@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from heterollm.base import DeviceError, OptionError
-from heterollm.engine import Action, Call, ColdProduct, EngineActivity, Operator, Step
+from heterollm.engine import Action, Call, ColdProduct, EngineActivity, Step
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuRuntime, HostClock
+from heterollm.kernels.operators import operator_steps
 from heterollm.kernels.ops import Phase
 from heterollm.profiler.measure import DeviceClock
 from heterollm.trace.recorder import BIND, BUILD, STEP, PassRecorder, Recorder, SpanRecorder, SpanTemplate
@@ -21,30 +22,6 @@ if TYPE_CHECKING:
 
 CLOCK_TRIES: Final = 3
 """A busy machine may delay the host between the readings of the two clocks."""
-
-KERNELS: Final[Mapping[Operator, ProcessorCategory]] = {
-    "embedding": "embedding",
-    "norm": "norm",
-    "qkv": "linear",
-    "rope": "attention",
-    "attention": "attention",
-    "attention join": "attention",
-    "score codes": "attention",
-    "scores": "attention",
-    "selection": "attention",
-    "o": "linear",
-    "gate_up": "linear",
-    "activation": "activation",
-    "down": "linear",
-    "ffn": "linear",
-    "router": "linear",
-    "experts": "linear",
-    "final norm": "norm",
-    "head": "linear",
-    "join": "join",
-    "flag": "signal",
-}
-"""Categories of kernels and graphs; the default is ``other``."""
 
 HOST: Final[Mapping[Action, EngineCategory]] = {"wait": "wait", "finish": "wait", "read_weights": "wait"}
 """Categories of the host's steps; the default is ``hand-over``."""
@@ -90,7 +67,7 @@ class Tracer:
         if step.action == "kernel":
             return self._kernel(step)
         if step.action == "graph":
-            category = KERNELS.get(step.operator, "other")
+            category = _category(step)
             span = SpanTemplate("engine", "graph", step.operator, step.layer, step.work, npu=category)
         elif step.wait is not None:
             place = "end of pass" if step.operator == "end of pass" else f"before {step.operator}"
@@ -128,13 +105,17 @@ class Tracer:
             operator = f"{first.name} to {last.name}"
             if step.layer is not None:
                 operator = f"{first.operator} to {last.operator}"
-        categories = {KERNELS.get(part.operator, "other") for part in parts}
+        categories = {_category(part) for part in parts}
         # A merged signal does not determine the launch's category.
         categories = categories - {"signal"} or categories
         category: ProcessorCategory = categories.pop() if len(categories) == 1 else "merged"
         names = tuple(part.name for part in step.merged)
         kernel = SpanTemplate("gpu", category, operator, step.layer, step.work, names)
         return self._recorder.launch(step.run, SpanTemplate("engine", "launch", operator, step.layer), kernel)
+
+
+def _category(step: Step) -> ProcessorCategory:
+    return "signal" if step.operator == "flag" else operator_steps().get(step.operator, "other")
 
 
 def take_trace(engine: Engine) -> Trace:

@@ -1,6 +1,4 @@
 from . import reference as reference
-from . import reference_layers as reference_layers
-from . import reference_sparse as reference_sparse
 from .edge_codes import LARGEST_CODE as LARGEST_CODE
 from .edge_codes import ZERO_CODE as ZERO_CODE
 from .edge_codes import CodeBits as CodeBits

@@ -1,4 +1,4 @@
-"""Runs kernels through OpenCL: the runtime, its memory, and prepared launches of every operator."""
+"""Runs kernels through OpenCL: the runtime, its memory, and prepared launches."""
 
 from __future__ import annotations
 

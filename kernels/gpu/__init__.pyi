@@ -1,3 +1,5 @@
+from .attention_grid import PREFILL_ROWS as PREFILL_ROWS
+from .attention_grid import AttentionGrid as AttentionGrid
 from .attention_tuning import AttentionClass as AttentionClass
 from .attention_tuning import TunedAttention as TunedAttention
 from .attention_tuning import suits_coalesced as suits_coalesced
@@ -14,9 +16,9 @@ from .expert_lists import COUNTED_PAIRS as COUNTED_PAIRS
 from .expert_lists import ExpertLists as ExpertLists
 from .expert_lists import ExpertShape as ExpertShape
 from .expert_lists import TakenRows as TakenRows
-from .experts import GpuExperts as GpuExperts
 from .flags import FlagWord as FlagWord
-from .glue import GpuGlue as GpuGlue
+from .glue_kernels import Defines as Defines
+from .glue_kernels import GlueKernels as GlueKernels
 from .glue_kernels import Segments as Segments
 from .heads import HeadShape as HeadShape
 from .heads import KvLayer as KvLayer
@@ -31,11 +33,6 @@ from .memory import MemoryKind as MemoryKind
 from .memory import SharedArray as SharedArray
 from .memory import aligned_empty as aligned_empty
 from .memory import aligned_zeros as aligned_zeros
-from .outliers import GpuOutliers as GpuOutliers
-from .outliers import HotWeights as HotWeights
-from .outliers import OutlierList as OutlierList
-from .outliers import found_bytes as found_bytes
-from .outliers import outlier_flag_bytes as outlier_flag_bytes
 from .packing import packed_bytes as packed_bytes
 from .parameters import LEGAL as LEGAL
 from .parameters import KernelParameters as KernelParameters
@@ -64,6 +61,7 @@ from .runtime import OpenClRuntime as OpenClRuntime
 from .runtime import is_cpu as is_cpu
 from .runtime import list_opencl_devices as list_opencl_devices
 from .runtime import runtime_advice as runtime_advice
+from .self_test import WRONG_NMSE as WRONG_NMSE
 from .signals import SOURCES as SOURCES
 from .signals import FlagSignal as FlagSignal
 from .signals import MarkerSignal as MarkerSignal
@@ -72,7 +70,6 @@ from .signals import is_complete as is_complete
 from .signals import kernel_times_ns as kernel_times_ns
 from .sources import kernel_source_hash as kernel_source_hash
 from .sources import source_hash as source_hash
-from .sparse_attention import GpuSparseAttention as GpuSparseAttention
 from .sparse_memory import HeadTable as HeadTable
 from .sparse_memory import ScoreMemory as ScoreMemory
 from .sparse_memory import Selection as Selection
@@ -92,5 +89,6 @@ from .waiting import HostClock as HostClock
 from .waiting import Strategy as Strategy
 from .waiting import SyncChoice as SyncChoice
 from .waiting import WaitPrediction as WaitPrediction
-from .work import SELECTION_FLOPS as SELECTION_FLOPS
+from .work import BLOCK_BYTES as BLOCK_BYTES
 from .work import GpuWork as GpuWork
+from .work import pointwise_work as pointwise_work

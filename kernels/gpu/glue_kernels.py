@@ -1,4 +1,4 @@
-"""The common part of the glue operators' launches: segments of a split output, and the choice of a kernel.
+"""The common part of the operators' launches: segments of a split output, and the choice of a kernel.
 
 Each kernel that reads a linear's output takes the two segments of a split (:class:`Segments`). Kernels read
 the position, the length and the head's first row of a pass from the step buffer, so a launch serves every
@@ -14,14 +14,17 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from heterollm.base import KernelError
-from heterollm.kernels.gpu.cache_layout import KV_CODES
+from heterollm.base import KernelError, round_up
+from heterollm.kernels.gpu.cache_layout import KV_CODES, position_bytes, scales_start
 from heterollm.kernels.gpu.codes import NpuCodes
-from heterollm.kernels.gpu.memory import DeviceMemory
+from heterollm.kernels.gpu.heads import HeadShape, KvLayer
+from heterollm.kernels.gpu.launch import Argument, Launch
+from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 from heterollm.kernels.gpu.parameters import KernelStyle
 from heterollm.kernels.gpu.protocol import GpuRuntime
-from heterollm.kernels.gpu.rounding import RoundedInputs
+from heterollm.kernels.gpu.rounding import ROUNDING, RoundedInputs, rounding_launch
 from heterollm.kernels.gpu.variants import Variant, variants_for, whole_eights
+from heterollm.kernels.gpu.work import GpuWork
 from heterollm.kernels.ops import Join
 
 Defines: TypeAlias = dict[str, str | int]
@@ -29,6 +32,7 @@ Defines: TypeAlias = dict[str, str | int]
 
 COMMON_FILES: Final = ("common.h", "rounding.h", "glue.h")
 SIMT_ITEMS: Final = 64
+VECTOR_COLUMNS: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Segments:
 
 
 class GlueKernels:
-    """Builds the kernels of the glue operators; subclasses make their launches.
+    """Builds the kernels of the operators between linears, and holds what their launches share.
 
     Args:
         runtime: The OpenCL device.
@@ -91,14 +95,15 @@ class GlueKernels:
         *,
         style: KernelStyle | None = None,
     ) -> None:
-        self._runtime = runtime
-        self._item_bytes = _float_bytes(activation_dtype, "Activations")
-        self._kv_dtype = np.dtype(kv_dtype)
-        self._variants = variants_for(is_cpu=runtime.traits.is_cpu, style=style)
-        self._defines: dict[str, str | int] = {"ACT_HALF": 1} if self._item_bytes == 2 else {}
-        self._kv_defines = _cache_defines(self._kv_dtype)
+        self.runtime = runtime
+        self.item_bytes = _float_bytes(activation_dtype, "Activations")
+        self.kv_dtype = np.dtype(kv_dtype)
+        self.variants = variants_for(is_cpu=runtime.traits.is_cpu, style=style)
+        self._defines: dict[str, str | int] = {"ACT_HALF": 1} if self.item_bytes == 2 else {}
+        self._scratch: dict[int, Any] = {}
+        self.kv_defines = _cache_defines(self.kv_dtype)
 
-    def _kernel(
+    def kernel(
         self,
         files: Sequence[str],
         name: str,
@@ -134,14 +139,81 @@ class GlueKernels:
             own |= rounded.defines if rounded and rounds(style) else {}
             own |= segments.defines if segments else {}
             if family == "simt" and widths and not any(width % 8 for width in widths):
-                own |= whole_eights(variant, has_half=self._runtime.traits.has_half)
-            return self._runtime.kernel((*COMMON_FILES, *named), name, own), style, items
+                own |= whole_eights(variant, has_half=self.runtime.traits.has_half)
+            return self.runtime.kernel((*COMMON_FILES, *named), name, own), style, items
 
         what = name.replace("_", " ")
         if rounded:
             bits = rounded.grid.bits if isinstance(rounded, NpuCodes) else 0
             what += f" with uint{bits} codes" if bits else " with int8 codes"
-        return self._runtime.variants.first(what, variants or self._variants, build, test)
+        return self.runtime.variants.first(what, variants or self.variants, build, test)
+
+    def pointwise(
+        self,
+        name: str,
+        memory: tuple[Argument, ...],
+        sizes: tuple[int, ...],
+        rows: int,
+        label: str,
+        work: Callable[[], GpuWork],
+        *,
+        flags: int = 0,
+        rounded: RoundedInputs | None = None,
+        segments: Segments | None = None,
+    ) -> Launch:
+        """Return the launch of a kernel of pointwise.cl.
+
+        Args:
+            name: Kernel function.
+            memory: Its memory.
+            sizes: Its flags, then widths of segments and rows; the last is the width of the output.
+            rows: Rows of the output.
+            label: Name for traces and errors.
+            work: Returns the work.
+            flags: Number of flags among the sizes.
+            rounded: Target of the int8 codes of the output; None for no codes.
+            segments: The linear's output that the kernel reads, if it reads one.
+        """
+        columns = sizes[-1]
+        kernel, style, items = self.kernel(
+            ("pointwise.cl",), name, rounded=rounded, widths=sizes[flags:], segments=segments
+        )
+        span = self.span(style)
+        width = round_up(-(-columns // span), items)
+        codes = rounded.arguments(rows, columns, label) if rounded else ()
+        arguments = (*memory, *map(np.int32, sizes), np.int32(span), *codes)
+        return self.runtime.launch(kernel, arguments, (width, rows), (items, 1), label, work=work)
+
+    @staticmethod
+    def span(style: KernelStyle) -> int:
+        """Return the columns that a work-item of an elementwise kernel computes."""
+        return VECTOR_COLUMNS if style == "vector" else 8
+
+    def round_output(self, out: SharedArray, rounded: RoundedInputs, tokens: int, columns: int) -> Launch:
+        """Return the launch that rounds an output ``[tokens, columns]`` whose kernel cannot."""
+        options: dict[str, Any] = {"columns": columns, "tokens": tokens, "half": self.item_bytes == 2}
+
+        def build(variant: Variant) -> Launch:
+            return rounding_launch(self.runtime, out, rounded, **options, variant=variant)
+
+        return self.runtime.variants.first(ROUNDING, self.variants, build)
+
+    def cache_offsets(self, cache: KvLayer, shape: HeadShape) -> tuple[np.uint64, ...]:
+        """Return the arguments of a kernel that say where the keys and values of a layer lie."""
+        keys, values, stride, end = shape.layer_offsets(cache.layer, self.kv_dtype)
+        cache.memory.require(end * self.kv_dtype.itemsize, f"KV cache of layer {cache.layer}")
+        scales = (scales_start(shape.capacity, shape.head_dim),) if self.kv_dtype == KV_CODES else ()
+        return tuple(map(np.uint64, (keys, values, stride, *scales)))
+
+    def position_bytes(self, shape: HeadShape) -> int:
+        """Return the bytes of the cache for one position of a head."""
+        return position_bytes(shape.head_dim, self.kv_dtype)
+
+    def scratch(self, size_bytes: int) -> Any:  # noqa: ANN401 - pyopencl is not typed
+        """Return memory between two launches; the queue is in order, so all share one for each size."""
+        if size_bytes not in self._scratch:
+            self._scratch[size_bytes] = self.runtime.scratch(size_bytes)
+        return self._scratch[size_bytes]
 
 
 def _cache_defines(kv_dtype: np.dtype[Any]) -> Defines:

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from heterollm.kernels.formats import (
-    LINEAR_NMSE,
-    linear,
-    linear_errors,
-    random_weight,
-    reference_layers,
-    round_inputs,
-)
+from heterollm.kernels.formats import LINEAR_NMSE, linear, linear_errors, random_weight, round_inputs
 from heterollm.kernels.gpu.binding import OpenClError
 from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape
-from heterollm.kernels.gpu.heads import HeadShape, KvLayer, Scores
 from heterollm.kernels.gpu.launch import Launch
 from heterollm.kernels.gpu.memory import SharedArray
 from heterollm.kernels.gpu.protocol import GpuRuntime
-from heterollm.kernels.gpu.step import STEP_LENGTH, STEP_POSITION, STEP_WORDS
 from heterollm.kernels.gpu.variants import BuildError, Variant
 from heterollm.kernels.ops import Routing, WeightFormat
 
 ROWS: Final = 70
 TOKENS: Final = (1, 9)
 """Tokens for the kernels for a few tokens and for those for many."""
-
-CAPACITY: Final = 150
-"""Positions of the cache, all of them seen by the last token: more than two passes of 64 keys."""
 
 WRONG_NMSE: Final = 1e-5
 """Far above the rounding of float16 outputs (1e-7), far below the error of one wrong element."""
@@ -167,59 +155,3 @@ def _check(
     allowed = LINEAR_NMSE["fp16"] if variant.style == "half" else WRONG_NMSE
     if not errors.nmse <= allowed:
         raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")
-
-
-def try_attention(
-    attend: Callable[..., Sequence[Launch]],
-    runtime: GpuRuntime,
-    heads: HeadShape,
-    kv_dtype: DTypeLike,
-    item_bytes: int,
-) -> None:
-    """Compute the attention of one token and of some by the style ``coalesced``.
-
-    Args:
-        attend: Returns the launches of attention.
-        runtime: The device.
-        heads: Sizes of the model's heads.
-        kv_dtype: Type of the KV cache.
-        item_bytes: Size of an element of the output.
-
-    Raises:
-        BuildError: The kernel does not build or run, or its numbers are wrong.
-    """
-    generator = np.random.default_rng(0)
-    shape = HeadShape(2 * heads.group, 2, heads.head_dim, CAPACITY)
-    *_, stride, end = shape.layer_offsets(0, kv_dtype)
-    cache, step = runtime.shared((end,), kv_dtype), runtime.shared((STEP_WORDS,), np.int32)
-    exact = generator.standard_normal((2, 2, CAPACITY, heads.head_dim)).astype(kv_dtype)
-    cache.acquire()
-    for place, rows in enumerate(exact.reshape(4, -1)):
-        cache.array[place * stride : place * stride + rows.size] = rows
-    cache.release()
-    for tokens in TOKENS:
-        q = runtime.shared((tokens, shape.query_columns), np.float32)
-        out = runtime.shared(q.array.shape, np.float16 if item_bytes == 2 else np.float32)
-        q.acquire()
-        q.array[...] = generator.standard_normal(q.array.shape)
-        queries = q.array.reshape(tokens, shape.heads, -1).copy()
-        q.release()
-        step.acquire()
-        step.array[STEP_POSITION], step.array[STEP_LENGTH] = CAPACITY - tokens, tokens
-        step.release()
-        scores = Scores(heads.head_dim**-0.5)
-        sizes: dict[str, Any] = {"shape": shape, "scores": scores, "tokens": tokens, "bucket": CAPACITY}
-        try:
-            for launch in attend(q, KvLayer(cache, 0), out, step, **sizes, style="coalesced"):
-                launch()
-            runtime.finish()
-        except OpenClError as error:
-            raise BuildError(f"it does not run ({error}).") from error
-        right = reference_layers.attention(
-            queries, *exact, position=CAPACITY - tokens, scale=scores.scale
-        ).reshape(tokens, -1)
-        out.acquire()
-        errors = linear_errors(out.array, right)
-        out.release()
-        if not errors.nmse <= WRONG_NMSE:
-            raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")

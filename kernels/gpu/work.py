@@ -9,12 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from heterollm.base import OptionError
-from heterollm.kernels.gpu.heads import HeadShape
-from heterollm.kernels.gpu.step import STEP_LENGTH, STEP_POSITION
 from heterollm.kernels.ops import Routing, WeightFormat
 
 GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
@@ -22,9 +17,6 @@ KINDS: Final = get_args(GpuKind)
 
 BLOCK_BYTES: Final = 8
 """Size of a scale and a sum of int8 codes, both float32, per scale block."""
-
-SELECTION_FLOPS: Final = 30
-"""Operations for each score: two exponentials, sums, and the search for the least weight that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,134 +150,3 @@ def rounding_work(elements: int, item_bytes: int, blocks: int) -> GpuWork:
         blocks: Number of scale blocks.
     """
     return GpuWork("elementwise", 4 * elements, item_bytes * elements, elements + BLOCK_BYTES * blocks)
-
-
-def rope_work(shape: HeadShape, tokens: int, read_bytes: float, position_bytes: int) -> GpuWork:
-    """Return the work of RoPE and of the KV write.
-
-    Args:
-        shape: Sizes of the heads.
-        tokens: Tokens of the pass.
-        read_bytes: Bytes read for an element of the linear's output.
-        position_bytes: Bytes of the cache for one position of a head.
-    """
-    queries, stored = tokens * shape.query_columns, 2 * tokens * shape.kv_heads
-    read = read_bytes * (queries + stored * shape.head_dim)
-    return GpuWork("elementwise", 6 * queries, read, 4 * queries + position_bytes * stored)
-
-
-def attention_work(
-    shape: HeadShape,
-    step: NDArray[np.int32],
-    *,
-    tokens: int,
-    window: int,
-    position_bytes: int,
-    output_bytes: int,
-) -> GpuWork:
-    """Return the work of attention at the position that the step buffer holds.
-
-    Args:
-        shape: Sizes of the heads.
-        step: The step buffer.
-        tokens: Tokens of the pass.
-        window: Positions that a token sees; 0 for all.
-        position_bytes: Bytes of the cache for one position of a head.
-        output_bytes: Size of an element of the output, or of a partial result.
-    """
-    rows, seen, last = _visible(step, tokens, window)
-    outputs = rows * shape.query_columns
-    read = 2 * last * shape.kv_heads * position_bytes + 4 * outputs
-    return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
-
-
-def score_codes_work(
-    shape: HeadShape, step: NDArray[np.int32], tokens: int, position_bytes: int, written_bytes: int
-) -> GpuWork:
-    """Return the work of writing the codes of queries and keys, or of finding their maxima.
-
-    Args:
-        shape: Sizes of the heads.
-        step: The step buffer.
-        tokens: Tokens of the pass.
-        position_bytes: Bytes of the cache for one position of a head.
-        written_bytes: Bytes of the codes, padding included.
-    """
-    rows, _, last = _visible(step, tokens, 0)
-    queries, keys = rows * shape.query_columns, last * shape.kv_heads
-    flops = 4 * (queries + keys * shape.head_dim)
-    return GpuWork("elementwise", flops, 4 * queries + position_bytes * keys, written_bytes)
-
-
-def estimate_work(heads: int, rows: int, keys: int, head_dim: int) -> GpuWork:
-    """Return the work of estimating scores on the GPU, padding included.
-
-    Args:
-        heads: Key heads.
-        rows: Rows of queries of each.
-        keys: Keys of each.
-        head_dim: Elements of a head.
-    """
-    scores = heads * rows * keys
-    return GpuWork("attention", 2 * scores * head_dim, heads * (rows + keys) * head_dim, scores, rows)
-
-
-def selection_work(heads: int, step: NDArray[np.int32], *, block: int, tokens: int, window: int) -> GpuWork:
-    """Return the work of selecting positions.
-
-    Args:
-        heads: Query heads.
-        step: The step buffer.
-        block: Queries that share a selection.
-        tokens: Tokens of the pass.
-        window: Positions that a token sees; 0 for all.
-    """
-    rows, seen, _ = _visible(step, tokens, window)
-    positions = heads * -(-rows // block) * seen / max(1, rows)
-    return GpuWork("elementwise", SELECTION_FLOPS * heads * seen, heads * seen, 4 * positions, rows)
-
-
-def sparse_attention_work(
-    shape: HeadShape,
-    step: NDArray[np.int32],
-    heads: int,
-    *,
-    keep: float,
-    block: int,
-    tokens: int,
-    window: int,
-    position_bytes: int,
-    output_bytes: int,
-) -> GpuWork:
-    """Return the work of attention to selected positions; each block of queries reads its own.
-
-    Args:
-        shape: Sizes of the heads.
-        step: The step buffer.
-        heads: Query heads of the launch.
-        keep: Mean share of the positions that is kept.
-        block: Queries that share a selection.
-        tokens: Tokens of the pass.
-        window: Positions that a token sees; 0 for all.
-        position_bytes: Bytes of the cache for one position of a head.
-        output_bytes: Size of an element of the output.
-    """
-    rows, seen, _ = _visible(step, tokens, window)
-    outputs = heads * rows * shape.head_dim
-    gathered = heads * -(-rows // block) * keep * seen / max(1, rows)
-    read = 2 * gathered * position_bytes + 4 * (outputs + gathered)
-    return GpuWork("attention", 4 * keep * seen * heads * shape.head_dim, read, outputs * output_bytes, rows)
-
-
-def _visible(step: NDArray[np.int32], tokens: int, window: int) -> tuple[int, int, int]:
-    """Return the rows of a pass, the pairs of a row and a position that it sees, and the positions in all."""
-    position = int(step[STEP_POSITION])
-    rows = min(tokens, int(step[STEP_LENGTH]))
-    last = position + rows
-    seen = rows * position + rows * (rows + 1) // 2
-    if window and last > window:
-        # Tokens past the window see a whole window each.
-        inside = max(0, window - position)
-        seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
-        last = min(last, window + rows - 1)
-    return rows, seen, last

@@ -7,12 +7,8 @@ from .drift import correct_drift as correct_drift
 from .drift import with_reference as with_reference
 from .experts import MOST_WEIGHT_BYTES as MOST_WEIGHT_BYTES
 from .experts import expert_tasks as expert_tasks
-from .layer_cases import CODES_OF_8_BITS as CODES_OF_8_BITS
-from .layer_cases import CODES_OF_16_BITS as CODES_OF_16_BITS
-from .layer_cases import SUMS as SUMS
-from .layer_cases import GlueOperator as GlueOperator
-from .layer_cases import layer_key as layer_key
 from .layers import SUBMISSIONS as SUBMISSIONS
+from .layers import layer_key as layer_key
 from .layers import layer_tasks as layer_tasks
 from .linears import code_of as code_of
 from .linears import linear_tasks as linear_tasks

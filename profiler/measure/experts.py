@@ -19,8 +19,7 @@ from heterollm.kernels.formats import concatenate_rows
 from heterollm.kernels.gpu import (
     ExpertLists,
     ExpertShape,
-    GpuExperts,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     Launch,
     RoundedInputs,
@@ -29,6 +28,7 @@ from heterollm.kernels.gpu import (
     scratch_codes,
 )
 from heterollm.kernels.npu import ExpertsShard, GraphForm, NpuBackend
+from heterollm.kernels.operators import GpuExperts, activate
 from heterollm.kernels.ops import OpSpec, Routing, WeightFormat
 from heterollm.model import ModelShape
 from heterollm.profiler.measure.builds import build_prior_s
@@ -111,7 +111,7 @@ class _ExpertBench:
         self._timer = gpu_timer(device.gpu)
         self._runtime = self._timer.runtime
         kinds = self._runtime, device.activation_dtype, device.cache_dtype
-        self._kernels, self._glue = GpuExperts(*kinds), GpuGlue(*kinds)
+        self._kernels, self._glue = GpuExperts(*kinds), GlueKernels(*kinds)
         self._packed: tuple[int, _Packed] | None = None
 
     def measure(self, case: ExpertCase) -> list[Record]:
@@ -169,7 +169,8 @@ class _ExpertBench:
         label = "profiling of experts"
         return [
             own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=codes, label=label),
-            self._glue.gated_activation(
+            activate(
+                self._glue,
                 Segments(gate_up, gate_up, (width, width), (0, 0)),
                 activated,
                 tokens=shape.pairs,

@@ -18,12 +18,11 @@ from heterollm.base import HeteroLLMError
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import score_scales
 from heterollm.kernels.gpu import (
-    SELECTION_FLOPS,
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
+    GlueKernels,
     GpuRuntime,
-    GpuSparseAttention,
     HeadShape,
     HeadTable,
     KvLayer,
@@ -35,6 +34,13 @@ from heterollm.kernels.gpu import (
     head_stride,
 )
 from heterollm.kernels.npu import KEYS, QUERIES, SCORES, NpuBackend, ScoresShape, ScoresShard
+from heterollm.kernels.operators import (
+    SELECTION_FLOPS,
+    attend_selected,
+    estimate_scores,
+    select_positions,
+    write_score_codes,
+)
 from heterollm.model import ModelShape
 from heterollm.profiler.measure.builds import build_prior_s
 from heterollm.profiler.measure.gpu_timer import gpu_timer
@@ -158,7 +164,7 @@ class _SparseBench:
         self._device = device
         self._timer = gpu_timer(device.gpu)
         runtime = self._timer.runtime
-        self._attention = GpuSparseAttention(runtime, device.activation_dtype, device.cache_dtype)
+        self._attention = GlueKernels(runtime, device.activation_dtype, device.cache_dtype)
 
     def measure(self, cases: Sequence[SparseOperatorCase]) -> list[Record]:
         """Measure the cases of a pass; a failure is a record too."""
@@ -181,17 +187,19 @@ class _SparseBench:
         slots, scores = (0, case.heads), Scores(case.shape.head_dim**-0.5)
         table = held.table(self._timer.runtime, case.keep)
         if case.operator == "score_codes":
-            return attention.quantise(held.q, held.cache, memory, table, step, shape=shape)
+            return write_score_codes(attention, held.q, held.cache, memory, table, step, shape=shape)
         if case.operator == "score_estimate":
-            return [attention.estimate(memory, shape=shape, slots=slots, exponent=held.scale.exponent)]
-        select = attention.select(
-            memory, table, held.selection, step, shape=shape, slots=slots, scores=scores
+            return [
+                estimate_scores(attention, memory, shape=shape, slots=slots, exponent=held.scale.exponent)
+            ]
+        select = select_positions(
+            attention, memory, table, held.selection, step, shape=shape, slots=slots, scores=scores
         )
         if case.operator == "selection":
             return [select]
         select()
         inputs = held.q, held.cache, table, held.selection, held.out, step
-        return attention.attend(*inputs, shape=shape, slots=slots, scores=scores)
+        return attend_selected(attention, *inputs, shape=shape, slots=slots, scores=scores)
 
     def _on_npu(self, case: SparseOperatorCase, held: _Pass, npu: NpuBackend) -> Record:
         heads, rows, size = case.heads, held.shape.rows, case.shape.head_dim

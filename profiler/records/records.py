@@ -161,7 +161,7 @@ class LayerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_
     ``values["submissions"]`` counts its kernels, where a pass of one token submits them one by one.
 
     Args:
-        operator: Its name, as in :mod:`heterollm.profiler.measure.layer_cases`.
+        operator: Its name: a form of an operator of :mod:`heterollm.kernels.operators`.
         tokens: Rows of the pass.
         context: Positions that attention reads.
         hidden: Size of the residual stream, or of the operator's rows.

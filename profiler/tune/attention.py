@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import KernelError
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import (
-    STEP_LENGTH,
-    STEP_POSITION,
-    STEP_WORDS,
     AttentionClass,
     BuildError,
-    DeviceTuning,
-    GpuGlue,
+    GlueKernels,
     GpuRuntime,
     HeadShape,
     KernelStyle,
-    KvLayer,
     OpenClError,
-    Scores,
-    SharedArray,
     TunedAttention,
     suits_coalesced,
 )
+from heterollm.kernels.operators import AttentionCase, Data, run_launches
 from heterollm.profiler.measure import Timer
 from heterollm.profiler.tune.search import LOST, search
 
@@ -61,8 +56,7 @@ def tune_attention(
         timer: The clock.
     """
     found: dict[AttentionClass, TunedAttention] = {}
-    layers = GpuGlue(runtime, activation_dtype, kv_dtype)
-    out_dtype = np.dtype(activation_dtype)
+    layers = GlueKernels(runtime, activation_dtype, kv_dtype)
     for sizes in () if runtime.traits.is_cpu else heads:
         shape = HeadShape(*sizes, CONTEXT)
         for tokens in TOKENS:
@@ -71,18 +65,19 @@ def tune_attention(
                 continue
             known = runtime.tuning.table.attention.get(kind)
             if known is None or not known.failure:
-                case = _Case(runtime, layers, shape, kind, tokens, out_dtype)
-                known = _tuned(runtime.tuning, case, kind, timer)
+                known = _tuned(layers, shape, kind, tokens, timer)
             found[kind] = known
     return tuple(found.values())
 
 
-def _tuned(tuning: DeviceTuning, case: _Case, kind: AttentionClass, timer: Timer) -> TunedAttention:
+def _tuned(
+    kernels: GlueKernels, shape: HeadShape, kind: AttentionClass, tokens: int, timer: Timer
+) -> TunedAttention:
     """Compare the styles and keep the result; a driver that takes the process down leaves a failure."""
-    lost = TunedAttention(kind, "simt", failure=LOST)
+    tuning, lost = kernels.runtime.tuning, TunedAttention(kind, "simt", failure=LOST)
     tuning.change(lambda table: table.attention.update({kind: lost}))
     try:
-        chosen = _compared(case, kind, timer)
+        chosen = _compared(kernels, shape, kind, tokens, timer)
     except BaseException:
         # Not its fault: an interruption, or no memory.
         tuning.change(lambda table: table.attention.pop(kind, None))
@@ -91,16 +86,29 @@ def _tuned(tuning: DeviceTuning, case: _Case, kind: AttentionClass, timer: Timer
     return chosen
 
 
-def _compared(case: _Case, kind: AttentionClass, timer: Timer) -> TunedAttention:
+def _compared(
+    kernels: GlueKernels, shape: HeadShape, kind: AttentionClass, tokens: int, timer: Timer
+) -> TunedAttention:
     """Return the faster style, if both give the same numbers."""
-    right = case.output("simt")
+
+    def made(style: KernelStyle) -> tuple[Data, Callable[[], None]]:
+        data = Data(kernels, np.random.default_rng(0))
+        launches = AttentionCase(tokens, CONTEXT - tokens, shape, style=style).launches(kernels, data)
+        return data, partial(run_launches, kernels.runtime, launches)
+
+    def output(style: KernelStyle) -> NDArray[np.float64]:
+        data, run = made(style)
+        run()
+        return data.read("attended").astype(np.float64)
+
+    right = output("simt")
 
     def trial(style: KernelStyle) -> Callable[[], object]:
         if style != "simt":
-            errors = linear_errors(case.output(style), right)
+            errors = linear_errors(output(style), right)
             if not errors.within("fp16" if kind.half else "fp32"):
                 raise BuildError(f"it computes wrong numbers (NMSE {errors.nmse:.1e}).")
-        return case.call(style)
+        return made(style)[1]
 
     styles: tuple[KernelStyle, KernelStyle] = "simt", "coalesced"
     try:
@@ -110,61 +118,3 @@ def _compared(case: _Case, kind: AttentionClass, timer: Timer) -> TunedAttention
     failure = result.failures.get("coalesced", "").split("\n")[0][:300]
     own_us = 0.0 if result.best is None else result.best_us
     return TunedAttention(kind, result.winner, result.default_us, own_us, failure)
-
-
-class _Case:
-    """The memory of one pass's attention over random keys and values."""
-
-    def __init__(
-        self,
-        runtime: GpuRuntime,
-        layers: GpuGlue,
-        shape: HeadShape,
-        kind: AttentionClass,
-        tokens: int,
-        out_dtype: np.dtype[Any],
-    ) -> None:
-        self._runtime, self._layers, self._shape, self._tokens = runtime, layers, shape, tokens
-        kv_dtype = np.float16 if kind.half else np.float32
-        *_, end = shape.layer_offsets(0, kv_dtype)
-        self._cache, self._step = self._filled((end,), kv_dtype), runtime.shared((STEP_WORDS,), np.int32)
-        self._q = self._filled((tokens, shape.query_columns), np.float32)
-        self._out = runtime.shared((tokens, shape.query_columns), out_dtype)
-        self._step.acquire()
-        self._step.array[STEP_POSITION], self._step.array[STEP_LENGTH] = CONTEXT - tokens, tokens
-        self._step.release()
-
-    def _filled(self, sizes: tuple[int, ...], dtype: DTypeLike) -> SharedArray:
-        memory = self._runtime.shared(sizes, dtype)
-        memory.acquire()
-        memory.array[...] = np.random.default_rng(0).standard_normal(sizes)
-        memory.release()
-        return memory
-
-    def call(self, style: KernelStyle) -> Callable[[], object]:
-        """Return the call that runs a style's launches and waits."""
-        sizes: dict[str, Any] = {"shape": self._shape, "tokens": self._tokens, "bucket": CONTEXT}
-        launches = self._layers.attention(
-            self._q,
-            KvLayer(self._cache, 0),
-            self._out,
-            self._step,
-            scores=Scores(self._shape.head_dim**-0.5),
-            style=style,
-            **sizes,
-        )
-
-        def run() -> None:
-            for launch in launches:
-                launch()
-            self._runtime.finish()
-
-        return run
-
-    def output(self, style: KernelStyle) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return the output of a style."""
-        self.call(style)()
-        self._out.acquire()
-        found = self._out.array.astype(np.float64)
-        self._out.release()
-        return found

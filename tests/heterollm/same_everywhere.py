@@ -12,12 +12,12 @@ from heterollm.kernels.gpu import traits as device_traits
 device_traits.host_cache_bytes = lambda: int(sys.argv[1])  # before anything imports it
 
 from heterollm.base import cache_root  # noqa: E402
-from heterollm.planning import LoadOptions, solve_for  # noqa: E402
+from heterollm.loading import plan_for  # noqa: E402
+from heterollm.planning import LoadOptions  # noqa: E402
 from heterollm.profiler.predict import fitted_predictor  # noqa: E402
 from heterollm.profiler.records import Profile  # noqa: E402
 from heterollm.simulate import SimulationRequest, simulate  # noqa: E402
 from heterollm.simulate.run import profile_ahead  # noqa: E402
-from heterollm.solver import PlanRequest  # noqa: E402
 
 MODELS = ("qwen2-0.5b", "qwen3-0.6b")
 
@@ -54,8 +54,8 @@ def main():
         found[f"{model} profile"] = digest("\n".join(sorted(records_of(profile))))
         found[f"{model} predictor"] = digest(repr(fitted_predictor(profile).fits))
         for level in ("tensor", "block"):
-            options = LoadOptions(group_size=128, request=PlanRequest(level=level))
-            found[f"{model} {level} plan"] = digest(solve_for(model, options, path).plan.to_json())
+            options = LoadOptions(group_size=128, plan=level)
+            found[f"{model} {level} plan"] = digest(plan_for(model, options, path).plan.to_json())
     found["simulation"] = digest(json.dumps(simulate(request).to_dict(), sort_keys=True))
     print(json.dumps(found, indent=1))
 

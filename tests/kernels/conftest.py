@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from heterollm.base import DeviceError
-from heterollm.kernels.formats import linear_errors, random_weight, reference, reference_layers
+from heterollm.kernels.formats import linear_errors, random_weight, reference
 from heterollm.kernels.gpu import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.npu import FfnShard, LinearShard
+from heterollm.kernels.operators.gated_activation import exact_gated_activation
 from heterollm.kernels.ops import WeightFormat
 
 
@@ -88,7 +89,7 @@ def exact_block():
         products = seen @ reference.weight_values(part.gate_up).T
         if part.bias is not None:
             products += part.bias
-        activated = reference_layers.gated_activation(*np.split(products, 2, axis=1), part.activation)
+        activated = exact_gated_activation(*np.split(products, 2, axis=1), part.activation)
         seen = reference.round_inputs(activated, part.format.block) if rounds else activated
         return seen @ reference.weight_values(part.down).T
 

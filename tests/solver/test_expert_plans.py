@@ -13,7 +13,7 @@ from heterollm.kernels.ops import GraphMemory
 from heterollm.model import ModelConfig, expert_specs, op_specs
 from heterollm.solver import (
     EXPERTS_ON_GPU,
-    PASSES,
+    TECHNIQUES,
     ChunkSchedule,
     ExpertGroup,
     ExpertsEntry,
@@ -22,9 +22,9 @@ from heterollm.solver import (
     Plan,
     PlanRequest,
     check_plan,
-    expert_pass,
+    expert_technique,
     level_plan,
-    llm_npu_pass,
+    llm_npu_technique,
     model_shape,
 )
 
@@ -89,7 +89,7 @@ def random_plan(seed):
         first, last = sorted(int(layer) for layer in draw.integers(0, 2, size=2))
         overflow = str(draw.choice(["gpu", "drop", "pad"]))
         entries.append(entry(*groups, lengths=(low, high), layers=(first, last), overflow=overflow))
-    return plan_of(*entries, request=PlanRequest(passes=("npumoe",)))
+    return plan_of(*entries, request=PlanRequest(techniques=("npumoe",)))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -203,19 +203,23 @@ def test_the_shape_names_the_mixture():
     assert "experts=2of8x128x128" in model_shape(SPECS)
 
 
-@pytest.mark.parametrize("passes", list(itertools.combinations(PASSES, 2)))
-def test_one_step_of_one_paper_for_the_npu_at_most(passes):
-    assert len(passes) == 2
-    if "shadowattn" in passes:
-        PlanRequest(passes=passes)
+@pytest.mark.parametrize("techniques", list(itertools.combinations(TECHNIQUES, 2)))
+def test_one_step_of_one_paper_for_the_npu_at_most(techniques):
+    assert len(techniques) == 2
+    if "shadowattn" in techniques:
+        PlanRequest(techniques=techniques)
     else:
         with pytest.raises(OptionError, match=r"steps of one|do not combine"):
-            PlanRequest(passes=passes)
+            PlanRequest(techniques=techniques)
 
 
-def test_each_pass_is_of_one_paper():
-    for name in PASSES:
-        found = (llm_npu_pass((name,)), expert_pass((name,)), name if name == "shadowattn" else None)
+def test_each_technique_is_of_one_paper():
+    for name in TECHNIQUES:
+        found = (
+            llm_npu_technique((name,)),
+            expert_technique((name,)),
+            name if name == "shadowattn" else None,
+        )
         assert [one for one in found if one] == [name]
     with pytest.raises(OptionError, match="no overflow 'none'"):
         ExpertsRequest("none")

@@ -10,10 +10,10 @@ from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import GraphMemory
 from heterollm.solver import Budget, Solver, choose_lengths
 from heterollm.solver.candidates import npu_lengths_for
-from heterollm.solver.chunks import best_chunk, plan_chunks
 from heterollm.solver.costs import Overheads
 from heterollm.solver.flights import shortened
 from heterollm.solver.predict import predict_pass
+from heterollm.solver.shorter_chunks import best_chunk, plan_chunks
 
 AVAILABLE = (32, 64, 128, 256, 512)
 
@@ -172,7 +172,7 @@ def test_a_plan_with_shorter_chunks_is_the_fastest_of_both_slices_or_not_taken(m
         return predict_pass(one, solver.specs, costs, "prefill", tokens, logits=False).time_us
 
     for chunk in (32, 64):
-        monkeypatch.setattr("heterollm.solver.chunks.best_chunk", lambda *_, chunk=chunk: chunk)
+        monkeypatch.setattr("heterollm.solver.shorter_chunks.best_chunk", lambda *_, chunk=chunk: chunk)
         own, _ = replace(solver, chunk_length=chunk).solve(device="d", precision="fp16")
         given = shortened(plan, chunk)
         least = min(total(own), total(given))

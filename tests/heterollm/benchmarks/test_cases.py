@@ -97,7 +97,7 @@ def test_passes_and_calibrations_count_where_the_npu_computes_in_integers():
         precisions=["w8a8"],
         threads=[(1, 1)],
         calibration="ranges.json",
-        passes=["none", "llm.npu:chunks", "llm.npu"],
+        techniques=["none", "llm.npu:chunks", "llm.npu"],
     )
     assert [one.label for one in found] == [
         "gpu w8a8, 1+1",
@@ -107,7 +107,7 @@ def test_passes_and_calibrations_count_where_the_npu_computes_in_integers():
         "auto llm.npu w8a8, 1+1",
     ]
     assert [one.calibration for one in found] == ["", *["ranges.json"] * 4]
-    assert found[-1].load_keywords["request"] == PlanRequest(passes=("llm.npu",))
+    assert found[-1].load_keywords["request"] == PlanRequest(techniques=("llm.npu",))
     [whole] = with_baseline(found[-1:])[1:]
     assert whole.label == "gpu w8a8, 2+0"
     assert not whole.calibration
@@ -120,7 +120,7 @@ def test_sparse_attention_runs_at_any_level_with_its_calibration():
         threads=[(1, 1)],
         scales="stepped",
         calibration="heads.json",
-        passes=["none", "shadowattn"],
+        techniques=["none", "shadowattn"],
     )
     assert [(one.label, one.calibration) for one in found if one.precision == "w4a16"] == [
         ("gpu w4a16 stepped, 1+1", ""),
@@ -129,17 +129,20 @@ def test_sparse_attention_runs_at_any_level_with_its_calibration():
         ("layer shadowattn padding w4a16 stepped, 1+1", "heads.json"),
     ]
     assert not any(one.pass_name or one.calibration for one in found if one.precision == "fp16")
-    assert found[1].load_keywords["request"] == PlanRequest(passes=("shadowattn",))
+    assert found[1].load_keywords["request"] == PlanRequest(techniques=("shadowattn",))
 
 
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
         ({"levels": ["layer"]}, "heterollm calibrate MODEL --precision w8a8"),
-        ({"levels": ["auto"], "passes": ["llm.npu"]}, "--calibration FILE"),
-        ({"levels": ["layer"], "passes": ["llm.npu"], "calibration": "c.json"}, "--plan auto or tensor"),
-        ({"levels": ["auto"], "passes": ["shadowattn"]}, "--calibration FILE"),
-        ({"levels": ["auto"], "passes": ["llm.npu:naive"], "calibration": "c.json"}, "heterollm simulate"),
+        ({"levels": ["auto"], "techniques": ["llm.npu"]}, "--calibration FILE"),
+        ({"levels": ["layer"], "techniques": ["llm.npu"], "calibration": "c.json"}, "--plan auto or tensor"),
+        ({"levels": ["auto"], "techniques": ["shadowattn"]}, "--calibration FILE"),
+        (
+            {"levels": ["auto"], "techniques": ["llm.npu:naive"], "calibration": "c.json"},
+            "heterollm simulate",
+        ),
     ],
 )
 def test_what_a_pass_lacks_is_told_before_anything_is_loaded(options, fix):
@@ -163,7 +166,7 @@ def test_a_grid_is_everything_with_everything():
         ("policies", "none"),
         ("syncs", "hope"),
         ("precisions", "w2"),
-        ("passes", "llm.gpu"),
+        ("techniques", "llm.gpu"),
         ("levels", "x" * 5000),
     ],
 )

@@ -17,7 +17,8 @@ from heterollm.doctor import Check, Diagnosis
 from heterollm.doctor.run import Problem
 from heterollm.kernels.device import DeviceStatus
 from heterollm.kernels.sim import simulated_devices
-from heterollm.planning import LoadOptions, ProfilingSession, solve_for
+from heterollm.loading import plan_for
+from heterollm.planning import LoadOptions, ProfilingSession
 from heterollm.profiler import SessionOptions, summarize
 from heterollm.report import bench_reports, console, demo_report, diagnosis_report, plan_report
 from heterollm.report import profile as report_profile
@@ -57,7 +58,7 @@ def solved():
     """A plan for the bundled model on a simulated phone, which takes no device and no time to profile."""
     with ProfilingSession("sim:snapdragon-8gen3", models=(bundled_model(),)) as profiling:
         profiling.run(SessionOptions.of(quick=True, tune=False), silent)
-    return solve_for(bundled_model(), LoadOptions(device="sim:snapdragon-8gen3"))
+    return plan_for(bundled_model(), LoadOptions(device="sim:snapdragon-8gen3"))
 
 
 @pytest.fixture

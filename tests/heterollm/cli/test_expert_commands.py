@@ -34,13 +34,13 @@ def test_a_saved_plan_of_experts_answers_as_the_gpu(checkpoint, tmp_path, monkey
     calibration, saved, text = tmp_path / "cal.json", tmp_path / "plan.json", tmp_path / "text.txt"
     text.write_text(TEXT * 20)
     host = ("--device", "host")
-    asked = ("--pass", "npumoe:groups", "--calibration", calibration)
+    asked = ("--technique", "npumoe:groups", "--calibration", calibration)
     plan = ("plan", folder, *host, *asked, "--prompt", "128", "--explain", "-o", saved)
     calibrate = ("calibrate", folder, text, "-o", calibration, "--gpu-threads", 1)
     code, _, shown = call(capsys, *calibrate, "--windows", 2, "--window", 128)
     assert code == 0, shown
     assert call(capsys, *plan)[0] != 0  # no profile
-    code, _, shown = call(capsys, "profile", folder, *host, "--quick", "--pass", "npumoe")
+    code, _, shown = call(capsys, "profile", folder, *host, "--quick", "--technique", "npumoe")
     assert code == 0, shown
     code, _, shown = call(capsys, *plan)
     assert code == 0, shown
@@ -66,6 +66,6 @@ def test_a_saved_plan_of_experts_answers_as_the_gpu(checkpoint, tmp_path, monkey
     code, _, shown = call(capsys, "generate", folder, TEXT, *host, "--plan", saved)
     assert code != 0
     assert "Expert 99" in shown
-    code, _, shown = call(capsys, "plan", folder, *host, "--pass", "npumoe")
+    code, _, shown = call(capsys, "plan", folder, *host, "--technique", "npumoe")
     assert code != 0
     assert "needs calibrated loads of experts" in shown

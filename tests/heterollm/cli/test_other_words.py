@@ -36,6 +36,7 @@ def own(line):
         ("chat x --ctx-size 64 -s 3", "chat x --context 64 --seed 3"),
         ("serve x --served-model-name y --max-model-len 64", "serve x --name y --context 64"),
         ("rm x", "rm x"),
+        ("plan x --pass npumoe", "plan x --technique npumoe"),
         ("serve x --max-tokens 3", "serve x --max-tokens 3"),
         ("simulate x --prompt 64", "simulate x --prompt 64"),
         ("profile list", "profile list"),

@@ -150,7 +150,7 @@ def test_options_reach_the_profiler(run, fake):
     assert (options.budget_s, options.update, options.tune, options.quick) == (150.0, True, False, False)
     assert options.characterise
     assert not options.sparse_attention
-    assert run("--pass", "shadowattn", "--quick")[0] == 0
+    assert run("--technique", "shadowattn", "--quick")[0] == 0
     assert fake.calls[1][1].sparse_attention
     assert [shape.name for shape in shapes[::3]] == ["TinyLlama-1.1B fp16", "TinyLlama-1.1B w4a16"]
     # The device computes in float32, and float weights are what it computes in.

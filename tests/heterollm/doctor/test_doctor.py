@@ -13,20 +13,21 @@ from heterollm.doctor import run as doctor
 from heterollm.doctor.case import DoctorCase, run_case
 from heterollm.doctor.checks import FLAG, device_cases
 from heterollm.doctor.contexts import CONTEXTS
-from heterollm.doctor.experts import EXPERTS, MIXTURE, expert_cases, gpu_expert_cases
+from heterollm.doctor.experts import EXPERTS, expert_cases
 from heterollm.doctor.linears import AGREEMENT
 from heterollm.doctor.power import CLOCKS, CORES
 from heterollm.doctor.run import Problem, unlisted_vendors
 from heterollm.doctor.scores import SCORES, score_cases
 from heterollm.doctor.sparse import ATTENTION, CODES, SELECTION, sparse_cases
 from heterollm.kernels.device import DeviceStatus
-from heterollm.kernels.formats import reference, reference_layers, reference_sparse
+from heterollm.kernels.formats import reference
 from heterollm.kernels.gpu import GpuLinear, GpuWork
 from heterollm.kernels.npu import ExpertsShard
 from heterollm.kernels.npu.contexts import SharingVerdict
 from heterollm.kernels.open import open_device
-from heterollm.kernels.score_cases import ScoresCase
-from heterollm.kernels.sparse_cases import SparseCase
+from heterollm.kernels.operators import attention, embedding, gated_activation, norm, rope, sparse_attention
+from heterollm.kernels.operators.score_codes import ScoresCase
+from heterollm.kernels.operators.sparse_attention import SparseCase
 from heterollm.kernels.sync.litmus import Litmus
 from heterollm.report import console as report
 from heterollm.report import diagnosis_report
@@ -91,7 +92,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         SCORES,
         SELECTION,
         ATTENTION,
-        MIXTURE,
+        "mixture of experts",
         FLAG,
         CLOCKS,
         CORES,
@@ -174,13 +175,13 @@ def test_a_simulated_device_computes_nothing():
 ORACLES = {
     "linear int4 block 32": (reference, "linear"),
     "linear int4 block 32, w4a8": (reference, "linear"),
-    "embedding f16": (reference, "embedding"),
-    "norm with residual": (reference_layers, "rms_norm"),
-    "RoPE and KV write": (reference_layers, "rotate"),
-    "attention, prefill": (reference_layers, "attention"),
-    "attention, decode": (reference_layers, "attention"),
-    ATTENTION: (reference_sparse, "attention"),
-    "gated activation": (reference_layers, "gated_activation"),
+    "embedding f16": (embedding, "exact_embedding"),
+    "norm with residual": (norm, "exact_rms_norm"),
+    "RoPE and KV write": (rope, "exact_rotation"),
+    "attention, prefill": (attention, "exact_attention"),
+    "attention, decode": (attention, "exact_attention"),
+    ATTENTION: (sparse_attention, "exact_selected_attention"),
+    "gated activation": (gated_activation, "exact_gated_activation"),
 }
 
 
@@ -385,9 +386,9 @@ def test_scores_whose_codes_all_lie_beside_the_exact_ones_fail(device, monkeypat
 @pytest.mark.parametrize(
     ("operator", "module", "name", "changed"),
     [
-        (CODES, reference_sparse, "codes", lambda codes: codes ^ 1),
-        (CODES, reference_sparse, "nearest_bucket", lambda _: (0.5, 2.0)),
-        (SCORES, reference_sparse, "estimate", lambda codes: codes ^ 1),
+        (CODES, sparse_attention, "exact_codes", lambda codes: codes ^ 1),
+        (CODES, sparse_attention, "nearest_bucket", lambda _: (0.5, 2.0)),
+        (SCORES, sparse_attention, "exact_estimate", lambda codes: codes ^ 1),
         (SELECTION, SparseCase, "select", lambda heads: [[kept[1:] for kept in own] for own in heads]),
         (SELECTION, SparseCase, "select", lambda heads: [[kept[::-1] for kept in own] for own in heads]),
         (
@@ -410,7 +411,7 @@ def test_a_wrong_kernel_of_sparse_attention_is_named(device, monkeypatch, operat
 def test_a_token_that_gets_another_expert_is_seen(device, monkeypatch):
     right = np.argsort
     monkeypatch.setattr(np, "argsort", lambda *given, **options: right(*given, **options)[::-1])
-    checks = [run_case(case, "fp32") for case in gpu_expert_cases(device)]
+    checks = [run_case(case, "fp32") for case in cases_of(device, "mixture of experts")]
     assert [check.status for check in checks] == ["fail", "fail"]
 
 

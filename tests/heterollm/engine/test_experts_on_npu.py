@@ -18,11 +18,12 @@ from heterollm.engine.builder import PassBuilder
 from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE, SlotCheck
 from heterollm.engine.slots import pool_sizes
-from heterollm.kernels.formats import linear, linear_errors, reference_layers
+from heterollm.kernels.formats import linear, linear_errors
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
+from heterollm.kernels.operators.gated_activation import exact_gated_activation
 from heterollm.llm import LLM
 from heterollm.model import ModelWeights
 from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan
@@ -224,7 +225,7 @@ def test_a_layer_is_that_of_its_experts(
             pairs = pairs[:capacity] if drops else pairs
         for token, slot in pairs:
             gate, up = (linear(x[token : token + 1], [gates[2 * expert + place]]) for place in (0, 1))
-            out = linear(reference_layers.gated_activation(gate, up), [downs[expert]])
+            out = linear(exact_gated_activation(gate, up), [downs[expert]])
             exact[token] += shares[token, slot] * out[0]
     assert lost > 40
     actual = slot_of(llm, "expert_output", np.float32, (count, 128))

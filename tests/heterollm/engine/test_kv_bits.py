@@ -99,7 +99,7 @@ def test_other_bits_are_refused(bits):
 
 
 def test_the_pass_of_sparse_attention_is_refused():
-    sparse = PlanRequest(passes=("shadowattn",))
+    sparse = PlanRequest(techniques=("shadowattn",))
     with pytest.raises(OptionError, match="Sparse attention reads no KV cache of 8 bits"):
         LoadOptions(
             kv_bits=8, request=sparse, plan="tensor", scales="stepped", calibration="calibration.json"

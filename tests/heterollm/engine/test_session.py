@@ -210,6 +210,16 @@ def test_reset_begins_anew(llm: LLM) -> None:
     assert np.array_equal(session.prefill(ids), expected)
 
 
+@pytest.mark.parametrize(
+    ("ids", "kept"), [([5, 6, 7, 8], 3), ([5, 6, 9], 2), ([5], 1), ([1, 6, 7], 0), ([], 0), ([5, 6, 7], 3)]
+)
+def test_a_session_keeps_the_beginning_of_a_prompt(llm: LLM, ids: list[int], kept: int) -> None:
+    session = llm.session()
+    session.prefill([5, 6, 7])
+    session.keep_common(np.array(ids, np.int32))
+    assert session.ids.tolist() == ids[:kept] == [5, 6, 7][:kept]
+
+
 @pytest.mark.parametrize("position", [0, 1, 32, 99, 100])
 def test_after_a_truncation_the_rest_is_forgotten(llm: LLM, position: int) -> None:
     ids, other = make_ids(100), make_ids(40, seed=8)

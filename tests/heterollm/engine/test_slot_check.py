@@ -1,6 +1,7 @@
 """The debug mode of the slots: right orders pass under delays in both parts, wrong ones are caught."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,14 @@ def test_a_slot_that_nothing_has_written_is_not_read(
     (first, *_) = (place for place, step in enumerate(steps) if step.operator == "qkv")
     with pytest.raises(EngineError, match="reads what nothing has written in linear_input"):
         check(steps[first:])
+
+
+def test_an_operator_that_the_registry_lacks_is_refused(
+    course: tuple[Callable[..., Any], list[Step]],
+) -> None:
+    check, steps = course
+    with pytest.raises(EngineError, match="names an operator that kernels/operators lacks: nrom"):
+        check([steps[0], replace(steps[1], operator="nrom"), *steps[2:]])
 
 
 # -- steps that do not tell the truth -----------------------------------------------------------------------

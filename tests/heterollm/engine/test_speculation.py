@@ -14,18 +14,18 @@ from gates import LOGITS_SQNR_DB
 from scipy import stats
 
 from heterollm.base import DeviceError, OptionError
-from heterollm.engine import MemoryNeed, Session, SessionSource, check_memory
+from heterollm.engine import MemoryNeed, Session, check_memory
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu import head_stride, position_bytes
 from heterollm.llm import LLM
 from heterollm.text import (
-    Generation,
     GenerationOptions,
     GenerationResult,
     GuessPace,
     Sampler,
     SamplingOptions,
-    Speculation,
+    TokenSequence,
+    drive,
 )
 
 CODE = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def "
@@ -42,6 +42,7 @@ class Guesser:
 
     def __init__(self, guess: Callable[[int], int], count: int, drawn: np.ndarray | None = None) -> None:
         self._guess, self._count, self._drawn = guess, count, drawn
+        self.pace = GuessPace([1.0] * 16, (0.5,))
 
     was_behind = False
 
@@ -57,17 +58,28 @@ class Guesser:
         pass
 
 
+def asked(
+    llm: LLM, session: Session, prompt: list[int], guesser: Guesser | None, options: GenerationOptions
+) -> TokenSequence:
+    return TokenSequence(
+        *(llm.tokenizer, prompt, options),
+        context=session.context,
+        speculator=None if guesser is None else lambda *_: guesser,
+        clock=llm.device.now_s,
+    )
+
+
+def result_of(sequence: TokenSequence) -> GenerationResult:
+    assert sequence.result is not None
+    return sequence.result
+
+
 def answer(
     llm: LLM, session: Session, prompt: list[int], guesser: Guesser | None, options: GenerationOptions
 ) -> GenerationResult:
-    def run() -> GenerationResult:
-        source = SessionSource(session)
-        speculation = None
-        if guesser is not None:
-            speculation = Speculation(source, guesser, GuessPace([1.0] * 16, (0.5,)), llm.device.now_s)
-        return Generation(source, llm._tokenizer, prompt, options, speculation=speculation).run()
-
-    return llm.on_engine_thread(run)
+    sequence = asked(llm, session, prompt, guesser, options)
+    assert llm.on_engine_thread(lambda: list(drive(sequence, session)))
+    return result_of(sequence)
 
 
 def cache_bytes(llm: LLM, session: Session, positions: int) -> bytes:
@@ -121,7 +133,7 @@ def test_rows_in_place_are_those_of_a_copy(llm: LLM, token_ids: Callable[[int], 
     for session in (one, other):
         session.prefill(token_ids(20))
     ids = np.arange(30, 41, dtype=np.int32)
-    rows = llm.on_engine_thread(lambda: one.decode_several_in_place(ids).copy())
+    rows = llm.on_engine_thread(lambda: one.decode_in_place(ids).copy())
     assert np.array_equal(rows, other.decode(ids))
     assert one.ids.tolist() == other.ids.tolist()
     last = llm.on_engine_thread(lambda: one.append_in_place(ids).copy())
@@ -268,18 +280,17 @@ def test_answers_in_turns_do_not_mix(llm: LLM) -> None:
     options = GenerationOptions(max_new_tokens=24, ignore_eos=True)
     plain = [answer(llm, llm.session(), prompt, None, options).token_ids for prompt in prompts]
 
-    def started(prompt: list[int], tokens: tuple[int, ...]) -> Generation:
-        source, whole = SessionSource(llm.session()), [*prompt, *tokens]
-        guesser = Guesser(lambda place: whole[place], 5)
-        speculation = Speculation(source, guesser, GuessPace([1.0] * 16, (0.5,)), llm.device.now_s)
-        return Generation(source, llm._tokenizer, prompt, options, speculation=speculation)
-
     def in_turns() -> list[GenerationResult]:
-        running = [started(*one) for one in zip(prompts, plain, strict=True)]
-        for _ in range(24):
-            for generation in running:
-                next(generation)
-        return [generation.result for generation in running]
+        running = []
+        for prompt, tokens in zip(prompts, plain, strict=True):
+            session, whole = llm.session(), [*prompt, *tokens]
+            guesser = Guesser(lambda place, whole=whole: whole[place], 5)  # type: ignore[misc]
+            sequence = asked(llm, session, prompt, guesser, options)
+            running.append((sequence, drive(sequence, session)))
+        while any(sequence.result is None for sequence, _ in running):
+            for _, steps in running:
+                next(steps)
+        return [result_of(sequence) for sequence, _ in running]
 
     found = llm.on_engine_thread(in_turns)
     assert [one.token_ids for one in found] == plain

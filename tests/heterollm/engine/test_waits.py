@@ -11,7 +11,8 @@ import pytest
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS
 from heterollm.engine.step import Step
-from heterollm.engine.waits import Fences, default_sync
+from heterollm.engine.sync import default_sync
+from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.threads import ThreadSplit

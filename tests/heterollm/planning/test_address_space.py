@@ -12,8 +12,9 @@ from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GraphMemory, Phase, Precision, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
-from heterollm.planning import ProfiledModel, solve_plan
-from heterollm.simulate.plan import profile_of
+from heterollm.planning import ProfiledModel
+from heterollm.planning.planner import solve_plan
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import Plan, PlanRequest
 
 PROMPTS = (32, 64, 100, 128, 256, 300, 512, 1024)

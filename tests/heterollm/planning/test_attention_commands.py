@@ -1,4 +1,4 @@
-"""The pass shadowattn from the command line, on a made-up profile of ``host`` by which it pays early."""
+"""The technique shadowattn from the command line, on a made-up profile of ``host`` by which it pays early."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs
-from heterollm.profiler.measure.layer_cases import layer_cases
+from heterollm.profiler.measure.layers import layer_cases
 from heterollm.profiler.measure.sparse_cases import sparse_cases
 from heterollm.profiler.records import Profile, Record, profile_path
 from heterollm.solver import Plan
@@ -20,7 +20,7 @@ from heterollm.trace import load_trace
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 WEIGHTS = ("--scales", "stepped")
-PASS = ("--pass", "shadowattn", "--estimator", "npu")
+PASS = ("--technique", "shadowattn", "--estimator", "npu")
 
 
 def time_us(key):

@@ -10,8 +10,9 @@ from heterollm.data import bundled_model
 from heterollm.kernels.open import open_device
 from heterollm.kernels.threads import allowed_cores, split_threads
 from heterollm.llm import LLM
+from heterollm.loading import plan_for
 from heterollm.model import ModelConfig, op_specs
-from heterollm.planning import CoreSplit, LoadOptions, ProfiledModel, solve_for
+from heterollm.planning import CoreSplit, LoadOptions, ProfiledModel
 from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, weights_of, words
 from heterollm.planning.planner import solve_plan, solver_of
 from heterollm.profiler.records import LinearKey, Profile, profile_path
@@ -129,7 +130,7 @@ def test_a_process_whose_opencl_is_open_keeps_its_threads(profile):
 
 def test_levels_and_saved_plans_win(profile, tmp_path):
     assert choose(plan="tensor") == ((None, None), "")
-    made = solve_for(MODEL, LoadOptions(device="host", gpu_threads=HALVES[0], npu_threads=HALVES[1])).plan
+    made = plan_for(MODEL, LoadOptions(device="host", gpu_threads=HALVES[0], npu_threads=HALVES[1])).plan
     assert made.threads == HALVES
     made.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == made

@@ -1,4 +1,4 @@
-"""The pass npumoe in plans: only asked for, by calibrated loads, within memory, and where it pays."""
+"""The technique npumoe in plans: only asked for, by calibrated loads, within memory, and where it pays."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from heterollm.base import CalibrationError, OptionError, PlanError
 from heterollm.calibration import RoutingCalibration
 from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs
-from heterollm.planning import LoadOptions, ProfiledModel, Solved, expert_loads
+from heterollm.planning import LoadOptions, ProfiledModel, expert_loads
 from heterollm.planning.experts import (
     DROPS,
     ON_GPU,
@@ -20,7 +20,7 @@ from heterollm.planning.experts import (
     npu_bytes_left,
     with_expert_placements,
 )
-from heterollm.planning.passes import check_pass
+from heterollm.planning.techniques import check_technique
 from heterollm.profiler.records import Profile
 from heterollm.report import console
 from heterollm.report.plan_experts import experts_report
@@ -37,7 +37,7 @@ from heterollm.solver import (
 )
 
 EXPERTS, CHOSEN, CHUNK = 8, 2, 256
-REQUEST = PlanRequest(passes=("npumoe",))
+REQUEST = PlanRequest(techniques=("npumoe",))
 CONFIG = {
     "model_type": "qwen3_moe",
     "hidden_act": "silu",
@@ -190,9 +190,9 @@ def test_the_budget_counts_linear_layers_first_and_graphs_of_all_lengths(model, 
 
 def test_a_step_with_all_experts_on_the_npu_needs_the_memory(model, linears):
     for step in ("npumoe:each", "npumoe:tiers", "npumoe:groups"):
-        plan = placed(model, linears, PlanRequest(passes=(step,)))
+        plan = placed(model, linears, PlanRequest(techniques=(step,)))
         assert [own.keys() for own in groups_of(plan)] == [set(range(EXPERTS))] * 2
-    small = PlanRequest(passes=("npumoe:each",), npu_gib=1e-6)
+    small = PlanRequest(techniques=("npumoe:each",), npu_gib=1e-6)
     with pytest.raises(PlanError, match=r"npumoe:each needs NPU graphs of .* leave 0 B") as caught:
         placed(model, linears, small)
     assert "npumoe" in caught.value.fix
@@ -200,7 +200,7 @@ def test_a_step_with_all_experts_on_the_npu_needs_the_memory(model, linears):
 
 @pytest.mark.parametrize("step", ["npumoe", "npumoe:each", "npumoe:tiers", "npumoe:groups"])
 def test_padded_capacities_hold_all_calibrated_loads(model, linears, step):
-    request = PlanRequest(passes=(step,), experts=ExpertsRequest("pad"))
+    request = PlanRequest(techniques=(step,), experts=ExpertsRequest("pad"))
     plan = placed(model, linears, request)
     for tokens in (CHUNK, 192, 128, 64):
         for own, loads in zip(groups_of(plan, tokens), expert_loads(routing(), tokens), strict=True):
@@ -228,7 +228,7 @@ def test_the_report_says_which_experts_live_where_and_why(model, linears, overfl
     tight = structs.replace(request, npu_gib=(model.npu_bytes(linears) + half) / 2**30)
     for asked, fits in ((request, True), (tight, False)):
         plan = structs.replace(placed(model, linears, asked), request=asked)
-        parts = experts_report(Solved(model, plan, routing=routing()), explain=True)
+        parts = experts_report(model, plan, routing(), explain=True)
         text = " ".join(" ".join(console.render(part, width=200).split()) for part in parts)
         for layer in range(2):
             for group in plan.experts_of(CHUNK, layer).groups:
@@ -240,22 +240,22 @@ def test_the_report_says_which_experts_live_where_and_why(model, linears, overfl
 
 def test_the_pass_needs_a_calibration_and_a_level_with_the_npu():
     for level in ("auto", "tensor", "block", "layer", "npu"):
-        check_pass(REQUEST, "w4a16", level, calibrated=False, routed=True)
+        check_technique(REQUEST, "w4a16", level, calibrated=False, routed=True)
         with pytest.raises(OptionError, match="needs calibrated loads of experts") as caught:
-            check_pass(REQUEST, "w4a16", level, calibrated=False)
+            check_technique(REQUEST, "w4a16", level, calibrated=False)
         assert "heterollm calibrate" in caught.value.fix
     for level in ("gpu", "of a file"):
         with pytest.raises(OptionError, match="uses the NPU, and plan"):
-            check_pass(REQUEST, "w4a16", level, calibrated=True, routed=True)
+            check_technique(REQUEST, "w4a16", level, calibrated=True, routed=True)
 
 
 def test_loads_of_experts_need_no_stepped_scales():
     options = LoadOptions(request=REQUEST, calibration="file")
     assert options.weights_calibration is None
     assert LoadOptions(request=REQUEST, calibration="file", scales="stepped").weights_calibration == "file"
-    for passes in ((), ("npumoe", "shadowattn")):
+    for techniques in ((), ("npumoe", "shadowattn")):
         with pytest.raises(OptionError, match="stepped scales"):
-            LoadOptions(request=PlanRequest(passes=passes), calibration="file")
+            LoadOptions(request=PlanRequest(techniques=techniques), calibration="file")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """One plan, one list of steps: solved on the spot, kept, saved and reloaded, or edited and saved."""
 
-import dataclasses
 import json
 
 import pytest
@@ -14,9 +13,8 @@ from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.model import op_specs, shape_only_weights
 from heterollm.model.known import ModelSize
-from heterollm.planning import LoadOptions
-from heterollm.planning.choice import PlanTarget, plan_for
-from heterollm.simulate.plan import profile_of
+from heterollm.planning import PlanInputs, make_plan
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import PlanRequest, Solver
 
 DEVICE = "sim:snapdragon-8gen3"
@@ -97,25 +95,24 @@ def test_a_simulated_plan_is_one_list_of_steps(model, tmp_path, monkeypatch):
     weights = shape_only_weights(config, specs)
     device = opened()
     profile = profile_of(device, model, config, specs, silent)
-    monkeypatch.setattr("heterollm.planning.planner.stored_profile", lambda *_: profile)
-    options = LoadOptions(device=DEVICE, plan="auto")
 
-    target = PlanTarget.of(device)
-    solved, _ = plan_for(options, target, config, specs, CONTEXT)
+    def planned(plan):
+        request, lengths = PlanRequest(context=CONTEXT), device.standard_lengths
+        return make_plan(
+            PlanInputs(config, specs, "w4a16", DEVICE, plan, request, lengths, lambda: profile)
+        ).plan
+
+    solved = planned("auto")
     assert solved.uses_npu
     with monkeypatch.context() as patch:
         patch.setattr(Solver, "solve", lambda *_, **__: pytest.fail("solved again"))
-        kept, _ = plan_for(options, target, config, specs, CONTEXT)
+        kept = planned("auto")
     solved.save(tmp_path / "plan.json")
-    loaded, _ = plan_for(
-        dataclasses.replace(options, plan=tmp_path / "plan.json"), target, config, specs, CONTEXT
-    )
+    loaded = planned(tmp_path / "plan.json")
     assert solved == kept == loaded
     changed = edited(solved)
     changed.save(tmp_path / "changed.json")
-    reloaded, _ = plan_for(
-        dataclasses.replace(options, plan=tmp_path / "changed.json"), target, config, specs, CONTEXT
-    )
+    reloaded = planned(tmp_path / "changed.json")
     assert reloaded == changed != solved
 
     steps = steps_of(solved, weights)

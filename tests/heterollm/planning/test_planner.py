@@ -20,8 +20,9 @@ from heterollm.data import bundled_model
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Member, OpSpec, Phase, Precision, WeightFormat, ffn_specs
 from heterollm.llm import LLM
+from heterollm.loading import plan_for
 from heterollm.model import ModelConfig, op_specs
-from heterollm.planning import LoadOptions, ProfiledModel, Solved, solve_for
+from heterollm.planning import LoadOptions, Planned, ProfiledModel
 from heterollm.planning.planner import solve_plan, solver_of
 from heterollm.profiler.records import FenceKey, LinearKey, LinearPoint, Profile, Record, profile_path
 from heterollm.report.plan import _reasons
@@ -60,7 +61,7 @@ def profile(cache, tmp_path, monkeypatch) -> Profile:
     return Profile.load(path)
 
 
-def solved(profile: Profile, folder: Path, precision: Precision = "w4a16", **request: object) -> Solved:
+def solved(profile: Profile, folder: Path, precision: Precision = "w4a16", **request: object) -> Planned:
     config = ModelConfig.from_folder(folder)
     specs = op_specs(config, precision, 32, True, float_bits=32)
     return solve_plan(ProfiledModel(profile, config, specs, precision), PlanRequest(**request))
@@ -115,7 +116,7 @@ def test_without_a_profile_auto_is_the_gpu_and_tensor_says_what_to_run(folder, t
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "empty"))
     with LLM.load(folder, device="host", context=64) as llm:
         assert llm.plan.level == "gpu"
-    with pytest.raises(OptionError, match="heterollm profile"):
+    with pytest.raises(ProfileError, match="heterollm profile"):
         LLM.load(folder, device="host", plan="tensor", context=64)
 
 
@@ -272,7 +273,7 @@ def test_nonsense_is_one_error(profile, folder, arguments, capsys) -> None:
 def test_a_profile_file_needs_no_device(profile, folder, tmp_path) -> None:
     file = tmp_path / "theirs.json"
     file.write_text(profile.to_json())
-    assert solve_for(folder, LoadOptions(), file).plan == solve_for(folder, LoadOptions(device="host")).plan
+    assert plan_for(folder, LoadOptions(), file).plan == plan_for(folder, LoadOptions(device="host")).plan
 
 
 # -- what the profile lacks -------------------------------------------------------------------------------
@@ -293,7 +294,8 @@ def without(profile: Profile, *, blocks: bool = False, npu: bool = False) -> Pro
 def test_a_profile_without_blocks_has_level_tensor(profile, folder) -> None:
     made = solved(without(profile, blocks=True), folder, context=64)
     assert (made.plan.level, made.plan.has_ffn, made.plan.uses_npu) == ("tensor", False, True)
-    assert not made.notes
+    [choice] = made.notes
+    assert choice.startswith("auto: tensor, predicted")
     with pytest.raises(ProfileError, match="no feed-forward networks of its NPU at") as caught:
         _ = solved(without(profile, blocks=True), folder, context=64, level="block").plan
     assert "heterollm profile MODEL --device host --precision w4a16" in caught.value.fix
@@ -319,8 +321,8 @@ def test_a_precision_that_was_not_measured_is_named(profile, folder, level) -> N
     made = solved(profile, folder, "w4a8", context=64)
     assert not made.plan.uses_npu
     assert made.plan.level == "gpu"
-    assert "no linear layers of its NPU at precision w4a8 (int4 block 32" in made.notes[0]
-    assert "--precision w4a8" in made.notes[0]
+    assert "no linear layers of its NPU at precision w4a8 (int4 block 32" in made.notes[1]
+    assert "--precision w4a8" in made.notes[1]
     with pytest.raises(ProfileError, match="at precision w4a8") as caught:
         solved(profile, folder, "w4a8", context=64, level=level)
     assert "--precision w4a8 --update" in caught.value.fix

@@ -10,7 +10,7 @@ import pytest
 from heterollm.base import OptionError, PlanError
 from heterollm.cli import main
 from heterollm.model import find_model, op_specs, shape_of_specs
-from heterollm.planning import ProfiledModel, Solved
+from heterollm.planning import Planned, ProfiledModel
 from heterollm.planning.lengths import BuildCosts
 from heterollm.planning.planner import solve_plan
 from heterollm.profiler.records import GraphKey, LinearKey, LinearPoint, PowerKey, Profile, Record
@@ -74,13 +74,13 @@ def _own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.getbasetemp() / "length_choice"))
 
 
-def solved(profile: Profile, **request: object) -> Solved:
+def solved(profile: Profile, **request: object) -> Planned:
     model = ProfiledModel(profile, CONFIG, SPECS, "w4a16")
     return solve_plan(model, PlanRequest(**{"context": 256, **request}))
 
 
 @pytest.fixture(scope="module")
-def built(profile, tmp_path_factory) -> Solved:
+def built(profile, tmp_path_factory) -> Planned:
     """The plan of a budget that does not do for all lengths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.getbasetemp() / "length_choice"))
@@ -178,8 +178,8 @@ def test_long_prompts_run_in_the_chunks_that_the_solver_chose(profile, monkeypat
         asked.append((dict(prompts), costs_at(700).position, set(slices)))
         return 128
 
-    monkeypatch.setattr("heterollm.solver.chunks.best_chunk", best_chunk)
-    monkeypatch.setattr("heterollm.solver.chunks.GAIN_FRACTION", -math.inf)
+    monkeypatch.setattr("heterollm.solver.shorter_chunks.best_chunk", best_chunk)
+    monkeypatch.setattr("heterollm.solver.shorter_chunks.GAIN_FRACTION", -math.inf)
     made = solved(profile, context=1024, level="tensor")
     assert made.plan.chunk_length == 128
     assert [length for _, length in made.plan.chunks(300)] == [128, 128, 44]

@@ -1,4 +1,4 @@
-"""The pass shadowattn in plans: only asked for, with calibrated heads, and where it is predicted to pay."""
+"""shadowattn in plans: only asked for, with calibrated heads, and where it is predicted to pay."""
 
 import dataclasses
 
@@ -11,17 +11,18 @@ from heterollm.cli import main
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.model import ModelConfig, find_model, op_specs
-from heterollm.planning import ProfiledModel, assumed_heads, solve_plan
-from heterollm.planning.passes import check_pass
+from heterollm.planning import ProfiledModel, assumed_heads
+from heterollm.planning.planner import solve_plan
 from heterollm.planning.sparse_attention import calibrated_heads, with_sparse_attention
+from heterollm.planning.techniques import check_technique
 from heterollm.profiler.records import Profile, SparseKey
 from heterollm.report import console, plan_report
-from heterollm.simulate.plan import profile_of
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import AttentionRequest, Plan, PlanRequest, SparseAttention
 
 CONTEXT = 4096
 REQUEST = PlanRequest(
-    context=CONTEXT, level="tensor", passes=("shadowattn",), attention=AttentionRequest(estimator="gpu")
+    context=CONTEXT, level="tensor", techniques=("shadowattn",), attention=AttentionRequest(estimator="gpu")
 )
 
 
@@ -58,7 +59,7 @@ def without_sparse_times(model):
 
 @pytest.mark.slow
 def test_the_pass_adds_attention_and_changes_nothing_else(model, solved):
-    plain = solve_plan(model, structs.replace(REQUEST, passes=(), attention=AttentionRequest())).plan
+    plain = solve_plan(model, structs.replace(REQUEST, techniques=(), attention=AttentionRequest())).plan
     assert plain.attention == ()
     assert solved.plan.sparse_attention
     assert solved.plan.entries == plain.entries
@@ -132,12 +133,12 @@ def test_devices_whose_npu_estimates_no_scores_are_refused_by_name(model, heads,
 )
 def test_what_the_pass_cannot_have_is_refused(level, calibrated, message):
     with pytest.raises(OptionError, match=message):
-        check_pass(REQUEST, "w4a16", level, calibrated=calibrated)
+        check_technique(REQUEST, "w4a16", level, calibrated=calibrated)
 
 
 @pytest.mark.parametrize("level", ["auto", "gpu", "npu", "layer", "tensor", "block"])
 def test_every_level_can_have_the_pass(level):
-    check_pass(REQUEST, "w4a16", level, calibrated=True)
+    check_technique(REQUEST, "w4a16", level, calibrated=True)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_options_out_of_range_are_refused(changes, message):
 
 @pytest.mark.parametrize("command", [["plan", "MODEL"], ["generate", "MODEL", "text"]])
 def test_commands_refuse_the_pass_without_a_calibration(command, capsys):
-    assert main([*command, "--device", "host", "--pass", "shadowattn"]) != 0
+    assert main([*command, "--device", "host", "--technique", "shadowattn"]) != 0
     assert "needs calibrated attention heads" in " ".join(capsys.readouterr().err.split())
 
 

@@ -8,6 +8,7 @@ systematic testing of multithreaded programs", 2007).
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import types
@@ -17,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from heterollm.engine import EngineThread, PromptTask, Scheduler
+from heterollm.engine import thread as thread_room
 from heterollm.serve import channel as channel_room
-from heterollm.serve import turns as turns_room
 from heterollm.serve.channel import Channel
-from heterollm.serve.turns import PromptJob, Turns
 
 EVENTS = 3
 """More than a full channel."""
@@ -220,33 +221,22 @@ class ForgetsToSignal(Channel):
         return events
 
 
-class Condition:
-    """A condition variable whose waits are steps of a run."""
+class Calls:
+    """The queue of the engine thread, whose waits are steps of a run."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._notified, self._depth = run, False, 0
-        self._owner: Actor | None = None
+        self._run = run
+        self._calls: list[Any] = []
 
-    def __enter__(self) -> None:
-        if self._owner is not self._run.current or self._owner is None:
-            if self._run.current is not None:
-                self._run.wait(lambda: self._owner is None)
-            self._owner = self._run.current
-        self._depth += 1
+    def put(self, call: Any) -> None:
+        self._calls.append(call)
 
-    def __exit__(self, *_error: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
+    def empty(self) -> bool:
+        return not self._calls
 
-    def wait_for(self, predicate: Callable[[], bool]) -> None:
-        while not predicate():
-            depth, self._depth, self._owner, self._notified = self._depth, 0, None, False
-            self._run.wait(lambda: self._notified and self._owner is None)
-            self._owner, self._depth = self._run.current, depth
-
-    def notify(self) -> None:
-        self._notified = True
+    def get(self, timeout: None = None) -> Any:
+        self._run.wait(lambda: bool(self._calls))
+        return self._calls.pop(0)
 
 
 class Loop:
@@ -292,37 +282,82 @@ class Event:
             yield self
 
 
+class Answer:
+    """An answer of some tokens, and its session."""
+
+    rest, held, position, last_logits = (), 0, 0, None
+
+    def __init__(self) -> None:
+        self.result: str | None = None
+        self._count = 0
+
+    def begin(self, _session: object) -> None:
+        pass
+
+    def next_input(self) -> int:
+        return 0
+
+    def accept(self, _logits: object) -> tuple[int]:
+        self._count += 1
+        self.result = "ended" if self._count == EVENTS else None
+        return (self._count - 1,)
+
+    def prefill_in_turns(self, *_: object) -> Iterator[None]:
+        return iter(())
+
+    def decode_in_place(self, _token: int) -> None:
+        pass
+
+
+class ChannelTask(PromptTask):
+    """The answer for a reader."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.answer: Any = Answer()
+        super().__init__("default", [self.answer])
+        self.channel = channel
+
+    @property
+    def is_slow(self) -> bool:
+        return self.channel.full
+
+    def take_session(self) -> Any:
+        return self.answer
+
+    def put(self, _number: int, steps: Sequence[Any], _seconds: float) -> None:
+        for step in steps:
+            self.channel.put(step)
+
+    copy_session: Any = None
+    read = fail = close = lambda *_: None
+
+
 def program_of(kind: type[Channel], monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], Callable[[], bool]]:
-    """Return a program with one job: a reader, and the thread of turns, which runs the engine's slices."""
+    """Return a program with one task: a reader, and the engine thread."""
 
     def program(run: Run) -> Callable[[], bool]:
         got: list[int] = []
         loop = Loop(run)
 
         class Thread:
-            """The scheduler's; the thread of the engine works while it waits for a slice."""
+            """The engine's."""
 
-            def __init__(self, *, target: Callable[[], None], **_options: object) -> None:
-                run.start("the engine", target)
+            def __init__(self, *, target: Callable[..., None], args: Any, **_options: object) -> None:
+                run.watched.add(target.__code__)
+                run.start("the engine", lambda: target(*args))
 
             def start(self) -> None:
                 pass
 
-        threads = types.SimpleNamespace(
-            Condition=lambda: Condition(run), Thread=Thread, Event=threading.Event
-        )
+        threads = types.SimpleNamespace(Thread=Thread, Lock=threading.Lock)
+        queues = types.SimpleNamespace(SimpleQueue=lambda: Calls(run), Empty=queue.Empty)
         with monkeypatch.context() as patch:
-            patch.setattr(turns_room, "threading", threads)
+            patch.setattr(thread_room, "threading", threads)
+            patch.setattr(thread_room, "queue", queues)
             patch.setattr(channel_room, "asyncio", loop)
-            turns = Turns(lambda call: call(), places=2, queue=4)
-            channel = kind(turns.wake)
-
-            def work() -> Iterator[None]:
-                for number in range(EVENTS):
-                    channel.put(number)
-                    yield
-
-            turns.submit([PromptJob("default", 1, work, channel)])
+            scheduler = Scheduler(EngineThread(), lambda: 0.0)
+            channel = kind(scheduler.wake)
+        scheduler.add(ChannelTask(channel))
 
         async def read() -> None:
             while len(got) < EVENTS:
@@ -343,16 +378,15 @@ def program_of(kind: type[Channel], monkeypatch: pytest.MonkeyPatch) -> Callable
 def watched(kind: type[Channel]) -> set[CodeType]:
     """Return the code of a channel, with its comprehensions."""
     full: Any = Channel.full
-    codes = [kind.read.__code__, Channel.put.__code__, full.fget.__code__, Turns.wake.__code__]
+    codes = [kind.read.__code__, Channel.put.__code__, full.fget.__code__, EngineThread.wake.__code__]
     inner = (constant for code in codes for constant in code.co_consts if isinstance(constant, CodeType))
     return {*codes, *inner}
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A channel of two events, and slices of the engine that no clock ends."""
+    """A channel of two events."""
     monkeypatch.setattr(channel_room, "MOST_EVENTS", 2)
-    monkeypatch.setattr(turns_room, "SLICE_S", 1e9)
 
 
 def test_no_order_of_reader_and_engine_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from heterollm.serve.bodies import AnswerRequest, chat_request, completion_reque
 from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import RequestError
 from heterollm.serve.fields import IGNORED, NEUTRAL, RENAMED
-from heterollm.text import GenerationResult
+from heterollm.text import GenerationResult, drive
 
 SAY: Any = [{"role": "user", "content": "def add(a, b):"}]
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -115,13 +115,11 @@ def asked(llm: LLM, defaults: RequestDefaults, fields: dict[str, Any]) -> Answer
 
 def answered(llm: LLM, defaults: RequestDefaults, **fields: Any) -> GenerationResult:
     """The answer to a request, computed at once."""
-    import threading
-
-    from heterollm.engine import SessionSource
-
-    ((prepared,),) = asked(llm, defaults, fields).prompts
-    source = SessionSource(llm.session())
-    return llm.on_engine_thread(lambda: prepared.start(source, 0, threading.Event()).run())
+    ((sequence,),) = asked(llm, defaults, fields).prompts
+    session = llm.session()
+    assert llm.on_engine_thread(lambda: list(drive(sequence, session)))
+    assert sequence.result is not None
+    return sequence.result
 
 
 def test_the_tables_have_every_field_of_openais_client() -> None:

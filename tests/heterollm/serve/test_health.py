@@ -18,10 +18,10 @@ from heterollm.engine import Session
 from heterollm.llm import LLM
 from heterollm.serve import app
 from heterollm.serve.replies import Reply
-from heterollm.text import Generation, GrammarTokens
-from heterollm.text.generation import StopStrings
+from heterollm.text import GrammarTokens, TokenSequence
 from heterollm.text.grammar import Constraint
 from heterollm.text.sampling import Sampler
+from heterollm.text.stop_strings import StopStrings
 from heterollm.text.stream_decoder import StreamDecoder
 
 Serving = Callable[..., contextlib.AbstractContextManager[str]]
@@ -40,7 +40,7 @@ PLACES: Any = {
     "tokens of a grammar": (Constraint, "allowed", {"extra_body": {"grammar": "start: /[a-z]+/"}}),
     "stop strings": (StopStrings, "push", {"stop": ["never"]}),
     "text": (StreamDecoder, "push", {}),
-    "start": (Generation, "__init__", {}),
+    "start": (TokenSequence, "begin", {}),
     "the form": (Reply, "_choice", {}),
     "the request": (LLM, "prepare", {}),
 }

@@ -14,12 +14,13 @@ import openai
 import pytest
 
 from heterollm.base import GraphError
+from heterollm.engine import ServiceTier, Session
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
-from heterollm.serve.answers import Ended, PromptWork, Spent, StepOf
+from heterollm.serve.admission import Admission, BusyError
+from heterollm.serve.answers import Ended, ServedPrompt, StepOf
 from heterollm.serve.sessions import SessionCache
-from heterollm.serve.status import Activity, Health
-from heterollm.serve.turns import BusyError, PromptJob, Turns
+from heterollm.serve.status import Activity
 
 LONG = "def f(x):\n    return x + 1\n\n" * 8
 """More than one chunk of the prompt, and less than two."""
@@ -88,131 +89,133 @@ def test_prompts_reuse_what_they_share(client: openai.OpenAI, llm: LLM) -> None:
 
 
 class Events(list[Any]):
-    """A sink that keeps the order of the events of several jobs."""
+    """A channel that keeps the order of the events of several tasks."""
 
     full = False
 
     def __init__(self, name: str, order: list[str]) -> None:
         super().__init__()
         self.name, self.order = name, order
+        self.ended = threading.Event()
 
     def put(self, event: Any, /) -> None:
         self.append(event)
         self.order.append(self.name)
+        if not isinstance(event, StepOf):
+            self.ended.set()
 
 
-@pytest.fixture
-def turns(llm: LLM) -> Iterator[Turns]:
-    made = Turns(llm.on_engine_thread, places=3, queue=2)
-    yield made
-    made.close()
+class Tasks:
+    """Makes tasks of one model, and admits them."""
 
+    def __init__(self, llm: LLM) -> None:
+        self.scheduler = llm.scheduler()
+        self.admission = Admission(self.scheduler, places=3, queue=2)
+        self._llm = llm
+        self._cache = SessionCache(llm.session, most=3, chunk=llm.plan.chunk_length, failures=lambda: ())
 
-def test_an_urgent_request_does_not_wait_for_a_long_prompt(llm: LLM, turns: Turns) -> None:
-    """It runs to its end between two layers of the other's first chunk."""
-    cache = SessionCache(llm.session, most=3, chunk=llm.plan.chunk_length, failures=lambda: ())
-    order: list[str] = []
-    ends = threading.Event()
-    reports: list[Spent] = []
-
-    def work(name: str, prompt: str, wanted: Callable[[int], bool]) -> tuple[PromptWork, Events]:
-        answer = llm.prepare(prompt, max_new_tokens=5)
-        sink = Events(name, order)
-        made = PromptWork(
-            answers=(answer,),
+    def make(self, tier: ServiceTier, prompt: str, events: Events, kind: Any = ServedPrompt) -> ServedPrompt:
+        task: ServedPrompt = kind(
+            *(tier, (self._llm.prepare(prompt, max_new_tokens=5, ignore_eos=True),)),
             first=0,
             reproducible=True,
             owner="",
-            cache=cache,
-            sink=sink,
-            wanted=wanted,
-            clock=time.monotonic,
+            cache=self._cache,
+            channel=events,
             activity=Activity(),
-            health=Health(),
-            report=reports.append,
+            report=lambda _: None,
+            ended=self.admission.ended,
         )
-        return made, sink
+        return task
 
-    short, short_events = work("short", "import ", turns.wanted)
-    asked = 0
 
-    def wanted(tokens: int) -> bool:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            turns.submit([short.job("priority")])
-        return turns.wanted(tokens)
+@pytest.fixture
+def tasks(llm: LLM) -> Iterator[Tasks]:
+    made = Tasks(llm)
+    yield made
+    made.admission.close()
 
-    long, long_events = work("long", LONG, wanted)
-    job = long.job("flex")
 
-    def watched() -> Iterator[None]:
-        yield from long.run()
-        ends.set()
+def test_an_urgent_request_does_not_wait_for_a_long_prompt(llm: LLM, tasks: Tasks) -> None:
+    """It runs to its end between two layers of the other's first chunk."""
+    order: list[str] = []
+    read: list[float] = []
+    short_events, long_events = Events("short", order), Events("long", order)
+    short = tasks.make("priority", "import ", short_events)
 
-    turns.submit([PromptJob("flex", 1, watched, long_events)])
-    assert ends.wait(HANG_S)
-    assert job.tier == "flex"
+    class Interrupted(ServedPrompt):
+        def take_session(self) -> Session:
+            tasks.admission.submit([short])
+            return super().take_session()
+
+        @property
+        def is_slow(self) -> bool:
+            read.append(self.read_fraction)
+            return False
+
+    tasks.admission.submit([tasks.make("flex", LONG, long_events, Interrupted)])
+    assert long_events.ended.wait(HANG_S)
     assert order == ["short"] * 6 + ["long"] * 6
+    assert 0 < min(filter(None, read)) < llm.plan.chunk_length / len(llm.tokenizer.encode(LONG))
     for events, prompt in ((short_events, "import "), (long_events, LONG)):
         assert all(isinstance(event, StepOf) for event in events[:-1])
         assert isinstance(events[-1], Ended)
-        expected = llm.generate(prompt, max_new_tokens=5, session=llm.session())
+        expected = llm.generate(prompt, max_new_tokens=5, ignore_eos=True, session=llm.session())
         assert events[-1].result.token_ids == expected.token_ids
 
 
-def test_a_slow_reader_waits_alone(turns: Turns) -> None:
+def test_a_slow_reader_waits_alone(tasks: Tasks) -> None:
     order: list[str] = []
-    done = threading.Event()
     slow, quick = Events("slow", order), Events("quick", order)
     slow.full = True
-
-    def put(sink: Events, count: int) -> Iterator[None]:
-        for number in range(count):
-            sink.put(number)
-            yield
-        if sink is slow:
-            done.set()
-
-    turns.submit([PromptJob("priority", 1, lambda: put(slow, 3), slow)])
-    turns.submit([PromptJob("flex", 1, lambda: put(quick, 3), quick)])
-    while len(order) < 3:
-        time.sleep(0.001)
+    tasks.admission.submit([tasks.make("priority", "import ", slow)])
+    tasks.admission.submit([tasks.make("flex", "import ", quick)])
+    assert quick.ended.wait(HANG_S)
     slow.full = False
-    turns.wake()
-    assert done.wait(HANG_S)
-    assert order == ["quick"] * 3 + ["slow"] * 3
+    tasks.scheduler.wake()
+    assert slow.ended.wait(HANG_S)
+    assert order == ["quick"] * 6 + ["slow"] * 6
 
 
-def test_jobs_beyond_the_limit_are_refused_and_the_last_place_is_for_urgent_ones(turns: Turns) -> None:
+def test_tasks_beyond_the_limit_are_refused_and_the_last_place_is_for_urgent_ones(tasks: Tasks) -> None:
     closed = [Events(str(number), []) for number in range(5)]
-    for sink in closed:
-        sink.full = True
-
-    def never() -> Iterator[None]:
-        yield
-
-    jobs = [PromptJob("default", 1, never, sink) for sink in closed]
-    turns.submit(jobs[:1])
-    turns.submit(jobs[1:2])
-    turns.submit(jobs[2:4])
-    assert turns.counts() == (2, 2)
+    for events in closed:
+        events.full = True
+    made = [tasks.make("default", "import ", events) for events in closed]
+    admission = tasks.admission
+    admission.submit(made[:1])
+    admission.submit(made[1:2])
+    admission.submit(made[2:4])
+    assert admission.counts() == (2, 2)
     with pytest.raises(BusyError, match="2 requests wait") as caught:
-        turns.submit(jobs[4:])
+        admission.submit(made[4:])
     assert caught.value.retry_s >= 1
-    ended = threading.Event()
-
-    def urgent() -> Iterator[None]:
-        yield
-        ended.set()
-
-    turns.submit([PromptJob("priority", 1, urgent, Events("urgent", []))])
-    assert ended.wait(HANG_S)
+    urgent = Events("urgent", [])
+    admission.submit([tasks.make("priority", "import ", urgent)])
+    assert urgent.ended.wait(HANG_S)
     # One that waits and is cancelled leaves at once.
-    turns.cancel(jobs[3:4])
-    assert turns.counts()[1] == 1
-    turns.close()
-    assert [len(sink) for sink in closed] == [1, 1, 1, 0, 0]
+    admission.cancel(made[3:4])
+    assert admission.counts()[1] == 1
+    admission.close()
+    assert [len(events) for events in closed] == [1, 1, 1, 0, 0]
+    with pytest.raises(BusyError, match="stops"):
+        admission.submit(made[4:])
+
+
+def test_a_call_to_the_engine_does_not_wait_for_an_answer(llm: LLM, tasks: Tasks) -> None:
+    events = Events("answer", [])
+    task = tasks.make("default", "import ", events)
+
+    def count() -> int:
+        return len(events)
+
+    def begin() -> None:
+        tasks.admission.submit([task])
+
+    llm.on_engine_thread(begin)
+    counts = [llm.on_engine_thread(count) for _ in range(3)]
+    assert counts[0] < 5
+    assert events.ended.wait(HANG_S)
 
 
 def test_a_full_server_says_when_to_come_again(

@@ -14,12 +14,13 @@ from heterollm.calibration.routing import RoutingCalibration
 from heterollm.engine import Engine, ExpertRows
 from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs, shape_only_weights
-from heterollm.planning import ProfiledModel, solve_plan
+from heterollm.planning import ProfiledModel
+from heterollm.planning.planner import solve_plan
 from heterollm.profiler import SessionOptions, profile_device
 from heterollm.profiler.records import ExpertsKey, Profile
 from heterollm.simulate.experts import AssumedExperts
 from heterollm.simulate.routing import AssumedRouting
-from heterollm.solver import PassName, Plan, PlanRequest
+from heterollm.solver import Plan, PlanRequest, Technique
 
 SOC = "sim:snapdragon-8gen3"
 PROMPTS = (16, 64, 300, 1024)
@@ -93,12 +94,12 @@ def predicted_us(plan: Plan, model: ProfiledModel, prompts: Sequence[int] = PROM
 
 @pytest.mark.parametrize("step", ["npumoe:groups", "npumoe"])
 def test_predicted_passes_with_experts_on_the_npu_take_as_long_on_the_simulated_clock(
-    model: ProfiledModel, step: PassName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ProfiledModel, step: Technique, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loads of the passes are as imbalanced as the calibrated ones, and not the same."""
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     loads = AssumedRouting(CONFIG.routing, 2.0)
-    request = PlanRequest(level="tensor", passes=(step,), npu_gib=100)
+    request = PlanRequest(level="tensor", techniques=(step,), npu_gib=100)
     plan = solve_plan(model, request, routing=loads.calibrated(CONFIG.layers)).plan
     assert all(plan.experts_of(tokens, 0).groups for tokens in NPU_PROMPTS)
     rows = AssumedExperts(plan, model.experts, loads).rows_on_gpu
@@ -134,7 +135,7 @@ def test_predicted_passes_have_the_planned_time_of_experts_on_the_npu(model: Pro
         RoutingCalibration(layer, (((each,) * CONFIG.routing.experts,) * 16,))
         for layer in range(CONFIG.layers)
     )
-    plan = solve_plan(model, PlanRequest(level="tensor", passes=("npumoe",)), routing=routing).plan
+    plan = solve_plan(model, PlanRequest(level="tensor", techniques=("npumoe",)), routing=routing).plan
     assert plan.has_npu_experts
     longest = plan.chunk_length
     planned_us = [plan.experts_of(longest, layer).predicted_us for layer in range(CONFIG.layers)]

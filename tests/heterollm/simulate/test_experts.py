@@ -48,9 +48,9 @@ def small(tmp_path_factory):
 
 
 def simulated(model, step=None, **options):
-    passes = () if step is None else (step,)
+    techniques = () if step is None else (step,)
     given = {"prompt": 256, "decode": 1, "level": "tensor", "plan_for": "prompt"} | options
-    return simulate(SimulationRequest(model, passes=passes, **given))
+    return simulate(SimulationRequest(model, techniques=techniques, **given))
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_imbalance_changes_times(small, steps):
 
 def test_equal_cases_have_equal_rows(small):
     request = SimulationRequest(
-        small, passes=("npumoe",), level="tensor", prompt=64, decode=0, plan_for="prompt"
+        small, techniques=("npumoe",), level="tensor", prompt=64, decode=0, plan_for="prompt"
     )
     row, again = run_case(request), run_case(request)
     assert row.error is None

@@ -12,8 +12,9 @@ from heterollm.engine import Engine
 from heterollm.engine.speculators import measured_pass_s
 from heterollm.kernels.open import open_device
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.planning import LoadOptions, PlanTarget, ProfiledModel, predicted_pass_s, solve_plan
-from heterollm.simulate.plan import profile_of
+from heterollm.planning import PlanInputs, ProfiledModel, predicted_pass_s
+from heterollm.planning.planner import solve_plan
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import PlanRequest
 
 MODEL, SOC = "tinyllama-1.1b", "sim:snapdragon-8gen3"
@@ -50,9 +51,14 @@ def test_passes_of_several_tokens_take_as_long_as_predicted(
     assert all(abs(ratio - 1.0) < TOLERANCE for ratio in ratios.values()), ratios
     assert {step.processor for step in engine.steps("decode", 16)} >= {"gpu", "npu"}
     # The same predictions choose the number of guesses; without a profile, passes are timed.
-    options, config = LoadOptions(device=SOC, plan="gpu"), model.config
-    targets = [PlanTarget(device.name, (), lambda found=found: found) for found in (model.profile, None)]
-    predicted, none = (predicted_pass_s(options, one, config, model.specs, plan, 16) for one in targets)
+    inputs = (
+        PlanInputs(
+            *(model.config, model.specs, "w4a16", SOC, "gpu", PlanRequest()),
+            profile=lambda found=found: found,
+        )
+        for found in (model.profile, None)
+    )
+    predicted, none = (predicted_pass_s(one, plan, 16) for one in inputs)
     assert none is None
     assert predicted is not None
     typical = model.predict(plan, "decode", 8)

@@ -43,7 +43,7 @@ def without_slowdown(schedule: ChunkSchedule) -> ChunkSchedule:
 )
 def test_predicted_chunks_in_flight_take_as_long_on_the_simulated_clock(model, soc):
     request = SimulationRequest(
-        model, soc=soc, prompt=1024, decode=0, level="layer", passes=("llm.npu",), plan_for="prompt"
+        model, soc=soc, prompt=1024, decode=0, level="layer", techniques=("llm.npu",), plan_for="prompt"
     )
     found = simulate(request)
     schedule = found.plan.schedule

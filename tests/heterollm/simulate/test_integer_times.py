@@ -13,9 +13,10 @@ from heterollm.kernels.npu import FfnRanges, LinearRanges
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import ffn_specs
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.planning import ProfiledModel, solve_plan
+from heterollm.planning import ProfiledModel
+from heterollm.planning.planner import solve_plan
 from heterollm.profiler.records import LayerKey, Profile
-from heterollm.simulate.plan import profile_of
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import PlanRequest
 
 MODEL, SOC = "llama-3.2-1b", "sim:snapdragon-8gen3"

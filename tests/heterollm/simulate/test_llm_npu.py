@@ -1,4 +1,4 @@
-"""The pass llm.npu on simulated SoCs: its steps, its assumptions, and what it refuses."""
+"""The technique llm.npu on simulated SoCs: its steps, its assumptions, and what it refuses."""
 
 import json
 from typing import get_args
@@ -9,9 +9,9 @@ from heterollm.base import OptionError
 from heterollm.cli import main
 from heterollm.model import find_model, op_specs
 from heterollm.simulate import SimulationRequest, simulate
-from heterollm.simulate.plan import assumed_shadows
-from heterollm.solver import PlanRequest, level_plan, with_shadows
-from heterollm.solver.request import LlmNpuPass
+from heterollm.simulate.inputs import assumed_shadows
+from heterollm.solver import Plan, level_plan, with_shadows
+from heterollm.solver.request import LlmNpuTechnique
 
 SMALL, PAPER = "qwen1.5-0.5b", "snapdragon-8gen3-paper"
 
@@ -25,13 +25,13 @@ def cache(tmp_path_factory):
 
 def case(name, **options):
     return SimulationRequest(
-        SMALL, soc=PAPER, **({"prompt": 512, "decode": 0, "level": "layer", "passes": (name,)} | options)
+        SMALL, soc=PAPER, **({"prompt": 512, "decode": 0, "level": "layer", "techniques": (name,)} | options)
     )
 
 
 @pytest.fixture(scope="module")
 def steps():
-    return {name: simulate(case(name)) for name in get_args(LlmNpuPass)}
+    return {name: simulate(case(name)) for name in get_args(LlmNpuTechnique)}
 
 
 def npu_lengths(result):
@@ -124,13 +124,13 @@ def test_splits_of_heterollm_run_with_integers_of_llm_npu():
     [
         ({"level": "gpu"}, "none of level gpu"),
         ({"level": "block"}, "none of level block"),
-        ({"passes": ("llm.npu:naive",), "level": "tensor"}, "none of level tensor"),
+        ({"techniques": ("llm.npu:naive",), "level": "tensor"}, "none of level tensor"),
         ({"calibrated": True}, "assumes weights"),
         ({"in_flight": 4}, "number of chunks in flight"),
         ({"pruned": 1.5}, "is pruned"),
         ({"outlier_share": -0.1}, "of the channels has outliers"),
-        ({"passes": ("llm.npu", "llm.npu:chunks")}, "are steps of one"),
-        ({"passes": ("other",)}, "no pass 'other'"),
+        ({"techniques": ("llm.npu", "llm.npu:chunks")}, "are steps of one"),
+        ({"techniques": ("other",)}, "no technique 'other'"),
     ],
 )
 def test_what_a_pass_cannot_have_is_refused(changed, message):
@@ -141,17 +141,21 @@ def test_what_a_pass_cannot_have_is_refused(changed, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--pass", "llm.npu"], "needs weights of precision w8a8"),
-        (["--pass", "llm.npu:naive", "--precision", "w8a8"], "only simulations do"),
-        (["--pass", "llm.npu", "--precision", "w8a8"], "needs calibrated ranges"),
+        (["--technique", "llm.npu"], "needs weights of precision w8a8"),
+        (["--technique", "llm.npu:naive", "--precision", "w8a8"], "only simulations do"),
+        (["--technique", "llm.npu", "--precision", "w8a8"], "needs calibrated ranges"),
     ],
 )
 @pytest.mark.parametrize("command", [["plan", "MODEL"], ["generate", "MODEL", "text"]])
-def test_commands_refuse_a_pass_by_name(command, options, message, capsys):
+def test_commands_refuse_a_technique_by_name(command, options, message, capsys):
     assert main([*command, "--device", "host", *options]) != 0
     shown = " ".join(capsys.readouterr().err.split())
     assert message in shown.replace(" │ │ ", " ")
 
 
-def test_a_request_holds_its_pass():
-    assert PlanRequest(passes=("llm.npu",)).passes == ("llm.npu",)
+def test_a_plan_of_an_older_version_keeps_its_technique():
+    plan = simulate(case("llm.npu", prompt=64)).plan
+    data = json.loads(plan.to_json())
+    data["request"]["passes"] = data["request"].pop("techniques")
+    assert data["request"]["passes"] == ["llm.npu"]
+    assert Plan.from_json(json.dumps(data)) == plan

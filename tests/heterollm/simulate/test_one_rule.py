@@ -10,8 +10,7 @@ from heterollm.engine import fitting_need
 from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import SIMULATED, Simulation
 from heterollm.model import find_model, op_specs
-from heterollm.planning import LoadOptions, choose_context
-from heterollm.planning.choice import PlanTarget, plan_for
+from heterollm.planning import LoadOptions, choose_context, inputs_of_load, make_plan
 from heterollm.simulate import SimulationRequest, simulate
 
 PHONES = {
@@ -41,7 +40,7 @@ def loaded(model, level, phone, context):
     config = find_model(model).config
     specs = op_specs(config, "w4a16", GROUP_SIZE, True)
     options = LoadOptions(device=device.name, plan=level, group_size=GROUP_SIZE)
-    plan, _ = plan_for(options, PlanTarget.of(device), config, specs, choose_context(config, context))
+    plan = make_plan(inputs_of_load(options, config, choose_context(config, context), device)).plan
     fitting_need(device, config, specs, plan, context)
 
 
@@ -89,7 +88,7 @@ def test_a_modelled_phone_counts_its_own_floats():
     specs = op_specs(config, "w4a16", GROUP_SIZE, True)
     plain = open_device(f"{SIMULATED}{SOC}")
     options = LoadOptions(device=plain.name, plan="gpu", group_size=GROUP_SIZE)
-    plan, _ = plan_for(options, PlanTarget.of(plain), config, specs, 2048)
+    plan = make_plan(inputs_of_load(options, config, 2048, plain)).plan
     need = fitting_need(plain, config, specs, plan, 2048)
     computing = open_device(f"{SIMULATED}{SOC}", simulation=Simulation(numerics=True))
     for device in (plain, computing):

@@ -1,4 +1,4 @@
-"""The pass shadowattn on simulated SoCs: where it pays, what it assumes, and the overlap of its pipeline."""
+"""shadowattn on simulated SoCs: where it pays, what it assumes, and the overlap of its pipeline."""
 
 import json
 
@@ -10,7 +10,7 @@ from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel
 from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
-from heterollm.simulate.plan import profile_of
+from heterollm.simulate.profile import profile_of
 from heterollm.solver import AttentionRequest
 
 MODEL = "qwen1.5-0.5b"
@@ -24,10 +24,10 @@ def cache(tmp_path_factory):
         yield
 
 
-def case(passes=("shadowattn",), **options):
+def case(techniques=("shadowattn",), **options):
     attention = {name: options.pop(name) for name in ("estimator", "pipeline") if name in options}
     changed = {"prompt": 4096, "decode": 0, "level": "gpu", "head_bits": 8, "overrides": LITTLE_GPU} | options
-    return SimulationRequest(MODEL, passes=passes, attention=AttentionRequest(**attention), **changed)
+    return SimulationRequest(MODEL, techniques=techniques, attention=AttentionRequest(**attention), **changed)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_rows_name_the_options(sparse):
     [
         ({"numerics": True}, "assumes what a calibration would say"),
         ({"in_flight": 4}, "number of chunks in flight"),
-        ({"passes": ("shadowattn", "shadowattn")}, "name one twice"),
+        ({"techniques": ("shadowattn", "shadowattn")}, "name one twice"),
     ],
 )
 def test_what_the_pass_cannot_have_is_refused(changed, message):

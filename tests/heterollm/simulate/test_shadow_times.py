@@ -12,7 +12,8 @@ from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel
 from heterollm.profiler.records import LayerKey, Profile
 from heterollm.simulate import SimulationRequest, simulate
-from heterollm.simulate.plan import assumed_shadows, profile_of
+from heterollm.simulate.inputs import assumed_shadows
+from heterollm.simulate.profile import profile_of
 
 MODEL, SOC = "qwen1.5-0.5b", "snapdragon-8gen3"
 KERNELS = {
@@ -34,7 +35,7 @@ def cache(tmp_path_factory):
 
 def case(name="llm.npu:shadow", **options):
     chosen = {"prompt": 256, "decode": 0, "level": "layer", "head_bits": 8, "pruned": 0.0} | options
-    return SimulationRequest(MODEL, soc=SOC, passes=(name,), **chosen)
+    return SimulationRequest(MODEL, soc=SOC, techniques=(name,), **chosen)
 
 
 def model_of(request, lacking=frozenset()):

@@ -1,16 +1,12 @@
-"""Dialogues and what a session can keep of them."""
+"""Dialogues and their prompts."""
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import heterollm.data.tiny_python_lm as tiny
 from heterollm.base import InputError
-from heterollm.text import Conversation, Generation, GenerationOptions, Tokenizer, reusable_prefix
-from heterollm.text.chat import common_prefix
+from heterollm.text import Conversation, Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -51,62 +47,3 @@ def test_there_must_be_a_question(tokenizer):
         talk.prompt_ids()
     with pytest.raises(InputError, match="nothing to answer"):
         Conversation(tokenizer).prompt_ids()
-
-
-@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
-def test_the_common_prefix_is_the_longest(left, right):
-    length = common_prefix(left, right)
-    assert left[:length] == right[:length]
-    assert length in (len(left), len(right)) or left[length] != right[length]
-    kept = reusable_prefix(left, right)
-    assert kept == (0 if not right else min(length, len(right) - 1))
-
-
-def test_a_second_turn_prefills_only_what_is_new(tokenizer):
-    class Session:
-        """Holds ids, answers with a fixed text."""
-
-        def __init__(self):
-            self.ids = []
-            self.context = 256
-            self.answer = []
-            self.prefilled = 0
-
-        @property
-        def position(self):
-            return len(self.ids)
-
-        def truncate(self, length):
-            del self.ids[length:]
-
-        def prefill(self, ids, /):
-            self.ids += ids
-            self.prefilled = len(ids)
-            return self._logits()
-
-        def decode(self, token_id, /):
-            self.ids.append(token_id)
-            return self._logits()
-
-        def _logits(self):
-            logits = np.zeros(2048, np.float32)
-            logits[self.answer.pop(0) if self.answer else 0] = 1
-            return logits
-
-    session = Session()
-    talk = Conversation(tokenizer)
-    for question, answer in (("import os", " yes"), ("def f", " no"), ("def f", " no")):
-        talk.add_user(question)
-        prompt = talk.prompt_ids()
-        kept = reusable_prefix(session.ids, prompt)
-        session.truncate(kept)
-        session.answer = tokenizer.encode(answer, add_bos=False)
-        result = Generation(
-            session, tokenizer, prompt, GenerationOptions(stop=tokenizer.chat_stop_strings), reused=kept
-        ).run()
-        assert result.text == answer
-        assert session.ids[: len(prompt)] == prompt
-        talk.add_assistant(result.text)
-        held = len(prompt)
-    assert session.prefilled < held / 2
-    assert result.prompt_tokens == held

@@ -1,7 +1,9 @@
 """The token loop over scripted logits, and over the bundled model's tokenizer."""
 
+import itertools
 import json
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 
 import heterollm.data.tiny_python_lm as tiny
 from heterollm.base import EngineError, InputError, OptionError
-from heterollm.text import Generation, GenerationOptions, GenerationStep, SamplingOptions, Tokenizer
-from heterollm.text.generation import StopStrings
+from heterollm.text import GenerationOptions, SamplingOptions, Tokenizer, TokenSequence, drive
+from heterollm.text.stop_strings import StopStrings
 
 VOCAB = 2048
 EOS = 0
@@ -28,6 +30,8 @@ def tokenizer():
 class Script:
     """Logits that make greedy sampling say a fixed list of tokens, then end tokens for ever."""
 
+    prepared_s = 0.0
+
     def __init__(self, tokens, context=256, position=0, vocab=VOCAB):
         self.tokens = list(tokens)
         self.context = context
@@ -37,12 +41,12 @@ class Script:
         # one array for all calls, so that a loop that reads old logits gets wrong ones
         self._logits = np.zeros(vocab, np.float32)
 
-    def prefill(self, ids, /):
+    def prefill_in_place(self, ids, /):
         self.prefilled.append(list(ids))
         self.position += len(ids)
         return self._next()
 
-    def decode(self, token_id, /):
+    def decode_in_place(self, token_id, /):
         assert type(token_id) is int
         self.decoded.append(token_id)
         self.position += 1
@@ -56,15 +60,19 @@ class Script:
         return self._logits
 
 
-def run(source, tokenizer, prompt=(5, 6, 7), reused=0, cancel=None, **options):
-    generation = Generation(
-        source, tokenizer, prompt, GenerationOptions(**options), reused=reused, cancel=cancel
-    )
-    steps = list(generation)
-    result = generation.result
+def asked(source, tokenizer, prompt=(5, 6, 7), clock=time.perf_counter, **options):
+    options = GenerationOptions(**options)
+    return TokenSequence(tokenizer, prompt, options, context=source.context, clock=clock)
+
+
+def run(source, tokenizer, prompt=(5, 6, 7), cancel=None, **options):
+    sequence, reused = asked(source, tokenizer, prompt, **options), source.position
+    steps = list(drive(sequence, source, cancel=cancel))
+    result = sequence.result
     assert "".join(step.text for step in steps) == result.text
     assert tuple(step.token_id for step in steps) == result.token_ids
     assert result.generated_tokens == len(steps)
+    assert source.position == (sequence.held if source.prefilled else reused)
     return result, steps
 
 
@@ -121,27 +129,14 @@ def test_prompt_and_answer_fill_at_most_the_context(tokenizer):
 
 
 def test_bad_prompts_are_refused_with_numbers(tokenizer):
-    options = GenerationOptions()
-    for prompt, held, reused, pattern in [
-        ([], 0, 0, "no tokens"),
-        ([1] * 11, 0, 0, "11 tokens.* 10"),
-        ([1, -1], 0, 0, "not a token id"),
-        ([1, 2.5], 0, 0, "not a token id"),
-        ([1, 1 << 40], 0, 0, "not a token id"),
-        (["a"], 0, 0, "not a token id"),
-        ([1, 2, 3], 2, 0, "holds 2 tokens, of which 0"),
-        ([1, 2, 3], 3, 3, "holds 3 tokens, of which 3"),
-        ([1, 2, 3], -1, -1, "of which -1"),
-    ]:
-        source = Script([50], context=10, position=held)
+    for prompt, pattern in ([], "no tokens"), ([1] * 11, "11 tokens.* 10"):
         with pytest.raises(InputError, match=pattern):
-            Generation(source, tokenizer, prompt, options, reused=reused)
-        assert source.prefilled == []
+            TokenSequence(tokenizer, prompt, GenerationOptions(), context=10)
 
 
 def test_a_held_beginning_is_not_prefilled_again(tokenizer):
     source = Script([50, 51], position=4)
-    result, _ = run(source, tokenizer, prompt=[5, 6, 7, 8, 9, 10], reused=4)
+    result, _ = run(source, tokenizer, prompt=[5, 6, 7, 8, 9, 10])
     assert source.prefilled == [[9, 10]]
     assert result.prompt_tokens == 6
     assert source.position == 6 + 2
@@ -157,9 +152,7 @@ def test_the_penalty_sees_prompt_and_answer(tokenizer):
     sampling = SamplingOptions(repetition_penalty=1.5)
     result, _ = run(Same([]), tokenizer, prompt=[5, 61], max_new_tokens=3, sampling=sampling)
     assert result.token_ids == (60, 62, 63)
-    result, _ = run(
-        Same([], position=1), tokenizer, prompt=[61, 5], reused=1, max_new_tokens=3, sampling=sampling
-    )
+    result, _ = run(Same([], position=1), tokenizer, prompt=[61, 5], max_new_tokens=3, sampling=sampling)
     assert result.token_ids == (60, 62, 63)
 
 
@@ -170,26 +163,27 @@ def test_log_probabilities(tokenizer):
     assert [step.log_probability for step in steps] == list(result.log_probabilities)
 
 
-def test_times_and_their_json_form(tokenizer, monkeypatch):
+def test_times_and_their_json_form(tokenizer):
     class Slow(Script):
         clock = 0.0
 
-        def prefill(self, ids, /):
+        def prefill_in_place(self, ids, /):
             Slow.clock += 2.0
-            return super().prefill(ids)
+            return super().prefill_in_place(ids)
 
-        def decode(self, token_id, /):
+        def decode_in_place(self, token_id, /):
             Slow.clock += 0.25
-            return super().decode(token_id)
+            return super().decode_in_place(token_id)
 
-    monkeypatch.setattr("heterollm.text.generation.time.perf_counter", lambda: Slow.clock)
+    def now_s():
+        return Slow.clock
+
     answer = list(range(50, 62))
-    generation = Generation(
-        Slow(answer), tokenizer, list(range(1, 41)), GenerationOptions(max_new_tokens=len(answer))
-    )
-    for _ in generation:
+    source, prompt = Slow(answer), list(range(1, 41))
+    sequence = asked(source, tokenizer, prompt, clock=now_s, max_new_tokens=len(answer))
+    for _ in drive(sequence, source):
         Slow.clock += 100.0  # what the caller does between tokens is not the model's time
-    result = generation.result
+    result = sequence.result
     assert (result.ttft_s, result.prepared_s) == (2.0, 0.0)
     assert result.prefill_tokens_per_s == 20.0
     assert result.decode_tokens_per_s == 4.0
@@ -200,7 +194,7 @@ def test_times_and_their_json_form(tokenizer, monkeypatch):
     assert data["decode_tokens_per_s"] == 4.0
     nothing, _ = run(Script([50]), tokenizer, max_new_tokens=0)
     assert (nothing.ttft_s, nothing.prefill_tokens_per_s, nothing.decode_tokens_per_s) == (None, None, None)
-    one, _ = run(Slow([50]), tokenizer, max_new_tokens=1)
+    one, _ = run(Slow([50]), tokenizer, max_new_tokens=1, clock=now_s)
     assert one.ttft_s == 2.0
     assert one.decode_tokens_per_s is None
 
@@ -209,15 +203,12 @@ def test_times_and_their_json_form(tokenizer, monkeypatch):
     ("prompt", "answer", "prefill", "decode"),
     [(31, 8, False, False), (32, 9, True, True), (400, 1, True, False)],
 )
-def test_few_tokens_have_no_rate(tokenizer, monkeypatch, prompt, answer, prefill, decode):
-    clock = iter(range(10**6))
-    monkeypatch.setattr("heterollm.text.generation.time.perf_counter", lambda: float(next(clock)))
+def test_few_tokens_have_no_rate(tokenizer, prompt, answer, prefill, decode):
+    ticks = itertools.count(0.0)
     script = Script([50] * answer)
     script.context = 1000
-    options = GenerationOptions(max_new_tokens=answer)
-    generation = Generation(script, tokenizer, [1] * prompt, options)
-    list(generation)
-    result = generation.result
+    clock = ticks.__next__
+    result, _ = run(script, tokenizer, [1] * prompt, max_new_tokens=answer, clock=clock)
     assert (result.prefill_tokens_per_s is not None) == prefill
     assert (result.decode_tokens_per_s is not None) == decode
 
@@ -226,64 +217,67 @@ def test_a_pass_that_is_compiled_has_no_rate(tokenizer):
     class Compiling(Script):
         prepared_s = 0.0
 
-        def prefill(self, ids, /):
+        def prefill_in_place(self, ids, /):
             self.prepared_s += 0.5
-            return super().prefill(ids)
+            return super().prefill_in_place(ids)
 
-        def decode(self, token_id, /):
+        def decode_in_place(self, token_id, /):
             if self.position == 40:
                 self.prepared_s += 0.25
-            return super().decode(token_id)
+            return super().decode_in_place(token_id)
 
-    options = GenerationOptions(max_new_tokens=12)
-    generation = Generation(Compiling([50] * 12), tokenizer, [1] * 40, options)
-    list(generation)
-    result = generation.result
+    result, _ = run(Compiling([50] * 12), tokenizer, [1] * 40, max_new_tokens=12)
     assert (result.prepared_s, result.prefill_tokens_per_s) == (0.75, None)
     assert result.decode_tokens_per_s > 10 / result.decode_s  # the token with the compiler is left out
 
 
 def test_cancel_before_and_between_tokens(tokenizer):
-    cancel = threading.Event()
-    generation = Generation(source := Script([50] * 50), tokenizer, [5], GenerationOptions(), cancel=cancel)
-    for count, _ in enumerate(generation, 1):
+    cancel, source = threading.Event(), Script([50] * 50)
+    sequence = asked(source, tokenizer)
+    for count, _ in enumerate(drive(sequence, source, cancel=cancel), 1):
         if count == 3:
             cancel.set()
-    assert generation.result.stop_reason == "cancelled"
-    assert generation.result.token_ids == (50, 50, 50)
+    assert sequence.result.stop_reason == "cancelled"
+    assert sequence.result.token_ids == (50, 50, 50)
     assert source.decoded == [50, 50]
     source = Script([50])
     result, _ = run(source, tokenizer, cancel=cancel)
     assert (result.stop_reason, result.text, source.prefilled) == ("cancelled", "", [])
 
 
-def test_a_caller_that_leaves_early_closes(tokenizer):
-    with Generation(Script([50] * 50), tokenizer, [5], GenerationOptions()) as generation:
-        assert isinstance(next(generation), GenerationStep)
-        with pytest.raises(EngineError, match="not finished"):
-            _ = generation.result
-    assert generation.result.stop_reason == "cancelled"
-    assert generation.result.generated_tokens == 1
-    assert list(generation) == []
-    done = Generation(Script([50]), tokenizer, [5], GenerationOptions())
-    assert done.run().stop_reason == "eos"
-    done.close()
-    assert done.run().stop_reason == "eos"
+def test_a_prompt_that_is_cancelled_has_no_token(tokenizer):
+    source = Script([50] * 50)
+    sequence = asked(source, tokenizer)
+    assert list(drive(sequence, source, read=lambda _: None)) == []
+    assert (sequence.result.stop_reason, sequence.result.generated_tokens) == ("cancelled", 0)
+    assert source.position == 0
+
+
+def test_a_driver_that_leaves_early_ends_the_answer(tokenizer):
+    source = Script([50] * 50)
+    sequence = asked(source, tokenizer)
+    sequence.begin(source)
+    (step,) = sequence.accept(source.prefill_in_place(sequence.next_input()))
+    assert (step.token_id, sequence.result) == (50, None)
+    sequence.end("cancelled")
+    assert sequence.result.stop_reason == "cancelled"
+    assert sequence.result.token_ids == (50,)
 
 
 def test_an_error_of_the_source_ends_the_answer(tokenizer):
     class Broken(Script):
-        def decode(self, token_id, /):
+        def decode_in_place(self, token_id, /):
             if len(self.decoded) == 2:
                 raise EngineError("the GPU is gone")
-            return super().decode(token_id)
+            return super().decode_in_place(token_id)
 
-    generation = Generation(Broken([50] * 9), tokenizer, [5], GenerationOptions())
+    source = Broken([50] * 9)
+    sequence = asked(source, tokenizer)
+    steps = drive(sequence, source)
     with pytest.raises(EngineError, match="the GPU is gone"):
-        list(generation)
-    assert list(generation) == []
-    with pytest.raises(EngineError, match="not finished"):
-        _ = generation.result
+        list(steps)
+    assert list(steps) == []
+    assert sequence.result is None
 
 
 def test_unsound_logits_end_the_answer(tokenizer):
@@ -293,7 +287,7 @@ def test_unsound_logits_end_the_answer(tokenizer):
             return self._logits
 
     with pytest.raises(EngineError, match="NaN"):
-        Generation(Unsound([50]), tokenizer, [5], GenerationOptions()).run()
+        run(Unsound([50]), tokenizer)
 
 
 # Stop strings
@@ -425,19 +419,18 @@ def test_a_seed_gives_the_same_answer(tokenizer):
 
 def test_the_loop_does_not_grow_with_the_vocabulary_or_the_answer(tokenizer):
     source = Script([50] * 4000, context=5000)
-    generation = Generation(
-        source, tokenizer, [5], GenerationOptions(max_new_tokens=3000, log_probabilities=True, stop=("zzz",))
-    )
+    options = {"max_new_tokens": 3000, "log_probabilities": True, "stop": ("zzz",)}
+    steps = drive(asked(source, tokenizer, [5], **options), source)
     for _ in range(100):
-        next(generation)
+        next(steps)
     tracemalloc.start()
     try:
         for _ in range(200):
-            next(generation)
+            next(steps)
         base_bytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         for _ in range(1000):
-            next(generation)
+            next(steps)
         now_bytes, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 import heterollm.data.tiny_python_lm as tiny
 from heterollm.base import InputError, OptionError
-from heterollm.text import Generation, GenerationOptions, GrammarTokens, SamplingOptions, Tokenizer
+from heterollm.text import (
+    GenerationOptions,
+    GrammarTokens,
+    SamplingOptions,
+    Tokenizer,
+    TokenSequence,
+    drive,
+)
 
 FOLDER = Path(tiny.__file__).parent
 ROWS = 2100
@@ -25,16 +32,16 @@ class Noise:
 
     position = 0
     context = 400
+    prepared_s = 0.0
 
     def __init__(self, seed):
         self._random = np.random.default_rng(seed)
         self._logits = np.empty(ROWS, np.float32)
 
-    def prefill(self, ids, /):
-        self.position += len(ids)
-        return self.decode(None)
+    def prefill_in_place(self, ids, /):
+        return self.decode_in_place(None)
 
-    def decode(self, token_id, /):
+    def decode_in_place(self, token_id, /):
         self._logits[:] = self._random.standard_normal(ROWS)
         self._logits[[0, 1, 2048, ROWS - 1]] = 9
         return self._logits
@@ -56,7 +63,10 @@ def answer(tokenizer, tokens):
         sampling = SamplingOptions(temperature=temperature, seed=seed)
         asked = GenerationOptions(sampling=sampling, max_new_tokens=limit, **options)
         constraint = tokens.constraint(asked)
-        return Generation(Noise(seed), tokenizer, [5, 6], asked, constraint=constraint).run()
+        source = Noise(seed)
+        sequence = TokenSequence(tokenizer, [5, 6], asked, context=source.context, constraint=constraint)
+        assert list(drive(sequence, source))
+        return sequence.result
 
     return run
 

@@ -15,14 +15,14 @@ from heterollm.base import EngineError
 from heterollm.text import (
     LOOKUP_PRIORS,
     MOST_GUESSES,
-    Generation,
     GenerationOptions,
     GuessPace,
     LookupProposer,
     Sampler,
     SamplingOptions,
-    Speculation,
     Tokenizer,
+    TokenSequence,
+    drive,
 )
 
 VOCAB = 40
@@ -38,6 +38,8 @@ def tokenizer():
 class Model:
     """Logits that depend on all tokens so far, and refuses every use that a session refuses."""
 
+    prepared_s = 0.0
+
     def __init__(self, context=64, sharp=4.0, fails_at=None):
         self.ids = []
         self.context = context
@@ -51,16 +53,14 @@ class Model:
     def position(self):
         return len(self.ids)
 
-    def prefill(self, ids, /):
-        return self._run(list(ids))[-1]
+    def prefill_in_place(self, ids, /):
+        return self._run(ids.tolist())[-1]
 
-    def decode(self, token_id, /):
-        assert type(token_id) is int
-        return self._run([token_id])[0]
-
-    def decode_several(self, token_ids, /):
-        assert 2 <= len(token_ids) <= MOST_GUESSES + 1
-        return self._run(token_ids.tolist())
+    def decode_in_place(self, ids, /):
+        if type(ids) is int:
+            return self._run([ids])[0]
+        assert 2 <= len(ids) <= MOST_GUESSES + 1
+        return self._run(ids.tolist())
 
     def truncate(self, position, /):
         assert 0 <= position <= len(self.ids)
@@ -93,7 +93,7 @@ class Scripted:
     """Guesses what a test decides, drawn or not."""
 
     def __init__(self, decide, drawn=None):
-        self.decide, self.drawn = decide, drawn
+        self.decide, self.drawn, self.pace = decide, drawn, pace()
         self.learnt = []
 
     was_behind = False
@@ -115,17 +115,25 @@ def pace(**options):
     return warm([1.0] * 16, LOOKUP_PRIORS, **options)
 
 
+def asked(model, tokenizer, proposer=None, **options):
+    ticks = itertools.count(0.0)
+    options = GenerationOptions(**options)
+    speculator = None if proposer is None else lambda *_: proposer
+    return TokenSequence(
+        *(tokenizer, PROMPT, options),
+        context=model.context,
+        speculator=speculator,
+        clock=ticks.__next__,
+    )
+
+
 def answer(model, tokenizer, proposer=None, **options):
     """Return a finished answer, checked against its steps, and its source."""
-    speculation = None
-    if proposer is not None:
-        ticks = itertools.count()
-        speculation = Speculation(model, proposer, pace(), lambda: float(next(ticks)))
-    generation = Generation(model, tokenizer, PROMPT, GenerationOptions(**options), speculation=speculation)
-    steps = list(generation)
-    assert tuple(step.token_id for step in steps) == generation.result.token_ids
-    assert "".join(step.text for step in steps) == generation.result.text
-    return generation.result
+    sequence = asked(model, tokenizer, proposer, **options)
+    steps = list(drive(sequence, model))
+    assert tuple(step.token_id for step in steps) == sequence.result.token_ids
+    assert "".join(step.text for step in steps) == sequence.result.text
+    return sequence.result
 
 
 def same(one, other):
@@ -220,25 +228,45 @@ def test_an_end_inside_a_run_of_right_guesses(tokenizer):
         assert (ended.token_ids, ended.stop_reason) == (plain.token_ids[: first + 1], "eos")
         assert model.ids == [*PROMPT, *plain.token_ids[:first]]
     for count in range(1, 20):
-        model = Model()
-        speculation = Speculation(model, Scripted(guesses_of("right", plain)), pace(), lambda: 0.0)
-        options, cancel = GenerationOptions(max_new_tokens=20, ignore_eos=True), threading.Event()
-        generation = Generation(model, tokenizer, PROMPT, options, speculation=speculation, cancel=cancel)
-        assert [next(generation).token_id for _ in range(count)] == list(plain.token_ids[:count])
-        cancel.set()
-        assert list(generation) == []
-        assert model.ids == [*PROMPT, *plain.token_ids[: count - 1]]
+        model, cancel = Model(), threading.Event()
+        proposer = Scripted(guesses_of("half", plain))
+        sequence = asked(model, tokenizer, proposer, max_new_tokens=20, ignore_eos=True)
+        for number, step in enumerate(drive(sequence, model, cancel=cancel)):
+            assert step.token_id == plain.token_ids[number]
+            if number + 1 == count:
+                cancel.set()
+        # The pass that computed the token has given its others, too.
+        assert count <= sequence.result.generated_tokens < count + 3
+        assert model.ids == [*PROMPT, *sequence.result.token_ids[:-1]]
+
+
+def test_a_step_that_fails_leaves_no_guesses(tokenizer, monkeypatch):
+    """The third token of a pass cannot be sampled."""
+    plain, _ = truth(tokenizer, max_new_tokens=40, ignore_eos=True)
+    model = Model()
+    sequence = asked(model, tokenizer, Scripted(guesses_of("right", plain)), ignore_eos=True)
+    steps = drive(sequence, model)
+    next(steps)
+    sample, calls = Sampler.sample, itertools.count(1)
+
+    def fails(*arguments):
+        if next(calls) == 3:
+            raise EngineError("no token")
+        return sample(*arguments)
+
+    monkeypatch.setattr(Sampler, "sample", fails)
+    with pytest.raises(EngineError, match="no token"):
+        next(steps)
+    assert model.ids == [*PROMPT, *plain.token_ids[:2]]
 
 
 def test_a_failed_pass_leaves_no_guesses(tokenizer):
     plain, _ = truth(tokenizer, max_new_tokens=40, ignore_eos=True)
     model = Model(fails_at=3)
-    speculation = Speculation(model, Scripted(guesses_of("half", plain)), pace(), lambda: 0.0)
-    options = GenerationOptions(max_new_tokens=40, ignore_eos=True)
-    generation = Generation(model, tokenizer, PROMPT, options, speculation=speculation)
+    proposer = Scripted(guesses_of("half", plain))
     seen = []
     with pytest.raises(EngineError, match="the GPU is gone"):
-        seen.extend(step.token_id for step in generation)
+        seen.extend(drive(asked(model, tokenizer, proposer, ignore_eos=True), model))
     assert model.ids == [*PROMPT, *plain.token_ids[: len(model.ids) - 3]]
 
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 import heterollm.data.tiny_python_lm as tiny
 from heterollm.base import CheckpointError, InputError
-from heterollm.text import GenerationOptions, GrammarTokens, Tokenizer
+from heterollm.text import GenerationOptions, GrammarTokens, Tokenizer, load_tokenizer
 
 TINY = Path(tiny.__file__).parent
 TEXT = "Hello, wörld! 😀👩‍👩‍👧 日本語のテキスト, как дела? def f(x):\n\treturn  x  # spaces "
@@ -102,8 +102,8 @@ def folders(tmp_path_factory):
     llama3_config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": LLAMA3_TEMPLATE}
     return {
         "bundled": TINY,
-        "llama3": save(root / "llama3", llama3, llama3_config, generation_config={"eos_token_id": [2, 1]}),
-        "qwen2": save(root / "qwen2", byte_level(), qwen_config, config={"eos_token_id": 1}),
+        "llama3": save(root / "llama3", llama3, llama3_config),
+        "qwen2": save(root / "qwen2", byte_level(), qwen_config),
         "llama2": save(root / "llama2", adding(sentencepiece("published"), "<s> $A"), llama2),
         # tokenizer.json outweighs the flag, as in transformers 5
         "llama2-flag": save(root / "flag", sentencepiece("published"), {**llama2, "add_bos_token": True}),
@@ -349,11 +349,14 @@ def test_a_leading_space_is_kept_as_the_whole_text_has_it(loaded):
     assert "".join(pieces) == "Hello all"
 
 
-def test_end_ids_come_from_every_file(loaded):
-    assert loaded["bundled"].eos_ids == {0}
-    assert loaded["llama3"].eos_ids == {1, 2}
-    assert loaded["qwen2"].eos_ids == {1, 2}
-    assert loaded["llama2"].eos_ids == {2}
+def test_end_ids_are_those_of_the_model_and_of_the_tokenizer(loaded, folders):
+    assert {name: loaded[name].eos_ids for name in ("bundled", "llama3", "qwen2", "llama2")} == {
+        "bundled": {0},
+        "llama3": {2},
+        "qwen2": {2},
+        "llama2": {2},
+    }
+    assert load_tokenizer(folders["llama3"], (2, 1)).eos_ids == {1, 2}
 
 
 def test_the_vocabulary_counts_added_tokens(loaded):
@@ -506,10 +509,6 @@ def test_missing_files_are_named(tmp_path):
         ("tokenizer_config.json", b"\xff\xff"),
         ("tokenizer_config.json", b'{"chat_template": 3}'),
         ("special_tokens_map.json", b"nonsense"),
-        ("generation_config.json", b"{"),
-        ("generation_config.json", b'{"eos_token_id": "</s>"}'),
-        ("generation_config.json", b'{"eos_token_id": [1, -2]}'),
-        ("config.json", b'{"eos_token_id": 1.5}'),
         ("chat_template.jinja", b"\xff\xfe"),
     ],
 )

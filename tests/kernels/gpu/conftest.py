@@ -1,34 +1,47 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
-from heterollm.kernels.cases import GuardedOutput, LayerCases
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR
-from heterollm.kernels.gpu import GpuGlue, HeadShape, Scores
+from heterollm.kernels.gpu import GlueKernels, GpuLinear, HeadShape, Scores
+from heterollm.kernels.operators.attention import AttentionCase
+from heterollm.kernels.operators.data import PADDING_ROWS, GuardedOutput, fill_slot, run_launches
+from heterollm.kernels.operators.operator import check_case
 
-LAYERS: dict[tuple, GpuGlue] = {}
+LAYERS: dict[tuple, GlueKernels] = {}
 
 
 @pytest.fixture
 def make(runtime):
-    """GpuGlue of a style and types, made once."""
+    """GlueKernels of a style and types, made once."""
 
     def get(style, activation=np.float32, kv=np.float32):
         key = (runtime, style, activation, kv)
         if key not in LAYERS:
-            LAYERS[key] = GpuGlue(runtime, activation, kv, style=style)
+            LAYERS[key] = GlueKernels(runtime, activation, kv, style=style)
         return LAYERS[key]
 
     return get
 
 
-@pytest.fixture
-def cases(runtime, make):
-    """The table's operators in a style and type, with data of a seed."""
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Kernels with a source of data: runs a case and returns its outputs, each with the exact one."""
 
-    def get(style, dtype=np.float32, seed=0):
-        dtype = np.dtype(dtype)
-        generator = np.random.default_rng(seed)
-        return LayerCases(runtime, make(style, dtype.type, dtype.type), dtype, dtype, generator)
+    layers: GlueKernels
+    generator: np.random.Generator
+
+    def __call__(self, case):
+        return tuple(check_case(case, self.layers, self.generator).values())
+
+
+@pytest.fixture
+def cases(make):
+    """Kernels in a style and type, with data of a seed."""
+
+    def get(style, dtype=np.float32, seed=0, kv=None):
+        return Made(make(style, dtype, dtype if kv is None else kv), np.random.default_rng(seed))
 
     return get
 
@@ -61,12 +74,26 @@ def check_attention(runtime, check, monkeypatch):
             partials.append(GuardedOutput(runtime, (size_bytes,), np.uint8))
             return partials[-1].slot
 
-        monkeypatch.setattr(made.layers, "_partial", guarded_scratch)
+        monkeypatch.setattr(made.layers, "scratch", guarded_scratch)
         full = HeadShape(*shape, position + tokens + 3)
         scores = Scores(full.head_dim**-0.5, window)
-        numbers = made.attention(tokens, position, full, scores=scores, **options)
+        [numbers] = made(AttentionCase(tokens, position, full, scores, **options))
         check(numbers, (full, tokens, position, window, options))
         for partial in partials:
             partial.read()
 
     return run
+
+
+@pytest.fixture
+def embed():
+    """The embeddings of some ids; negative ids lie behind them."""
+
+    def rows(gpu, table, ids, *, scale=1.0, style=None):
+        linear = GpuLinear.pack(gpu, [table], activation_dtype=np.float32)
+        tokens = fill_slot(gpu, np.array([*ids, *(-1,) * PADDING_ROWS], np.int32))
+        out = GuardedOutput(gpu, (len(ids), linear.columns), np.float32)
+        run_launches(gpu, [linear.embed_launch(tokens, out.slot, count=len(ids), scale=scale, style=style)])
+        return out.read()
+
+    return rows

@@ -10,7 +10,7 @@ import numpy as np
 
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import KernelParameters, OpenClRuntime, Variant, list_opencl_devices
-from heterollm.kernels.linear_cases import LinearCase
+from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
 

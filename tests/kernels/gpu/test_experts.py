@@ -9,14 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import KernelError, OptionError
-from heterollm.kernels.cases import GUARD, GuardedOutput, fill_slot, run_launches, slot_values
-from heterollm.kernels.formats import linear_errors, random_weight, reference, reference_layers
+from heterollm.kernels.formats import linear_errors, random_weight, reference
 from heterollm.kernels.gpu import (
     COUNTED_PAIRS,
     ExpertLists,
     ExpertShape,
-    GpuExperts,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     MergedLaunch,
     OpenClRuntime,
@@ -34,6 +32,9 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.work import grouped_work
+from heterollm.kernels.operators.data import GUARD, GuardedOutput, fill_slot, run_launches, slot_values
+from heterollm.kernels.operators.experts import GpuExperts
+from heterollm.kernels.operators.gated_activation import activate, exact_gated_activation
 from heterollm.kernels.ops import Member, OpSpec, Routing, WeightFormat
 
 STYLES = ["vector", "simt"]
@@ -478,7 +479,7 @@ class Layer:
                 if self.rounds:
                     seen = reference.round_inputs(seen, self.format.block)
                 gate, up = (reference.linear(seen, [weight]) for weight in self.gates[expert])
-                active = reference_layers.gated_activation(gate, up, "silu")
+                active = exact_gated_activation(gate, up, "silu")
                 if self.rounds:
                     active = reference.round_inputs(active.astype(self.dtype), self.format.block)
                 out[token] += weights[token, slot] * reference.linear(active, [self.downs[expert]])[0]
@@ -606,7 +607,7 @@ def test_a_whole_layer_is_that_of_its_experts(runtime, within_gate, make, style,
     weight, rounds = FORMATS[name]
     routing, hidden, width = Routing(6, 2, scale=1.5), 64, 96
     layer = Layer(runtime, dtype, weight, routing, hidden=hidden, width=width, rounds=rounds)
-    experts, glue = make(style, dtype), GpuGlue(runtime, dtype, dtype, style=style)
+    experts, glue = make(style, dtype), GlueKernels(runtime, dtype, dtype, style=style)
     generator = np.random.default_rng(7)
     router = generator.standard_normal((routing.experts, hidden)).astype(np.float32)
     gate = GpuLinear.pack(runtime, [router], activation_dtype=dtype)
@@ -632,7 +633,7 @@ def test_a_whole_layer_is_that_of_its_experts(runtime, within_gate, make, style,
             experts.sort(lists, shape=shape),
             experts.gather(given_x, rows, lists, shape=shape, columns=hidden),
             layer.gate_up.grouped_launch(rows, both, lists, **grouped),
-            glue.gated_activation(members, active, tokens=shape.pairs, intermediate=width),
+            activate(glue, members, active, tokens=shape.pairs, intermediate=width),
             layer.down.grouped_launch(active, rows, lists, **grouped),
             experts.combine(rows, lists, out.slot, shape=shape, columns=hidden),
         ]

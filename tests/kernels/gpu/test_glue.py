@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.cases import (
+from heterollm.kernels.gpu import STEP_HEAD_ROW, GlueKernels, HeadShape, KvLayer, Rotation, Scores, Segments
+from heterollm.kernels.operators.attention import attend, exact_attention
+from heterollm.kernels.operators.data import (
     GUARD,
     GuardedOutput,
     cache_view,
@@ -14,16 +16,10 @@ from heterollm.kernels.cases import (
     split_segments,
     step_slot,
 )
-from heterollm.kernels.formats import reference_layers as reference
-from heterollm.kernels.gpu import (
-    STEP_HEAD_ROW,
-    GpuGlue,
-    HeadShape,
-    KvLayer,
-    Rotation,
-    Scores,
-    Segments,
-)
+from heterollm.kernels.operators.gated_activation import GatedCase, activate, exact_gated_activation
+from heterollm.kernels.operators.logits import JoinCase
+from heterollm.kernels.operators.norm import NormCase, exact_rms_norm, final_norm, rms_norm
+from heterollm.kernels.operators.rope import RopeCase, rope_and_store
 
 STYLES = ["vector", "simt"]
 PAIRS = [
@@ -56,7 +52,7 @@ def test_rms_norm_adds_any_cut_and_stores_the_sum(cases, check, style, dtype):
     shapes = [(tokens, 96, split) for tokens in TOKENS for (split,) in splits_of((96,))]
     shapes += [(3, hidden, hidden // 2) for hidden in (1, 7, 8, 36, 100, 2048)]
     for shape in shapes:
-        normed, (stored, total) = made.norm(*shape)
+        normed, (stored, total) = made(NormCase(*shape))
         np.testing.assert_array_equal(stored, total.astype(np.float32))
         check(normed, shape)
 
@@ -67,12 +63,12 @@ def test_rms_norm_without_delta_leaves_the_residual(runtime, make, check, style)
     for scale, epsilon in ((1.0, 1e-6), (1e-4, 1e-5), (1e4, 1e-5), (0.0, 1e-5)):
         residual, weight = random(rng, (5, 120), scale=scale), random(rng, 120)
         slot, out = fill_slot(runtime, residual), GuardedOutput(runtime, (5, 120), np.float32)
-        launch = make(style).rms_norm(
-            slot, runtime.upload(weight), out.slot, hidden=120, tokens=5, epsilon=epsilon
+        launch = rms_norm(
+            make(style), slot, runtime.upload(weight), out.slot, hidden=120, tokens=5, epsilon=epsilon
         )
         run_launches(runtime, [launch])
         np.testing.assert_array_equal(slot.array, residual)
-        check((out.read(), reference.rms_norm(residual, weight, epsilon)), (scale, epsilon))
+        check((out.read(), exact_rms_norm(residual, weight, epsilon)), (scale, epsilon))
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
@@ -82,10 +78,11 @@ def test_final_norm_starts_at_the_head_row_and_can_run_again(runtime, make, chec
     residual, weight = random(rng, (tokens, hidden)), random(rng, hidden)
     delta = random(rng, (tokens, hidden), dtype)
     slot, step = fill_slot(runtime, residual), step_slot(runtime)
-    expected = reference.rms_norm(residual + delta.astype(np.float32), weight, 1e-5)
+    expected = exact_rms_norm(residual + delta.astype(np.float32), weight, 1e-5)
     for (split,) in splits_of((hidden,)):
         out = GuardedOutput(runtime, (4, hidden), dtype)
-        launch = make(style, dtype).final_norm(
+        launch = final_norm(
+            make(style, dtype),
             slot,
             runtime.upload(weight),
             out.slot,
@@ -110,7 +107,7 @@ def test_gated_activation_matches_float64_for_any_cut(cases, check, style, dtype
     shapes = [(tokens, 88, (24, 24)) for tokens in TOKENS]
     shapes += [(3, width, splits) for width in (1, 5, 88, 2056) for splits in splits_of((width, width))]
     for shape in shapes:
-        check(made.gated(*shape, scale=4), shape)
+        check(*made(GatedCase(*shape, scale=4)), shape)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -119,9 +116,9 @@ def test_gated_activation_is_finite_and_accurate_everywhere(runtime, make, style
     value = np.stack([gate, np.ones_like(gate)]).astype(np.float32).reshape(1, -1)
     out = GuardedOutput(runtime, (1, gate.size), np.float32)
     gate_up = split_segments(runtime, value, (gate.size, gate.size), (0, 0))
-    launch = make(style).gated_activation(gate_up, out.slot, tokens=1, intermediate=gate.size)
+    launch = activate(make(style), gate_up, out.slot, tokens=1, intermediate=gate.size)
     run_launches(runtime, [launch])
-    expected = reference.gated_activation(value[:, : gate.size], value[:, gate.size :])
+    expected = exact_gated_activation(value[:, : gate.size], value[:, gate.size :])
     np.testing.assert_allclose(out.read(), expected, rtol=2e-6, atol=1e-30)
 
 
@@ -130,7 +127,7 @@ def test_join_logits_copies_every_value(cases, style, dtype):
     made = cases(style, dtype, 5)
     for rows, vocabulary in ((1, 1), (1, 515), (3, 515), (2, 4104)):
         for (split,) in splits_of((vocabulary,)):
-            np.testing.assert_array_equal(*made.logits(rows, vocabulary, split))
+            np.testing.assert_array_equal(*made(JoinCase(rows, vocabulary, split))[0])
 
 
 # -- RoPE and the KV cache -----------------------------------------------------------------------------------
@@ -142,7 +139,8 @@ def run_rope(runtime, layers, cache, value, splits, *, shape, position, length=N
     angles = np.arange(shape.capacity + tokens)[:, None] * 0.7 ** np.arange(shape.head_dim // 2)[None, :]
     tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     out = GuardedOutput(runtime, (tokens, shape.heads, shape.head_dim), np.float32)
-    launch = layers.rope_and_store(
+    launch = rope_and_store(
+        layers,
         split_segments(runtime, value, shape.rows, splits),
         None,
         out.slot,
@@ -168,7 +166,7 @@ def test_rope_writes_queries_and_only_its_positions(cases, check, style, dtype):
             shape = HeadShape(heads, kv_heads, head_dim, position + tokens + 2)
             choices = splits_of(shape.rows)
             splits = choices[place % len(choices)]
-            for numbers in made.rope(tokens, position, shape, splits, rotary=rotary, biased=biased):
+            for numbers in made(RopeCase(tokens, position, shape, splits, rotary=rotary, biased=biased)):
                 check(numbers, (shape, tokens, position, splits, rotary))
 
 
@@ -200,7 +198,8 @@ def fill_cache(rng, cache, shape, positions, scale=1.0):
 def run_attention(runtime, layers, cache, q, *, shape, position, length=None, scale=None, parts=None):
     """Attend with the queries to a cache; return the output."""
     out = GuardedOutput(runtime, q.shape, np.float32)
-    launches = layers.attention(
+    launches = attend(
+        layers,
         fill_slot(runtime, q),
         KvLayer(cache, 1),
         out.slot,
@@ -328,7 +327,7 @@ def test_attention_is_stable_for_huge_scores(runtime, make, style):
             scale=1.0,
             parts=parts,
         )
-        expected = reference.attention(q, keys, values, position=position, scale=1.0)
+        expected = exact_attention(q, keys, values, position=position, scale=1.0)
         assert np.abs(np.einsum("mhd,hkd->hmk", q, np.repeat(keys[:, :130], 2, axis=0))).max() > 1e4
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
 
@@ -359,7 +358,7 @@ def test_attention_leaves_rows_past_the_length(runtime, make, check, style):
     keys, values = fill_cache(rng, cache, shape, 20)
     q = random(rng, (33, 8, 32))
     actual = run_attention(runtime, make(style), cache, q, shape=shape, position=0, length=20)
-    check((actual[:20], reference.attention(q[:20], keys, values, position=0, scale=32**-0.5)))
+    check((actual[:20], exact_attention(q[:20], keys, values, position=0, scale=32**-0.5)))
     assert np.all(actual[20:].view(np.uint8) == GUARD)
 
 
@@ -370,7 +369,8 @@ def test_another_session_takes_over_a_launch(runtime, make, check):
     filled = [fill_cache(rng, cache, shape, 9) for cache in caches]
     q = random(rng, (1, 2, 32))
     out = GuardedOutput(runtime, (1, 2, 32), np.float32)
-    (launch,) = make("vector").attention(
+    (launch,) = attend(
+        make("vector"),
         fill_slot(runtime, q),
         KvLayer(caches[0], 1),
         out.slot,
@@ -385,7 +385,7 @@ def test_another_session_takes_over_a_launch(runtime, make, check):
         if cache is not caches[0]:
             launch.replace(caches[0], cache)
         run_launches(runtime, [launch])
-        check((out.read(), reference.attention(q, keys, values, position=8, scale=0.2)))
+        check((out.read(), exact_attention(q, keys, values, position=8, scale=0.2)))
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
@@ -395,28 +395,29 @@ def test_what_cannot_be_computed_is_refused(runtime, make):
     layers = make("vector")
     memory, step = runtime.shared((64,), np.float32), step_slot(runtime)
     with pytest.raises(KernelError, match="float32 or float16"):
-        GpuGlue(runtime, np.float64, np.float32)
+        GlueKernels(runtime, np.float64, np.float32)
     with pytest.raises(KernelError, match="do not lie inside"):
         Segments(memory, memory, (8,), (9,))
     with pytest.raises(KernelError, match="do not lie inside"):
         Segments(memory, memory, (8, 8), (4,))
     delta = Segments(memory, memory, (16,), (0,))
     with pytest.raises(KernelError, match="cannot add"):
-        layers.rms_norm(memory, memory, memory, hidden=8, tokens=1, epsilon=1e-5, delta=delta)
+        rms_norm(layers, memory, memory, memory, hidden=8, tokens=1, epsilon=1e-5, delta=delta)
     with pytest.raises(KernelError, match="512 are needed"):
-        layers.rms_norm(memory, memory, memory, hidden=64, tokens=2, epsilon=1e-5)
+        rms_norm(layers, memory, memory, memory, hidden=64, tokens=2, epsilon=1e-5)
     with pytest.raises(KernelError, match="not two of 8"):
-        layers.gated_activation(Segments(memory, memory, (8,), (0,)), memory, tokens=1, intermediate=8)
+        activate(layers, Segments(memory, memory, (8,), (0,)), memory, tokens=1, intermediate=8)
     qkv, cache = Segments(memory, memory, (6, 3, 3), (0, 0, 0)), KvLayer(memory, 0)
     turn = {"rotation": Rotation(memory, memory), "tokens": 1}
     with pytest.raises(KernelError, match="must be even"):
-        layers.rope_and_store(qkv, None, memory, cache, step, shape=HeadShape(2, 1, 3, 4), **turn)
+        rope_and_store(layers, qkv, None, memory, cache, step, shape=HeadShape(2, 1, 3, 4), **turn)
     with pytest.raises(KernelError, match="are not 4 and 1 heads"):
-        layers.rope_and_store(qkv, None, memory, cache, step, shape=HeadShape(4, 1, 2, 4), **turn)
+        rope_and_store(layers, qkv, None, memory, cache, step, shape=HeadShape(4, 1, 2, 4), **turn)
     with pytest.raises(KernelError, match="cannot share"):
         HeadShape(3, 2, 4, 4)
     with pytest.raises(KernelError, match="KV cache of layer 3"):
-        layers.attention(
+        attend(
+            layers,
             *(memory, KvLayer(memory, 3), memory, step),
             shape=HeadShape(1, 1, 4, 4),
             scores=Scores(1.0),

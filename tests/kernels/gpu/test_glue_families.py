@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.cases import GuardedOutput, fill_slot, run_launches, split_segments
 from heterollm.kernels.formats import linear_errors
-from heterollm.kernels.formats import reference_layers as reference
 from heterollm.kernels.gpu import HeadShape, Scores
+from heterollm.kernels.operators.attention import AttentionCase
+from heterollm.kernels.operators.data import GuardedOutput, fill_slot, run_launches, split_segments
+from heterollm.kernels.operators.gated_activation import GatedCase, activate, exact_gated_activation
+from heterollm.kernels.operators.logits import AddBiasCase, SoftCapCase, soft_cap
+from heterollm.kernels.operators.norm import NormCase
+from heterollm.kernels.operators.rope import RopeCase
 
 STYLES = ["vector", "simt"]
 PAIRS = [
@@ -29,9 +33,9 @@ def test_a_delta_is_biased_and_normed_before_it_is_added(cases, check, style, dt
         shape = (tokens, hidden, split)
         # A delta far larger than the residual: without its norm the sum would be another one.
         options = {"biased": biased, "post": post, "scale": 40}
-        final, (stored, residual) = made.final_norm(*shape, head_row=tokens // 2, **options)
+        final, (stored, residual) = made(NormCase(*shape, head_row=tokens // 2, **options))
         np.testing.assert_array_equal(stored, residual)
-        for numbers in (final, *made.norm(*shape, **options)):
+        for numbers in (final, *made(NormCase(*shape, **options))):
             check(numbers, (shape, options))
 
 
@@ -46,7 +50,7 @@ def test_heads_are_normed_before_they_turn(cases, check, style, dtype):
     ):
         shape = HeadShape(heads, kv_heads, head_dim, tokens + 5)
         splits = (shape.rows[0] // 3, 5, shape.rows[2])
-        for numbers in made.rope(tokens, 4, shape, splits, rotary=rotary, biased=biased, normed=True):
+        for numbers in made(RopeCase(tokens, 4, shape, splits, rotary=rotary, biased=biased, normed=True)):
             check(numbers, shape)
 
 
@@ -55,12 +59,12 @@ def test_norms_that_subtract_the_mean(cases, check, style, dtype):
     made = cases(style, dtype, 6)
     for tokens, hidden, split, post in ((3, 104, 41, True), (1, 8, 0, False), (33, 2048, 1000, False)):
         shape, options = (tokens, hidden, split), {"biased": True, "post": post, "centered": True}
-        final, (stored, residual) = made.final_norm(*shape, head_row=tokens // 2, **options)
+        final, (stored, residual) = made(NormCase(*shape, head_row=tokens // 2, **options))
         np.testing.assert_array_equal(stored, residual)
-        for numbers in (final, *made.norm(*shape, **options)):
+        for numbers in (final, *made(NormCase(*shape, **options))):
             check(numbers, (shape, options))
     with pytest.raises(KernelError, match="100 columns"):
-        made.norm(1, 100, 0, centered=True)
+        made(NormCase(1, 100, 0, centered=True))
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
@@ -74,18 +78,14 @@ def test_one_norm_of_all_heads_and_a_limit(cases, check, style, dtype):
         shape = HeadShape(heads, kv_heads, head_dim, 9)
         splits = (shape.rows[0] // 3, 5, shape.rows[2])
         options = {"biased": True, "normed": joint, "joint": joint, "limit": limit}
-        for numbers in made.rope(4, 4, shape, splits, rotary=rotary, **options):
+        for numbers in made(RopeCase(4, 4, shape, splits, rotary=rotary, **options)):
             check(numbers, (shape, options))
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_logits_get_their_bias_in_place(runtime, make, check, style):
+def test_logits_get_their_bias_in_place(cases, check, style):
     for rows, width in ((1, 5), (3, 2060)):
-        values = np.random.default_rng(8).standard_normal((rows + 1, width)).astype(np.float32)
-        slot = GuardedOutput(runtime, (rows, width), np.float32, values[:rows])
-        launch = make(style).add_bias(slot.slot, runtime.upload(values[-1]), rows=rows, vocabulary=width)
-        run_launches(runtime, [launch])
-        check((slot.read(), values[:rows].astype(np.float64) + values[-1]))
+        check(*cases(style)(AddBiasCase(rows, width)))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -95,9 +95,9 @@ def test_scores_are_capped(cases, check, style):
         # Scores from far below the cap to ten times it.
         options = {"spread": 3.0, "bucket": 256, "parts": parts}
         found = [
-            cases(style, seed=3).attention(
-                tokens, position, shape, scores=Scores(0.3, window, soft_cap=cap), **options
-            )
+            cases(style, seed=3)(
+                AttentionCase(tokens, position, shape, scores=Scores(0.3, window, soft_cap=cap), **options)
+            )[0]
             for cap in (4.0, 0.0)
         ]
         check(found[0], (tokens, parts, window))
@@ -111,7 +111,7 @@ def test_activations_with_and_without_bias(cases, check, style, dtype, activatio
     made = cases(style, dtype, 4)
     for shape in ((1, 8, (0, 8)), (3, 100, (41, 7)), (33, 2056, (2056, 0))):
         for biased in (False, True):
-            check(made.gated(*shape, activation=activation, biased=biased, scale=4), shape)
+            check(*made(GatedCase(*shape, activation=activation, biased=biased, scale=4)), shape)
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
@@ -120,20 +120,20 @@ def test_activations_of_zero_and_of_large_gates(runtime, make, check, style, dty
     gate, up = np.array([[0, -60, 60, -1e3]], dtype), np.array([[1, 2, 3, 4]], dtype)
     source = split_segments(runtime, np.concatenate([gate, up], axis=1), (4, 4), (1, 3))
     out = GuardedOutput(runtime, (1, 4), dtype)
-    launch = make(style, dtype, dtype).gated_activation(
-        source, out.slot, tokens=1, intermediate=4, activation=activation
+    launch = activate(
+        make(style, dtype, dtype), source, out.slot, tokens=1, intermediate=4, activation=activation
     )
     run_launches(runtime, [launch])
-    check((out.read(), reference.gated_activation(gate, up, activation)))
+    check((out.read(), exact_gated_activation(gate, up, activation)))
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_logits_are_capped_in_place(runtime, cases, make, check, style):
     for rows, width in ((1, 5), (3, 2060)):
-        actual, expected = cases(style, seed=5).soft_cap(rows, width, 30.0)
+        actual, expected = cases(style, seed=5)(SoftCapCase(rows, width, 30.0))[0]
         check((actual, expected))
         # Small logits keep their precision, which a difference of exponentials would not.
         np.testing.assert_allclose(actual, expected, rtol=2e-6)
     slot = fill_slot(runtime, np.zeros((4, 2060), np.float32))
     with pytest.raises(KernelError, match="soft cap logits"):
-        make(style).soft_cap(slot, 30.0, rows=5, vocabulary=2060)
+        soft_cap(make(style), slot, 30.0, rows=5, vocabulary=2060)

@@ -5,7 +5,6 @@ process of its own.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -17,12 +16,11 @@ import numpy as np
 import pytest
 
 from heterollm.base import OptionError
-from heterollm.kernels.cases import LayerCases
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import (
     AttentionClass,
     BuildError,
-    GpuGlue,
+    GlueKernels,
     HeadShape,
     OpenClRuntime,
     Scores,
@@ -35,7 +33,9 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.tuning import DeviceTuning
-from heterollm.kernels.linear_cases import LinearCase
+from heterollm.kernels.operators.attention import AttentionCase
+from heterollm.kernels.operators.linear import LinearCase
+from heterollm.kernels.operators.operator import check_case
 from heterollm.kernels.ops import WeightFormat
 
 RUNTIME = Path(os.environ.get("HETEROLLM_HALF_RUNTIME", Path(sys.prefix) / "lib" / "libintelocl.so"))
@@ -53,11 +53,9 @@ def variant(weight, tokens, integer_inputs=False, half=False, **numbers):
 
 
 def attended(runtime, style, tokens, dtype=FLOATS, heads=HEADS, scores=None):
-    layers = GpuGlue(runtime, dtype, dtype, style=None if runtime.traits.is_cpu is False else "simt")
-    if style is not None:
-        layers.attention = functools.partial(layers.attention, style=style)
-    cases = LayerCases(runtime, layers, dtype, dtype, np.random.default_rng(2))
-    return cases.attention(tokens, 150 - tokens, heads, scores=scores or Scores(0.1, 67), parts=1)
+    layers = GlueKernels(runtime, dtype, dtype, style=None if runtime.traits.is_cpu is False else "simt")
+    case = AttentionCase(tokens, 150 - tokens, heads, scores or Scores(0.1, 67), parts=1, style=style)
+    return check_case(case, layers, np.random.default_rng(2))["attended"]
 
 
 @pytest.fixture

@@ -3,8 +3,16 @@
 import numpy as np
 import pytest
 
-from heterollm.kernels.cases import (
-    LayerCases,
+from heterollm.kernels.gpu import (
+    KV_CODES,
+    GlueKernels,
+    HeadShape,
+    KvLayer,
+    Rotation,
+    head_stride,
+    position_bytes,
+)
+from heterollm.kernels.operators.data import (
     cache_view,
     empty_cache,
     fill_slot,
@@ -14,27 +22,10 @@ from heterollm.kernels.cases import (
     split_segments,
     step_slot,
 )
-from heterollm.kernels.gpu import (
-    KV_CODES,
-    GpuGlue,
-    HeadShape,
-    KvLayer,
-    Rotation,
-    head_stride,
-    position_bytes,
-)
+from heterollm.kernels.operators.rope import RopeCase, rope_and_store
 
 STYLES = ["vector", "simt"]
 SHAPES = [(14, 2, 64), (6, 1, 80), (8, 4, 128), (3, 1, 36)]
-
-
-@pytest.fixture
-def code_cases(runtime):
-    def get(style, seed, dtype=np.float32):
-        layers = GpuGlue(runtime, dtype, KV_CODES, style=style)
-        return LayerCases(runtime, layers, np.dtype(dtype), KV_CODES, np.random.default_rng(seed))
-
-    return get
 
 
 def assert_nearest(numbers, head_dim, label):
@@ -46,21 +37,21 @@ def assert_nearest(numbers, head_dim, label):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_rope_stores_the_nearest_codes(code_cases, check, style):
-    made = code_cases(style, 21)
-    cases = [(tokens, (8, 4, 32), {}) for tokens in (1, 2, 7, 33, 65)]
-    cases += [(3, (14, 2, 64), {"biased": True, "normed": True}), (3, (2, 1, 96), {"rotary": 20})]
-    cases += [
+def test_rope_stores_the_nearest_codes(cases, check, style):
+    made = cases(style, seed=21, kv=KV_CODES)
+    shapes = [(tokens, (8, 4, 32), {}) for tokens in (1, 2, 7, 33, 65)]
+    shapes += [(3, (14, 2, 64), {"biased": True, "normed": True}), (3, (2, 1, 96), {"rotary": 20})]
+    shapes += [
         (2, (2, 1, 10), {"rotary": 6, "biased": True}),
         (2, (2, 1, 2), {}),
         (2, (2, 1, 16), {"rotary": 0}),
     ]
-    cases += [(2, (4, 2, 32), {"normed": True, "joint": True}), (3, (4, 2, 32), {"limit": 0.7})]
-    for place, (tokens, heads, options) in enumerate(cases):
+    shapes += [(2, (4, 2, 32), {"normed": True, "joint": True}), (3, (4, 2, 32), {"limit": 0.7})]
+    for place, (tokens, heads, options) in enumerate(shapes):
         for position in (0, 9):
             shape = HeadShape(*heads, position + tokens + 2)
             splits = tuple(min(rows, (0, 8 * place, 5 + 3 * place, rows)[place % 4]) for rows in shape.rows)
-            queries, *stored = made.rope(tokens, position, shape, splits, **options)
+            queries, *stored = made(RopeCase(tokens, position, shape, splits, **options))
             label = (shape, tokens, position, splits, options)
             check(queries, label)
             for numbers in stored:
@@ -75,7 +66,8 @@ def test_zeros_are_stored_as_zeros_and_nan_as_nan(runtime, style):
         rows = np.zeros((3, 96), np.float32)
         rows[1, 70] = value
         table = runtime.upload(np.ones((8, 16), np.float32))
-        launch = GpuGlue(runtime, np.float32, KV_CODES, style=style).rope_and_store(
+        launch = rope_and_store(
+            GlueKernels(runtime, np.float32, KV_CODES, style=style),
             split_segments(runtime, rows, shape.rows, (0, 0, 0)),
             None,
             fill_slot(runtime, np.zeros((3, 32), np.float32)),
@@ -94,14 +86,14 @@ def test_zeros_are_stored_as_zeros_and_nan_as_nan(runtime, style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_attention_over_codes_matches_float64(code_cases, check_attention, style):
-    made = code_cases(style, 22)
+def test_attention_over_codes_matches_float64(cases, check_attention, style):
+    made = cases(style, seed=22, kv=KV_CODES)
     for shape in SHAPES:
         for tokens, position in [(m, 0) for m in (1, 3, 33, 65)] + [(1, 70), (3, 61), (33, 64), (1, 300)]:
             check_attention(made, shape=shape, tokens=tokens, position=position)
     for parts in (1, 2, 5):
         check_attention(made, shape=(14, 2, 64), tokens=1, position=300, parts=parts, window=100)
-    half = code_cases(style, 23, np.float16)
+    half = cases(style, np.float16, 23, KV_CODES)
     check_attention(half, shape=(14, 2, 64), tokens=7, position=200)
 
 

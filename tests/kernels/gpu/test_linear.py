@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import KernelError
-from heterollm.kernels.cases import fill_slot
 from heterollm.kernels.formats import (
     QuantizedTensor,
     concatenate_rows,
@@ -15,7 +14,8 @@ from heterollm.kernels.formats import (
     reference,
 )
 from heterollm.kernels.gpu import GpuLinear
-from heterollm.kernels.linear_cases import LINEARS, LinearCase, embed, run_linear
+from heterollm.kernels.operators.data import fill_slot
+from heterollm.kernels.operators.linear import LINEARS, LinearCase, run_linear
 from heterollm.kernels.ops import WeightFormat
 
 KINDS = ["int4", "int4z", "int4m", "int8", "int8z", "f16", "f32"]
@@ -225,7 +225,7 @@ def test_any_shape_and_cut(runtime, within_gate, data):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_embedding_gathers_rows_and_limits_ids(runtime, style, kind):
+def test_embedding_gathers_rows_and_limits_ids(runtime, embed, style, kind):
     rng = np.random.default_rng(8)
     for rows, columns, block in ((1, 16, 16), (130, 96, 32), (64, 1280, 128)):
         table = random_weight(rng, rows, columns, stored(kind, block))

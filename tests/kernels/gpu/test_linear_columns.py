@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.cases import GuardedOutput, fill_slot, run_launches
 from heterollm.kernels.formats import linear_errors, random_weight, reference, take_columns
 from heterollm.kernels.gpu import GpuLinear, MergedLaunch, RoundedInputs, Variant, code_bytes, merge_launches
 from heterollm.kernels.gpu.rounding import rounding_launch
-from heterollm.kernels.linear_cases import LinearCase, run_linear
+from heterollm.kernels.operators.data import GuardedOutput, fill_slot, run_launches
+from heterollm.kernels.operators.linear import LinearCase, run_linear
 from heterollm.kernels.ops import WeightFormat
 
 STYLES = ["vector", "simt"]

@@ -7,18 +7,12 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, random_weight, reference
-from heterollm.kernels.gpu import (
-    GpuLinear,
-    RoundedInputs,
-    Variant,
-    code_bytes,
-    target_for_this_machine,
-)
+from heterollm.kernels.gpu import GpuLinear, RoundedInputs, Variant, code_bytes, target_for_this_machine
 from heterollm.kernels.gpu.launch import ChainedLaunch
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.runtime import POCL_NAME
-from heterollm.kernels.linear_cases import run_linear
+from heterollm.kernels.operators.linear import run_linear
 from heterollm.kernels.ops import WeightFormat
 
 STYLES = ["vector", "simt"]

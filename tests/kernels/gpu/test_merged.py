@@ -14,13 +14,15 @@ from heterollm.kernels.formats import quantize
 from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_WORDS,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     MergedLaunch,
     OpenClRuntime,
     Segments,
     merge_launches,
 )
+from heterollm.kernels.operators.gated_activation import activate
+from heterollm.kernels.operators.norm import rms_norm
 
 HIDDEN = 128
 
@@ -30,7 +32,7 @@ class Chain:
 
     def __init__(self, runtime, rounds=4, style=None, precision_bits=(4, 8)):
         generator = np.random.default_rng(rounds)
-        layers = GpuGlue(runtime, np.float32, np.float32, style=style)
+        layers = GlueKernels(runtime, np.float32, np.float32, style=style)
         self.runtime = runtime
         self.start = generator.standard_normal((1, HIDDEN)).astype(np.float32)
         self.residual, self.input, self.activated, self.output = (
@@ -44,8 +46,15 @@ class Chain:
         for number in range(rounds):
             bits = precision_bits[number % len(precision_bits)]
             self.launches.append(
-                layers.rms_norm(
-                    self.residual, norm, self.input, hidden=HIDDEN, tokens=1, epsilon=1e-5, delta=delta
+                rms_norm(
+                    layers,
+                    self.residual,
+                    norm,
+                    self.input,
+                    hidden=HIDDEN,
+                    tokens=1,
+                    epsilon=1e-5,
+                    delta=delta,
                 )
             )
             for rows, columns, x, y in (
@@ -61,7 +70,7 @@ class Chain:
                 if y is self.wide:
                     gate_up = Segments(self.wide, self.wide, rows, (0, 0))
                     self.launches.append(
-                        layers.gated_activation(gate_up, self.activated, tokens=1, intermediate=2 * HIDDEN)
+                        activate(layers, gate_up, self.activated, tokens=1, intermediate=2 * HIDDEN)
                     )
             delta = Segments(self.output, self.output, (HIDDEN,), (0,))
 

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.cases import fill_slot
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, largest_code
-from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GpuGlue, NpuCodes
+from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GlueKernels, NpuCodes
+from heterollm.kernels.operators.data import fill_slot
+from heterollm.kernels.operators.norm import rms_norm
+from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 
 PER_TOKEN = CodeGrid(1 / LARGEST_CODE, 3 / LARGEST_CODE, per_token=True)
 STATIC = CodeGrid(6 / LARGEST_CODE, 0.7 / LARGEST_CODE, per_token=False)
@@ -48,11 +50,11 @@ def activations(tokens, columns, dtype):
 @GRIDS
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
-    layers = GpuGlue(runtime, dtype, dtype, style=style)
+    layers = GlueKernels(runtime, dtype, dtype, style=style)
     for tokens, columns, rows in ((1, 256, 96), (5, 1352, 2051), (33, 64, 8)):
         x = activations(tokens, columns, dtype)
         codes = codes_for(runtime, grid, tokens, columns, rows)
-        layers.write_codes(fill_slot(runtime, x), codes, tokens=tokens, columns=columns)()
+        write_codes(layers, fill_slot(runtime, x), codes, tokens=tokens, columns=columns)()
         runtime.finish()
         expected, factors = grid.codes(x)
         np.testing.assert_array_equal(codes.inputs.array, expected)
@@ -70,7 +72,7 @@ def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
         y = runtime.shared((tokens, rows), dtype)
         # The second member begins within eight columns.
         members = (rows // 3, rows // 4, rows - rows // 3 - rows // 4) if grid.member_steps else (rows,)
-        layers.read_codes(codes, y, tokens=tokens, member_rows=members)()
+        read_codes(layers, codes, y, tokens=tokens, member_rows=members)()
         runtime.finish()
         np.testing.assert_array_equal(y.array, grid.values(outputs, factors, members).astype(dtype))
         ends = int(((outputs == 0) | (outputs == last)).sum())
@@ -80,15 +82,15 @@ def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
 @pytest.mark.parametrize("style", ["vector", "simt"])
 @GRIDS
 def test_a_norm_writes_the_codes_of_its_output(runtime, style, grid):
-    layers = GpuGlue(runtime, np.float16, np.float16, style=style)
+    layers = GlueKernels(runtime, np.float16, np.float16, style=style)
     hidden, tokens = 392, 3
     residual = activations(tokens, hidden, np.float32)
     weight = runtime.upload(np.random.default_rng(2).uniform(0.5, 2, hidden).astype(np.float32))
     plain, fused = (codes_for(runtime, grid, tokens, hidden, 8) for _ in range(2))
     out = runtime.shared((tokens, hidden), np.float16)
     options = {"hidden": hidden, "tokens": tokens, "epsilon": 1e-5}
-    layers.rms_norm(fill_slot(runtime, residual), weight, out, **options, rounded=fused)()
-    layers.write_codes(out, plain, tokens=tokens, columns=hidden)()
+    rms_norm(layers, fill_slot(runtime, residual), weight, out, **options, rounded=fused)()
+    write_codes(layers, out, plain, tokens=tokens, columns=hidden)()
     runtime.finish()
     np.testing.assert_array_equal(fused.inputs.array, plain.inputs.array)
     np.testing.assert_array_equal(plain.inputs.array, grid.codes(out.array)[0])
@@ -97,14 +99,14 @@ def test_a_norm_writes_the_codes_of_its_output(runtime, style, grid):
 
 
 def test_slots_that_do_not_fit_are_refused(runtime):
-    layers = GpuGlue(runtime, np.float32, np.float32)
+    layers = GlueKernels(runtime, np.float32, np.float32)
     codes = codes_for(runtime, STATIC, 2, 64, 8)
     x = runtime.shared((8, 64), np.float32)
     with pytest.raises(KernelError, match="code slot has 256 bytes"):
-        layers.write_codes(x, codes, tokens=3, columns=64)
+        write_codes(layers, x, codes, tokens=3, columns=64)
     with pytest.raises(KernelError, match="factor slot has 8 bytes"):
-        layers.write_codes(x, codes, tokens=4, columns=32)
+        write_codes(layers, x, codes, tokens=4, columns=32)
     with pytest.raises(KernelError, match="not whole eights"):
-        layers.write_codes(x, codes, tokens=1, columns=12)
+        write_codes(layers, x, codes, tokens=1, columns=12)
     with pytest.raises(KernelError, match="input slot has 32 bytes"):
-        layers.read_codes(codes, x, tokens=2, member_rows=(16,))
+        read_codes(layers, codes, x, tokens=2, member_rows=(16,))

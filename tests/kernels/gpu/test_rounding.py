@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.cases import fill_slot
 from heterollm.kernels.formats import linear_errors, quantize, reference
 from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -30,7 +29,11 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.sources import read_sources
-from heterollm.kernels.linear_cases import LINEARS
+from heterollm.kernels.operators.attention import attend
+from heterollm.kernels.operators.data import fill_slot
+from heterollm.kernels.operators.gated_activation import activate
+from heterollm.kernels.operators.linear import LINEARS
+from heterollm.kernels.operators.norm import final_norm, rms_norm
 
 STYLES = ["vector", "simt"]
 TOKENS = (1, 7, 33)
@@ -38,13 +41,13 @@ BLOCKS = (32, 64, 128)
 GUARD = 0xA5
 HIDDEN = 384
 
-LAYERS: dict[tuple, GpuGlue] = {}
+LAYERS: dict[tuple, GlueKernels] = {}
 
 
 def layers_for(runtime, style, dtype=np.float32):
     key = (runtime, style, dtype)
     if key not in LAYERS:
-        LAYERS[key] = GpuGlue(runtime, dtype, dtype, style=style)
+        LAYERS[key] = GlueKernels(runtime, dtype, dtype, style=style)
     return LAYERS[key]
 
 
@@ -132,7 +135,7 @@ def test_the_norm_rounds_its_output(runtime, style, cases):
             stream = fill_slot(runtime, residual)
             options = {"hidden": HIDDEN, "tokens": tokens, "epsilon": 1e-5, "delta": delta}
             layers = layers_for(runtime, style, dtype)
-            return [layers.rms_norm(stream, weight, out, **options, rounded=rounded)]
+            return [rms_norm(layers, stream, weight, out, **options, rounded=rounded)]
 
         both_ways(runtime, make, tokens, HIDDEN, style, block=block, dtype=dtype)
 
@@ -151,7 +154,7 @@ def test_the_final_norm_rounds_the_head_rows(runtime, style, cases):
 
         def make(out, rounded, residual=residual, delta=delta, rows=rows):
             options = {"rows": rows, "epsilon": 1e-5, "delta": delta, "rounded": rounded}
-            return [layers_for(runtime, style).final_norm(residual, weight, out, step, **options)]
+            return [final_norm(layers_for(runtime, style), residual, weight, out, step, **options)]
 
         both_ways(runtime, make, rows, HIDDEN, style, block=block, bits=8)
 
@@ -168,7 +171,7 @@ def test_the_activation_rounds_its_output(runtime, style, cases):
 
         def make(out, rounded, gate_up=gate_up, dtype=dtype, tokens=tokens, columns=columns):
             options = {"tokens": tokens, "intermediate": columns, "rounded": rounded}
-            return [layers_for(runtime, style, dtype).gated_activation(gate_up, out, **options)]
+            return [activate(layers_for(runtime, style, dtype), gate_up, out, **options)]
 
         both_ways(runtime, make, tokens, columns, style, block=block, dtype=dtype)
 
@@ -213,7 +216,8 @@ def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
             def make(
                 out, rounded, query=query, cache=cache, step=step, parts=parts, dtype=dtype, capacity=capacity
             ):
-                return layers_for(runtime, style, dtype).attention(
+                return attend(
+                    layers_for(runtime, style, dtype),
                     *(query, KvLayer(cache, 0), out, step),
                     shape=HeadShape(heads, kv_heads, head_dim, capacity),
                     scores=Scores(head_dim**-0.5),
@@ -260,9 +264,9 @@ def test_a_chain_merged_or_not_gives_what_separate_launches_give(runtime, bits):
         stream = fill_slot(runtime, residual)
         options = {"hidden": 256, "tokens": 1, "epsilon": 1e-5}
         launches = [
-            layers.rms_norm(stream, ones, x, **options, rounded=codes[0]),
+            rms_norm(layers, stream, ones, x, **options, rounded=codes[0]),
             linears[0].launch(x, wide, tokens=1, rounded=codes[0], label="gate_up"),
-            layers.gated_activation(gate_up, activated, tokens=1, intermediate=512, rounded=codes[1]),
+            activate(layers, gate_up, activated, tokens=1, intermediate=512, rounded=codes[1]),
             linears[1].launch(activated, y, tokens=1, rounded=codes[1], label="down"),
         ]
         (merged,) = merge_launches(runtime, launches)
@@ -290,7 +294,7 @@ def test_slots_that_do_not_fit_are_refused(runtime):
     ):
         slots = [runtime.shared((size,), np.uint8) for _ in range(2)]
         with pytest.raises(KernelError, match=message):
-            layers.rms_norm(out, weight, out, **options, rounded=RoundedInputs(*slots, 4, block))
+            rms_norm(layers, out, weight, out, **options, rounded=RoundedInputs(*slots, 4, block))
 
 
 # -- devices whose division is a few units off ------------------------------------------------------------

@@ -6,26 +6,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import KernelError
-from heterollm.kernels.cases import GuardedOutput, run_launches
-from heterollm.kernels.formats import reference_sparse
 from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuGlue,
-    GpuSparseAttention,
+    GlueKernels,
     HeadShape,
     HeadTable,
     MergedLaunch,
     Scores,
     SparseShape,
     merge_launches,
-    work,
 )
-from heterollm.kernels.sparse_cases import SparseCase, SparsePass
+from heterollm.kernels.operators.attention import attend, attention_work
+from heterollm.kernels.operators.data import GuardedOutput, run_launches
+from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
+from heterollm.kernels.operators.selection import kept_positions, select_positions, selection_work
+from heterollm.kernels.operators.sparse_attention import (
+    SparseCase,
+    SparsePass,
+    attend_selected,
+    sparse_attention_work,
+)
 
 STYLES = ["vector", "simt"]
-LAYERS: dict[tuple, GpuSparseAttention] = {}
+LAYERS: dict[tuple, GlueKernels] = {}
 
 few = settings(max_examples=15)
 """Each example runs a whole pass and a float64 oracle."""
@@ -39,7 +44,7 @@ def make(runtime):
     def get(style, heads, tokens, position, *, length=None, seed=0, dtype=np.float32, kv=np.float32, **more):
         key = (runtime, style, dtype, kv)
         if key not in LAYERS:
-            LAYERS[key] = GpuSparseAttention(runtime, dtype, kv, style=style)
+            LAYERS[key] = GlueKernels(runtime, dtype, kv, style=style)
         rng = np.random.default_rng(seed)
         keys = more.pop("keys", -(-(position + tokens) // 16) * 16)
         more.setdefault("scores", Scores(heads[2] ** -0.5))
@@ -107,7 +112,7 @@ def check_selection(made, selected, codes, steps):
             if weights is None:
                 assert len(kept) == 0
                 continue
-            exact = reference_sparse.kept_positions(weights, made.own.keep[head])
+            exact = kept_positions(weights, made.own.keep[head])
             assert len(kept) == len(exact)
             assert (np.diff(kept) > 0).all()
             assert (weights[kept] >= 0).all()
@@ -160,7 +165,7 @@ def test_equal_weights_keep_the_lowest_positions(make, style):
             for block, kept in enumerate(blocks):
                 end = position + min((block + 1) * 32, tokens)
                 weights = np.where(np.arange(len(columns)) < end, columns, -1.0)
-                exact = reference_sparse.kept_positions(weights, made.own.keep[head])
+                exact = kept_positions(weights, made.own.keep[head])
                 np.testing.assert_array_equal(kept, exact)
 
     holds()
@@ -223,13 +228,14 @@ def test_all_positions_give_dense_attention(runtime, make, check, style, window)
     made.quantise()
     options = {"shape": made.own.shape, "exponent": made.own.exponent}
     run_launches(
-        runtime, [made.sparse.estimate(made.memory, slots=(slot, slot + 1), **options) for slot in (0, 1)]
+        runtime,
+        [estimate_scores(made.sparse, made.memory, slots=(slot, slot + 1), **options) for slot in (0, 1)],
     )
     actual, _ = made.attend(made.select())
     dense = GuardedOutput(runtime, actual.shape, np.float32)
     sizes = {"shape": made.own.shape.heads, "scores": made.own.scores, "tokens": 70, "bucket": 276}
-    layers = GpuGlue(runtime, np.float32, np.float32, style=style)
-    run_launches(runtime, layers.attention(made.q, made.cache, dense.slot, made.step, **sizes))
+    layers = GlueKernels(runtime, np.float32, np.float32, style=style)
+    run_launches(runtime, attend(layers, made.q, made.cache, dense.slot, made.step, **sizes))
     check((actual, dense.read().astype(np.float64)))
 
 
@@ -240,11 +246,19 @@ def test_merged_launches_give_the_same(runtime, make):
     out = runtime.shared((40, 256), np.float32)
     inputs = made.memory, made.table
     launches = [
-        *made.sparse.quantise(made.q, made.cache, *inputs, made.step, **sizes),
-        made.sparse.estimate(made.memory, exponent=made.own.exponent, **part),
-        made.sparse.select(*inputs, made.selection, made.step, scores=made.own.scores, **part),
-        *made.sparse.attend(
-            made.q, made.cache, made.table, made.selection, out, made.step, scores=made.own.scores, **part
+        *write_score_codes(made.sparse, made.q, made.cache, *inputs, made.step, **sizes),
+        estimate_scores(made.sparse, made.memory, exponent=made.own.exponent, **part),
+        select_positions(made.sparse, *inputs, made.selection, made.step, scores=made.own.scores, **part),
+        *attend_selected(
+            made.sparse,
+            made.q,
+            made.cache,
+            made.table,
+            made.selection,
+            out,
+            made.step,
+            scores=made.own.scores,
+            **part,
         ),
     ]
     outputs = []
@@ -263,16 +277,16 @@ def test_the_work_of_all_positions_is_that_of_dense_attention():
     step[[STEP_POSITION, STEP_LENGTH]] = 1000, 250
     for window in (0, 300):
         common = {"tokens": 256, "window": window, "position_bytes": 128, "output_bytes": 4}
-        dense = work.attention_work(heads, step, **common)
+        dense = attention_work(heads, step, **common)
         whole, fifth = (
-            work.sparse_attention_work(heads, step, 9, keep=keep, block=32, **common) for keep in (1.0, 0.2)
+            sparse_attention_work(heads, step, 9, keep=keep, block=32, **common) for keep in (1.0, 0.2)
         )
         assert whole.flops == pytest.approx(dense.flops)
         assert fifth.flops == pytest.approx(dense.flops / 5)
         # Each block of queries reads keys of its own.
         assert whole.read_bytes > 5 * dense.read_bytes
         assert whole.written_bytes == dense.written_bytes
-        part = work.selection_work(3, step, block=32, tokens=256, window=window)
+        part = selection_work(3, step, block=32, tokens=256, window=window)
         assert part.read_bytes * 4 * 64 == pytest.approx(dense.flops / 3)
 
 

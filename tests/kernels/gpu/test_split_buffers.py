@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from heterollm.base import KernelError
 from heterollm.kernels.formats import random_weight
 from heterollm.kernels.gpu import GpuLinear, OpenClRuntime
-from heterollm.kernels.linear_cases import LinearCase, embed
+from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
 FORMATS = {
@@ -80,7 +80,7 @@ def test_a_launch_has_one_kernel_for_each_buffer(limited, name):
 
 @pytest.mark.parametrize("style", ["simt", "vector"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_embedding_in_several_buffers(runtime, limited, name, style):
+def test_an_embedding_in_several_buffers(runtime, embed, limited, name, style):
     weight = FORMATS[name]
     table = random_weight(np.random.default_rng(1), 500, COLUMNS, weight)
     ids = [0, 499, 191, 192, 193, 383, 384, 64, 700, -3]  # the last two lie outside of the table

@@ -12,21 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from heterollm.kernels.cases import cache_view, fill_slot, scales_view
-from heterollm.kernels.formats import (
-    CodeGrid,
-    largest_code,
-    linear_errors,
-    random_weight,
-    reference,
-    reference_layers,
-)
+from heterollm.kernels.formats import CodeGrid, largest_code, linear_errors, random_weight, reference
 from heterollm.kernels.gpu import (
     COUNT_WORDS,
     COUNTED_PAIRS,
@@ -39,17 +32,13 @@ from heterollm.kernels.gpu import (
     DeviceMemory,
     ExpertLists,
     ExpertShape,
-    GpuExperts,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
-    GpuOutliers,
-    GpuSparseAttention,
     HeadShape,
     KernelStyle,
     KvLayer,
     NpuCodes,
     OpenClRuntime,
-    Rotation,
     RoundedInputs,
     Scores,
     Segments,
@@ -66,10 +55,19 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.sources import read_sources
-from heterollm.kernels.linear_cases import LinearCase
+from heterollm.kernels.operators.attention import AttentionCase, attend
+from heterollm.kernels.operators.data import Data, fill_slot
+from heterollm.kernels.operators.experts import GpuExperts
+from heterollm.kernels.operators.gated_activation import GatedCase, activate
+from heterollm.kernels.operators.linear import LinearCase
+from heterollm.kernels.operators.logits import AddBiasCase, JoinCase, SoftCapCase
+from heterollm.kernels.operators.norm import NormCase, final_norm, rms_norm
+from heterollm.kernels.operators.npu_codes import read_codes, write_codes
+from heterollm.kernels.operators.operator import OperatorCase
+from heterollm.kernels.operators.outliers import OutlierCase
+from heterollm.kernels.operators.rope import RopeCase
+from heterollm.kernels.operators.sparse_attention import SparseCase, SparsePass
 from heterollm.kernels.ops import Routing, WeightFormat
-from heterollm.kernels.outlier_cases import OutlierCases
-from heterollm.kernels.sparse_cases import SparseCase, SparsePass
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
 COMPLAINT = re.compile(r"data race|invalid|error|uninitialized|divergence", re.IGNORECASE)
@@ -339,8 +337,8 @@ def variant_launches(runtime: OpenClRuntime) -> Iterator[None]:
         q.array[...] = cache.array[...] = 0.5
         out = runtime.shared((length, 96), dtype)
         options = {"shape": heads, "scores": Scores(0.2), "tokens": length, "bucket": 67, "parts": 1}
-        layers = GpuGlue(runtime, dtype, dtype, style="simt")
-        for launch in layers.attention(q, KvLayer(cache, 0), out, step, **options, style="coalesced"):
+        layers = GlueKernels(runtime, dtype, dtype, style="simt")
+        for launch in attend(layers, q, KvLayer(cache, 0), out, step, **options, style="coalesced"):
             launch()
             yield
         np.testing.assert_allclose(out.array, 0.5, rtol=1e-3)
@@ -366,188 +364,66 @@ def exact_launches(
             assert errors.within("fp32" if dtype == np.float32 else "fp16"), (own, style, errors)
 
 
-def layer_launches(runtime: OpenClRuntime) -> Iterator[None]:
-    """Every kernel between the linear layers in each style and type, on slots of the exact size."""
-    rng = np.random.default_rng(0)
-    heads, kv_heads, head_dim, tokens, position = 3, 1, 20, 3, 66
-    capacity, rows = position + tokens, (heads * head_dim, head_dim, head_dim)
-    step = runtime.shared((STEP_WORDS,), np.int32)
-    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, tokens, 1
+class ExactData(Data):
+    """Data in slots of the exact size: the simulator tells of any byte beyond them."""
 
-    def slot(shape: tuple[int, ...], dtype: type) -> SharedArray:
-        memory = runtime.shared(shape, dtype)
-        memory.array[...] = rng.standard_normal(shape)
-        return memory
+    def _guarded(self, name, shape, dtype, values=None):
+        slot = self.on.runtime.shared(shape, dtype)
+        if values is not None:
+            slot.array[...] = values
+        self._outputs[name] = lambda: slot.array.copy()
+        return slot
 
-    def segments(members: tuple[int, ...], splits: tuple[int, ...], dtype: type) -> Segments:
-        a_columns = sum(splits)
-        b = slot((tokens, sum(members) - a_columns), dtype)
-        return Segments(slot((tokens, a_columns), dtype), b, members, splits)
 
+ODD = HeadShape(3, 1, 20, 69)
+TURNED = RopeCase(3, 66, ODD, (24, 8, 0), rotary=12, biased=True)
+OPERATORS = (
+    # The row of an operator in the tests: sizes that fill no vector, in every way that a caller asks for.
+    NormCase(3, 44, 13),
+    NormCase(3, 44, 13, head_row=1),
+    NormCase(3, 44, 13, biased=True, post=True),
+    NormCase(3, 44, 44, "sum", biased=True),
+    NormCase(3, 48, 13, centered=True),
+    GatedCase(3, 21, (3, 16)),
+    GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
+    GatedCase(3, 21, (3, 16), "sum"),
+    JoinCase(3, 21, 9),
+    JoinCase(3, 21, 9, "sum"),
+    AddBiasCase(3, 21),
+    SoftCapCase(3, 21, 0.7),
+    TURNED,
+    replace(TURNED, normed=True),
+    replace(TURNED, normed=True, joint=True, limit=0.5),
+    replace(TURNED, join="sum"),
+    *(
+        AttentionCase(tokens, 66, ODD, Scores(0.2, 67, cap), bucket=128, parts=parts)
+        for parts, tokens, cap in ((1, 3, 0.0), (2, 3, 0.5), (1, 1, 0.5), (2, 1, 0.0))
+    ),
+    OutlierCase(1, 100, (70,), (64,), 25, 9),
+    OutlierCase(6, 600, (21, 9, 9), (16, 8, 0), 25, 9, covered=5),
+    OutlierCase(35, 64, (24,), (24,), 25, 9),
+)
+CODE_CACHE = (TURNED, *(AttentionCase(3, 66, ODD, parts=parts) for parts in (1, 2)))
+
+
+def case_launches(
+    runtime: OpenClRuntime, cases: tuple[OperatorCase, ...] = OPERATORS, kv_dtype: np.dtype | None = None
+) -> Iterator[None]:
+    """Every kernel between the linear layers in each style and type."""
     for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
-        layers = GpuGlue(runtime, dtype, dtype, style=style)
-        gate = "fp32" if dtype == np.float32 else "fp16"
-        residual, weight, out = (
-            slot((tokens, 44), np.float32),
-            slot((44,), np.float32),
-            slot((tokens, 44), dtype),
-        )
-        delta, norm = segments((44,), (13,), dtype), {"hidden": 44, "epsilon": 1e-5}
-        layers.final_norm(residual, weight, out, step, rows=2, delta=delta, epsilon=1e-5)()
-        yield
-        (added,) = reference_layers.join_members(delta.a.array, delta.b.array, (44,), (13,))
-        exact = reference_layers.rms_norm(residual.array + added, weight.array, 1e-5)
-        assert linear_errors(out.array[:2], exact[1:]).within(gate)
-        layers.rms_norm(residual, weight, out, tokens=tokens, delta=delta, **norm)()
-        yield
-        assert linear_errors(out.array, exact).within(gate)
-        bias, post = slot((44,), np.float32), slot((44,), np.float32)
-        before = residual.array.copy()
-        layers.rms_norm(residual, weight, out, tokens=tokens, delta=delta, bias=bias, post=post, **norm)()
-        yield
-        exact = before + reference_layers.rms_norm(added + bias.array, post.array, 1e-5)
-        exact = reference_layers.rms_norm(exact, weight.array, 1e-5)
-        assert linear_errors(out.array, exact).within(gate)
-        total = Segments(slot((tokens, 44), dtype), slot((tokens, 44), dtype), (44,), (44,), join="sum")
-        before = residual.array.copy()
-        layers.rms_norm(residual, weight, out, tokens=tokens, delta=total, bias=bias, **norm)()
-        yield
-        exact = before.astype(np.float64) + total.a.array + total.b.array + bias.array
-        assert linear_errors(out.array, reference_layers.rms_norm(exact, weight.array, 1e-5)).within(gate)
-        gate_up, out = segments((21, 21), (3, 16), dtype), slot((tokens, 21), dtype)
-        layers.gated_activation(gate_up, out, tokens=tokens, intermediate=21)()
-        yield
-        members = reference_layers.join_members(gate_up.a.array, gate_up.b.array, (21, 21), (3, 16))
-        assert linear_errors(out.array, reference_layers.gated_activation(*members)).within(gate)
-        bias = slot((42,), np.float32)
-        options = {"tokens": tokens, "intermediate": 21, "activation": "gelu_tanh", "bias": bias}
-        layers.gated_activation(gate_up, out, **options)()
-        yield
-        biased = [part + shift for part, shift in zip(members, np.split(bias.array, 2), strict=True)]
-        assert linear_errors(out.array, reference_layers.gated_activation(*biased, "gelu_tanh")).within(gate)
-        logits = slot((tokens, 21), np.float32)
-        head = segments((21,), (9,), dtype)
-        layers.join_logits(head, logits, rows=tokens)()
-        yield
-        capped = np.tanh(logits.array.astype(np.float64) / 0.7) * 0.7
-        layers.soft_cap(logits, 0.7, rows=tokens, vocabulary=21)()
-        yield
-        assert linear_errors(logits.array, capped).within("fp32")
-        layers.add_bias(logits, slot((21,), np.float32), rows=tokens, vocabulary=21)()
-        yield
-        cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
-        layer, shape = KvLayer(cache, 0), HeadShape(heads, kv_heads, head_dim, capacity)
-        qkv, bias = segments(rows, (24, 8, 0), dtype), slot((sum(rows),), np.float32)
-        tables = [slot((capacity, 6), np.float32) for _ in range(2)]
-        q = slot((tokens, rows[0]), np.float32)
-        for norms in (None, slot((2 * head_dim,), np.float32)):
-            rotation = Rotation(*tables, 12, norms, 1e-5)
-            layers.rope_and_store(
-                *(qkv, bias, q, layer, step), shape=shape, rotation=rotation, tokens=tokens
-            )()
-            yield
-        rotation = Rotation(*tables, 12, slot((sum(rows[:2]),), np.float32), 1e-5, joint=True, limit=0.5)
-        layers.rope_and_store(*(qkv, bias, q, layer, step), shape=shape, rotation=rotation, tokens=tokens)()
-        yield
-        for parts, length, cap in ((1, tokens, 0.0), (2, tokens, 0.5), (1, 1, 0.5), (2, 1, 0.0)):
-            step.array[STEP_LENGTH] = length
-            out = slot((length, rows[0]), dtype)
-            options = {"shape": shape, "scores": Scores(0.2, 67, cap), "tokens": length, "bucket": 128}
-            for launch in layers.attention(q, layer, out, step, parts=parts, **options):
+        kernels = GlueKernels(runtime, dtype, dtype if kv_dtype is None else kv_dtype, style=style)
+        for case in cases:
+            data = ExactData(kernels, np.random.default_rng(0))
+            for launch in case.launches(kernels, data):
                 launch()
                 yield
-            blocks = cache.array.reshape(2, kv_heads, -1)[..., : capacity * head_dim]
-            exact = reference_layers.attention(
-                q.array[:length].reshape(length, heads, head_dim),
-                *blocks.reshape(2, kv_heads, capacity, head_dim),
-                position=position,
-                scale=0.2,
-                window=67,
-                soft_cap=cap,
-            )
-            by_head = out.array.reshape(-1, head_dim), exact.reshape(-1, head_dim)
-            assert linear_errors(*by_head).within(gate), (style, dtype, parts, length)
-        step.array[STEP_LENGTH] = tokens
-
-
-def sum_launches(runtime: OpenClRuntime) -> Iterator[None]:
-    """Readers of outputs that add the NPU's rows to those of a shadow, on slots of the exact size."""
-    rng, tokens, heads = np.random.default_rng(0), 3, HeadShape(3, 1, 20, 9)
-    step = runtime.shared((STEP_WORDS,), np.int32)
-    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = heads.capacity - tokens, tokens, 0
-
-    def slot(columns: int, dtype: type) -> SharedArray:
-        return fill_slot(runtime, rng.standard_normal((tokens, columns)).astype(dtype))
-
-    def segments(members: tuple[int, ...], splits: tuple[int, ...], dtype: type) -> Segments:
-        return Segments(slot(sum(splits), dtype), slot(sum(members), dtype), members, splits, join="sum")
-
-    def members_of(value: Segments) -> list[np.ndarray]:
-        parts = np.split(value.b.array.astype(np.float64), np.cumsum(value.rows)[:-1], axis=1)
-        added = np.split(value.a.array, np.cumsum(value.splits)[:-1], axis=1)
-        for part, own in zip(parts, added, strict=True):
-            part[:, : own.shape[1]] += own
-        return parts
-
-    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
-        layers, gate = GpuGlue(runtime, dtype, dtype, style=style), "fp32" if dtype == np.float32 else "fp16"
-        gate_up, out = segments((21, 21), (3, 16), dtype), slot(21, dtype)
-        layers.gated_activation(gate_up, out, tokens=tokens, intermediate=21)()
-        yield
-        assert linear_errors(out.array, reference_layers.gated_activation(*members_of(gate_up))).within(gate)
-        head, logits = segments((21,), (9,), dtype), slot(21, np.float32)
-        layers.join_logits(head, logits, rows=tokens)()
-        yield
-        assert linear_errors(logits.array, *members_of(head)).within(gate)
-        *_, end = heads.layer_offsets(0, dtype)
-        qkv, cache = segments((60, 20, 20), (24, 8, 0), dtype), runtime.shared((end,), dtype)
-        tables = [fill_slot(runtime, np.full((heads.capacity, 10), value, np.float32)) for value in (1, 0)]
-        options = {"shape": heads, "rotation": Rotation(*tables), "tokens": tokens}
-        q = slot(60, np.float32)
-        layers.rope_and_store(qkv, None, q, KvLayer(cache, 0), step, **options)()
-        yield
-        # Angles of zero turn nothing.
-        assert linear_errors(q.array, members_of(qkv)[0]).within(gate)
-
-
-def code_cache_launches(runtime: OpenClRuntime) -> Iterator[None]:
-    """RoPE and attention with a KV cache of 8 bits of the exact size."""
-    rng, tokens = np.random.default_rng(0), 3
-    step = runtime.shared((STEP_WORDS,), np.int32)
-    for style, head_dim, dtype in (
-        ("vector", 20, np.float32),
-        ("simt", 20, np.float32),
-        ("simt", 64, np.float16),
-    ):
-        layers, shape = GpuGlue(runtime, dtype, KV_CODES, style=style), HeadShape(3, 1, head_dim, 70)
-        position, gate = shape.capacity - tokens, "fp32" if dtype == np.float32 else "fp16"
-        step.array[[STEP_POSITION, STEP_LENGTH]] = position, tokens
-        rows, (_, _, stride, end) = sum(shape.rows), shape.layer_offsets(0, KV_CODES)
-        whole = rng.integers(-127, 128, 2 * stride).astype(np.int8)
-        scales_view(whole, shape)[...] = rng.uniform(0.005, 0.02, (1, 2, 1, shape.capacity))
-        cache = fill_slot(runtime, whole[:end])
-        value = fill_slot(runtime, rng.standard_normal((tokens, rows)).astype(dtype))
-        tables = [
-            fill_slot(runtime, np.full((shape.capacity, head_dim // 2), one, np.float32)) for one in (1, 0)
-        ]
-        q = runtime.shared((tokens, shape.query_columns), np.float32)
-        qkv = Segments(value, value, shape.rows, (0, 0, 0))
-        options = {"shape": shape, "rotation": Rotation(*tables), "tokens": tokens}
-        layers.rope_and_store(qkv, None, q, KvLayer(cache, 0), step, **options)()
-        yield
-        whole[:end] = cache.array
-        exact = cache_view(whole, shape)[0] * scales_view(whole, shape)[0].astype(np.float64)[..., None]
-        stored = value.array[:, shape.query_columns :].astype(np.float64).reshape(tokens, 2, 1, head_dim)
-        assert np.abs(exact[:, :, position:] - stored.transpose(1, 2, 0, 3)).max() < 0.51 * 4 / 127
-        for parts in (1, 2):
-            out = runtime.shared(q.array.shape, dtype)
-            sizes = {"shape": shape, "scores": Scores(0.2), "tokens": tokens, "bucket": 128, "parts": parts}
-            for launch in layers.attention(q, KvLayer(cache, 0), out, step, **sizes):
-                launch()
-                yield
-            queries = q.array.reshape(tokens, 3, head_dim)
-            right = reference_layers.attention(queries, *exact, position=position, scale=0.2)
-            assert linear_errors(out.array, right.reshape(tokens, -1)).within(gate), (style, parts)
+            for name, exact in case.exact(data.values).items():
+                # Codes of keys and values are far coarser; tests of their own compare them.
+                if kv_dtype is None or name in ("queries", "attended"):
+                    width = ODD.head_dim if name == "attended" else exact.shape[-1]
+                    numbers = (part.reshape(-1, width) for part in (data.read(name), exact))
+                    gate = "fp32" if dtype == np.float32 else "fp16"
+                    assert linear_errors(*numbers).within(gate), (case, style, dtype, name)
 
 
 def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
@@ -564,7 +440,7 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
         return memory
 
     for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
-        layers = GpuGlue(runtime, dtype, dtype, style=style)
+        layers = GlueKernels(runtime, dtype, dtype, style=style)
         residual, weight = slot((tokens, columns), np.float32), slot((columns,), np.float32)
         value, wide = slot((tokens, columns), dtype), slot((tokens, 2 * columns), dtype)
         query = slot((tokens, columns), np.float32)
@@ -581,11 +457,11 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
         sizes = {"shape": shape, "scores": Scores(0.2), "tokens": tokens, "bucket": capacity}
         sizes |= {"rounded": rounded}
         for launches in (
-            [layers.rms_norm(residual, weight, out, hidden=columns, tokens=tokens, **norm)],
-            [layers.final_norm(residual, weight, out, step, rows=tokens, **norm)],
-            [layers.gated_activation(gate_up, out, tokens=tokens, intermediate=columns, rounded=rounded)],
-            layers.attention(query, layer, out, step, parts=1, **sizes),
-            layers.attention(query, layer, out, step, parts=2, **sizes),
+            [rms_norm(layers, residual, weight, out, hidden=columns, tokens=tokens, **norm)],
+            [final_norm(layers, residual, weight, out, step, rows=tokens, **norm)],
+            [activate(layers, gate_up, out, tokens=tokens, intermediate=columns, rounded=rounded)],
+            attend(layers, query, layer, out, step, parts=1, **sizes),
+            attend(layers, query, layer, out, step, parts=2, **sizes),
         ):
             codes.array[...] = blocks.array[...] = 0
             for launch in launches:
@@ -605,7 +481,7 @@ def npu_code_launches(runtime: OpenClRuntime) -> Iterator[None]:
     size, places = (tokens, sum(members)), itertools.product((8, 16), (False, True), (False, True))
     styles = itertools.product(("vector", "simt"), (np.float32, np.float16))
     for (style, dtype), (bits, per_token, clamps) in itertools.product(styles, list(places)):
-        layers, limit = GpuGlue(runtime, dtype, dtype, style=style), largest_code(bits)
+        layers, limit = GlueKernels(runtime, dtype, dtype, style=style), largest_code(bits)
         steps = () if per_token else (0.7 / limit, 0.1 / limit, 0.3 / limit)
         grid = CodeGrid(1 / limit, 3 / limit, per_token, bits, steps)
         inputs, outputs = runtime.shared((tokens, columns), grid.dtype), runtime.shared(size, grid.dtype)
@@ -614,37 +490,21 @@ def npu_code_launches(runtime: OpenClRuntime) -> Iterator[None]:
         )
         codes = NpuCodes(inputs, outputs, factors, counts, 0, grid, clamps)
         x = fill_slot(runtime, rng.standard_normal((tokens, columns)).astype(dtype))
-        layers.write_codes(x, codes, tokens=tokens, columns=columns)()
+        write_codes(layers, x, codes, tokens=tokens, columns=columns)()
         yield
         expected, exact_factors = grid.codes(x.array)
         np.testing.assert_array_equal(inputs.array, expected)
         outputs.array[...] = rng.integers(0, 1 << bits, size)
         y, own = runtime.shared(size, dtype), members if steps else (sum(members),)
-        layers.read_codes(codes, y, tokens=tokens, member_rows=own)()
+        read_codes(layers, codes, y, tokens=tokens, member_rows=own)()
         yield
         np.testing.assert_array_equal(y.array, grid.values(outputs.array, exact_factors, own).astype(dtype))
         residual = fill_slot(runtime, rng.standard_normal((tokens, columns)).astype(np.float32))
         weight = fill_slot(runtime, np.ones(columns, np.float32))
         options = {"hidden": columns, "tokens": tokens, "epsilon": 1e-5, "rounded": codes}
-        layers.rms_norm(residual, weight, x, **options)()
+        rms_norm(layers, residual, weight, x, **options)()
         yield
         np.testing.assert_array_equal(inputs.array, grid.codes(x.array)[0])
-
-
-def outlier_launches(runtime: OpenClRuntime) -> Iterator[None]:
-    """Shadow outliers in each style and type, with channels in memory and channels that the host fetches."""
-    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
-        outliers = GpuOutliers(runtime, dtype, dtype, style=style)
-        cases = OutlierCases(runtime, outliers, np.dtype(dtype), np.random.default_rng(0))
-        for tokens, covered, columns, rows, npu_rows in (
-            (1, 1, 100, (70,), (64,)),
-            (6, 5, 600, (21, 9, 9), (16, 8, 0)),
-            (35, 35, 64, (24,), (24,)),
-        ):
-            sizes = {"channels": 25, "hot": 9, "covered": covered}
-            actual, exact = cases.product(tokens, columns, rows, npu_rows, **sizes)
-            yield
-            assert linear_errors(actual, exact).nmse < (1e-6 if dtype == np.float16 else 1e-10)
 
 
 def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
@@ -713,7 +573,7 @@ def sparse_launches(runtime: OpenClRuntime) -> Iterator[None]:
     for (style, dtype), window in zip(
         itertools.product(("vector", "simt"), (np.float32, np.float16)), (0, 40, 0, 40), strict=True
     ):
-        sparse = GpuSparseAttention(runtime, dtype, dtype, style=style)
+        sparse = GlueKernels(runtime, dtype, dtype, style=style)
         shape = SparseShape(HeadShape(4, 2, 20, 115), 40, 112)
         scores, keep = Scores(0.2, window, 3.0 if window else 0.0), (0.1, 0.7, 0.9, 1.0)
         own = SparsePass(shape, 75, 35, scores, (1, 0), keep, exponent=3, buckets=9)
@@ -774,12 +634,10 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "linear": linear_launches,
     "ranges": range_launches,
     "variants": variant_launches,
-    "layers": layer_launches,
-    "sums": sum_launches,
+    "layers": case_launches,
     "rounding": rounding_launches,
-    "code cache": code_cache_launches,
+    "code cache": partial(case_launches, cases=CODE_CACHE, kv_dtype=KV_CODES),
     "NPU codes": npu_code_launches,
-    "outliers": outlier_launches,
     "experts": expert_launches,
     "sparse attention": sparse_launches,
     "hand-overs": hand_over_launches,

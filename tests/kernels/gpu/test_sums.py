@@ -1,13 +1,15 @@
 """Every kernel that reads a linear's output adds the first segment to the second where the join is a sum."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from heterollm.kernels.gpu import HeadShape
+from heterollm.kernels.operators.gated_activation import GatedCase
+from heterollm.kernels.operators.logits import JoinCase
+from heterollm.kernels.operators.norm import NormCase
+from heterollm.kernels.operators.rope import RopeCase
 
 KERNELS = pytest.mark.parametrize(
     ("style", "dtype"),
@@ -32,12 +34,14 @@ WIDTHS = st.integers(17, 150) | st.sampled_from([8, 64, 96, 2056])
 def test_norms_add(cases, check, style, dtype):
     @given(seed=SEEDS, tokens=TOKENS, hidden=WIDTHS, post=st.booleans(), data=st.data())
     def holds(seed, tokens, hidden, post, data):
-        made = replace(cases(style, dtype, seed), join="sum")
+        made = cases(style, dtype, seed)
         (split,) = data.draw(splits_of((hidden,)))
-        for numbers in made.norm(tokens, hidden, split, biased=True, post=post):
+        for numbers in made(NormCase(tokens, hidden, split, biased=True, post=post, join="sum")):
             check(numbers)
         first = data.draw(st.integers(0, tokens - 1))
-        for numbers in made.final_norm(tokens, hidden, split, head_row=first, biased=post, post=post):
+        for numbers in made(
+            NormCase(tokens, hidden, split, head_row=first, biased=post, post=post, join="sum")
+        ):
             check(numbers)
 
     holds()
@@ -47,8 +51,10 @@ def test_norms_add(cases, check, style, dtype):
 def test_the_gated_activation_adds(cases, check, style, dtype):
     @given(seed=SEEDS, tokens=TOKENS, width=WIDTHS, biased=st.booleans(), data=st.data())
     def holds(seed, tokens, width, biased, data):
-        made = replace(cases(style, dtype, seed), join="sum")
-        check(made.gated(tokens, width, data.draw(splits_of((width, width))), biased=biased))
+        made = cases(style, dtype, seed)
+        check(
+            *made(GatedCase(tokens, width, data.draw(splits_of((width, width))), biased=biased, join="sum"))
+        )
 
     holds()
 
@@ -58,7 +64,7 @@ def test_the_logits_are_added(cases, check, style, dtype):
     @given(seed=SEEDS, rows=TOKENS, vocabulary=WIDTHS, data=st.data())
     def holds(seed, rows, vocabulary, data):
         (split,) = data.draw(splits_of((vocabulary,)))
-        check(replace(cases(style, dtype, seed), join="sum").logits(rows, vocabulary, split))
+        check(*cases(style, dtype, seed)(JoinCase(rows, vocabulary, split, join="sum")))
 
     holds()
 
@@ -75,10 +81,10 @@ def test_rope_adds(cases, check, style, dtype):
         data=st.data(),
     )
     def holds(seed, tokens, kv_heads, head_dim, normed, biased, data):
-        made = replace(cases(style, dtype, seed), join="sum")
+        made = cases(style, dtype, seed)
         shape = HeadShape(2 * kv_heads, kv_heads, head_dim, tokens + 7)
         splits = data.draw(splits_of(shape.rows))
-        for numbers in made.rope(tokens, 5, shape, splits, normed=normed, biased=biased):
+        for numbers in made(RopeCase(tokens, 5, shape, splits, normed=normed, biased=biased, join="sum")):
             check(numbers)
 
     holds()

@@ -32,7 +32,7 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.tuning import DeviceIdentity, TuningTable, change_table, read_table
-from heterollm.kernels.linear_cases import LinearCase
+from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
 INT4 = WeightFormat(4, 32)
@@ -449,13 +449,13 @@ def test_the_sources_default_to_what_the_table_is_compared_with():
 SIMULATED = """
 import itertools
 import numpy as np
-from heterollm.kernels.cases import fill_slot
+from heterollm.kernels.operators.data import fill_slot
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu.linear import GpuLinear
 from heterollm.kernels.gpu.parameters import ShapeClass, all_parameters
 from heterollm.kernels.gpu.runtime import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.gpu.variants import Variant
-from heterollm.kernels.linear_cases import LinearCase
+from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
 runtime = OpenClRuntime(list_opencl_devices()[0][1])

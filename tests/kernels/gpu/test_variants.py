@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 
-from heterollm.kernels.cases import LayerCases
-from heterollm.kernels.gpu import BuildError, GpuGlue, HeadShape, Segments, Variant, VariantRecord
+from heterollm.kernels.gpu import BuildError, GlueKernels, HeadShape, Segments, Variant, VariantRecord
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.variants import variants_for
-from heterollm.kernels.linear_cases import LinearCase
 from heterollm.kernels.open import open_device
+from heterollm.kernels.operators.attention import AttentionCase
+from heterollm.kernels.operators.gated_activation import activate
+from heterollm.kernels.operators.linear import LinearCase
+from heterollm.kernels.operators.norm import NormCase
+from heterollm.kernels.operators.operator import check_case
 from heterollm.kernels.ops import WeightFormat
 
 ALL = variants_for(is_cpu=True)
@@ -120,10 +123,10 @@ class TestKernels:
     ):
         refuses, passed_over = BROKEN[broken]
         break_builds(monkeypatch, runtime, refuses)
-        layers, dtype = GpuGlue(runtime, np.float32, np.float32), np.dtype(np.float32)
-        cases = LayerCases(runtime, layers, dtype, dtype, np.random.default_rng(2))
-        within_gate(cases.norm(3, 64, 0)[0])
-        within_gate(cases.attention(1, 40, HeadShape(4, 2, 32, 64), parts=2))
+        layers, generator = GlueKernels(runtime, np.float32, np.float32), np.random.default_rng(2)
+        for case in (NormCase(3, 64, 0), AttentionCase(1, 40, HeadShape(4, 2, 32, 64), parts=2)):
+            for numbers in check_case(case, layers, generator).values():
+                within_gate(numbers, case)
         assert len(runtime.variants.notes) == 3 * passed_over
 
     def test_wrong_numbers_are_found_before_they_are_used(self, monkeypatch, runtime, within_gate):
@@ -142,9 +145,9 @@ class TestKernels:
 
     def test_nothing_that_builds_is_an_error_of_ours(self, monkeypatch, runtime):
         break_builds(monkeypatch, runtime, lambda files, defines: True)
-        layers = GpuGlue(runtime, np.float32, np.float32)
+        layers = GlueKernels(runtime, np.float32, np.float32)
         slot = runtime.shared((1, 64), np.float32)
         segments = Segments(slot, slot, (32, 32), (0, 0))
         with pytest.raises(BuildError, match="refuses the program"):
-            layers.gated_activation(segments, slot, tokens=1, intermediate=32)
+            activate(layers, segments, slot, tokens=1, intermediate=32)
         assert len(runtime.variants.notes) == 3

@@ -10,16 +10,9 @@ import pytest
 from heterollm.base import GraphError
 from heterollm.kernels.formats import linear_errors, quantize
 from heterollm.kernels.formats.reference import weight_values
-from heterollm.kernels.formats.reference_layers import gated_activation
-from heterollm.kernels.npu import (
-    K_SPLIT_COLUMNS,
-    FfnShape,
-    FfnShard,
-    LinearShard,
-    QnnNpu,
-    qnn_available,
-)
+from heterollm.kernels.npu import K_SPLIT_COLUMNS, FfnShape, FfnShard, LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.graphs import shard_digest, write_graph
+from heterollm.kernels.operators.gated_activation import exact_gated_activation
 from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
@@ -276,7 +269,7 @@ class TestEmulator:
         products, whole = (np.full((32, rows), np.nan, np.float16) for rows in (512, 256))
         upper = LinearShard(gate_up, 1, "gate_up", ((0, 256), (0, 256)), "tails")
         hexagon.prepare(upper, 32).bind({"x": x}, {"y": products})()
-        activated = gated_activation(products[:, :256], products[:, 256:]).astype(np.float16)
+        activated = exact_gated_activation(products[:, :256], products[:, 256:]).astype(np.float16)
         alone = LinearShard(down, 1, "down", ((0, 256),), "tails")
         hexagon.prepare(alone, 32).bind({"x": activated}, {"y": whole})()
         exact = exact_block(part, x)

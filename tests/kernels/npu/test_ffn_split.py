@@ -7,24 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterollm.kernels.formats import (
-    concatenate_rows,
-    linear_errors,
-    reference,
-    reference_layers,
-    take_columns,
-    take_rows,
-)
+from heterollm.kernels.formats import concatenate_rows, linear_errors, reference, take_columns, take_rows
 from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
     STEP_WORDS,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     RoundedInputs,
     Segments,
     code_bytes,
 )
 from heterollm.kernels.npu import FfnShard, HostNpu, QnnNpu, qnn_available
+from heterollm.kernels.operators.gated_activation import activate, exact_gated_activation
+from heterollm.kernels.operators.norm import exact_rms_norm, final_norm, rms_norm
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 STYLES = ["vector", "simt"]
@@ -58,7 +53,7 @@ def sum_case(runtime, rng, tokens, hidden, dtype):
 @pytest.mark.parametrize("style", STYLES)
 def test_the_norm_adds_two_parts_and_stores_the_sum(runtime, style, dtype):
     rng = np.random.default_rng(1)
-    layers = GpuGlue(runtime, dtype, np.float32, style=style)
+    layers = GlueKernels(runtime, dtype, np.float32, style=style)
     gate = "fp16" if dtype == np.float16 else "fp32"
     for tokens, hidden in ((1, 96), (2, 7), (5, 100), (33, 256)):
         start, weight = rng.standard_normal((tokens, hidden)).astype(np.float32), rng.standard_normal(hidden)
@@ -68,7 +63,8 @@ def test_the_norm_adds_two_parts_and_stores_the_sum(runtime, style, dtype):
             for has_post in (False, True):
                 delta, total = sum_case(runtime, rng, tokens, hidden, dtype)
                 residual, out = upload(runtime, start), runtime.shared((tokens, hidden), dtype)
-                layers.rms_norm(
+                rms_norm(
+                    layers,
                     residual,
                     runtime.upload(weight),
                     out,
@@ -82,37 +78,37 @@ def test_the_norm_adds_two_parts_and_stores_the_sum(runtime, style, dtype):
                 runtime.finish()
                 added = total + bias if has_bias else total.astype(np.float64)
                 if has_post:
-                    added = reference_layers.rms_norm(added, post, EPSILON)
+                    added = exact_rms_norm(added, post, EPSILON)
                 case = (tokens, hidden, has_bias, has_post)
                 np.testing.assert_allclose(residual.array, start + added, rtol=2e-5, atol=2e-5)
-                exact = reference_layers.rms_norm(start + added, weight, EPSILON)
+                exact = exact_rms_norm(start + added, weight, EPSILON)
                 assert linear_errors(out.array, exact).within(gate), case
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_final_norm_adds_two_parts_of_the_head_rows(runtime, style):
     rng = np.random.default_rng(2)
-    layers = GpuGlue(runtime, np.float32, np.float32, style=style)
+    layers = GlueKernels(runtime, np.float32, np.float32, style=style)
     step = runtime.shared((STEP_WORDS,), np.int32)
     step.array[STEP_HEAD_ROW] = 3
     delta, total = sum_case(runtime, rng, 5, 128, np.float32)
     start, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 128), 128))
     residual, out = upload(runtime, start), runtime.shared((2, 128), np.float32)
-    launch = layers.final_norm(
-        residual, runtime.upload(weight), out, step, rows=2, epsilon=EPSILON, delta=delta
+    launch = final_norm(
+        layers, residual, runtime.upload(weight), out, step, rows=2, epsilon=EPSILON, delta=delta
     )
     for _ in range(2):
         launch()
         runtime.finish()
         np.testing.assert_array_equal(residual.array, start)
-        exact = reference_layers.rms_norm((start + total)[3:], weight, EPSILON)
+        exact = exact_rms_norm((start + total)[3:], weight, EPSILON)
         assert linear_errors(out.array, exact).within("fp32")
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_rounded_is_the_norm_of_the_sum(runtime, style):
     rng = np.random.default_rng(3)
-    layers = GpuGlue(runtime, np.float32, np.float32, style=style)
+    layers = GlueKernels(runtime, np.float32, np.float32, style=style)
     delta, _ = sum_case(runtime, rng, 5, 256, np.float32)
     whole = upload(runtime, delta.a.array[:5] + delta.b.array)
     start, weight = rng.standard_normal((5, 256)).astype(np.float32), runtime.upload(np.ones(256, np.float32))
@@ -121,7 +117,7 @@ def test_what_is_rounded_is_the_norm_of_the_sum(runtime, style):
         residual, out = upload(runtime, start), runtime.shared((5, 256), np.float32)
         slots = [runtime.shared((size,), np.uint8) for size in code_bytes(5, 256, 32)]
         options = {"hidden": 256, "tokens": 5, "epsilon": EPSILON, "rounded": RoundedInputs(*slots, 4, 32)}
-        layers.rms_norm(residual, weight, out, delta=value, **options)()
+        rms_norm(layers, residual, weight, out, delta=value, **options)()
         runtime.finish()
         used = (5 * 256, 5 * 256 // 32 * 8)
         codes = [slot.array[:size].copy() for slot, size in zip(slots, used, strict=True)]
@@ -159,7 +155,7 @@ class Network:
         gate, up = (seen @ reference.weight_values(member).T for member in (self.gate, self.up))
         if self.biases:
             gate, up = gate + self.biases[0], up + self.biases[1]
-        activated = reference_layers.gated_activation(gate, up, self.activation)
+        activated = exact_gated_activation(gate, up, self.activation)
         seen = reference.round_inputs(activated, self.format.block) if integer else activated
         whole = seen @ reference.weight_values(self.down).T
         return whole + self.biases[2] if self.biases else whole
@@ -191,7 +187,7 @@ def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form
     npu.prepare(part, length, form).bind({"x": padded}, {"y": y_npu.array})()
     npu.release(part)
 
-    layers = GpuGlue(runtime, dtype, dtype, style=style)
+    layers = GlueKernels(runtime, dtype, dtype, style=style)
     options = {"activation_dtype": dtype, "integer_inputs": integer}
     gate_up = GpuLinear.pack(runtime, [network.gate, network.up], **options)
     down = GpuLinear.pack(runtime, [network.down], **options)
@@ -208,13 +204,12 @@ def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form
     total = Segments(y_npu, y_gpu, (hidden,), (hidden,), join="sum")
     launches = [
         gate_up.launch(source, wide, tokens=tokens, kept=kept, style=style, label="gate and up"),
-        layers.gated_activation(
-            halves, activated, bias=None if tail is None else runtime.upload(tail), **shape
-        ),
+        activate(layers, halves, activated, bias=None if tail is None else runtime.upload(tail), **shape),
         down.launch(
             activated, y_gpu, tokens=tokens, columns=(cut, width), rounded=rounded, style=style, label="down"
         ),
-        layers.rms_norm(
+        rms_norm(
+            layers,
             residual,
             runtime.upload(np.ones(hidden, np.float32)),
             out,

@@ -10,8 +10,8 @@ import pytest
 
 from heterollm.base import GraphError, OptionError
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
-from heterollm.kernels.linear_cases import LinearCase, run_part
 from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu, LinearShape, LinearShard
+from heterollm.kernels.operators.linear import LinearCase, run_part
 from heterollm.kernels.ops import WeightFormat
 
 QUANTIZED = [

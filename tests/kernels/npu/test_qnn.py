@@ -13,11 +13,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from heterollm.base import CacheError, DeviceError, GraphError
 from heterollm.kernels.formats import linear_errors, quantize
-from heterollm.kernels.linear_cases import LinearCase, run_part
 from heterollm.kernels.npu import LinearShape, LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.qnn_binaries import temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
+from heterollm.kernels.operators.linear import LinearCase, run_part
 from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)

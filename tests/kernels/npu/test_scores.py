@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from heterollm.base import GraphError
 from heterollm.kernels.npu import QnnNpu, ScoresShard, qnn_available
-from heterollm.kernels.score_cases import ScoresCase
+from heterollm.kernels.operators.score_codes import ScoresCase
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]

@@ -4,21 +4,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterollm.kernels.cases import fill_slot, run_launches
 from heterollm.kernels.formats import concatenate_rows, quantize
-from heterollm.kernels.gpu import (
-    COUNT_WORDS,
-    DeviceMemory,
-    GpuGlue,
-    GpuOutliers,
+from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GlueKernels, NpuCodes, Segments
+from heterollm.kernels.npu import LinearRanges, LinearShard, ShadowRanges
+from heterollm.kernels.operators.data import fill_slot, run_launches
+from heterollm.kernels.operators.logits import join_logits
+from heterollm.kernels.operators.npu_codes import read_codes, write_codes
+from heterollm.kernels.operators.outliers import (
     HotWeights,
-    NpuCodes,
     OutlierList,
-    Segments,
+    find_outliers,
     found_bytes,
+    multiply_outliers,
     outlier_flag_bytes,
 )
-from heterollm.kernels.npu import LinearRanges, LinearShard, ShadowRanges
 
 TOKENS, COLUMNS, MEMBERS = 64, 192, (72, 40)
 ROWS = sum(MEMBERS)
@@ -55,12 +54,15 @@ def ranges_of(x, floats, limit):
 def computed(runtime, host, x, floats, weight, ranges, *, shadow):
     """Return the output as the engine's kernels and a graph compute it."""
     own = ranges.of_placement(shadow=shadow)
-    glue, outliers = GpuGlue(runtime, np.float32, np.float32), GpuOutliers(runtime, np.float32, np.float32)
+    glue, outliers = (
+        GlueKernels(runtime, np.float32, np.float32),
+        GlueKernels(runtime, np.float32, np.float32),
+    )
     inputs, outputs = (runtime.shared((TOKENS, width), np.uint8) for width in (COLUMNS, ROWS))
     memory = device(runtime, 4 * TOKENS), device(runtime, 4 * COUNT_WORDS)
     codes = NpuCodes(inputs, outputs, *memory, 0, own.grid, clamps=shadow)
     source, a, b = fill_slot(runtime, x), *(runtime.shared((TOKENS, ROWS), np.float32) for _ in range(2))
-    run_launches(runtime, [glue.write_codes(source, codes, tokens=TOKENS, columns=COLUMNS)])
+    run_launches(runtime, [write_codes(glue, source, codes, tokens=TOKENS, columns=COLUMNS)])
     if shadow:
         place = np.arange(COLUMNS, dtype=np.int32)
         hot = HotWeights(
@@ -72,8 +74,10 @@ def computed(runtime, host, x, floats, weight, ranges, *, shadow):
             runtime.shared((found_bytes(COLUMNS) // 4,), np.int32),
             runtime.shared((2,), np.int32),
         )
-        finding = outliers.find(source, found, hot, tokens=TOKENS)
-        product = outliers.multiply(source, found, hot, b, tokens=TOKENS, covered=TOKENS, npu_rows=MEMBERS)
+        finding = find_outliers(outliers, source, found, hot, tokens=TOKENS)
+        product = multiply_outliers(
+            outliers, source, found, hot, b, tokens=TOKENS, covered=TOKENS, npu_rows=MEMBERS
+        )
         run_launches(runtime, [*finding, product])
     shard = LinearShard(weight, 0, "qkv", tuple((0, rows) for rows in MEMBERS), "equation 1", ranges=own)
     host.prepare(shard, TOKENS, "static_int8").bind({"x": inputs.array}, {"y": outputs.array})()
@@ -83,8 +87,8 @@ def computed(runtime, host, x, floats, weight, ranges, *, shadow):
     run_launches(
         runtime,
         [
-            glue.read_codes(codes, a, tokens=TOKENS, member_rows=MEMBERS),
-            glue.join_logits(joined, logits, rows=TOKENS),
+            read_codes(glue, codes, a, tokens=TOKENS, member_rows=MEMBERS),
+            join_logits(glue, joined, logits, rows=TOKENS),
         ],
     )
     assert not shadow or counted(runtime, codes) == 0

@@ -9,7 +9,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
-    GpuGlue,
+    GlueKernels,
     GpuLinear,
     HeadShape,
     KvLayer,
@@ -17,8 +17,9 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.npu import LinearShape, LinearShard
 from heterollm.kernels.open import open_device
+from heterollm.kernels.operators.attention import attend
+from heterollm.kernels.operators.score_codes import ScoresCase
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.score_cases import ScoresCase
 from heterollm.kernels.sim import Simulation, clock_of, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time
 from heterollm.kernels.sim.soc.npu_model import ScoresWork, npu_time, scores_time
@@ -79,12 +80,12 @@ def test_a_launch_takes_the_modelled_time(simulated):
 
 def test_attention_takes_longer_the_more_positions_there_are(simulated):
     runtime = simulated.gpu
-    layers = GpuGlue(runtime, np.float16, np.float16)
+    layers = GlueKernels(runtime, np.float16, np.float16)
     step = runtime.shared((STEP_WORDS,), np.int32)
     query, out = runtime.shared((1, 4096), np.float32), runtime.shared((1, 4096), np.float16)
     cache = runtime.shared((2 * 8 * 4096 * 128,), np.float16)
     sizes = {"shape": HeadShape(32, 8, 128, 4096), "scores": Scores(1.0), "tokens": 1, "bucket": 4096}
-    launches = layers.attention(query, KvLayer(cache, 0), out, step, **sizes)
+    launches = attend(layers, query, KvLayer(cache, 0), out, step, **sizes)
     clock = clock_of(simulated)
     times = []
     for position in (100, 2000):
@@ -98,7 +99,7 @@ def test_attention_takes_longer_the_more_positions_there_are(simulated):
 
 
 def test_windows_bound_what_attention_reads(simulated):
-    layers = GpuGlue(simulated.gpu, np.float16, np.float16)
+    layers = GlueKernels(simulated.gpu, np.float16, np.float16)
     step = simulated.gpu.shared((STEP_WORDS,), np.int32)
     query, out = simulated.gpu.shared((64, 256), np.float32), simulated.gpu.shared((64, 256), np.float16)
     cache = simulated.gpu.shared((2 * 2 * 256 * 64,), np.float16)
@@ -106,7 +107,7 @@ def test_windows_bound_what_attention_reads(simulated):
     for position, rows, window in ((0, 40, 16), (5, 40, 16), (30, 8, 16), (100, 1, 16), (3, 4, 0)):
         step.array[STEP_POSITION], step.array[STEP_LENGTH] = position, rows
         scores = Scores(1.0, window)
-        (launch,) = layers.attention(query, KvLayer(cache, 0), out, step, scores=scores, **sizes)
+        (launch,) = attend(layers, query, KvLayer(cache, 0), out, step, scores=scores, **sizes)
         work = launch.work()
         seen = sum(min(position + t + 1, window or 10**9) for t in range(rows))
         assert work.flops == 4 * seen * 4 * 64, (position, rows, window)

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, GpuGlue
+from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION
+from heterollm.kernels.operators import attention, rope
+from heterollm.kernels.operators.registry import timed_operators
 from heterollm.model import op_specs, shape_of_specs
 from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import gpu_timer as timer_module
-from heterollm.profiler.measure import layer_cases, layer_key, layer_tasks, layers
-from heterollm.profiler.measure.layer_cases import OPERATORS
+from heterollm.profiler.measure import layer_key, layer_tasks, layers
 
 POSITIONS = (0, 300)
 OF_INTEGER_GRAPHS = ("_uint8", "_uint16", "_codes", "_sum", "_outliers")
@@ -22,9 +23,9 @@ SIZES = ModelSize(128, 256, 1, 4, 2, 320, True, 32, 2048)
 @pytest.fixture(autouse=True)
 def small_caches(device, monkeypatch):
     """Emptying the caches reads little, every model is larger than they are, and passes are short."""
-    monkeypatch.setattr(layer_cases, "TOKENS", (1, 32))
-    for module in (layer_cases, layers):
-        monkeypatch.setattr(module, "ATTENTION_POSITIONS", POSITIONS)
+    monkeypatch.setattr(layers, "TOKENS", (1, 32))
+    monkeypatch.setattr(layers, "POSITIONS", POSITIONS)
+    monkeypatch.setattr(layers, "CASES_OF_A_TASK", len(POSITIONS))
     monkeypatch.setattr(timer_module, "eviction_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(device.gpu, "traits", replace(device.gpu.traits, cache_bytes=0))
 
@@ -38,7 +39,7 @@ def test_every_operator_is_measured_under_the_key_that_was_announced(device, pre
         assert not record.failed, record.error
         assert min(record.samples_us + record.warmup_us) > 0
         assert not record.values  # launches are merged here: none is a submission of its own
-    plain = {name for name in OPERATORS if not name.endswith(("_int8", *OF_INTEGER_GRAPHS))}
+    plain = {name for name in timed_operators() if not name.endswith(("_int8", *OF_INTEGER_GRAPHS))}
     found = {record.key.operator for record in records}
     assert {name.removesuffix("_int8") for name in found} == plain
     assert ("attention_int8" in found) == (precision == "w4a8")
@@ -71,7 +72,7 @@ def test_operators_on_codes_are_measured_where_the_npu_has_integer_graphs(device
     assert not of_codes(shape)
     records = [record for task in of_codes(stepped) for record in task.run()]
     assert all(min(record.samples_us) > 0 for record in records)
-    tokens = set(layer_cases.QUICK_TOKENS if quick else layer_cases.TOKENS)
+    tokens = set(layers.QUICK_TOKENS if quick else layers.TOKENS)
     widths = {"rms_norm_uint16": {128}, "write_codes": {128, 256}, "read_codes": {128, 256, 512}}
     for name, expected in widths.items():
         keys = [record.key for record in records if record.key.operator == name]
@@ -87,7 +88,7 @@ def test_codes_of_8_bits_and_kernels_of_shadows_are_measured_for_weights_with_on
     own = [task for task in tasks if task.keys[0].operator.endswith(OF_INTEGER_GRAPHS)]
     records = [record for task in own for record in task.run()]
     assert all(not record.failed and min(record.samples_us) > 0 for record in records)
-    tokens = set(layer_cases.QUICK_TOKENS if quick else layer_cases.TOKENS)
+    tokens = set(layers.QUICK_TOKENS if quick else layers.TOKENS)
     widths = {
         "rms_norm_uint8": {128},
         "write_codes_uint8": {128, 256},
@@ -117,14 +118,14 @@ def test_operators_that_two_models_share_are_measured_once(device):
 
 def test_attention_reads_the_context_that_the_step_buffer_states(device, monkeypatch):
     seen = []
-    attention = GpuGlue.attention
+    attend = attention.attend
 
-    def watched(layers, q, cache, out, step, **sizes):
+    def watched(kernels, q, cache, out, step, **sizes):
         words = step.array
         seen.append((int(words[STEP_POSITION]), int(words[STEP_LENGTH]), sizes["bucket"]))
-        return attention(layers, q, cache, out, step, **sizes)
+        return attend(kernels, q, cache, out, step, **sizes)
 
-    monkeypatch.setattr(GpuGlue, "attention", watched)
+    monkeypatch.setattr(attention, "attend", watched)
     tasks = layer_tasks(device, [SIZES.shape("tiny")])
     [decode] = [task for task in tasks if (task.keys[0].operator, task.keys[0].tokens) == ("attention", 1)]
     assert len(decode.run()) == len(seen) == len(POSITIONS)
@@ -136,7 +137,7 @@ def test_an_operator_that_fails_is_a_record_and_the_others_go_on(device, monkeyp
     def broken(*given, **named):
         raise KernelError("No such kernel.")
 
-    monkeypatch.setattr(GpuGlue, "rope_and_store", broken)
+    monkeypatch.setattr(rope, "rope_and_store", broken)
     for task in layer_tasks(device, [SIZES.shape("tiny")]):
         if task.keys[0].operator in ("rope_and_store", "embedding"):
             errors = {record.error for record in task.run()}

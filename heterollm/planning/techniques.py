@@ -1,4 +1,4 @@
-"""Passes: techniques of a paper over a plan. llm.npu: graphs of chunks, shadow outliers, chunks out of order.
+"""Techniques of papers over a plan. llm.npu: graphs of chunks, shadow outliers, chunks out of order.
 
 At level ``auto`` its plan is the paper's: every linear layer of a prompt on the NPU in graphs of one chunk
 length, decode and the head on the GPU. At level ``tensor`` HeteroLLM's splits come on top: the solver decides
@@ -25,9 +25,9 @@ from heterollm.solver import (
     Plan,
     PlanRequest,
     ShadowChannels,
-    expert_pass,
+    expert_technique,
     level_plan,
-    llm_npu_pass,
+    llm_npu_technique,
     relative_time,
     with_schedule,
 )
@@ -39,71 +39,74 @@ CHUNK_TOKENS: Final = 256
 """Chunks of the paper on this program's phone (section 3.2)."""
 
 
-def check_pass(
+def check_technique(
     request: PlanRequest, precision: str, level: str, *, calibrated: bool, routed: bool = False
 ) -> None:
-    """Refuse a pass that the weights or the level cannot have.
+    """Refuse a technique that the weights or the level cannot have.
 
     Args:
-        request: The request with its passes.
+        request: The request with its techniques.
         precision: Precision of the weights.
         level: Level of the plan.
         calibrated: Whether ranges of the activations are known.
         routed: Whether loads of experts are known.
 
     Raises:
-        OptionError: The pass needs another precision, a calibration, another level, or a simulation.
+        OptionError: The technique needs another precision, a calibration, another level, or a simulation.
     """
     calibrate = "Run `heterollm calibrate MODEL --precision w8a8 -o FILE`, and give --precision w8a8 "
     calibrate += "--calibration FILE."
-    if SHADOW_ATTENTION in request.passes:
+    if SHADOW_ATTENTION in request.techniques:
         if not calibrated:
             raise OptionError(
-                f"The pass {SHADOW_ATTENTION} needs calibrated attention heads.",
+                f"The technique {SHADOW_ATTENTION} needs calibrated attention heads.",
                 fix="Run `heterollm calibrate MODEL -o FILE`, and give --scales stepped --calibration FILE.",
             )
         if level not in ("auto", *LEVELS, *SOLVED_LEVELS):
             raise OptionError(
-                f"The pass {SHADOW_ATTENTION} adds attention to a plan that is made, and plan {level!r:.80} "
-                "is given.",
-                fix="Leave the pass out, or choose a level.",
+                f"The technique {SHADOW_ATTENTION} adds attention to a plan that is made, and plan "
+                f"{level!r:.80} is given.",
+                fix="Leave the technique out, or choose a level.",
             )
-    if (step := expert_pass(request.passes)) is not None:
+    if (step := expert_technique(request.techniques)) is not None:
         if not routed:
             raise OptionError(
-                f"The pass {step} needs calibrated loads of experts.",
+                f"The technique {step} needs calibrated loads of experts.",
                 fix="Run `heterollm calibrate MODEL -o FILE`, and give --calibration FILE.",
             )
         if level not in ("auto", "npu", "layer", *SOLVED_LEVELS):
             raise OptionError(
-                f"The pass {step} adds experts to a plan that is made and uses the NPU, and plan "
+                f"The technique {step} adds experts to a plan that is made and uses the NPU, and plan "
                 f"{level!r:.80} is given.",
-                fix="Leave the pass out, or choose another level.",
+                fix="Leave the technique out, or choose another level.",
             )
-    if (name := llm_npu_pass(request.passes)) is not None:
+    if (name := llm_npu_technique(request.techniques)) is not None:
         if name == "llm.npu:naive":
             raise OptionError(
-                f"The pass {name} builds graphs for each prompt, which only simulations do.",
+                f"The technique {name} builds graphs for each prompt, which only simulations do.",
                 fix="Use `heterollm simulate`, or choose llm.npu:chunks.",
             )
         if precision != "w8a8":
             raise OptionError(
-                f"The pass {name} needs weights of precision w8a8, and these have {precision}.", fix=calibrate
+                f"The technique {name} needs weights of precision w8a8, and these have {precision}.",
+                fix=calibrate,
             )
         if not calibrated:
-            raise OptionError(f"The pass {name} needs calibrated ranges of the activations.", fix=calibrate)
+            raise OptionError(
+                f"The technique {name} needs calibrated ranges of the activations.", fix=calibrate
+            )
         if level not in ("auto", "tensor"):
             raise OptionError(
-                f"The pass {name} makes the plan, and plan {level!r:.80} is given.",
+                f"The technique {name} makes the plan, and plan {level!r:.80} is given.",
                 fix="Choose plan auto, which is the paper's, or tensor.",
             )
 
 
 def request_of_solver(request: PlanRequest) -> PlanRequest:
-    """Return a request with what its passes ask of the solver."""
-    if SHADOW_ATTENTION in request.passes or expert_pass(request.passes):
+    """Return a request with what its techniques ask of the solver."""
+    if SHADOW_ATTENTION in request.techniques or expert_technique(request.techniques):
         return structs.replace(request, in_flight=1)
-    return structs.replace(request, in_flight="auto") if "llm.npu" in request.passes else request
+    return structs.replace(request, in_flight="auto") if "llm.npu" in request.techniques else request
 
 
 def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[int, float]) -> Plan:
@@ -111,7 +114,7 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
 
     Args:
         model: The model on the profiled device.
-        request: The request with its pass.
+        request: The request with its technique.
         prompts: Weights of prompts by length, for which the number of chunks in flight is chosen.
     """
     assert model.limits is not None
@@ -126,7 +129,7 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
         chunk_length=chunk,
     )
     in_flight = request_of_solver(request).in_flight
-    if "llm.npu" in request.passes and in_flight != 1 and not model.costs.overheads.empties_queue:
+    if "llm.npu" in request.techniques and in_flight != 1 and not model.costs.overheads.empties_queue:
         plan = fastest_in_flight(model, plan, [plan], prompts, in_flight)
     return plan
 
@@ -134,8 +137,8 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
 def shadows_under(
     request: PlanRequest | None, shadows: Mapping[tuple[int, Group], ShadowChannels]
 ) -> Mapping[tuple[int, Group], ShadowChannels]:
-    """Return the shadows of a calibration that a request wants; the pass ``llm.npu:chunks`` has none yet."""
-    return {} if request is not None and "llm.npu:chunks" in request.passes else shadows
+    """Return the shadows of a calibration that a request wants; ``llm.npu:chunks`` has none yet."""
+    return {} if request is not None and "llm.npu:chunks" in request.techniques else shadows
 
 
 def faster_plan(model: ProfiledModel, plan: Plan, other: Plan, prompts: Mapping[int, float]) -> Plan:

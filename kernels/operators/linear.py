@@ -1,11 +1,11 @@
-"""Linear layers and embeddings on random data beside their float64 oracles.
+"""Linear layers on random data beside their float64 oracles.
 
-`heterollm doctor` and the kernel tests run them, as they run the operators of :mod:`heterollm.kernels.cases`.
+`heterollm doctor` and the kernel tests run them. :class:`heterollm.kernels.gpu.GpuLinear` has their launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,7 +13,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import KernelError
-from heterollm.kernels.cases import (
+from heterollm.kernels.formats import LinearWeight, concatenate_rows, random_weight, reference, zero_code
+from heterollm.kernels.gpu import GpuLinear, GpuRuntime, KernelStyle, RoundedInputs, Variant
+from heterollm.kernels.npu import INTEGER_FORMS, GraphForm, LinearRanges, LinearShard, NpuBackend, NpuShard
+from heterollm.kernels.operators.data import (
     GUARD,
     PADDING_ROWS,
     GuardedOutput,
@@ -21,17 +24,12 @@ from heterollm.kernels.cases import (
     fill_slot,
     run_launches,
 )
-from heterollm.kernels.formats import LinearWeight, concatenate_rows, random_weight, reference, zero_code
-from heterollm.kernels.gpu import GpuLinear, GpuRuntime, KernelStyle, RoundedInputs, Variant
-from heterollm.kernels.npu import (
-    INTEGER_FORMS,
-    GraphForm,
-    LinearRanges,
-    LinearShard,
-    NpuBackend,
-    NpuShard,
-)
+from heterollm.kernels.operators.operator import StepCategory
 from heterollm.kernels.ops import WeightFormat
+
+STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
+    ("qkv", "o", "gate_up", "down", "ffn", "router", "experts", "head"), "linear"
+)
 
 FORMATS: Final = (
     *(WeightFormat(4, block, symmetric) for symmetric in (True, False) for block in (32, 64, 128)),
@@ -166,13 +164,6 @@ def _linears() -> tuple[LinearCase, ...]:
 LINEARS: Final = _linears()
 """The linear layers of `heterollm doctor`, which the kernel tests run in every style and type."""
 
-EMBEDDINGS: Final = (
-    WeightFormat(8, 32),
-    WeightFormat(8, 32, symmetric=False, minimum=True),
-    WeightFormat(16),
-)
-"""Formats of the embeddings of `heterollm doctor`."""
-
 
 def run_linear(
     gpu: GpuRuntime,
@@ -266,29 +257,3 @@ def run_codes(npu: NpuBackend, part: LinearShard, x: NDArray[Any], length: int, 
     expected = np.clip(reference.linear(centred, [part.weight]) / grid.output_step, -zero, zero - 1)
     found = y[: len(x)].astype(np.float64) - zero
     return np.where(np.abs(found - expected) <= 1, expected, found), expected
-
-
-def embed(
-    gpu: GpuRuntime,
-    table: LinearWeight,
-    ids: Sequence[int],
-    *,
-    dtype: DTypeLike = np.float32,
-    scale: float = 1.0,
-    style: KernelStyle | None = None,
-) -> NDArray[np.float32]:
-    """Return the embeddings of some ids; negative ids lie behind them.
-
-    Args:
-        gpu: The device.
-        table: The embedding's weight.
-        ids: Rows of it.
-        dtype: Type of the activations of the linear layers that share the weight.
-        scale: Factor on every element.
-        style: Kernel family; default the first that works.
-    """
-    linear = GpuLinear.pack(gpu, [table], activation_dtype=dtype)
-    tokens = fill_slot(gpu, np.array([*ids, *(-1,) * PADDING_ROWS], np.int32))
-    out = GuardedOutput(gpu, (len(ids), linear.columns), np.float32)
-    run_launches(gpu, [linear.embed_launch(tokens, out.slot, count=len(ids), scale=scale, style=style)])
-    return out.read()

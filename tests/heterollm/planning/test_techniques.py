@@ -1,4 +1,4 @@
-"""The pass llm.npu on the host: plans follow the calibration, and answers stay those of other orders."""
+"""The technique llm.npu on the host: plans follow the calibration, and answers stay those of other orders."""
 
 import json
 
@@ -12,7 +12,7 @@ from heterollm.cli import main
 from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.planning import LoadOptions
-from heterollm.planning.passes import check_pass
+from heterollm.planning.techniques import check_technique
 from heterollm.solver import Plan, PlanRequest
 
 CONTEXT = 600
@@ -44,7 +44,7 @@ def load(model, calibration, name=None, **options):
         precision="w8a8",
         calibration=calibration,
         context=CONTEXT,
-        request=None if name is None else PlanRequest(passes=(name,)),
+        request=None if name is None else PlanRequest(techniques=(name,)),
         **options,
     )
 
@@ -65,7 +65,7 @@ def test_plans_have_one_chunk_length_and_the_shadows_of_the_calibration(bundled_
         assert {entry.placement.npu_lengths for entry in entries} == {(256,)}
         assert {entry.placement.form for entry in entries} == {"static_int8"}
         assert plan.chunk_length == 256
-        assert plan.request.passes == (name,)
+        assert plan.request.techniques == (name,)
         found = {
             (layer, entry.group)
             for entry in entries
@@ -110,19 +110,19 @@ def test_chunks_in_flight_with_shadows_answer_as_one_after_the_other(bundled_mod
 )
 def test_what_a_pass_cannot_have_is_refused(request_of, precision, level, calibrated, message):
     with pytest.raises(OptionError, match=message):
-        check_pass(PlanRequest(passes=(request_of,)), precision, level, calibrated=calibrated)
+        check_technique(PlanRequest(techniques=(request_of,)), precision, level, calibrated=calibrated)
 
 
 def test_a_load_refuses_a_pass_before_it_opens_a_device():
     with pytest.raises(OptionError, match="needs weights of precision w8a8"):
-        LoadOptions(request=PlanRequest(passes=("llm.npu",)))
+        LoadOptions(request=PlanRequest(techniques=("llm.npu",)))
 
 
 @pytest.mark.slow
 def test_generate_takes_a_pass(bundled_model, calibration, capsys):
     command = ["generate", str(bundled_model), "import os", "--device", "host", "--gpu-threads", "1"]
     command += ["--precision", "w8a8", "--calibration", str(calibration), "--context", str(CONTEXT)]
-    assert main([*command, "--pass", "llm.npu", "--max-new-tokens", "2"]) == 0
+    assert main([*command, "--technique", "llm.npu", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr().out.strip()
 
 
@@ -130,7 +130,7 @@ def test_generate_takes_a_pass(bundled_model, calibration, capsys):
 def test_plan_explains_a_pass(bundled_model, calibration, capsys):
     command = ["plan", str(bundled_model), "--device", "host", "--gpu-threads", "1", "--precision", "w8a8"]
     command += ["--calibration", str(calibration), "--context", str(CONTEXT), "--prompt", "64,512"]
-    assert main([*command, "--pass", "llm.npu", "--explain"]) == 0
+    assert main([*command, "--technique", "llm.npu", "--explain"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "level layer, predicted from the profile" in shown
     assert "Bubbles: the share of the prompt without NPU work, predicted" in shown

@@ -11,19 +11,37 @@ chosen, so the launches serve every pass of their length.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from heterollm.base import KernelError, round_up
-from heterollm.kernels.gpu.expert_lists import ExpertLists, ExpertShape, TakenRows
-from heterollm.kernels.gpu.glue_kernels import Defines, GlueKernels
-from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.memory import DeviceMemory
-from heterollm.kernels.gpu.rounding import RoundedInputs
-from heterollm.kernels.gpu.work import BLOCK_BYTES, pointwise_work
-from heterollm.kernels.ops import Scoring
+from heterollm.kernels.formats import random_weight, reference
+from heterollm.kernels.gpu import (
+    BLOCK_BYTES,
+    Argument,
+    Defines,
+    DeviceMemory,
+    ExpertLists,
+    ExpertShape,
+    GlueKernels,
+    GpuLinear,
+    Launch,
+    RoundedInputs,
+    Segments,
+    TakenRows,
+    pointwise_work,
+)
+from heterollm.kernels.operators.data import Data
+from heterollm.kernels.operators.gated_activation import activate, exact_gated_activation
+from heterollm.kernels.operators.operator import Exact, OperatorCheck, StepCategory, Values
+from heterollm.kernels.ops import Routing, Scoring, WeightFormat
+
+STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
+    ("routing", "order of experts", "gathering of rows", "sum of experts"), "other"
+)
 
 FILES: Final = ("experts.cl",)
 SCORINGS: Final[tuple[Scoring, ...]] = ("softmax", "sigmoid", "sparsemixer")
@@ -46,7 +64,7 @@ class GpuExperts(GlueKernels):
         Args:
             logits: float32 ``[tokens, experts]``, of the router.
             lists: Target of the choices and weights.
-            shape: Sizes of the pass.
+            shape: OperatorSizes of the pass.
             bias: float32 ``[experts]``, added to the scores for the choice if the routing is biased.
         """
         routing, label = shape.routing, "routing"
@@ -57,21 +75,21 @@ class GpuExperts(GlueKernels):
         own = self._routing_defines(shape) | {"SCORING": SCORINGS.index(routing.scoring)}
         flags = {"NORMALIZED": routing.normalized, "BIASED": routing.biased}
         own |= {name: 1 for name, holds in flags.items() if holds}
-        kernel, _, items = self._kernel(FILES, "route", lambda _: own)
+        kernel, _, items = self.kernel(FILES, "route", lambda _: own)
         arguments = (
             *(logits, logits if bias is None else bias, lists.chosen, lists.weights),
             *map(np.float32, (routing.scale, 2 * routing.jitter)),
         )
         elements = shape.tokens * routing.experts
         work = functools.partial(pointwise_work, elements, 4 + routing.chosen, 4, 0)
-        return self._runtime.launch(kernel, arguments, (shape.tokens * items,), (items,), label, work=work)
+        return self.runtime.launch(kernel, arguments, (shape.tokens * items,), (items,), label, work=work)
 
     def sort(self, lists: ExpertLists, *, shape: ExpertShape, taken: TakenRows | None = None) -> Launch:
         """Return the launch that orders the pairs by expert, those of one expert by token.
 
         Args:
             lists: The choices, and the target of the order.
-            shape: Sizes of the pass.
+            shape: OperatorSizes of the pass.
             taken: The rows that another processor takes, and the target of their counts; None for no rows.
         """
         lists.require(shape)
@@ -79,14 +97,14 @@ class GpuExperts(GlueKernels):
         if taken is not None:
             taken.require(shape)
             own |= {"TAKEN": 1} | _drops(taken)
-        kernel, _, items = self._kernel(FILES, "sort_pairs", lambda _: own)
+        kernel, _, items = self.kernel(FILES, "sort_pairs", lambda _: own)
         arguments = (
             *(lists.chosen, lists.source, lists.position, lists.places),
             *map(np.int32, (shape.pairs, shape.places)),
             *(() if taken is None else (taken.table, taken.counts, np.int32(taken.place))),
         )
         work = functools.partial(pointwise_work, shape.pairs, 4, 8, 8)
-        return self._runtime.launch(kernel, arguments, (items,), (items,), "order of experts", work=work)
+        return self.runtime.launch(kernel, arguments, (items,), (items,), "order of experts", work=work)
 
     def place_in_slots(
         self, lists: ExpertLists, slots: DeviceMemory, number: int, *, shape: ExpertShape
@@ -97,16 +115,16 @@ class GpuExperts(GlueKernels):
             lists: The places, of :meth:`sort` or of an earlier round.
             slots: int32 ``[rounds, experts]``: the slot that holds an expert's weights, or -1.
             number: The round.
-            shape: Sizes of the pass.
+            shape: OperatorSizes of the pass.
         """
         label, first = "slots of experts", number * shape.routing.experts
         lists.require(shape)
         slots.require(4 * (first + shape.routing.experts), label)
-        kernel, _, items = self._kernel(FILES, "place_in_slots", lambda _: {"SLOTS": 1})
+        kernel, _, items = self.kernel(FILES, "place_in_slots", lambda _: {"SLOTS": 1})
         work = functools.partial(pointwise_work, 4 * shape.places, 1, 4, 4)
         size = round_up(shape.places, items)
         arguments = (lists.places, slots, np.int32(shape.places), np.int32(first))
-        return self._runtime.launch(kernel, arguments, (size,), (items,), label, work=work)
+        return self.runtime.launch(kernel, arguments, (size,), (items,), label, work=work)
 
     def gather_taken(
         self,
@@ -125,19 +143,19 @@ class GpuExperts(GlueKernels):
             rows: ``[taken.rows, columns]`` in the activation type; those without a pair stay as they are.
             lists: The order.
             taken: The rows.
-            shape: Sizes of the pass.
+            shape: OperatorSizes of the pass.
             columns: Inputs of a row, a multiple of 16.
         """
-        label, row_bytes = "gathering for the NPU", columns * self._item_bytes
+        label, row_bytes = "gathering for the NPU", columns * self.item_bytes
         lists.require(shape)
         x.require(shape.tokens * row_bytes, f"{label} input")
         rows.require(taken.rows * row_bytes, f"{label} output")
         own = self._routing_defines(shape) | {"GATHERS_TAKEN": 1}
-        kernel, _, items = self._kernel(FILES, "gather_taken", lambda _: own)
+        kernel, _, items = self.kernel(FILES, "gather_taken", lambda _: own)
         units = _units((row_bytes,), UNIT_BYTES, label)
         arguments = (x, rows, lists.position, *units, np.int32(taken.rows))
         work = functools.partial(pointwise_work, min(taken.rows, shape.pairs) * row_bytes, 0, 1, 1)
-        return self._runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
+        return self.runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
 
     def gather(
         self,
@@ -155,7 +173,7 @@ class GpuExperts(GlueKernels):
             x: ``[tokens, columns]`` in the activation type.
             rows: ``[pairs, columns]`` in the activation type.
             lists: The order.
-            shape: Sizes of the pass.
+            shape: OperatorSizes of the pass.
             columns: Inputs of a row, a multiple of 16.
             codes: Rounded inputs of the tokens and of the positions, which are copied instead of ``x``; None
                 to copy ``x``.
@@ -165,9 +183,9 @@ class GpuExperts(GlueKernels):
         memory: tuple[Argument, ...]
         row_bytes: tuple[int, ...]
         if codes is None:
-            x.require(shape.tokens * columns * self._item_bytes, f"{label} input")
-            rows.require(shape.pairs * columns * self._item_bytes, f"{label} output")
-            memory, unit, row_bytes = (x, rows), UNIT_BYTES, (columns * self._item_bytes,)
+            x.require(shape.tokens * columns * self.item_bytes, f"{label} input")
+            rows.require(shape.pairs * columns * self.item_bytes, f"{label} output")
+            memory, unit, row_bytes = (x, rows), UNIT_BYTES, (columns * self.item_bytes,)
         else:
             source, target = codes
             if (source.bits, source.block) != (target.bits, target.block):
@@ -177,11 +195,11 @@ class GpuExperts(GlueKernels):
             memory, unit = (x_codes, own_codes, x_blocks, own_blocks), CODE_UNIT_BYTES
             row_bytes = (columns, columns // source.block * BLOCK_BYTES)
         defines: Defines = {} if codes is None else {"CODES": 1}
-        kernel, _, items = self._kernel(FILES, "gather_rows", lambda _: defines)
+        kernel, _, items = self.kernel(FILES, "gather_rows", lambda _: defines)
         units = _units(row_bytes, unit, label)
         arguments = (*memory[:2], lists.source, units[0], *memory[2:], *units[1:])
         work = functools.partial(pointwise_work, shape.pairs * sum(row_bytes), 0, 1, 1)
-        return self._runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
+        return self.runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
 
     def combine(
         self,
@@ -201,7 +219,7 @@ class GpuExperts(GlueKernels):
             y: ``[pairs, columns]`` in the activation type, by position.
             lists: The order and the weights.
             out: ``[tokens, columns]`` in the activation type.
-            shape: Sizes of the pass.
+            shape: OperatorSizes of the pass.
             columns: Width of a row.
             other: Rows in the activation type of the processor that takes some; None for no such processor.
             taken: The rows that it takes.
@@ -209,19 +227,19 @@ class GpuExperts(GlueKernels):
         """
         label, routing = "sum of experts", shape.routing
         lists.require(shape)
-        y.require(shape.pairs * columns * self._item_bytes, f"{label} input")
-        out.require(shape.tokens * columns * self._item_bytes, f"{label} output")
+        y.require(shape.pairs * columns * self.item_bytes, f"{label} input")
+        out.require(shape.tokens * columns * self.item_bytes, f"{label} output")
         own = self._routing_defines(shape) | {"COMBINES": 1} | ({"ADDS": 1} if adds else {}) | _drops(taken)
-        kernel, style, items = self._kernel(FILES, "combine_rows", lambda _: own, widths=(columns,))
+        kernel, style, items = self.kernel(FILES, "combine_rows", lambda _: own, widths=(columns,))
         span = VECTOR_COLUMNS if style == "vector" else 8
         arguments = (
             *(y, y if other is None else other, lists.position, lists.weights, out),
             *map(np.int32, (columns, span)),
         )
-        elements, read = shape.tokens * columns, (routing.chosen + adds) * self._item_bytes
-        work = functools.partial(pointwise_work, elements, 2 * routing.chosen, read, self._item_bytes)
+        elements, read = shape.tokens * columns, (routing.chosen + adds) * self.item_bytes
+        work = functools.partial(pointwise_work, elements, 2 * routing.chosen, read, self.item_bytes)
         size = round_up(-(-columns // span), items), shape.tokens
-        return self._runtime.launch(kernel, arguments, size, (items, 1), label, work=work)
+        return self.runtime.launch(kernel, arguments, size, (items, 1), label, work=work)
 
     @staticmethod
     def _routing_defines(shape: ExpertShape) -> Defines:
@@ -237,3 +255,72 @@ def _units(row_bytes: Sequence[int], unit_bytes: int, label: str) -> list[np.int
     if any(size % unit_bytes for size in row_bytes):
         raise KernelError(f"{label}: rows of {row_bytes} bytes are not copied in units of {unit_bytes}.")
     return [np.int32(size // unit_bytes) for size in row_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureCase:
+    """All kernels of a mixture together, from the router's logits to the sum of experts."""
+
+    routing: Routing
+    tokens: int
+    hidden: int = 128
+    width: int = 64
+    weight: WeightFormat = WeightFormat(4, 32)  # noqa: RUF009 - frozen
+    seed: int = 0
+
+    def _weights(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return gates, ups and downs of all experts."""
+        generator = np.random.default_rng(self.seed)
+        shapes = ((self.width, self.hidden), (self.width, self.hidden), (self.hidden, self.width))
+        gates, ups, downs = (
+            [random_weight(generator, *shape, self.weight) for _ in range(self.routing.experts)]
+            for shape in shapes
+        )
+        return gates, ups, downs
+
+    def launches(self, on: GlueKernels, data: Data) -> Iterator[Launch]:
+        tokens, hidden, width, experts = self.tokens, self.hidden, self.width, self.routing.experts
+        gates, ups, downs = self._weights()
+        options: dict[str, Any] = {"activation_dtype": data.dtype, "experts": experts}
+        pairs = [member for pair in zip(gates, ups, strict=True) for member in pair]
+        gate_up, down = (GpuLinear.pack(on.runtime, members, **options) for members in (pairs, downs))
+        shape = ExpertShape(self.routing, tokens)
+        lists, kernels = (
+            ExpertLists.allocate(on.runtime, shape),
+            GpuExperts(on.runtime, data.dtype, on.kv_dtype),
+        )
+        x, logits = data.inputs("x", tokens, hidden), data.floats("logits", tokens, experts)
+        sizes = {"rows": hidden, "inner": 2 * width, "activated": width}
+        rows, inner, activated = (data.output(name, shape.pairs, size) for name, size in sizes.items())
+        members = Segments(inner, inner, (width, width), (0, 0))
+        yield kernels.route(logits, lists, shape=shape)
+        yield kernels.sort(lists, shape=shape)
+        yield kernels.gather(x, rows, lists, shape=shape, columns=hidden)
+        yield gate_up.grouped_launch(rows, inner, lists, shape=shape, label="experts")
+        yield activate(on, members, activated, tokens=shape.pairs, intermediate=width)
+        yield down.grouped_launch(activated, rows, lists, shape=shape, label="experts")
+        yield kernels.combine(rows, lists, data.output("sum", tokens, hidden), shape=shape, columns=hidden)
+
+    def exact(self, data: Values) -> Exact:
+        x, (gates, ups, downs) = data["x"], self._weights()
+        exact = np.zeros(x.shape)
+        for token, own in enumerate(data["logits"].astype(np.float64)):
+            chosen = np.argsort(-own, kind="stable")[: self.routing.chosen]
+            shares = np.exp(own[chosen] - own.max())
+            for expert, share in zip(chosen, shares / shares.sum(), strict=True):
+                row = x[token : token + 1]
+                gate, up = (reference.linear(row, [weights[expert]]) for weights in (gates, ups))
+                gated = exact_gated_activation(gate, up)
+                exact[token] += share * reference.linear(gated, [downs[expert]])[0]
+        return {"sum": exact}
+
+
+CHECKS: Final = tuple(
+    OperatorCheck(
+        "mixture of experts",
+        f"{tokens} token{'s' * (tokens > 1)}, 2 of 8 experts",
+        MixtureCase(Routing(8, 2), tokens),
+        "sum",
+    )
+    for tokens in (1, 33)
+)

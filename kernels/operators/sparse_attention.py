@@ -1,10 +1,15 @@
-"""Sparse attention on random data beside its oracles, for the kernel tests.
+"""Sparse attention of a prefill pass as prepared launches (shadowAttn).
 
-Memory that no query sees is NaN, or garbage where it holds codes.
+Four steps in the order of a pass: :func:`write_score_codes` writes codes of queries and keys; an
+NPU's graph or :func:`estimate_scores` makes scores of them; :func:`select_positions`
+takes the positions with the largest shares of attention for each block of queries;
+:func:`attend_selected` attends to these positions alone. The last three serve a range of slots, so
+that a unit's launches may follow its graph.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -12,7 +17,30 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from heterollm.kernels.cases import (
+from heterollm.kernels.formats import BucketCount, ScoreScale, buckets
+from heterollm.kernels.gpu import (
+    PREFILL_ROWS,
+    AttentionGrid,
+    Defines,
+    DeviceMemory,
+    GlueKernels,
+    GpuRuntime,
+    GpuWork,
+    HeadShape,
+    HeadTable,
+    KernelStyle,
+    KvLayer,
+    Launch,
+    RoundedInputs,
+    ScoreMemory,
+    Scores,
+    Selection,
+    SharedArray,
+    SparseShape,
+    Variant,
+)
+from heterollm.kernels.operators.attention import LOG2_E, visible
+from heterollm.kernels.operators.data import (
     GuardedOutput,
     Numbers,
     cache_view,
@@ -22,17 +50,149 @@ from heterollm.kernels.cases import (
     slot_values,
     step_slot,
 )
-from heterollm.kernels.formats import BucketCount, ScoreScale, buckets, reference_sparse
-from heterollm.kernels.gpu import (
-    GpuRuntime,
-    GpuSparseAttention,
-    HeadTable,
-    KvLayer,
-    ScoreMemory,
-    Scores,
-    Selection,
-    SparseShape,
+from heterollm.kernels.operators.score_codes import (
+    estimate_scores,
+    exact_codes,
+    exact_estimate,
+    nearest_bucket,
+    slot_counts,
+    write_score_codes,
 )
+from heterollm.kernels.operators.selection import exact_weights, select_positions
+
+
+def attend_selected(
+    on: GlueKernels,
+    q: DeviceMemory,
+    cache: KvLayer,
+    table: HeadTable,
+    selection: Selection,
+    out: SharedArray,
+    step: SharedArray,
+    *,
+    shape: SparseShape,
+    slots: tuple[int, int],
+    scores: Scores,
+    tokens: int | None = None,
+    rounded: RoundedInputs | None = None,
+    style: KernelStyle | None = None,
+) -> tuple[Launch, ...]:
+    """Return the launches of attention of the slots' query heads to the selected positions.
+
+    Args:
+        on: The device's kernels.
+        q: float32 ``[tokens, heads * head_dim]``, after RoPE.
+        cache: Keys and values, those of this pass included.
+        table: Constants of the layer.
+        selection: The positions of :func:`select_positions`.
+        out: ``[tokens, heads * head_dim]`` in the activation type; only these heads' columns are written.
+        step: The step buffer.
+        shape: OperatorSizes of the pass.
+        slots: First slot, and the one behind the last.
+        scores: Scale, window and soft cap of the scores.
+        tokens: Rows of ``q`` and ``out``; by default those of the shape, its padding included.
+        rounded: Target of the int8 codes of all of ``out``, for a layer's last slots; None for no codes.
+        style: Kernel style; by default the device's.
+    """
+    heads, tokens = shape.heads, tokens or shape.tokens
+    q.require(tokens * heads.query_columns * 4, "attention query")
+    out.require(tokens * heads.query_columns * on.item_bytes, "attention output")
+    selection.require(shape)
+    _, count = slot_counts(shape, slots)
+    cap = scores.soft_cap
+
+    def defines(style: KernelStyle) -> Defines:
+        gathered: Defines = {"GATHERED": 1, "BLOCK": shape.block, "MEMBERS": heads.group}
+        capped: Defines = {"SOFT_CAP": 1} if cap and style != "vector" else {}
+        own = AttentionGrid(heads, 2, shape.keys, 1, 1, None).defines(style)
+        return own | ({"GROUP": 1} if style != "vector" else {}) | gathered | capped | on.kv_defines
+
+    files, widths = ("attention.h", "attention_{style}.cl"), (heads.head_dim,)
+    variants = None if style is None else (Variant(style),)
+    kernel, chosen, items = on.kernel(files, "attention", defines, widths=widths, variants=variants)
+    arguments = (
+        *(q, cache.memory, out, out, step),
+        *on.cache_offsets(cache, heads),
+        *map(np.int32, (1, scores.window, 0)),
+        *map(np.float32, (scores.scale / cap if cap else scores.scale * LOG2_E, cap * LOG2_E)),
+        *(table.order, selection.positions, selection.counts),
+        *map(np.int32, (slots[0], shape.blocks, shape.keys, heads.heads)),
+    )
+    keep = sum(table.keep) / len(table.keep)
+    work = functools.partial(
+        sparse_attention_work,
+        heads,
+        step.array,
+        count,
+        keep=keep,
+        block=shape.block,
+        tokens=shape.tokens,
+        window=scores.window,
+        position_bytes=on.position_bytes(heads),
+        output_bytes=on.item_bytes,
+    )
+    size = -(-tokens // PREFILL_ROWS[chosen]) * items, count, 1
+    label = "sparse attention"
+    launch = on.runtime.launch(kernel, arguments, size, (items, 1, 1), label, work=work)
+    if rounded is None:
+        return (launch,)
+    return launch, on.round_output(out, rounded, tokens, heads.query_columns)
+
+
+def sparse_attention_work(
+    shape: HeadShape,
+    step: NDArray[np.int32],
+    heads: int,
+    *,
+    keep: float,
+    block: int,
+    tokens: int,
+    window: int,
+    position_bytes: int,
+    output_bytes: int,
+) -> GpuWork:
+    """Return the work of attention to selected positions; each block of queries reads its own.
+
+    Args:
+        shape: OperatorSizes of the heads.
+        step: The step buffer.
+        heads: Query heads of the launch.
+        keep: Mean share of the positions that is kept.
+        block: Queries that share a selection.
+        tokens: Tokens of the pass.
+        window: Positions that a token sees; 0 for all.
+        position_bytes: Bytes of the cache for one position of a head.
+        output_bytes: Size of an element of the output.
+    """
+    rows, seen, _ = visible(step, tokens, window)
+    outputs = heads * rows * shape.head_dim
+    gathered = heads * -(-rows // block) * keep * seen / max(1, rows)
+    read = 2 * gathered * position_bytes + 4 * (outputs + gathered)
+    return GpuWork("attention", 4 * keep * seen * heads * shape.head_dim, read, outputs * output_bytes, rows)
+
+
+def exact_selected_attention(
+    q: NDArray[Any],
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    kept: NDArray[Any],
+    *,
+    position: int,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> NDArray[np.float64]:
+    """Return the attention of one head's queries ``[m, d]`` to kept positions of ``[keys, d]``."""
+    own = position + np.arange(len(q))[:, None]
+    seen = (kept <= own) & ((kept > own - window) if window else True)
+    scores = q.astype(np.float64) @ keys[kept].astype(np.float64).T * scale
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    scores = np.where(seen, scores, -np.inf)
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+    output: NDArray[np.float64] = shares / shares.sum(axis=1, keepdims=True) @ values[kept].astype(np.float64)
+    return output
+
 
 GARBAGE: Final = 0xA5
 """Code in memory that no kernel has written."""
@@ -46,7 +206,7 @@ class SparsePass:
     """A pass of sparse attention.
 
     Args:
-        shape: Sizes, those of the cache included.
+        shape: OperatorSizes, those of the cache included.
         position: Position of the first token.
         length: Tokens that exist.
         scores: Scale, window and soft cap.
@@ -81,7 +241,7 @@ class SparseCase:
     def __init__(
         self,
         gpu: GpuRuntime,
-        sparse: GpuSparseAttention,
+        sparse: GlueKernels,
         dtype: DTypeLike,
         kv_dtype: DTypeLike,
         own: SparsePass,
@@ -115,7 +275,7 @@ class SparseCase:
         options: dict[str, Any] = {"shape": self.own.shape, "tokens": self.own.length}
         run_launches(
             self.gpu,
-            self.sparse.quantise(self.q, self.cache, self.memory, self.table, self.step, **options),
+            write_score_codes(self.sparse, self.q, self.cache, self.memory, self.table, self.step, **options),
         )
         steps = np.empty(self.own.shape.heads.heads, np.float32)
         self.gpu.copy(steps, self.memory.steps.buffer)
@@ -129,10 +289,10 @@ class SparseCase:
             slot.release()
         queries, keys = slot_values(self.memory.queries), slot_values(self.memory.keys)
         options: dict[str, Any] = {"shape": self.own.shape, "slots": slots, "exponent": self.own.exponent}
-        run_launches(self.gpu, [self.sparse.estimate(self.memory, **options)])
+        run_launches(self.gpu, [estimate_scores(self.sparse, self.memory, **options)])
         part = slice(*slots)
         exact = np.full((len(queries), queries.shape[1], keys.shape[1]), GARBAGE, np.uint8)
-        exact[part] = reference_sparse.estimate(queries[part], keys[part], self.own.exponent)
+        exact[part] = exact_estimate(queries[part], keys[part], self.own.exponent)
         return slot_values(self.memory.scores), exact
 
     def put_scores(self, codes: NDArray[Any], steps: Sequence[float] | NDArray[Any]) -> None:
@@ -149,7 +309,7 @@ class SparseCase:
         run_launches(
             self.gpu,
             [
-                self.sparse.select(*inputs, shape=shape, slots=slots, scores=self.own.scores)
+                select_positions(self.sparse, *inputs, shape=shape, slots=slots, scores=self.own.scores)
                 for slots in ranges or ((0, shape.heads.kv_heads),)
             ],
         )
@@ -171,7 +331,7 @@ class SparseCase:
         if first >= stop:
             return None
         start = head % group * shape.tokens
-        return reference_sparse.weights(
+        return exact_weights(
             codes[own.order.index(head // group), start + first : start + stop],
             own.position + first,
             float(steps[head]) * own.scores.scale,
@@ -185,11 +345,11 @@ class SparseCase:
         out = GuardedOutput(self.gpu, self.queries.shape, self.dtype)
         inputs = self.q, self.cache, self.table, self.selection, out.slot, self.step
         options: dict[str, Any] = {"shape": own.shape, "scores": own.scores, "tokens": own.length}
-        run_launches(self.gpu, self.sparse.attend(*inputs, slots=(0, heads.kv_heads), **options))
+        run_launches(self.gpu, attend_selected(self.sparse, *inputs, slots=(0, heads.kv_heads), **options))
         exact = np.zeros(self.queries.shape)
         for head, blocks in enumerate(selected):
             for first, kept in zip(range(0, own.length, block), blocks, strict=False):
-                exact[first : first + block, head] = reference_sparse.attention(
+                exact[first : first + block, head] = exact_selected_attention(
                     self.queries[first : first + block, head],
                     self.keys[head // heads.group],
                     self.values[head // heads.group],
@@ -212,11 +372,11 @@ class SparseCase:
             largest = (np.abs(members).max(axis=(0, 2)) / np.array(scale.query_steps)).max()
             largest_key = float(np.abs(self.keys[head]).max()) / scale.key_step
             pairs = buckets(own.buckets)
-            factors = reference_sparse.nearest_bucket(float(largest), largest_key, pairs)
+            factors = nearest_bucket(float(largest), largest_key, pairs)
             known = own.position + own.length
-            keys[slot, :known] = reference_sparse.codes(self.keys[head], 1 / scale.key_step / factors[1])
+            keys[slot, :known] = exact_codes(self.keys[head], 1 / scale.key_step / factors[1])
             for member, step in enumerate(scale.query_steps):
-                codes = reference_sparse.codes(members[:, member], 1 / step / factors[0])
+                codes = exact_codes(members[:, member], 1 / step / factors[0])
                 queries[slot, member, : own.length] = codes
             steps[head] = np.array(scale.score_steps) * (factors[0] * factors[1])
         return queries.reshape(heads.kv_heads, -1, heads.head_dim), keys, steps.ravel()

@@ -1,0 +1,171 @@
+"""The inputs of a simulation's plan: a profile of the simulated device, and an assumed calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from heterollm.base import OptionError, Progress
+from heterollm.kernels.device import Device
+from heterollm.kernels.npu import TILE_OF_INTEGERS
+from heterollm.kernels.ops import Group, OpSpec
+from heterollm.model import ModelConfig
+from heterollm.planning import PlanInputs, assumed_heads, choose_context
+from heterollm.simulate.profile import profile_of, with_one_strategy
+from heterollm.simulate.request import SYNC_CHOICES
+from heterollm.simulate.routing import IMBALANCE, AssumedRouting
+from heterollm.solver import (
+    LEVELS,
+    SHADOW_ATTENTION,
+    SOLVED_LEVELS,
+    PlanRequest,
+    ShadowChannels,
+    expert_technique,
+    llm_npu_technique,
+)
+
+if TYPE_CHECKING:
+    from heterollm.calibration import RoutingCalibration
+    from heterollm.profiler.records import Profile
+    from heterollm.simulate.request import SimulationRequest
+
+ASSUMED: Final = "assumed"
+"""Identity of a calibration that nobody made: no load has it, so that no load runs the plan."""
+
+
+def inputs_of_simulation(
+    device: Device,
+    model: str,
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    request: SimulationRequest,
+    progress: Progress,
+) -> PlanInputs:
+    """Return the inputs of a simulation's plan.
+
+    Args:
+        device: A simulated device to profile, without a game.
+        model: Name of the model.
+        config: Its configuration.
+        specs: All its groups.
+        request: The simulated case.
+        progress: Called with a stage's name, steps done and steps in all.
+
+    Raises:
+        OptionError: The model cannot have what the case assumes.
+    """
+    strategy = SYNC_CHOICES[request.sync]
+    # llm.npu makes the plan of level layer.
+    paper = (
+        request.level == "layer" and llm_npu_technique(request.techniques) is not None and not request.naive
+    )
+    wanted = "auto" if paper else request.level
+    policy = "padding" if request.naive or request.length_policy == "online" else request.length_policy
+    routing = _assumed_calibration(config, request)
+
+    def profile() -> Profile:
+        found = profile_of(device, model, config, specs, progress, request.techniques)
+        return with_one_strategy(found, device, strategy) if request.resolve else found
+
+    longest = None
+    if wanted in LEVELS:
+        longest = min(max(device.standard_lengths), config.max_positions)
+    elif routing is not None and request.plan_for == "prompt":
+        # Only a plan for all lengths needs capacities for the longest chunk.
+        longest = request.prompt
+    return PlanInputs(
+        config,
+        tuple(specs),
+        request.precision,
+        device.name,
+        wanted,
+        _plan_request(device, config, request, wanted),
+        (own_length(request),) if request.naive else device.standard_lengths,
+        profile,
+        calibration=ASSUMED if request.calibrated or request.techniques else None,
+        shadows=assumed_shadows(specs, request),
+        heads=assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None,
+        routing=routing,
+        length_policy=policy,
+        sync=strategy,
+        longest=own_length(request) if request.naive else longest,
+    )
+
+
+def _plan_request(
+    device: Device, config: ModelConfig, request: SimulationRequest, wanted: str
+) -> PlanRequest:
+    """Return what the solver is asked for: what a load asks, or a plan for the simulated lengths alone."""
+    context, histogram = max(choose_context(config, None), request.prompt + request.decode), None
+    if request.plan_for == "prompt":
+        prompt = request.prompt
+        if request.in_flight == 1 and llm_npu_technique(request.techniques) is None:
+            prompt = min(prompt, max(device.standard_lengths))
+        context, histogram = config.max_positions, {1: float(max(1, request.decode)), prompt: 1.0}
+    if wanted in LEVELS:
+        histogram = {request.prompt: 1.0}
+    return PlanRequest(
+        context,
+        level=wanted if wanted in SOLVED_LEVELS else "auto",
+        histogram=histogram,
+        in_flight=request.in_flight,
+        techniques=request.techniques,
+        attention=request.attention,
+        experts=request.experts,
+    )
+
+
+def assumed_shadows(
+    specs: Sequence[OpSpec], request: SimulationRequest
+) -> dict[tuple[int, Group], ShadowChannels]:
+    """Return the operators whose outliers are assumed to matter: those of the first and last layers.
+
+    Such layers have the most important outliers (llm.npu, section 3.3).
+
+    Args:
+        specs: All groups of the model.
+        request: The simulated case: its technique, the share of the layers without a shadow, and that of the
+            channels with outliers.
+    """
+    if not {"llm.npu:shadow", "llm.npu"}.intersection(request.techniques):
+        return {}
+    layers = sorted({spec.layer for spec in specs if spec.layer >= 0})
+    kept = round((1.0 - request.pruned) * len(layers))
+    outer = sorted(layers, key=lambda layer: min(layer, layers[-1] - layer))[:kept]
+    own = [spec for spec in specs if spec.layer in outer]
+    counts = {(spec.layer, spec.group): round(request.outlier_share * spec.columns) for spec in own}
+    return {key: ShadowChannels(count, count) for key, count in counts.items()}
+
+
+def assumed_routing(config: ModelConfig, request: SimulationRequest) -> AssumedRouting | None:
+    """Return the assumed loads of a mixture's experts; None for other models, and where values are computed.
+
+    Raises:
+        OptionError: The mixture cannot be so imbalanced.
+    """
+    if config.routing is None or request.numerics:
+        return None
+    return AssumedRouting(config.routing, IMBALANCE if request.imbalance is None else request.imbalance)
+
+
+def _assumed_calibration(
+    config: ModelConfig, request: SimulationRequest
+) -> tuple[RoutingCalibration, ...] | None:
+    """Return assumed records of the routing of each layer for the technique ``npumoe``; None without it.
+
+    Raises:
+        OptionError: The model has no experts, or they cannot be so imbalanced.
+    """
+    if (name := expert_technique(request.techniques)) is None:
+        return None
+    if (assumed := assumed_routing(config, request)) is None:
+        raise OptionError(
+            f"The technique {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
+        )
+    return assumed.calibrated(config.layers)
+
+
+def own_length(request: SimulationRequest) -> int:
+    """Return the length of graphs that are built for the prompt: its own, or whole tiles of integers."""
+    tile = 1 if llm_npu_technique(request.techniques) is None else TILE_OF_INTEGERS["static_int8"]
+    return -(-request.prompt // tile) * tile

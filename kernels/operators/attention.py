@@ -1,0 +1,395 @@
+"""Causal attention over the KV cache, in parts of the context for a few tokens."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.kernels.formats import linear_errors
+from heterollm.kernels.gpu import (
+    KV_CODES,
+    STEP_LENGTH,
+    STEP_POSITION,
+    WRONG_NMSE,
+    Argument,
+    AttentionClass,
+    AttentionGrid,
+    BuildError,
+    Defines,
+    DeviceMemory,
+    GlueKernels,
+    GpuWork,
+    HeadShape,
+    KernelStyle,
+    KvLayer,
+    Launch,
+    OpenClError,
+    RoundedInputs,
+    Scores,
+    SharedArray,
+    Variant,
+    pointwise_work,
+    suits_coalesced,
+)
+from heterollm.kernels.operators.data import Data
+from heterollm.kernels.operators.logits import exact_soft_cap
+from heterollm.kernels.operators.operator import (
+    Exact,
+    Form,
+    ModelSizes,
+    OperatorCheck,
+    OperatorSizes,
+    Point,
+    Scope,
+    StepCategory,
+    Timed,
+    Values,
+    check_case,
+)
+from heterollm.kernels.ops import WeightFormat
+
+SMALLEST_BUCKET: Final = 256
+TRIED_TOKENS: Final = (1, 9)
+TRIED_POSITIONS: Final = 150
+"""Positions of a quick test, more than two passes of 64 keys."""
+
+STEPS: Final[Mapping[str, StepCategory]] = {"attention": "attention", "attention join": "attention"}
+
+LOG2_E: Final = math.log2(math.e)
+
+
+PARTIAL_BYTES: Final = 4
+"""Size of a partial result of one part of the context: float32."""
+
+
+def attend(
+    on: GlueKernels,
+    q: DeviceMemory,
+    cache: KvLayer,
+    out: SharedArray,
+    step: SharedArray,
+    *,
+    shape: HeadShape,
+    scores: Scores,
+    tokens: int,
+    bucket: int,
+    parts: int | None = None,
+    rounded: RoundedInputs | None = None,
+    style: KernelStyle | None = None,
+) -> tuple[Launch, ...]:
+    """Return the launches of causal attention over the cache; only the first reads the cache.
+
+    Row ``t`` sees at most ``window`` positions up to its own. The online softmax stores no scores. For a
+    few tokens, if the heads alone would leave compute units idle, the context is divided into parts and a
+    second launch joins them. Another launch rounds the output if the kernel cannot
+    (:meth:`AttentionGrid.rounds`).
+
+    Args:
+        on: The device's kernels.
+        q: float32 ``[tokens, heads * head_dim]``, after RoPE.
+        cache: Keys and values, those of this pass included.
+        out: ``[tokens, heads * head_dim]`` in the activation type.
+        step: The step buffer.
+        shape: OperatorSizes of the heads.
+        scores: Scale, window and soft cap of the scores.
+        tokens: Tokens of the pass.
+        bucket: Largest context length of this launch.
+        parts: Parts of the context; by default a number that fits the device.
+        rounded: Target of the int8 codes of ``out``; None for no codes.
+        style: Kernel style; by default the tuned one or the device's.
+    """
+    q.require(tokens * shape.query_columns * 4, "attention query")
+    out.require(tokens * shape.query_columns * on.item_bytes, "attention output")
+    codes = rounded.arguments(tokens, shape.query_columns, "attention") if rounded else ()
+    units = on.runtime.traits.compute_units
+    grid = AttentionGrid(shape, tokens, bucket, units, parts, rounded)
+    chosen, partial, first = _first(on, grid, q, cache, out, step, scores, codes, style)
+    if grid.parts(chosen) > 1:
+        return first, _join(on, grid, chosen, partial, out, codes)
+    if rounded is None or grid.rounds(chosen):
+        return (first,)
+    return first, on.round_output(out, rounded, tokens, shape.query_columns)
+
+
+def _first(
+    on: GlueKernels,
+    grid: AttentionGrid,
+    q: DeviceMemory,
+    cache: KvLayer,
+    out: SharedArray,
+    step: SharedArray,
+    scores: Scores,
+    codes: tuple[Argument, ...],
+    forced: KernelStyle | None,
+) -> tuple[KernelStyle, Argument, Launch]:
+    """Return the kernel style, the target of partial results, and the launch that reads the cache."""
+
+    def defines(style: KernelStyle) -> Defines:
+        capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style != "vector" else {}
+        return grid.defines(style) | on.kv_defines | capped
+
+    files = ("attention.h", "attention_{style}.cl")
+    widths = (grid.shape.head_dim,)
+    shape = grid.shape
+
+    def test(variant: Variant) -> None:
+        if variant.style == "coalesced" and on.runtime.tests_kernels and forced is None:
+            _try_coalesced(on, shape)
+
+    if forced is not None:
+        variants: tuple[Variant, ...] = (Variant(forced),)
+    else:
+        variants = (*_tuned_variants(on, shape, grid.tokens), *on.variants)
+    kernel, style, items = on.kernel(
+        files, "attention", defines, grid.rounded, grid.rounds, widths, variants=variants, test=test
+    )
+    parts = grid.parts(style)
+    cap, partial = scores.soft_cap, out if parts == 1 else _partials(on, grid, style)
+    factor = scores.scale / cap if cap else scores.scale * LOG2_E
+    arguments = (
+        *(q, cache.memory, out, partial, step),
+        *on.cache_offsets(cache, shape),
+        *map(np.int32, (shape.group, scores.window, grid.part_keys(style))),
+        *map(np.float32, (factor, cap * LOG2_E)),
+        *(codes if grid.rounds(style) else ()),
+    )
+    work = functools.partial(
+        attention_work,
+        shape,
+        step.array,
+        tokens=grid.tokens,
+        window=scores.window,
+        position_bytes=on.position_bytes(shape),
+        output_bytes=on.item_bytes if parts == 1 else PARTIAL_BYTES,
+    )
+    size = grid.tiles(style) * items, shape.kv_heads, parts
+    launch = on.runtime.launch(kernel, arguments, size, (items, 1, 1), "attention", work=work)
+    return style, partial, launch
+
+
+def _tuned_variants(on: GlueKernels, shape: HeadShape, tokens: int) -> tuple[Variant, ...]:
+    """Return the tuned variant, unless it is the device's own; caches of 8 bits have none."""
+    if on.kv_dtype == KV_CODES:
+        return ()
+    kind = AttentionClass.of(shape.head_dim, shape.group, on.kv_dtype, tokens)
+    tuned = on.runtime.tuning.attention_style(kind)
+    return (Variant("coalesced"),) if tuned == "coalesced" and suits_coalesced(kind) else ()
+
+
+def _join(
+    on: GlueKernels,
+    grid: AttentionGrid,
+    style: KernelStyle,
+    partial: Argument,
+    out: SharedArray,
+    codes: tuple[Argument, ...],
+) -> Launch:
+    """Return the launch that joins the parts of the context."""
+    shape, together, parts = grid.shape, grid.code_heads, grid.parts(style)
+    # attention.h needs ROWS; this kernel does not.
+    defines: Defines = {"HEAD_DIM": shape.head_dim, "ROWS": 1, "CODE_HEADS": together}
+    files, widths = ("attention.h", "attention_join.cl"), (shape.head_dim,)
+    kernel, _, items = on.kernel(files, "attention_join", lambda _: defines, grid.rounded, widths=widths)
+    elements = grid.tokens * shape.query_columns
+    work = functools.partial(pointwise_work, elements, 4 * parts, PARTIAL_BYTES * parts, on.item_bytes)
+    return on.runtime.launch(
+        kernel,
+        (partial, out, np.int32(parts), *codes),
+        (grid.tokens * shape.heads // together * items,),
+        (items,),
+        "attention join",
+        work=work,
+    )
+
+
+def _partials(on: GlueKernels, grid: AttentionGrid, style: KernelStyle) -> Any:  # noqa: ANN401 - pyopencl is not typed
+    """Return scratch memory for the partial results: a sum and two numbers per head and part."""
+    values = grid.tokens * grid.shape.heads * grid.parts(style) * (grid.shape.head_dim + 2)
+    return on.scratch(values * PARTIAL_BYTES)
+
+
+def attention_work(
+    shape: HeadShape,
+    step: NDArray[np.int32],
+    *,
+    tokens: int,
+    window: int,
+    position_bytes: int,
+    output_bytes: int,
+) -> GpuWork:
+    """Return the work of attention at the position that the step buffer holds.
+
+    Args:
+        shape: OperatorSizes of the heads.
+        step: The step buffer.
+        tokens: Tokens of the pass.
+        window: Positions that a token sees; 0 for all.
+        position_bytes: Bytes of the cache for one position of a head.
+        output_bytes: Size of an element of the output, or of a partial result.
+    """
+    rows, seen, last = visible(step, tokens, window)
+    outputs = rows * shape.query_columns
+    read = 2 * last * shape.kv_heads * position_bytes + 4 * outputs
+    return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
+
+
+def visible(step: NDArray[np.int32], tokens: int, window: int) -> tuple[int, int, int]:
+    """Return the rows of a pass, the pairs of a row and a position that it sees, and the positions in all."""
+    position = int(step[STEP_POSITION])
+    rows = min(tokens, int(step[STEP_LENGTH]))
+    last = position + rows
+    seen = rows * position + rows * (rows + 1) // 2
+    if window and last > window:
+        # Tokens past the window see a whole window each.
+        inside = max(0, window - position)
+        seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
+        last = min(last, window + rows - 1)
+    return rows, seen, last
+
+
+def exact_attention(
+    q: NDArray[Any],
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    *,
+    position: int,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> NDArray[np.float64]:
+    """Return causal attention ``[m, heads, head_dim]``.
+
+    Args:
+        q: ``[m, heads, head_dim]``; row t is at ``position + t``.
+        keys: ``[kv_heads, at least position + m, head_dim]``.
+        values: Array of the same shape.
+        position: Position of the first row.
+        scale: Factor on the scores.
+        window: Positions visible to a row, its own included; 0 for all.
+        soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
+    """
+    rows, heads, _ = q.shape
+    length = position + rows
+    group = heads // keys.shape[0]
+    k = np.repeat(keys[:, :length].astype(np.float64), group, axis=0)
+    v = np.repeat(values[:, :length].astype(np.float64), group, axis=0)
+    scores = np.einsum("mhd,hkd->hmk", q.astype(np.float64), k) * scale
+    if soft_cap:
+        scores = exact_soft_cap(scores, soft_cap)
+    row, key = np.arange(position, length)[:, None], np.arange(length)[None, :]
+    hidden = key > row
+    if window > 0:
+        hidden |= key <= row - window
+    scores = np.where(hidden, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    output: NDArray[np.float64] = np.einsum("hmk,hkd->mhd", weights, v)
+    return output
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Attention to a cache that is NaN behind the last position.
+
+    ``spread`` counts decades between the queries of the first head and those of the last. By default the
+    kernel is made for the capacity of the cache (``bucket``), and chooses its parts and style. ``rounds`` is
+    the format of a linear that reads int8 codes.
+    """
+
+    tokens: int
+    position: int
+    shape: HeadShape
+    scores: Scores | None = None
+    spread: float = 0.0
+    bucket: int | None = None
+    parts: int | None = None
+    style: KernelStyle | None = None
+    rounds: WeightFormat | None = None
+
+    def launches(self, on: GlueKernels, data: Data) -> tuple[Launch, ...]:
+        shape, tokens, columns = self.shape, self.tokens, self.shape.query_columns
+        sizes = np.repeat(np.logspace(-self.spread, self.spread / 2, shape.heads), shape.head_dim)
+        return attend(
+            on,
+            data.floats("queries", tokens, columns, scale=2.0 * sizes),
+            data.cache(shape, self.position + tokens),
+            data.output("attended", tokens, columns),
+            data.step(self.position, tokens),
+            shape=shape,
+            scores=self.scores or Scores(shape.head_dim**-0.5),
+            tokens=tokens,
+            bucket=self.bucket or shape.capacity,
+            parts=self.parts,
+            rounded=data.int8(self.rounds, tokens, columns),
+            style=self.style,
+        )
+
+    def exact(self, data: Values) -> Exact:
+        scores = self.scores or Scores(self.shape.head_dim**-0.5)
+        attended = exact_attention(
+            data["queries"].reshape(self.tokens, -1, self.shape.head_dim),
+            data["keys"],
+            data["values"],
+            position=self.position,
+            scale=scores.scale,
+            window=scores.window,
+            soft_cap=scores.soft_cap,
+        )
+        return {"attended": attended.reshape(self.tokens, -1)}
+
+
+_HEADS: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=80)
+_CAPPED: Final = AttentionCase(1, 70, _HEADS, Scores(_HEADS.head_dim**-0.5, soft_cap=0.5))
+CHECKS: Final = (
+    OperatorCheck("attention, prefill", "37 tokens at 11", AttentionCase(37, 11, _HEADS), "attended"),
+    OperatorCheck("attention, decode", "1 token at 70", AttentionCase(1, 70, _HEADS), "attended"),
+    OperatorCheck("attention, decode", "1 token at 70, capped", _CAPPED, "attended"),
+)
+
+
+def _points(timed: Timed, model: ModelSizes, scope: Scope) -> Iterator[tuple[Form, OperatorSizes]]:
+    places = [(tokens, position) for tokens in scope.tokens for position in scope.positions]
+    for tokens, position in (*places, *((tokens, keys - tokens) for tokens, keys in scope.sparse)):
+        yield Form(), timed.sizes(model, tokens, position)
+
+
+def _measured(at: Point) -> AttentionCase:
+    tokens, context, _, heads, kv_heads, head_dim = at.sizes
+    bucket = SMALLEST_BUCKET
+    while bucket < context:
+        bucket *= 2
+    shape, bucket = HeadShape(heads, kv_heads, head_dim, at.capacity), min(bucket, at.capacity)
+    return AttentionCase(tokens, context - tokens, shape, bucket=bucket, rounds=at.int8("o"))
+
+
+ATTENTION: Final = Timed(
+    forms={Form(): "attention", Form(codes="int8"): "attention_int8"},
+    case=_measured,
+    has_heads=True,
+    reads_cache=True,
+    points=_points,
+)
+
+
+def _try_coalesced(on: GlueKernels, heads: HeadShape) -> None:
+    """Compute the attention of one token and of some by the style ``coalesced``.
+
+    Raises:
+        BuildError: The kernel does not build or run, or its numbers are wrong.
+    """
+    shape = HeadShape(2 * heads.group, 2, heads.head_dim, TRIED_POSITIONS)
+    for tokens in TRIED_TOKENS:
+        case = AttentionCase(tokens, TRIED_POSITIONS - tokens, shape, style="coalesced")
+        try:
+            numbers = check_case(case, on, np.random.default_rng(0))["attended"]
+        except OpenClError as error:
+            raise BuildError(f"it does not run ({error}).") from error
+        nmse = linear_errors(*numbers).nmse
+        if not nmse <= WRONG_NMSE:
+            raise BuildError(f"it computes wrong numbers (NMSE {nmse:.1e}).")

@@ -1,0 +1,292 @@
+"""Data of operators: random values with guards around them, which the oracles read too.
+
+Outputs have a guard pattern behind them, inputs have NaN where a kernel must not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from heterollm.base import KernelError
+from heterollm.kernels.formats import CodeGrid, LinearWeight, random_weight, reference
+from heterollm.kernels.gpu import (
+    COUNT_WORDS,
+    KV_CODES,
+    STEP_HEAD_ROW,
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
+    GlueKernels,
+    GpuRuntime,
+    HeadShape,
+    KvLayer,
+    Launch,
+    NpuCodes,
+    RoundedInputs,
+    Segments,
+    SharedArray,
+    head_stride,
+    scales_start,
+    scratch_codes,
+)
+from heterollm.kernels.ops import Join, WeightFormat
+
+Numbers: TypeAlias = tuple[NDArray[Any], NDArray[np.float64]]
+"""The output of the processor and the exact result."""
+
+GUARD: Final = 0xA5
+GUARD_BYTES: Final = 4096
+PADDING_ROWS: Final = 3
+
+
+def fill_slot(gpu: GpuRuntime, values: NDArray[Any]) -> SharedArray:
+    """Return shared memory with these values."""
+    slot = gpu.shared(values.shape, values.dtype)
+    slot.acquire()
+    slot.array[...] = values
+    slot.release()
+    return slot
+
+
+def slot_values(slot: SharedArray) -> NDArray[Any]:
+    """Return a copy of the values that the memory holds."""
+    slot.acquire()
+    values = slot.array.copy()
+    slot.release()
+    return values
+
+
+def run_launches(gpu: GpuRuntime, launches: Iterable[Launch]) -> None:
+    """Run the launches one after the other and wait for the last."""
+    for launch in launches:
+        launch()
+    gpu.finish()
+
+
+def step_slot(gpu: GpuRuntime, position: int = 0, length: int = 0, head_row: int = 0) -> SharedArray:
+    """Return the words that a pass reads: position, length and first row of the head."""
+    words = np.zeros(STEP_WORDS, np.int32)
+    words[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, length, head_row
+    return fill_slot(gpu, words)
+
+
+def split_segments(
+    gpu: GpuRuntime, values: NDArray[Any], rows: tuple[int, ...], splits: tuple[int, ...]
+) -> Segments:
+    """Return both segments of a value; the first has NaN rows behind it, as padded NPU output may."""
+    a, b = _split_members(values, rows, splits)
+    a = np.concatenate([a, np.full((PADDING_ROWS, a.shape[1]), np.nan, a.dtype)])
+    dummy = np.full((1, 1), np.nan, values.dtype)
+    first, second = (fill_slot(gpu, part if part.size else dummy) for part in (a, b))
+    return Segments(first, second, rows, splits)
+
+
+def _split_members(
+    value: NDArray[Any], rows: Sequence[int], splits: Sequence[int]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Divide ``[m, sum(rows)]`` into the two segments of a row split."""
+    members = np.split(value, np.cumsum(rows)[:-1], axis=1)
+    pairs = list(zip(members, splits, strict=True))
+    first = np.concatenate([member[:, :split] for member, split in pairs], axis=1)
+    second = np.concatenate([member[:, split:] for member, split in pairs], axis=1)
+    return first, second
+
+
+def summed_segments(
+    gpu: GpuRuntime, values: NDArray[Any], added: NDArray[Any], rows: tuple[int, ...], splits: tuple[int, ...]
+) -> tuple[Segments, NDArray[np.float64]]:
+    """Return segments of a value and of another that is added to its leading rows, and the sum."""
+    a = split_segments(gpu, added, rows, splits).a
+    leading = [np.arange(count) < split for count, split in zip(rows, splits, strict=True)]
+    total = values + np.where(np.concatenate(leading), added.astype(np.float64), 0.0)
+    return Segments(a, fill_slot(gpu, values), rows, splits, join="sum"), total
+
+
+def empty_cache(gpu: GpuRuntime, shape: HeadShape, dtype: DTypeLike, layers: int = 2) -> SharedArray:
+    """Return a KV cache full of NaN, or of guard patterns if it has codes."""
+    size = layers * 2 * shape.kv_heads * head_stride(shape.capacity, shape.head_dim, np.dtype(dtype))
+    return fill_slot(gpu, np.full(size, _unused(dtype), dtype))
+
+
+def cache_view(memory: NDArray[Any], shape: HeadShape) -> NDArray[Any]:
+    """Return ``[layer, k|v, kv_head, position, head_dim]`` of a cache's memory, as a view."""
+    blocks = _head_blocks(memory, shape)[..., : shape.capacity * shape.head_dim]
+    return blocks.reshape(*blocks.shape[:3], shape.capacity, shape.head_dim)
+
+
+def scales_view(memory: NDArray[np.int8], shape: HeadShape) -> NDArray[np.float32]:
+    """Return the scales ``[layer, k|v, kv_head, position]`` of a cache of codes, as a view."""
+    start = scales_start(shape.capacity, shape.head_dim)
+    return _head_blocks(memory, shape)[..., start : start + 4 * shape.capacity].view(np.float32)
+
+
+def _head_blocks(memory: NDArray[Any], shape: HeadShape) -> NDArray[Any]:
+    stride = head_stride(shape.capacity, shape.head_dim, memory.dtype)
+    return memory.reshape(-1, 2, shape.kv_heads, stride)
+
+
+def _unused(dtype: DTypeLike) -> Any:  # noqa: ANN401 - of any type of cache
+    """Return the element that stands for an unwritten one: NaN, or the guard pattern, whose scale is tiny."""
+    return np.uint8(GUARD).view(np.int8) if np.dtype(dtype) == KV_CODES else np.nan
+
+
+class GuardedOutput:
+    """An output with a guard pattern behind it.
+
+    Args:
+        gpu: The device.
+        shape: Of the output.
+        dtype: Of the output.
+        values: Its first content; default the guard pattern.
+    """
+
+    def __init__(
+        self, gpu: GpuRuntime, shape: tuple[int, ...], dtype: DTypeLike, values: NDArray[Any] | None = None
+    ) -> None:
+        self._shape, self._dtype = shape, np.dtype(dtype)
+        self._used = int(np.prod(shape)) * self._dtype.itemsize
+        content = np.full(self._used + GUARD_BYTES, GUARD, np.uint8)
+        if values is not None:
+            content[: self._used] = np.ascontiguousarray(values, self._dtype).view(np.uint8).reshape(-1)
+        self.slot = fill_slot(gpu, content)
+
+    def read(self) -> NDArray[Any]:
+        """Return the output.
+
+        Raises:
+            KernelError: Bytes behind it were written.
+        """
+        content = slot_values(self.slot)
+        if np.any(content[self._used :] != GUARD):
+            raise KernelError("A kernel wrote behind its output.")
+        return content[: self._used].view(self._dtype).reshape(self._shape)
+
+
+class Data:
+    """Random data for one run of a case, by name.
+
+    Args:
+        on: The device's kernels, which have the types of activations and of the KV cache.
+        generator: Makes the data.
+
+    Attributes:
+        values: The inputs, as the oracle reads them.
+    """
+
+    def __init__(self, on: GlueKernels, generator: np.random.Generator) -> None:
+        self.on, self._gpu, self._generator = on, on.runtime, generator
+        self.dtype = np.dtype(np.float16 if on.item_bytes == 2 else np.float32)
+        self.values: dict[str, NDArray[Any]] = {}
+        self._outputs: dict[str, Callable[[], NDArray[Any]]] = {}
+
+    def put(self, name: str, values: NDArray[Any]) -> SharedArray:
+        """Return memory with these values, which a kernel may change in place."""
+        self.values[name] = values
+        return self._guarded(name, values.shape, values.dtype, values)
+
+    def floats(self, name: str, *shape: int, scale: float | NDArray[Any] = 1.0) -> SharedArray:
+        """Return float32 of normal numbers."""
+        return self.put(name, (self._generator.standard_normal(shape) * scale).astype(np.float32))
+
+    def weights(self, name: str, *shape: int) -> SharedArray:
+        """Return float32 near one."""
+        return self.put(name, self._generator.uniform(0.5, 1.5, shape).astype(np.float32))
+
+    def inputs(self, name: str, *shape: int) -> SharedArray:
+        """Return normal numbers in the activation type."""
+        return self.put(name, self._generator.standard_normal(shape).astype(self.dtype))
+
+    def output(self, name: str, *shape: int, dtype: DTypeLike | None = None) -> SharedArray:
+        """Return memory to write, by default in the activation type."""
+        return self._guarded(name, shape, self.dtype if dtype is None else dtype)
+
+    def table(self, rows: int, columns: int, weight: WeightFormat) -> LinearWeight:
+        """Return a weight, whose values are named ``table``."""
+        table = random_weight(self._generator, rows, columns, weight)
+        self.values["table"] = reference.weight_values(table)
+        return table
+
+    def linear(
+        self, tokens: int, rows: tuple[int, ...], splits: tuple[int, ...], join: Join, scale: float = 1.0
+    ) -> Segments:
+        """Return the output of a group of linears, whose sum or concatenation is named ``linear``."""
+        shape = (tokens, sum(rows))
+        values, added = ((self._generator.standard_normal(shape) * scale).astype(self.dtype) for _ in "ab")
+        if join == "sum":
+            segments, self.values["linear"] = summed_segments(self._gpu, values, added, rows, splits)
+            return segments
+        self.values["linear"] = values.astype(np.float64)
+        return split_segments(self._gpu, values, rows, splits)
+
+    def cache(self, shape: HeadShape, known: int, written: range = range(0)) -> KvLayer:
+        """Return ``keys`` and ``values`` of ``known`` positions, and of those that an operator writes."""
+        content = slot_values(empty_cache(self._gpu, shape, self.on.kv_dtype))
+        seen = cache_view(content, shape)[1, :, :, :known]
+        scales: NDArray[Any] = np.ones(1)
+        if self.on.kv_dtype == KV_CODES:
+            all_scales = scales_view(content, shape)
+            scales = all_scales[1, :, :, :known]
+            if known:
+                all_scales[...] = np.nan
+            seen[...] = self._generator.integers(-127, 128, seen.shape)
+            scales[...] = self._generator.uniform(0.005, 0.02, scales.shape)
+            scales = scales[..., None]
+        else:
+            seen[...] = self._generator.standard_normal(seen.shape)
+        self.values["keys"], self.values["values"] = seen * scales.astype(np.float64)
+        memory = fill_slot(self._gpu, content)
+        for place, name in enumerate(("keys", "values")):
+            self._outputs[name] = partial(_written, memory, shape, written, place)
+        return KvLayer(memory, 1)
+
+    def step(self, position: int, length: int, head_row: int = 0) -> SharedArray:
+        """Return the step buffer of a pass."""
+        words = np.zeros(STEP_WORDS, np.int32)
+        words[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, length, head_row
+        return self.put("step", words)
+
+    def int8(self, weight: WeightFormat | None, tokens: int, columns: int) -> RoundedInputs | None:
+        """Return memory for the int8 codes that a linear of that format reads, if there is one."""
+        return None if weight is None else scratch_codes(self._gpu, weight, tokens, columns)
+
+    def codes(self, grid: CodeGrid, tokens: int, columns: int) -> NpuCodes:
+        """Return memory for the codes of an NPU graph, whose outputs are its inputs."""
+        slot = self.output("codes", tokens, columns, dtype=grid.dtype)
+        factors = self.output("factors", tokens, dtype=np.float32)
+        return NpuCodes(slot, slot, factors, self.put("counts", np.zeros(COUNT_WORDS, np.uint32)), 0, grid)
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Return an output.
+
+        Raises:
+            KernelError: A kernel wrote elsewhere.
+        """
+        return self._outputs[name]()
+
+    def _guarded(
+        self, name: str, shape: tuple[int, ...], dtype: DTypeLike, values: NDArray[Any] | None = None
+    ) -> SharedArray:
+        output = GuardedOutput(self._gpu, shape, dtype, values)
+        self._outputs[name] = output.read
+        return output.slot
+
+
+def _written(memory: SharedArray, shape: HeadShape, written: range, place: int) -> NDArray[Any]:
+    """Return keys (0) or values (1) ``[tokens, heads * head_dim]`` of the positions that were written."""
+    content, own = slot_values(memory), slice(written.start, written.stop)
+    view, unused = cache_view(content, shape)[1, :, :, own], _unused(memory.array.dtype)
+    stored = view.copy()
+    view[...] = unused
+    if memory.array.dtype == KV_CODES:
+        scales = scales_view(content, shape)[1, :, :, own]
+        stored = stored * scales[..., None]
+        scales.view(np.int8)[...] = unused
+    if not np.array_equal(content, np.full_like(content, unused), equal_nan=unused != unused):
+        raise KernelError("A kernel wrote other positions of the cache.")
+    found: NDArray[Any] = stored[place].swapaxes(0, 1).reshape(len(written), -1)
+    return found

@@ -1,0 +1,154 @@
+"""The activation of a gate, times the up projection."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import KernelError
+from heterollm.kernels.gpu import (
+    Argument,
+    DeviceMemory,
+    GlueKernels,
+    Launch,
+    RoundedInputs,
+    Segments,
+    pointwise_work,
+)
+from heterollm.kernels.operators.data import Data
+from heterollm.kernels.operators.operator import (
+    Exact,
+    Form,
+    OperatorCheck,
+    Point,
+    StepCategory,
+    Timed,
+    Values,
+)
+from heterollm.kernels.ops import Activation, Join, WeightFormat
+
+STEPS: Final[Mapping[str, StepCategory]] = {"activation": "activation"}
+
+ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
+"""Activations in the order of their numbers in pointwise.cl."""
+
+
+def activate(
+    on: GlueKernels,
+    gate_up: Segments,
+    out: DeviceMemory,
+    *,
+    tokens: int,
+    intermediate: int,
+    activation: Activation = "silu",
+    bias: Argument = None,
+    rounded: RoundedInputs | None = None,
+    label: str = "activation",
+) -> Launch:
+    """Return the launch of ``out = activation(gate) * up``.
+
+    Args:
+        on: The device's kernels.
+        gate_up: Output of the group, two members of ``intermediate`` rows.
+        out: ``[tokens, intermediate]`` in the activation type.
+        tokens: Rows.
+        intermediate: Width of the feed-forward network.
+        activation: Activation of the gate.
+        bias: float32 of gate, then up, added first; or None.
+        rounded: Target of the int8 codes of ``out``; None for no codes.
+        label: Name for traces and errors.
+    """
+    if gate_up.rows != (intermediate, intermediate):
+        raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
+    out.require(tokens * intermediate * on.item_bytes, f"{label} output")
+    memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
+    sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
+    item, block = on.item_bytes, rounded.block if rounded else 0
+    work = functools.partial(pointwise_work, tokens * intermediate, 10, 2 * item * gate_up.reads, item, block)
+    return on.pointwise(
+        "gated_activation", memory, sizes, tokens, label, work, flags=2, rounded=rounded, segments=gate_up
+    )
+
+
+def exact_gated_activation(
+    gate: NDArray[Any], up: NDArray[Any], activation: str = "silu"
+) -> NDArray[np.float64]:
+    """Return ``activation(gate) * up``; the activation is ``silu`` or ``gelu_tanh``."""
+    exact = gate.astype(np.float64)
+    if activation == "gelu_tanh":
+        gated = 0.5 * exact * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
+    else:
+        # exp of minus the magnitude cannot overflow.
+        small = np.exp(-np.abs(exact))
+        gated = exact * np.where(exact >= 0, 1.0, small) / (1.0 + small)
+    product: NDArray[np.float64] = gated * up.astype(np.float64)
+    return product
+
+
+@dataclass(frozen=True, slots=True)
+class GatedCase:
+    """An activated gate times the up projection.
+
+    ``splits`` are the columns of each that lie in the first segment, ``rounds`` is the format of a linear
+    that reads int8 codes.
+    """
+
+    tokens: int
+    width: int
+    splits: tuple[int, ...]
+    join: Join = "concatenate"
+    activation: Activation = "silu"
+    biased: bool = False
+    scale: float = 1.0
+    rounds: WeightFormat | None = None
+
+    def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
+        tokens, width = self.tokens, self.width
+        launch = activate(
+            on,
+            data.linear(tokens, (width, width), self.splits, self.join, self.scale),
+            data.output("activated", tokens, width),
+            tokens=tokens,
+            intermediate=width,
+            activation=self.activation,
+            bias=data.floats("bias", 2 * width) if self.biased else None,
+            rounded=data.int8(self.rounds, tokens, width),
+        )
+        return (launch,)
+
+    def exact(self, data: Values) -> Exact:
+        gate, up = np.split(data["linear"] + data.get("bias", 0.0), 2, axis=1)
+        return {"activated": exact_gated_activation(gate, up, self.activation)}
+
+
+_SPLIT: Final = GatedCase(5, 160, (64, 64))
+CHECKS: Final = tuple(
+    OperatorCheck("gated activation", title, case, "activated")
+    for title, case in (
+        ("5 tokens, split", _SPLIT),
+        ("5 tokens, GELU", replace(_SPLIT, activation="gelu_tanh")),
+        ("5 tokens, sum", replace(_SPLIT, join="sum")),
+    )
+)
+
+
+def _measured(at: Point) -> GatedCase:
+    width = at.sizes.hidden
+    splits = at.form.splits(width, width)
+    return GatedCase(at.sizes.tokens, width, splits, at.form.join, rounds=at.int8("down"))
+
+
+GATED_ACTIVATION: Final = Timed(
+    forms={
+        Form(): "gated_activation",
+        Form("sum"): "gated_activation_sum",
+        Form(codes="int8"): "gated_activation_int8",
+    },
+    case=_measured,
+    width=lambda model: model.intermediate_size,
+)

@@ -1,0 +1,215 @@
+"""RoPE of queries and keys, with the head norms before it, and the write of keys and values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import KernelError, round_up
+from heterollm.kernels.gpu import (
+    Argument,
+    Defines,
+    DeviceMemory,
+    GlueKernels,
+    GpuWork,
+    HeadShape,
+    KernelStyle,
+    KvLayer,
+    Launch,
+    Rotation,
+    Segments,
+    SharedArray,
+)
+from heterollm.kernels.operators.data import Data
+from heterollm.kernels.operators.norm import exact_rms_norm
+from heterollm.kernels.operators.operator import (
+    Exact,
+    Form,
+    OperatorCheck,
+    Point,
+    StepCategory,
+    Timed,
+    Values,
+)
+from heterollm.kernels.ops import Join
+
+EPSILON: Final = 1e-5
+"""Of checks."""
+
+TITLE: Final = "RoPE and KV write"
+STEPS: Final[Mapping[str, StepCategory]] = {"rope": "attention"}
+
+
+def rope_and_store(
+    on: GlueKernels,
+    qkv: Segments,
+    bias: Argument,
+    q_out: DeviceMemory,
+    cache: KvLayer,
+    step: SharedArray,
+    *,
+    shape: HeadShape,
+    rotation: Rotation,
+    tokens: int,
+) -> Launch:
+    """Return the launch that adds biases, rotates q and k and writes k and v to the KV cache.
+
+    Tokens past the step's length or the capacity are dropped.
+
+    Args:
+        on: The device's kernels.
+        qkv: Output of the group, three members.
+        bias: float32 of q, then k, then v; or None.
+        q_out: float32 ``[tokens, heads * head_dim]``.
+        cache: Target of keys and values.
+        step: The step buffer.
+        shape: OperatorSizes of the heads.
+        rotation: Rotation and norms of q and k.
+        tokens: Tokens of the pass.
+    """
+    head_dim, turned = shape.head_dim, shape.head_dim if rotation.dim is None else rotation.dim
+    if qkv.rows != shape.rows:
+        raise KernelError(
+            f"rope: members of {qkv.rows} rows are not {shape.heads} and {shape.kv_heads} heads."
+        )
+    if head_dim % 2 or turned % 2 or not 0 <= turned <= head_dim:
+        raise KernelError(f"rope: {turned} of {head_dim} elements cannot turn; both must be even.")
+    q_out.require(tokens * shape.query_columns * 4, "rope query")
+    offsets = on.cache_offsets(cache, shape)
+    pieces = max(-(-turned // 16) + -(-(head_dim - turned) // 16), -(-head_dim // 16))
+
+    def defines(style: KernelStyle) -> Defines:
+        own: Defines = {"PIECES": pieces} if style == "simt" else {}
+        own |= {"JOINT_NORM": 1} if rotation.joint else {}
+        return on.kv_defines | own | ({"LIMITED": 1} if rotation.limit else {})
+
+    widths = (head_dim // 2, turned // 2, *qkv.splits)
+    kernel, style, items = on.kernel(("rope.cl",), "rope_and_store", defines, widths=widths, segments=qkv)
+    sizes = [*qkv.splits, shape.heads, shape.kv_heads, head_dim, turned, shape.capacity]
+    sizes += [bias is not None, rotation.norms is not None]
+    # Absent memory is never read, but OpenCL needs a valid argument.
+    extra = (rotation.cos if memory is None else memory for memory in (bias, rotation.norms))
+    memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
+    heads = shape.heads + 2 * shape.kv_heads
+    width = 1 if style == "vector" else round_up(pieces * heads, items)
+    limit = (np.float32(rotation.limit),) if rotation.limit else ()
+    arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon), *limit)
+    read_bytes = on.item_bytes * qkv.reads
+    work = functools.partial(_work, shape, tokens, read_bytes, on.position_bytes(shape))
+    return on.runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
+
+
+def _work(shape: HeadShape, tokens: int, read_bytes: float, position_bytes: int) -> GpuWork:
+    """Return the work of RoPE and of the KV write.
+
+    Args:
+        shape: OperatorSizes of the heads.
+        tokens: Tokens of the pass.
+        read_bytes: Bytes read for an element of the linear's output.
+        position_bytes: Bytes of the cache for one position of a head.
+    """
+    queries, stored = tokens * shape.query_columns, 2 * tokens * shape.kv_heads
+    read = read_bytes * (queries + stored * shape.head_dim)
+    return GpuWork("elementwise", 6 * queries, read, 4 * queries + position_bytes * stored)
+
+
+def exact_rotation(x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[np.float64]:
+    """Rotate the first ``r`` elements of every head of ``x [m, heads, head_dim]``.
+
+    ``cos`` and ``sin`` are ``[m, r / 2]``.
+    Element i pairs with element ``i + r / 2``, as in ``rotate_half`` of transformers.
+    """
+    half = cos.shape[1]
+    exact = x.astype(np.float64)
+    low, high, rest = exact[..., :half], exact[..., half : 2 * half], exact[..., 2 * half :]
+    c, s = cos.astype(np.float64)[:, None], sin.astype(np.float64)[:, None]
+    return np.concatenate([low * c - high * s, high * c + low * s, rest], axis=2)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeCase:
+    """RoPE and the KV write.
+
+    ``splits`` are the columns of each member that lie in the first segment, ``rotary`` those of a head that
+    turn (None for all). One norm may span all heads of queries, another all of keys (``joint``).
+    """
+
+    tokens: int
+    position: int
+    shape: HeadShape
+    splits: tuple[int, ...]
+    join: Join = "concatenate"
+    rotary: int | None = None
+    biased: bool = False
+    normed: bool = False
+    joint: bool = False
+    limit: float = 0.0
+
+    def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
+        shape, tokens, position = self.shape, self.tokens, self.position
+        turned = shape.head_dim if self.rotary is None else self.rotary
+        cos, sin = (data.floats(name, shape.capacity, turned // 2) for name in ("cos", "sin"))
+        norms = data.weights("norms", sum(self._norm_widths)) if self.normed else None
+        launch = rope_and_store(
+            on,
+            data.linear(tokens, shape.rows, self.splits, self.join),
+            data.floats("bias", sum(shape.rows)) if self.biased else None,
+            data.output("queries", tokens, shape.query_columns, dtype=np.float32),
+            data.cache(shape, 0, range(position, position + tokens)),
+            data.step(position, tokens),
+            shape=shape,
+            rotation=Rotation(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit),
+            tokens=tokens,
+        )
+        return (launch,)
+
+    def exact(self, data: Values) -> Exact:
+        shape, widths = self.shape, self._norm_widths
+        parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(shape.rows)[:-1], axis=1)
+        if self.normed:
+            norms = np.split(data["norms"], [widths[0]])
+            parts[:2] = [
+                exact_rms_norm(part.reshape(-1, width), own, EPSILON)
+                for part, width, own in zip(parts, widths, norms, strict=False)
+            ]
+        if self.limit:
+            parts = [np.clip(part, -self.limit, self.limit) for part in parts]
+        queries, keys, values = (part.reshape(self.tokens, -1, shape.head_dim) for part in parts)
+        angle = [data[name][self.position : self.position + self.tokens] for name in ("cos", "sin")]
+        found = exact_rotation(queries, *angle), exact_rotation(keys, *angle), values
+        names = "queries", "keys", "values"
+        return {name: one.reshape(self.tokens, -1) for name, one in zip(names, found, strict=True)}
+
+    @property
+    def _norm_widths(self) -> tuple[int, int]:
+        return self.shape.rows[:2] if self.joint else (self.shape.head_dim,) * 2
+
+
+_HEADS: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=80)
+_SPLIT: Final = RopeCase(7, 11, _HEADS, (64, 32, 0), biased=True)
+CHECKS: Final = (
+    *(
+        OperatorCheck(TITLE, f"7 tokens at 11, split, {name}", _SPLIT, name)
+        for name in ("queries", "keys", "values")
+    ),
+    *(
+        OperatorCheck(TITLE, f"normed heads, {name}", replace(_SPLIT, normed=True), name)
+        for name in ("queries", "keys")
+    ),
+    OperatorCheck(TITLE, "7 tokens, sum", replace(_SPLIT, join="sum", biased=False), "queries"),
+)
+
+
+def _measured(at: Point) -> RopeCase:
+    shape = HeadShape(at.sizes.heads, at.sizes.kv_heads, at.sizes.head_dim, at.capacity)
+    return RopeCase(at.sizes.tokens, 0, shape, at.form.splits(*shape.rows), at.form.join)
+
+
+ROPE: Final = Timed(
+    forms={Form(): "rope_and_store", Form("sum"): "rope_and_store_sum"}, case=_measured, has_heads=True
+)
