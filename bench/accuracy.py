@@ -21,11 +21,9 @@ Code is the bundled held-out text; prose are the paragraphs of Python's own lang
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,11 +37,11 @@ import accuracy_methods as methods
 import numpy as np
 import torch
 from accuracy_methods import Linears, Method
+from conditions import append_rows, origin, script_parser
 from perplexity import llm_surprises
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import heterollm
 from heterollm.calibration import Policy, calibrate
 from heterollm.data import bundled_model
 from heterollm.llm import LLM
@@ -390,17 +388,14 @@ def outliers(model: Model) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Print the rows and append them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("model", type=Path, nargs="?", default=bundled_model(), help="default: bundled")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--text", choices=TEXTS, action="append", help="repeatable; default: code")
     parser.add_argument("--strength", type=int, action="append", help="of the bundled model's; repeatable")
     parser.add_argument("--runtime", action="store_true", help="through heterollm itself")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     asked = parser.parse_args()
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)  # noqa: S603
-    stated = {"bench": "accuracy", "version": heterollm.__version__, "commit": found.stdout.strip()}
+    stated = origin("accuracy")
     measured, strengths = (runtime_rows, (RUNTIME_STRENGTH,)) if asked.runtime else (rows, STRENGTHS)
     strengths = tuple(asked.strength or strengths)
     lines = asked.out.read_text("utf-8").splitlines() if asked.out is not None and asked.out.exists() else ()
@@ -410,9 +405,7 @@ def main() -> None:
             shown = {name: value for name, value in row.items() if name not in ("operators", "seconds")}
             words = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in shown.values())
             print(" | ".join(words), flush=True)
-            if asked.out is not None:
-                with asked.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**stated, **row}) + "\n")
+            append_rows(asked.out, {**stated, **row})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ unpacks Debian packages without installing them. A program takes 3 to 8 s on an 
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from conditions import script_parser
 
 sys.path.insert(0, str(Path(__file__).parent))
 from adreno_programs import Program, programs
@@ -341,9 +341,7 @@ def print_table(rows: dict[str, StaticRow], before: dict[str, StaticRow]) -> Non
 
 def main() -> None:
     """Compile, print the tables, and keep them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("folder", type=Path, help="working folder of the tool")
     parser.add_argument("--front", choices=FRONTS, action="append", help="front end; both by default")
     parser.add_argument("--gpu", type=int, choices=(740, 750), default=740, help="Adreno")

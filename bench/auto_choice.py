@@ -9,10 +9,11 @@ with other work the intervals are wide and say little.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from conditions import script_parser
 
 from heterollm.benchmarks import (
     BenchOptions,
@@ -51,7 +52,7 @@ def judged(rows: Sequence[BenchRow]) -> Iterator[tuple[bool, str]]:
 
 def main() -> int:
     """Run the benches and return the exit code: 1 if ``auto`` fails a test."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--prompts", default="256,1024")
     parser.add_argument("--decode", type=int, default=64)

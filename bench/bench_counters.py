@@ -12,16 +12,14 @@ which each length holds, are arithmetic; no time is measured or modelled here.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 
 from heterollm.engine import Engine, Step
 from heterollm.kernels.gpu import SharedArray
@@ -135,12 +133,9 @@ def rows_of(model: str, soc: str, kind: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print the counts, and append them to a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--code", default="present", help="name of the counted code in the rows")
-    parser.add_argument("--out", type=Path, help="file to which the rows are appended")
     options = parser.parse_args()
     about = {"bench": "counters", "model": options.model, "level": "tensor", "code": options.code}
     machine = conditions()
@@ -148,9 +143,7 @@ def main() -> None:
         for row in rows_of(options.model, soc, kind):
             line = about | row | {"commit": machine["commit"]}
             print(json.dumps(line))
-            if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+            append_rows(options.out, line)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ processes computed are repeated; those that stay disturbed are kept and counted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, Final
 
-from conditions import busy_s, conditions, undisturbed, wait_until_idle
+from conditions import append_rows, conditions, script_parser
+
+from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 
 REPEATS: Final = 25
 
@@ -82,16 +81,13 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Measure every strategy and kernel, print a table each and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--device", default="host")
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--patience", type=float, default=10.0, help="seconds to wait for a quiet batch")
     parser.add_argument(
         "--litmus", type=int, default=100_000, help="rounds of the flag's litmus test; 0 for none"
     )
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
     from heterollm.kernels.gpu.waiting import sleep_overshoot_us
     from heterollm.kernels.open import open_device
@@ -115,10 +111,7 @@ def main() -> None:
         found_rows = measure_kernel(device, kernel_us, options.batches, options.patience)
         print_rows(found_rows)
         rows += found_rows
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**conditions(), **row}) + "\n" for row in rows)
+    append_rows(options.out, *({**conditions(), **row} for row in rows))
 
 
 if __name__ == "__main__":

@@ -9,18 +9,15 @@ all orders, in three lanes (as in the paper) and in two (as here, where Johnson'
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from bench_solver import spread
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 
 from heterollm.solver.head_pipeline import (
     PipelineUnit,
@@ -37,6 +34,13 @@ ROUNDS: Final = 50
 LAYERS: Final = 200
 LAUNCH_US: Final = {1: 2000.0, 2: 3000.0, 4: 4000.0}
 """Launches of 1, 2 and 4 heads (shadowAttn, section 3.4)."""
+
+
+def spread(what: str, layer: str, times_ms: list[float]) -> dict[str, Any]:
+    """Return the least, the median and the largest of some times."""
+    found = {"least_ms": min(times_ms), "median_ms": statistics.median(times_ms), "largest_ms": max(times_ms)}
+    rounded = {name: round(time_ms, 3) for name, time_ms in found.items()}
+    return {"what": what, "costs": layer, **rounded, "rounds": len(times_ms), "aim_ms": AIM_MS}
 
 
 def processor_ms(call: Callable[[], object]) -> float:
@@ -63,8 +67,8 @@ def planning_rows() -> list[dict[str, Any]]:
             johnson_ms.append(processor_ms(lambda: plan(select, attend)))  # noqa: B023 - called at once
             greedy_ms.append(processor_ms(lambda: greedy_order(units)))  # noqa: B023 - called at once
         kind = f"{HEADS} key heads, {exponents} exponents"
-        rows.append(spread("fuse and order by Johnson's rule", kind, johnson_ms, AIM_MS))
-        rows.append(spread("order by the greedy search", kind, greedy_ms, AIM_MS))
+        rows.append(spread("fuse and order by Johnson's rule", kind, johnson_ms))
+        rows.append(spread("order by the greedy search", kind, greedy_ms))
     return rows
 
 
@@ -102,17 +106,11 @@ def loss_rows() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print and append the rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="append the rows to this file")
+    parser = script_parser(__doc__)
     out = parser.parse_args().out
     for row in (*planning_rows(), *loss_rows()):
-        line = json.dumps({**conditions(), **row})
         print(json.dumps(row))
-        if out is not None:
-            with out.open("a") as file:
-                file.write(line + "\n")
+        append_rows(out, {**conditions(), **row})
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ float64 first. ONNX Runtime has graphs of the standard lengths only.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from conditions import append_rows, script_parser
 
 import heterollm
 from heterollm.base import bandwidth_gbps
@@ -114,13 +112,10 @@ def cells(row: dict[str, Any], engine: str) -> str:
 
 def main() -> None:
     """Run all shapes, print a table and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--threads", type=int, default=1, help="threads of each part")
     parser.add_argument("--precision", choices=("w4a16", "w4a8"), default="w4a16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
     device = open_device("host", gpu_threads=options.threads, npu_threads=0)
     # The parts never run at once here, so both may have all cores.
@@ -139,10 +134,7 @@ def main() -> None:
         for tokens in TOKENS:
             row = bench_shape(device, name, tokens, options.seed, options.precision == "w4a8")
             print(f"| {name} | {tokens} | {cells(row, 'opencl')} {cells(row, 'onnxruntime')}", flush=True)
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**common, **row}) + "\n")
+            append_rows(options.out, {**common, **row})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 
 LEVELS: Final = ("gpu", "layer", "npu")
 PEAK_FACTOR: Final = 1.6
@@ -119,13 +119,10 @@ def in_child(options: argparse.Namespace, level: str, cache: str | None) -> dict
 
 def main() -> None:
     """Measure every level, print a table and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the checkpoint is, or is written")
     parser.add_argument("--precision", choices=RESIDENT_FACTORS, default="w4a16")
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -151,10 +148,7 @@ def main() -> None:
             load = "cached" if row["cached"] else "quantises"
             print(f"| {level} | {load} | {' | '.join(cells)} |", flush=True)
             rows.append({**conditions(), **row})
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append_rows(options.out, *rows)
 
 
 if __name__ == "__main__":

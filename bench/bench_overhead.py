@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from conditions import CORES, busy_s, conditions, undisturbed, wait_until_idle, with_fixed
+from conditions import append_rows, conditions, script_parser, with_fixed
+
+from heterollm.benchmarks.conditions import CORES, busy_s, undisturbed, wait_until_idle
 
 if TYPE_CHECKING:
     from heterollm.engine import Step
@@ -179,12 +181,9 @@ def in_child(options: argparse.Namespace, level: str, mode: str) -> list[dict[st
 
 def main() -> None:
     """Measure every level and mode, print two tables and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the checkpoint is, or is written")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -217,10 +216,7 @@ def main() -> None:
         cells.append(f"{row['attention_fraction']:.1%}")
         print(f"| {' | '.join(cells)} | {shares} |", flush=True)
         rows.append(row)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**conditions(), **row}) + "\n" for row in rows)
+    append_rows(options.out, *({**conditions(), **row} for row in rows))
 
 
 if __name__ == "__main__":

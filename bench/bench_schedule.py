@@ -10,15 +10,12 @@ orders all stages of a model, and divides by stages and rules.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
 
 import numpy as np
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 
 from heterollm.profiler.records import Processor
 from heterollm.solver.schedule import LAGS, Stage, schedule_chunks
@@ -96,17 +93,14 @@ def decision(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print the rows and append them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
     rows = [quality(*size, options.cases) for size in SMALL] + [decision(options.rounds)]
     for row in rows:
         print(row)
-    if options.out is not None:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"bench": "schedule", **conditions(), **row}) + "\n" for row in rows)
+    append_rows(options.out, *({"bench": "schedule", **conditions(), **row} for row in rows))
 
 
 if __name__ == "__main__":

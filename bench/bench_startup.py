@@ -9,8 +9,6 @@ prompt. The whole is timed from outside, so the interpreter's start counts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -18,7 +16,9 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from conditions import conditions, wait_until_idle
+from conditions import append_rows, conditions, script_parser
+
+from heterollm.benchmarks.conditions import wait_until_idle
 
 PROGRAM: Final = """
 import sys, time
@@ -49,12 +49,9 @@ def sample(folder: Path, level: str) -> dict[str, float]:
 
 def main() -> None:
     """Measure every level, print a table and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the checkpoint is, or is written")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
     from random_model import write_checkpoint
 
@@ -70,10 +67,7 @@ def main() -> None:
         cells = " | ".join(f"{value:.2f}" for value in (*medians.values(), worst))
         print(f"| {level} | {cells} |", flush=True)
         rows.append({**conditions(), "level": level, "median_s": medians, "samples_s": taken})
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append_rows(options.out, *rows)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,17 @@ and of those turns during which no other process computed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from conditions import busy_s, conditions, undisturbed, wait_until_idle
+from conditions import append_rows, conditions, script_parser
+
+from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 
 PROMPT: Final = 32
 TOKENS_AT_ONCE: Final = 20
@@ -129,8 +129,7 @@ def rows_of(
 
 def main() -> None:
     """Measure and print a JSON line for each plan and way of waiting."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="file to which the lines are appended")
+    parser = script_parser(__doc__)
     parser.add_argument("--turns", type=int, default=20, help=f"turns of {TOKENS_AT_ONCE} tokens for each")
     parser.add_argument(
         "--patience", type=float, default=60.0, help="seconds to wait for idle moments a plan"
@@ -152,11 +151,8 @@ def main() -> None:
         }
         times = measure(models, options.turns, options.patience)
         for row in rows_of(name, models, times):
-            line = json.dumps({**row, "device": description, **conditions()})
-            print(line, flush=True)
-            if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            print(json.dumps(row), flush=True)
+            append_rows(options.out, {**row, "device": description, **conditions()})
         for llm in models.values():
             llm.close()
 

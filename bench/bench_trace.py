@@ -13,7 +13,6 @@ worth something while others use the machine: a load average above a fraction of
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -23,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 from bench_sync import PROMPT, TOKENS_AT_ONCE, row_cuts
-from conditions import conditions, with_fixed
+from conditions import append_rows, conditions, script_parser, with_fixed
 
 MODES: Final = ("off", "stamps", "on")
 PLANS: Final = ("gpu", "npu", "rows")
@@ -85,9 +84,8 @@ def measure(models: dict[str, Any], turns: int) -> dict[str, dict[str, list[floa
 
 def main() -> None:
     """Measure and print a JSON line for each plan and phase."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", type=Path, help="folder of a checkpoint; the bundled one by default")
-    parser.add_argument("--out", type=Path, help="file to which the lines are appended")
     parser.add_argument("--turns", type=int, default=20, help=f"turns of {TOKENS_AT_ONCE} tokens for each")
     options = parser.parse_args()
 
@@ -111,12 +109,8 @@ def main() -> None:
             for mode in MODES[1:]:
                 for kind in ("median", "fastest"):
                     row[f"{mode}_{kind}_cost_fraction"] = row[f"{mode}_{kind}_us"] / row[f"off_{kind}_us"] - 1
-            line = json.dumps(row)
-            print(line, flush=True)
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            print(json.dumps(row), flush=True)
+            append_rows(options.out, row)
 
 
 if __name__ == "__main__":

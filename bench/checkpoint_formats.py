@@ -10,7 +10,6 @@ Rows are appended to bench/results/checkpoint_formats.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import gguf
 import numpy as np
+from conditions import script_parser
 from numpy.typing import NDArray
 
 from heterollm.kernels.formats.tolerances import sqnr_db
@@ -123,9 +123,7 @@ def decibels(actual: NDArray[Any], exact: NDArray[Any]) -> float | None:
 
 def main() -> None:
     """Measure, print and append."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("file", nargs="?", type=Path)
     asked = parser.parse_args()
     rows = block_rows() if asked.file is None else file_rows(asked.file)

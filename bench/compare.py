@@ -13,13 +13,14 @@ or have wrong logits are left out.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
+
+from conditions import script_parser
 
 from heterollm.base import HeteroLLMError, InputError
 from heterollm.benchmarks import BenchRow, read_rows
@@ -130,9 +131,7 @@ def report(before: Rows, after: Rows, compared: Sequence[Compared]) -> Iterator[
 
 def main() -> int:
     """Compare two files; 1 if something became slower and that was asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument(

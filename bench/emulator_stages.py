@@ -9,7 +9,6 @@ skip. Times are kept as JSON lines; a second run adds to them, and `--minutes 0`
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 
 from heterollm.kernels.npu import GraphForm, LinearShard
 from heterollm.report.figures import new_figure, save_png, step_curves
@@ -80,8 +79,7 @@ def collect(path: Path, minutes: float) -> None:
                             "cpu_us": times_us,
                             **conditions(),
                         }
-                        with path.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(row) + "\n")
+                        append_rows(path, row)
                 rounds += 1
                 print(f"{rounds} rounds", flush=True)
         finally:
@@ -106,9 +104,7 @@ def draw(times: Times, target: Path) -> None:
 
 def main() -> None:
     """Measure, then draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "emulator_stages.jsonl")
     parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "emulator_stages.png")

@@ -10,8 +10,6 @@ They fail below 90 dB.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
-from perplexity import commit
+from conditions import append_rows, origin, script_parser
 
 TESTS: Final = "tests/heterollm/model/test_families.py::test_logits_beyond_the_window"
 MIXTURES: Final = "mixtral,qwen3_moe,olmoe,phimoe,granitemoe,granitemoeshared"
@@ -47,19 +45,14 @@ def rows(families: list[str], levels: list[str]) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Run the tests, print a line for each family and level, and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--families", default=MIXTURES, help="Names of the tests, with commas between them.")
     parser.add_argument("--levels", default="gpu", help="gpu, npu, layer, with commas between them.")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here.")
     options = parser.parse_args()
     found = list(rows(options.families.split(","), options.levels.split(",")))
     for row in found:
         print(f"{row['family']:20} {row['level']:6} {row['sqnr_db']:6.1f} dB")
-        if options.out is not None:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps({**row, 'device': 'host', 'commit': commit()})}\n")
+        append_rows(options.out, {**row, "device": "host", **origin("family_parity")})
 
 
 if __name__ == "__main__":

@@ -23,9 +23,6 @@ The fourth times the GPU's kernels that write and read codes, in pairs, beside t
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -35,12 +32,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+from conditions import append_rows, origin, script_parser
 from msgspec import structs
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from perplexity import perplexity
 
-import heterollm
 from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.data import bundled_model
 from heterollm.kernels.formats import CodeGrid, linear_errors, quantize
@@ -344,7 +341,7 @@ def _code_rows(gpu: Any, tokens: int, width: int) -> Iterator[dict[str, Any]]:  
 
 def main() -> None:
     """Print a table and append its rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__, out=False)
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("linears")
     first.add_argument("--size", type=int, default=1024)
@@ -370,19 +367,10 @@ def main() -> None:
         rows = eight_bits(asked.model, asked.text, asked.windows)
     else:
         rows = codes()
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)  # noqa: S603
     for row in rows:
         shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
         print(" | ".join(f"{name} {value}" for name, value in shown.items()), flush=True)
-        if asked.out is not None:
-            stated = {
-                "bench": "integer_forms",
-                "version": heterollm.__version__,
-                "commit": found.stdout.strip(),
-            }
-            with asked.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**stated, **row}) + "\n")
+        append_rows(asked.out, {**origin("integer_forms"), **row})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 from accuracy import TEXTS
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 from rounds import Rounds
 
 from heterollm.base import silent
@@ -180,9 +180,7 @@ def simulated_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Print and keep the rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     commands = parser.add_subparsers(required=True)
     measured = commands.add_parser("measured")
     measured.add_argument("model")
@@ -204,9 +202,7 @@ def main() -> None:
     options = parser.parse_args()
     for row in options.rows(options):
         print(json.dumps(row))
-        if options.out is not None:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(conditions() | row) + "\n")
+        append_rows(options.out, conditions() | row)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ second over the first one's, pair by pair: the table has the median, the least a
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -19,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 
 Test: TypeAlias = tuple[str, str, str]
 """Label of a configuration, name of a test, and model."""
@@ -41,13 +40,10 @@ def rates(command: str, options: list[str]) -> dict[Test, float]:
 
 def main() -> None:
     """Measure pairs, print a table and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("first", help="a command that runs heterollm, such as that of another environment")
     parser.add_argument("second", help="the other command")
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("options", nargs="+", help="model and options of `heterollm bench`, behind --")
     asked = parser.parse_args()
     commands = (asked.first, asked.second)
@@ -71,10 +67,7 @@ def main() -> None:
         medians = [f"{statistics.median(values):.1f}" for values in (first, second)]
         cells = [f"{row[name]:.2f}" for name in ("ratio", "ratio_least", "ratio_largest")]
         print(f"| {label} | {test} | {' | '.join([*medians, *cells])} |", flush=True)
-        if asked.out:
-            asked.out.parent.mkdir(parents=True, exist_ok=True)
-            with asked.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        append_rows(asked.out, row)
 
 
 if __name__ == "__main__":

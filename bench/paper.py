@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from conditions import script_parser
 from paper_cases import PAPER_MODELS, PAPER_SOC, PaperRows, paper_cases
 from paper_published import comparisons
 from paper_tables import paper_page, paper_tables
@@ -36,7 +37,7 @@ from heterollm.simulate import SimulatedRow, run_sweep
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, after a check of the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("--model", default=",".join(PAPER_MODELS), help="models, with commas between them")
     parser.add_argument("--soc", default=PAPER_SOC, help="a simulated SoC, or the path of its YAML")
     parser.add_argument(

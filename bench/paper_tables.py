@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 from paper_cases import (
     DECODE_AFTER,
@@ -46,6 +47,11 @@ that [soc-model.md](soc-model.md) describes, on a virtual clock. [simulation.md]
 approximations. Weights are W4A16 in blocks of 128, head included, as in the paper. The plan of each case is
 solved for exactly its prompt, from a profile without noise.
 """
+
+Cells: TypeAlias = tuple[str, ...]
+Lines: TypeAlias = Callable[[PaperRows], Iterator[Cells]]
+
+WAYS: Final = (*PAPER_WAYS, *OWN_WAYS)
 
 SPLIT_NOTE: Final = (
     "G is the GPU, N the NPU. Splits are NPU:GPU: `r` of output rows and `b` of an ffn's width in percent, "
@@ -91,158 +97,174 @@ def paper_page(rows: Sequence[SimulatedRow]) -> str:
 
 def paper_tables(rows: PaperRows) -> Iterator[Section]:
     """Yield every table."""
-    yield _published(rows)
-    yield _prefill(rows)
-    yield _odd(rows)
-    yield _decode(rows)
-    yield _sync(rows)
-    yield _game(rows)
-    yield _energy(rows)
-    yield _levers(rows)
-    yield _plans(rows, LENGTHS, "prefill")
-    yield _plans(rows, ODD_LENGTHS, "prefill")
-    yield _plans(rows, (DECODE_AFTER,), "decode")
+    for title, columns, lines, notes in TABLES:
+        yield Section(title, tuple(columns.split(" | ")), tuple(lines(rows)), notes)
 
 
-def _published(rows: PaperRows) -> Section:
-    lines = tuple(
-        (
-            one.published.name,
-            one.published.source.removeprefix("HeteroLLM, section "),
-            f"{one.published.value:.5g} {one.published.unit}".strip(),
-            number(one.simulated, 3 if one.published.unit in ("x", "") else 2),
-            number(one.ratio, 3),
-            one.published.use,
-            one.wrong,
-            one.published.remark,
+def _published(rows: PaperRows) -> Iterator[Cells]:
+    for one in comparisons(rows):
+        published = one.published
+        yield (
+            *(published.name, published.source.removeprefix("HeteroLLM, section ")),
+            f"{published.value:.5g} {published.unit}".strip(),
+            number(one.simulated, 3 if published.unit in ("x", "") else 2),
+            *(number(one.ratio, 3), published.use, one.wrong, published.remark),
         )
-        for one in comparisons(rows)
-    )
-    return Section(
-        "Published and simulated",
-        ("published number", "section", ">published", ">simulated", ">ratio", "use", "wrong", "remark"),
-        lines,
-        PUBLISHED_NOTES,
-    )
 
 
-def _prefill(rows: PaperRows) -> Section:
-    ways = (*PAPER_WAYS, *OWN_WAYS)
-    lines = []
+def _prefill(rows: PaperRows) -> Iterator[Cells]:
     for model in rows.models:
         for length in LENGTHS:
-            speeds = [rows.prefill(model, length, way) for way in ways]
-            by_way = dict(zip(ways, speeds, strict=True))
-            lines.append(
-                (
-                    model,
-                    str(length),
-                    *(number(speed, 1) for speed in speeds),
-                    *(times(by_way[TENSOR], by_way[way]) for way in (GPU, LAYER)),
-                    times(by_way[OWN_WAYS[-1]], by_way[TENSOR]),
-                )
-            )
-    return Section(
-        "Simulated prefill, tokens a second",
-        (
-            *("model", ">tokens"),
-            *(f">{way.name}" for way in ways),
-            *(">tensor over gpu", ">tensor over layer", ">all additions over tensor"),
-        ),
-        tuple(lines),
-        ("The first four levels are the paper's; the others are this project's additions to tensor level.",),
-    )
+            speeds = {way: rows.prefill(model, length, way) for way in WAYS}
+            gains = (times(speeds[TENSOR], speeds[way]) for way in (GPU, LAYER))
+            cells = (number(speed, 1) for speed in speeds.values())
+            yield model, str(length), *cells, *gains, times(speeds[OWN_WAYS[-1]], speeds[TENSOR])
 
 
-def _odd(rows: PaperRows) -> Section:
-    lines = []
+def _odd(rows: PaperRows) -> Iterator[Cells]:
     for model in rows.models:
         for length in ODD_LENGTHS:
-            waits = [rows.ttft_ms(model, length, way) for way in ODD_WAYS]
-            tensor_ms = rows.ttft_ms(model, length, TENSOR)
-            lines.append(
-                (
+            waits = {way: rows.ttft_ms(model, length, way) for way in ODD_WAYS}
+            over = (times(waits[way], waits[TENSOR]) for way in ODD_WAYS[:3])
+            yield model, str(length), *(number(wait, 0) for wait in waits.values()), *over
+
+
+def _decode(rows: PaperRows) -> Iterator[Cells]:
+    for model in rows.models:
+        rates = {way: rows.decode(model, way) for way in WAYS}
+        gains = times(rates[TENSOR], rates[GPU]), times(rates[OWN_WAYS[-1]], rates[TENSOR])
+        yield model, *(number(rate, 2) for rate in rates.values()), *gains
+
+
+def _phases(
+    rows: PaperRows, model: str, ways: Sequence[Way]
+) -> Iterator[tuple[str, list[float | None], int]]:
+    """Yield the name of each phase, its speeds, and the digits to show."""
+    for length in LENGTHS:
+        yield f"prefill of {length}", [rows.prefill(model, length, way) for way in ways], 1
+    yield "decode", [rows.decode(model, way) for way in ways], 2
+
+
+def _sync(rows: PaperRows) -> Iterator[Cells]:
+    for model in rows.models:
+        for phase, (fast, driver, solved), digits in _phases(rows, model, (TENSOR, DRIVER, RESOLVED)):
+            rates = number(fast, digits), number(driver, digits)
+            yield model, phase, *rates, times(fast, driver), number(solved, digits)
+
+
+def _levers(rows: PaperRows) -> Iterator[Cells]:
+    for model in rows.models:
+        for phase, (tensor, *own), _ in _phases(rows, model, (TENSOR, *OWN_WAYS)):
+            yield model, phase, *(times(speed, tensor) for speed in own)
+
+
+def _game(rows: PaperRows) -> Iterator[Cells]:
+    for model in rows.models:
+        for load in LOADS:
+            found = [rows.get(model, DECODE_AFTER, way, load) for way in GAME_WAYS]
+            for phase in ("prefill", "decode"):
+                cells = (cell for row in found for cell in _beside(row, phase))
+                yield model, load_text(load.frames_per_s, load.frame_us), phase, *cells
+
+
+def _beside(row: SimulatedRow | None, phase: str) -> tuple[str, str]:
+    """Return the slowdown of a phase by a game, and the fraction of frames in time."""
+    slower = None if row is None or row.slowdown is None else row.slowdown.get(phase)
+    if row is None or slower is None:
+        return "", ""
+    frames: Any = (getattr(row, phase) or {}).get("frames") or {}
+    due = frames.get("due")
+    return f"{100 * (slower - 1):.1f} %", f"{100 * frames['in_time'] / due:.0f} %" if due else ""
+
+
+def _energy(rows: PaperRows) -> Iterator[Cells]:
+    for model in rows.models:
+        tensor_joules = rows.prefill_joules(model, TENSOR)
+        for way in WAYS:
+            row = rows.get(model, DECODE_AFTER, way)
+            if row is not None and row.prefill is not None and row.decode is not None:
+                prefill, decode = _energies(row.prefill, 1), _energies(row.decode, row.decode_tokens)
+                yield model, way.name, *prefill, *decode, number(ratio(row.prefill_joules, tensor_joules), 2)
+
+
+def _energies(phase: Any, tokens: int) -> Iterator[str]:  # noqa: ANN401 - a record of JSON
+    """Yield joules a token and watts of a phase: the middle of three assumptions, and the range."""
+    joules = [phase[name] for name in ("joules", "joules_low", "joules_high")]
+    yield "{:.3g} ({:.3g} to {:.3g})".format(*(value / tokens for value in joules))
+    yield "{:.2f} ({:.2f} to {:.2f})".format(*(value / phase["milliseconds"] * 1e3 for value in joules))
+
+
+GROUPS: Final = ("qkv", "o", "gate_up", "down", "ffn", "head")
+
+
+def _plans(lengths: Sequence[int], phase: str, rows: PaperRows) -> Iterator[Cells]:
+    for model in rows.models:
+        for length in lengths:
+            for way in (LAYER, TENSOR, *OWN_WAYS) if length in LENGTHS else (PADDING, *ODD_WAYS[2:]):
+                row = rows.get(model, length, way)
+                splits = {} if row is None else row.cuts.get(phase, {})
+                speed = None if row is None else getattr(row, f"{phase}_tokens_per_second")
+                yield (
                     model,
                     str(length),
-                    *(number(wait, 0) for wait in waits),
-                    *(times(wait, tensor_ms) for wait in waits[:3]),
+                    way.name,
+                    *(splits.get(group, "") for group in GROUPS),
+                    number(speed, 1),
                 )
-            )
-    return Section(
-        "Simulated time to the first token at odd lengths, ms",
-        (
-            *("model", ">tokens"),
-            *(f">{way.name}" for way in ODD_WAYS),
-            *(f">{way.name} over tensor" for way in ODD_WAYS[:3]),
+
+
+def times(one: float | None, other: float | None) -> str:
+    """Return one number over another as text for a table."""
+    found = ratio(one, other)
+    return "" if found is None else f"{found:.2f}"
+
+
+def _columns(first: str, ways: Sequence[Way], last: str = "", form: str = ">{}") -> str:
+    """Return titles: those before the ways, one for each way, and those after them."""
+    return " | ".join(filter(None, (first, *(form.format(way.name) for way in ways), last)))
+
+
+TABLES: Final[tuple[tuple[str, str, Lines, Cells], ...]] = (
+    (
+        "Published and simulated",
+        "published number | section | >published | >simulated | >ratio | use | wrong | remark",
+        _published,
+        PUBLISHED_NOTES,
+    ),
+    (
+        "Simulated prefill, tokens a second",
+        _columns(
+            "model | >tokens", WAYS, ">tensor over gpu | >tensor over layer | >all additions over tensor"
         ),
-        tuple(lines),
+        _prefill,
+        ("The first four levels are the paper's; the others are this project's additions to tensor level.",),
+    ),
+    (
+        "Simulated time to the first token at odd lengths, ms",
+        _columns("model | >tokens", ODD_WAYS, _columns("", ODD_WAYS[:3], form=">{} over tensor")),
+        _odd,
         (
             "Layer level with the graph of the exact length built while the user waits (online-prepare), "
             "padded to the next standard length, or in consecutive standard lengths (pipe); tensor level; "
             "all additions.",
         ),
-    )
-
-
-def _decode(rows: PaperRows) -> Section:
-    ways = (*PAPER_WAYS, *OWN_WAYS)
-    lines = []
-    for model in rows.models:
-        rates = {way: rows.decode(model, way) for way in ways}
-        lines.append(
-            (
-                model,
-                *(number(rate, 2) for rate in rates.values()),
-                times(rates[TENSOR], rates[GPU]),
-                times(rates[OWN_WAYS[-1]], rates[TENSOR]),
-            )
-        )
-    return Section(
+    ),
+    (
         f"Simulated decode after {DECODE_AFTER} tokens, tokens a second",
-        ("model", *(f">{way.name}" for way in ways), ">tensor over gpu", ">all additions over tensor"),
-        tuple(lines),
+        _columns("model", WAYS, ">tensor over gpu | >all additions over tensor"),
+        _decode,
         (f"The mean of {DECODED} tokens.",),
-    )
-
-
-def _sync(rows: PaperRows) -> Section:
-    lines = []
-    for model in rows.models:
-        for length in LENGTHS:
-            fast, driver, solved = (rows.prefill(model, length, way) for way in (TENSOR, DRIVER, RESOLVED))
-            cells = (number(fast, 1), number(driver, 1), times(fast, driver), number(solved, 1))
-            lines.append((model, f"prefill of {length}", *cells))
-        fast, driver, solved = (rows.decode(model, way) for way in (TENSOR, DRIVER, RESOLVED))
-        cells = (number(fast, 2), number(driver, 2), times(fast, driver), number(solved, 2))
-        lines.append((model, "decode", *cells))
-    return Section(
+    ),
+    (
         "Simulated tensor level with and without fast synchronisation, tokens a second",
-        (
-            "model",
-            "phase",
-            ">fast",
-            ">driver's waits and copies",
-            ">fast over driver",
-            ">driver, solved for it",
-        ),
-        tuple(lines),
+        "model | phase | >fast | >driver's waits and copies | >fast over driver | >driver, solved for it",
+        _sync,
         ("The plan is solved for fast synchronisation; in the last column for the driver's waits.",),
-    )
-
-
-def _game(rows: PaperRows) -> Section:
-    lines = []
-    for model in rows.models:
-        for load in LOADS:
-            found = [rows.get(model, DECODE_AFTER, way, load) for way in GAME_WAYS]
-            for phase in ("prefill", "decode"):
-                cells = [cell for row in found for cell in _beside(row, phase)]
-                lines.append((model, load_text(load.frames_per_s, load.frame_us), phase, *cells))
-    columns = [f">{way.name}: {what}" for way in GAME_WAYS for what in ("slower", "frames in time")]
-    return Section(
+    ),
+    (
         "Simulated with a game: slowdown, and frames in time",
-        ("model", "game", "phase", *columns),
-        tuple(lines),
+        _columns("model | game | phase", GAME_WAYS, form=">{0}: slower | >{0}: frames in time"),
+        _game,
         (
             "Assumptions: the GPU finishes a kernel before the next job. A frame waits for the running "
             "kernel and precedes the queued ones; the game drops a late frame when the next is due. Frames "
@@ -250,108 +272,40 @@ def _game(rows: PaperRows) -> Section:
             "does not state the GPU time for each frame, with which slowdowns grow; the first table "
             "compares its numbers with the game of 3 ms.",
         ),
-    )
-
-
-def _beside(row: SimulatedRow | None, phase: Literal["prefill", "decode"]) -> tuple[str, str]:
-    """Return the slowdown of a phase by a game, and the fraction of frames in time."""
-    slower = None if row is None or row.slowdown is None else row.slowdown.get(phase)
-    if row is None or slower is None:
-        return "", ""
-    frames = ((row.prefill if phase == "prefill" else row.decode) or {}).get("frames") or {}
-    due = frames.get("due")
-    return f"{100 * (slower - 1):.1f} %", f"{100 * frames['in_time'] / due:.0f} %" if due else ""
-
-
-def _energy(rows: PaperRows) -> Section:
-    lines = []
-    for model in rows.models:
-        tensor_joules = rows.prefill_joules(model, TENSOR)
-        for way in (*PAPER_WAYS, *OWN_WAYS):
-            row = rows.get(model, DECODE_AFTER, way)
-            if row is not None and row.prefill is not None and row.decode is not None:
-                over = ratio(row.prefill_joules, tensor_joules)
-                lines.append(
-                    (
-                        *(model, way.name),
-                        *(_joules(row.prefill, 1), _watts(row.prefill)),
-                        *(_joules(row.decode, row.decode_tokens), _watts(row.decode), number(over, 2)),
-                    )
-                )
-    return Section(
+    ),
+    (
         f"Simulated power and energy: prefill of {DECODE_AFTER} tokens, and decode after it",
-        (
-            *("model", "way", ">prefill J", ">prefill W", ">decode J a token", ">decode W"),
-            ">prefill energy over tensor's",
-        ),
-        tuple(lines),
+        "model | way | >prefill J | >prefill W | >decode J a token | >decode W | "
+        ">prefill energy over tensor's",
+        _energy,
         (
             "Middle and range of three assumptions. All meet two published numbers about power, and none "
             "meets the third. The range is no error bar.",
         ),
-    )
-
-
-def _joules(phase: object, tokens: int) -> str:
-    assert isinstance(phase, dict)
-    middle, low, high = (phase[name] / tokens for name in ("joules", "joules_low", "joules_high"))
-    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
-
-
-def _watts(phase: object) -> str:
-    assert isinstance(phase, dict)
-    values = (phase[name] / phase["milliseconds"] * 1e3 for name in ("joules", "joules_low", "joules_high"))
-    middle, low, high = values
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
-
-
-def _levers(rows: PaperRows) -> Section:
-    lines = []
-    for model in rows.models:
-        phases: list[tuple[str, dict[Way, float | None]]] = [
-            (f"prefill of {length}", {way: rows.prefill(model, length, way) for way in (TENSOR, *OWN_WAYS)})
-            for length in LENGTHS
-        ]
-        phases.append(("decode", {way: rows.decode(model, way) for way in (TENSOR, *OWN_WAYS)}))
-        for name, speeds in phases:
-            gains = [times(speeds[way], speeds[TENSOR]) for way in OWN_WAYS]
-            lines.append((model, name, *gains))
-    return Section(
+    ),
+    (
         "Simulated: gain of each addition over tensor level",
-        ("model", "phase", *(f">{way.name}" for way in OWN_WAYS)),
-        tuple(lines),
+        _columns("model | phase", OWN_WAYS),
+        _levers,
         (
             "k-chunked: a k-split of FFN-down's long rows, a sum over ranges of at most 4096 inputs in the "
             "graph. Block: the feed-forward network may be split along its intermediate width, with one "
             "join. Both gains depend on the length at which the model lets rows spill; the emulator does not "
             "confirm it: see [soc-model.md](soc-model.md).",
         ),
-    )
-
-
-def _plans(rows: PaperRows, lengths: Sequence[int], phase: str) -> Section:
-    groups = ("qkv", "o", "gate_up", "down", "ffn", "head")
-    lines = []
-    for model in rows.models:
-        for length in lengths:
-            for way in (LAYER, TENSOR, *OWN_WAYS) if length in LENGTHS else (PADDING, *ODD_WAYS[2:]):
-                row = rows.get(model, length, way)
-                splits = {} if row is None else row.cuts.get(phase, {})
-                speed = None if row is None else row.prefill_tokens_per_second
-                if phase == "decode":
-                    speed = None if row is None else row.decode_tokens_per_second
-                cells = (splits.get(group, "") for group in groups)
-                lines.append((model, str(length), way.name, *cells, number(speed, 1)))
-    odd = "" if phase == "decode" or lengths == LENGTHS else " at odd lengths"
-    return Section(
-        f"Simulated {phase}{odd}: the chosen plans",
-        ("model", ">tokens", "way", *groups, ">tokens a second"),
-        tuple(lines),
-        (SPLIT_NOTE,),
-    )
-
-
-def times(one: float | None, other: float | None) -> str:
-    """Return one number over another as text for a table."""
-    found = ratio(one, other)
-    return "" if found is None else f"{found:.2f}"
+    ),
+    *(
+        (
+            f"Simulated {name}: the chosen plans",
+            f"model | >tokens | way | {' | '.join(GROUPS)} | >tokens a second",
+            partial(_plans, lengths, name.split()[0]),
+            (SPLIT_NOTE,),
+        )
+        for name, lengths in (
+            ("prefill", LENGTHS),
+            ("prefill at odd lengths", ODD_LENGTHS),
+            ("decode", (DECODE_AFTER,)),
+        )
+    ),
+)
+"""Title, columns, lines and notes of each table."""

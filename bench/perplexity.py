@@ -9,10 +9,7 @@ random. `--reference` adds transformers in float32 on the checkpoint as it is.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata, resources
@@ -20,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from conditions import append_rows, origin, script_parser
 from numpy.typing import NDArray
 
-import heterollm
 from heterollm.llm import LLM
 from heterollm.text import likelihood
 
@@ -100,29 +97,16 @@ def rows(device: str, plan: str, count: int, reference: bool) -> Iterator[dict[s
             }
 
 
-def commit() -> str:
-    """Return the commit of this file's checkout, marked if the checkout differs from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    folder = Path(__file__).parent
-    found = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)  # noqa: S603
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Measure every configuration, print a table and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--device", default="host")
     parser.add_argument("--plan", default="gpu")
     parser.add_argument("--windows", type=int, default=WINDOWS)
     parser.add_argument("--reference", action="store_true", help="add transformers (needs torch)")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
     common = {
-        "bench": "perplexity",
-        "version": heterollm.__version__,
-        "commit": commit(),
+        **origin("perplexity"),
         "versions": {name: metadata.version(name) for name in VERSIONS},
         "machine": platform.processor() or platform.machine(),
         "seed": None,
@@ -137,10 +121,7 @@ def main() -> None:
         first = first or row["perplexity"]
         change = row["perplexity"] / first - 1
         print(f"| {row['name']} | {row['perplexity']:.4f} | {change:+.2%} |", flush=True)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**common, **row}) + "\n")
+        append_rows(options.out, {**common, **row})
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ On a device, from its profile; on the emulator, from recorded costs (bench/emula
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, get_args
 
 from baseline_models import ConstantRate, Interpolation
+from conditions import script_parser
 from emulator_cycles import RESULTS, all_points, read_counts, settled
 
 from heterollm.profiler.predict import CANDIDATES, Score, held_out_predictions
@@ -124,9 +124,7 @@ def _name(point: LinearPoint) -> str:
 
 def main() -> None:
     """Print the report of a device."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("--device", choices=("host", "emulator", "snapdragon"), default="host")
     parser.add_argument("--profile", type=Path, help="a profile file; the device's newest by default")
     parser.add_argument("--out", type=Path, default=RESULTS, help="recorded costs on the emulator")

@@ -12,7 +12,6 @@ A folder that is whole already is kept. Exit code 3 says that the wheel could no
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 from typing import Final
+
+from conditions import script_parser
 
 from heterollm.base import HeteroLLMError, InputError
 
@@ -94,9 +95,7 @@ def _write(gguf: Path, folder: Path) -> None:
 
 def main() -> int:
     """Fetch the model; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("folder", type=Path)
     try:
         print(fetch(parser.parse_args().folder))

@@ -11,7 +11,6 @@ Norm weights are not one and every head differs, so that two engines agree only 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from importlib import resources
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from conditions import script_parser
 from numpy.typing import NDArray
 
 from heterollm.base import InputError
@@ -117,9 +117,7 @@ def _bfloat16(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray
 
 def main() -> None:
     """Write the checkpoint into the folder given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int)

@@ -8,8 +8,6 @@ runs, since a context with shared weights loads on a Hexagon only.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from conditions import append_rows, script_parser
 
 from heterollm.kernels.formats import QuantizedTensor, quantize
 from heterollm.kernels.npu import (
@@ -108,10 +107,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print the table, and append the rows to a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows as JSON lines")
+    parser = script_parser(__doc__)
     out = parser.parse_args().out
     for row in rows():
         print(
@@ -119,9 +115,7 @@ def main() -> None:
             f"{'one context' if row['shared'] else 'one each':11} {row['binary_bytes'] / 2**20:7.2f} MiB of "
             f"{row['weight_bytes'] / 2**20:.2f} MiB weights, {row['compile_s']} s"
         )
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        append_rows(out, row)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ All times are simulated. Example: python bench/simulated_regret.py --model llama
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 import numpy as np
+from conditions import script_parser
 from msgspec.structs import replace
 
 from heterollm.engine import Engine
@@ -126,7 +126,7 @@ def cuts(spec: OpSpec, length: int) -> list[Placement]:
 
 def main() -> None:
     """Print errors and regrets."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--soc", default="snapdragon-8gen3-paper")
     parser.add_argument("--prompt", type=int, default=256)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 from soak_attacks import ATTACKS, REFUSALS, Sockets
 
 TEXT: Final = "def scale(values, factor):\n    return [value * factor for value in values]\n\n"
@@ -371,9 +371,7 @@ def main() -> int:
     """Run the bench."""
     if sys.argv[1:2] == ["--serve"]:
         return serve(sys.argv[2:])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--clients", type=int, default=12)
@@ -382,13 +380,10 @@ def main() -> int:
     parser.add_argument("--plan", default="gpu")
     parser.add_argument("--kill-npu", action="store_true")
     parser.add_argument("--without", action="append", default=[], choices=KINDS, help="leave out a kind")
-    parser.add_argument("--out", type=Path, help="append the row")
     options = parser.parse_args()
     row = soak(options)
     print(json.dumps(row, indent=1))
-    if options.out:
-        with options.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    append_rows(options.out, row)
     growth = row["uss_mib"][-1] - row["uss_mib"][len(row["uss_mib"]) // 2]
     sound = not (row["wrong"] or row["unhealthy"] or row["exit_code"]) and growth < MOST_GROWTH_MIB
     print(

@@ -19,30 +19,28 @@ bench/published_model.py. Texts are the bundled held-out Python code, and the En
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import torch
+from conditions import append_rows, origin, script_parser
 from sparse_emulation import Agreement, Emulation, Sparse, by_head, scales_of
 from sparse_runtime import runtime_rows
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-import heterollm
 from heterollm.calibration.head_records import MASSES, HeadCalibration
 from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.data import bundled_model
 from heterollm.model import ModelConfig
-from heterollm.solver.keep import KEEP_RULES, HeadNeeds, KeepRule, keep_ratios
+from heterollm.solver.keep import HeadNeeds, KeepRule, keep_ratios
 
 KEEPS = (0.2, 0.3, 0.4, 0.5)
 LONG = 4096
@@ -191,7 +189,7 @@ class Study:
 
     def _cases(self) -> Iterator[Row]:
         keeps = KEEPS if self._tokens < LONG else KEEPS[:1]
-        for rule in (rule for rule in KEEP_RULES if rule in self._rules):
+        for rule in (rule for rule in get_args(KeepRule) if rule in self._rules):
             for keep in keeps:
                 yield {"keep": keep, "rule": rule, "buckets": 1}
         if VARIANTS in self._rules:
@@ -319,18 +317,16 @@ def _latest(rows: Sequence[Row], kind: str) -> Row | None:
 
 def main() -> None:
     """Print the rows and append them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("parts", help="heads, importance, loss, agreement, runtime, retrieval")
     parser.add_argument("--model", type=Path, default=bundled_model(), help="default: bundled")
     parser.add_argument("--tokens", type=int, default=BUNDLED_TOKENS, help="of a text")
-    parser.add_argument("--rules", default=",".join((*KEEP_RULES, VARIANTS)), help="of keep ratios")
+    parser.add_argument("--rules", default=",".join((*get_args(KeepRule), VARIANTS)), help="of keep ratios")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)  # noqa: S603
-    stated = {"bench": "sparse_accuracy", "version": heterollm.__version__, "commit": found.stdout.strip()}
+    stated = origin("sparse_accuracy")
     stated |= {"emulated": True, "model": asked.model.name, "tokens": asked.tokens}
     lines = asked.out.read_text("utf-8").splitlines() if asked.out.exists() else []
     study = Study(asked.model, asked.tokens, [json.loads(line) for line in lines], asked.rules.split(","))
@@ -343,8 +339,7 @@ def main() -> None:
                 f"{value:.4g}" if isinstance(value, float) else str(value)[:40] for value in row.values()
             )
             print(" | ".join(words), flush=True)
-            with asked.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**stated, **row}) + "\n")
+            append_rows(asked.out, {**stated, **row})
 
 
 if __name__ == "__main__":

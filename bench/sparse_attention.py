@@ -11,15 +11,12 @@ table has both ratios: with all four steps, and without the estimate. Below 1 sp
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import score_scales
@@ -114,9 +111,7 @@ def bench_context(
 
 def main() -> None:
     """Run all shapes, print a table and append JSON lines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--threads", type=int, default=1, help="threads of the OpenCL device")
     parser.add_argument("--heads", choices=HEADS, nargs="+", default=list(HEADS))
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
@@ -125,7 +120,6 @@ def main() -> None:
     parser.add_argument(
         "--processor-time", action="store_true", help="the process's time on cores, where others compute too"
     )
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     options = parser.parse_args()
     device = open_device("host", gpu_threads=options.threads, npu_threads=0)
     common = {"label": "measured", "threads": options.threads, "style": options.style, "half": options.half}
@@ -144,10 +138,7 @@ def main() -> None:
                     f"{row[ratio]:.2f}" for ratio in ("sparse_over_dense", "without_estimate_over_dense")
                 ]
                 print(f"| {name} | {context} | {row['keep']} | {' | '.join(cells)} |", flush=True)
-                if options.out:
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    with options.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({**common, "heads": name, "context": context, **row}) + "\n")
+                append_rows(options.out, {**common, "heads": name, "context": context, **row})
 
 
 if __name__ == "__main__":

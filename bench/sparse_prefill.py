@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 from msgspec import structs
 from safetensors.numpy import load_file, save_file
 
@@ -147,7 +147,7 @@ def row(options: argparse.Namespace, tokens: int, name: str, runs: list[dict[str
 
 def main() -> None:
     """Print a table and append its rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
@@ -156,16 +156,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     docs = Path(__file__).parent.parent / "docs"
     parser.add_argument("--text", type=Path, nargs="+", default=sorted(docs.glob("*.md")))
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     print("| tokens | attention | prefill ms | attention ms | share | overlap ms |")
     print("|---:|---|---:|---:|---:|---:|")
     for one in bench(options):
         times = f"{one['prefill_ms']:.0f} | {one['attention_ms']:.0f} | {one['share']:.1%}"
         print(f"| {one['tokens']} | {one['attention']} | {times} | {one['overlap_ms']:.0f} |", flush=True)
-        if options.out is not None:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"bench": "sparse_prefill", **conditions(), **one}) + "\n")
+        append_rows(options.out, {"bench": "sparse_prefill", **conditions(), **one})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ guesses that it recommends for CPUs, take turns with the first configuration, wi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from typing import Any, Final
 
 import numpy as np
 from accuracy import TEXTS
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 from rounds import Rounds
 from sparse_prefill import first_layers
 
@@ -319,9 +318,7 @@ def each_by_itself(options: argparse.Namespace, arguments: Sequence[str]) -> int
 
 def main() -> int:
     """Run one of the two measurements."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("what", choices=("answers", "passes"))
     parser.add_argument("model", type=Path)
     parser.add_argument("--plan", default="gpu@2+0,gpu@1+1,tensor@1+1,auto", help="configurations")
@@ -337,7 +334,6 @@ def main() -> int:
     parser.add_argument("--position", type=int, default=256, help="tokens before the passes")
     parser.add_argument("--lengths", default=",".join(map(str, range(1, MOST_GUESSES + 2))))
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for an idle machine")
-    parser.add_argument("--out", type=Path, help="file of JSON lines to append to")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.alone:
@@ -346,9 +342,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for row in (answers if options.what == "answers" else passes)(options, Path(folder)):
             print(line_of(row), flush=True)
-            if options.out is not None:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(conditions() | {"run": run} | row) + "\n")
+            append_rows(options.out, conditions() | {"run": run} | row)
     return 0
 
 

@@ -9,14 +9,11 @@ that the predictions choose, and its gain on the clock. The draft and the model 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from conditions import conditions
+from conditions import append_rows, conditions, script_parser
 
 from heterollm.base import silent
 from heterollm.engine import Engine
@@ -130,15 +127,12 @@ def rows_of(model: str, draft: str, soc: str, level: str, position: int) -> Iter
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print and keep the rows of every level."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--draft", default="llama-3.2-1b")
     parser.add_argument("--soc", default="snapdragon-8gen3")
     parser.add_argument("--levels", default="gpu,tensor,block")
     parser.add_argument("--position", type=int, default=512, help="tokens before the passes")
-    parser.add_argument("--out", type=Path, help="file of JSON lines to append to")
     options = parser.parse_args(arguments)
     for level in options.levels.split(","):
         for row in rows_of(options.model, options.draft, options.soc, level, options.position):
@@ -153,9 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"{row['guesses']} guesses, {row['tokens_per_s']:.2f} tokens/s simulated, "
                     f"gain {row['gain']:.2f} (best {row['best_guesses']}: {row['best_gain']:.2f})"
                 )
-            if options.out is not None:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(conditions() | row) + "\n")
+            append_rows(options.out, conditions() | row)
 
 
 if __name__ == "__main__":

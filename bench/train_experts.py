@@ -12,7 +12,6 @@ line is JSON: perplexity on the held-out text, and how many of its tokens each e
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -27,6 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from conditions import script_parser
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -156,9 +156,7 @@ def evaluate(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer) -> tuple[float, l
 
 def main() -> None:
     """Train, save and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("folder", type=Path, help="Hugging Face checkpoint to write, in bfloat16.")
     parser.add_argument("--steps", type=int, default=1000, help=f"Of {BATCH} windows of {WINDOW} tokens.")
     parser.add_argument("--seed", type=int, default=0)

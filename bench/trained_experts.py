@@ -16,7 +16,6 @@ adds up the weights that the steps of a decoded token read; of models that are o
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -25,11 +24,11 @@ from typing import Any, Final
 
 import numpy as np
 from accuracy import TEXTS
+from conditions import append_rows, origin, script_parser
 from msgspec import structs
 from numpy.typing import NDArray
-from perplexity import commit, llm_surprises
+from perplexity import llm_surprises
 
-import heterollm
 from heterollm.calibration import calibrate
 from heterollm.calibration.routing import RoutingCalibration, overlap
 from heterollm.engine import Step
@@ -220,30 +219,24 @@ def _free(capacities: Sequence[int]) -> ExpertPrices:
 
 def main() -> None:
     """Measure, print and append rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("what", choices=("routing", "overflow", "bytes"))
     parser.add_argument("folder", type=Path, help="The trained mixture.")
     parser.add_argument("names", nargs="*", help="bytes: names of known models beside it.")
     parser.add_argument("--text", choices=tuple(TEXTS), action="append", help="overflow: one text alone.")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended; overflow leaves out its rows.")
     options = parser.parse_args()
     lines = options.out.read_text("utf-8").splitlines() if options.out and options.out.exists() else []
     before = [row for row in map(json.loads, lines) if row["kind"] == "overflow"]
     done = {(row["text"], row["capacity"], row["overflow"]) for row in before}
-    own = {"model": options.folder.name, "version": heterollm.__version__, "commit": commit()}
+    own = {"model": options.folder.name, **origin("trained_experts")}
     rows = {
         "routing": lambda: routing_rows(options.folder),
         "overflow": lambda: overflow_rows(options.folder, options.text or tuple(TEXTS), done),
         "bytes": lambda: bytes_rows(options.folder, options.names),
     }[options.what]
     for row in rows():
-        line = json.dumps({**own, **row})
-        print(line, flush=True)
-        if options.out is not None:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+        print(json.dumps(row), flush=True)
+        append_rows(options.out, {**own, **row})
 
 
 if __name__ == "__main__":

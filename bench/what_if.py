@@ -8,12 +8,13 @@ All times are simulated. ``bench/figures.py`` writes the tables into README.md a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+from conditions import script_parser
 
 from heterollm.base import HeteroLLMError, check_target, labelled
 from heterollm.base.output_file import save_file
@@ -138,9 +139,7 @@ def _row(
 
 def main(given: Sequence[str] | None = None) -> int:
     """Simulate or read the cases, write them, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, out=False)
     parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="show its rows")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows as JSON lines")
     parser.add_argument("--jobs", type=int, default=1, help="processes")

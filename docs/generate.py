@@ -33,8 +33,9 @@ HEAD: Final = """\
 Written by `python docs/generate.py` from the program; a test fails where this page is out of date.
 
 Results go to stdout, everything else to stderr: progress, notes, statistics and errors. `--json` prints one
-JSON value. `--debug`, before or after the command, shows tracebacks and the warnings of libraries. Errors and
-what to do about them: [troubleshooting.md](troubleshooting.md).
+JSON value. `--debug`, before or after the command, shows tracebacks and the warnings of libraries. Where
+`--help` shows some options of a command, `--help-all` shows all. Errors and what to do about them:
+[troubleshooting.md](troubleshooting.md).
 
 A file of simulated times has the word in its name: what is asked for as `run.json` is written as
 `run.simulated.json`, and stderr says so.

@@ -18,8 +18,6 @@ from heterollm.base import OptionError
 KeepRule = Literal["mass", "importance", "importance_literal", "uniform"]
 """Rules of :func:`keep_ratios`."""
 
-KEEP_RULES: Final[tuple[KeepRule, ...]] = ("mass", "importance", "importance_literal", "uniform")
-
 KeepRatios = tuple[tuple[float, ...], ...]
 """Ratios by layer and query head."""
 

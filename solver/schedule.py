@@ -74,10 +74,6 @@ class Schedule:
     elapsed_us: float
     busy_us: dict[Processor, float]
 
-    def bubble_fraction(self, processor: Processor) -> float:
-        """Return the fraction of the time during which a processor has nothing to do."""
-        return 1.0 - self.busy_us[processor] / self.elapsed_us if self.elapsed_us else 0.0
-
 
 def schedule_chunks(chunks: Sequence[Sequence[Stage]], policy: SchedulePolicy = "out_of_order") -> Schedule:
     """Return when each stage of each chunk runs.

@@ -356,22 +356,22 @@ NUMBER = r"\d+(?:\.\d+)?"
 def test_accuracies_that_are_not_of_one_kind_have_columns_of_their_own(figures):
     row = {"kind": "accuracy", "model": "model", "strength": 1, "method": "float", "calibration_windows": 8}
     rows = [row | {"text": "code", "perplexity": 5.0}, row | {"text": "prose", "perplexity": 9.0}]
-    columns, lines = figures.accuracy_table.accuracy_lines(rows)
-    assert columns == ["method", "model, code", "model, prose"]
-    assert lines == [("float", "5.000", "9.000")]
+    titles, *lines = map(list, figures.accuracy.accuracy_lines(rows))
+    assert titles == ["method", "model, code", "model, prose"]
+    assert lines == [["float", "5.000", "9.000"]]
     rows = [rows[0], rows[0] | {"strength": 8, "perplexity": 7.0}]
-    columns, lines = figures.accuracy_table.accuracy_lines(rows)
-    assert columns == ["method", "model", "model, outliers x8"]
-    assert lines == [("float", "5.000", "7.000")]
+    titles, *lines = map(list, figures.accuracy.accuracy_lines(rows))
+    assert titles == ["method", "model", "model, outliers x8"]
+    assert lines == [["float", "5.000", "7.000"]]
     rows = [rows[0], rows[0] | {"calibration_windows": 4, "perplexity": 6.0}]
-    columns, lines = figures.accuracy_table.accuracy_lines(rows)
-    assert columns == ["method", "model, 8 windows calibrate", "model, 4 windows calibrate"]
-    assert lines == [("float", "5.000", "6.000")]
+    titles, *lines = map(list, figures.accuracy.accuracy_lines(rows))
+    assert titles == ["method", "model, 8 windows calibrate", "model, 4 windows calibrate"]
+    assert lines == [["float", "5.000", "6.000"]]
 
 
 def test_two_cells_that_change_places_are_found(figures):
     tables = 0
-    for page, name in figures.BLOCKS:
+    for page, name in figures.TABLES:
         text = (ROOT / page).read_text("utf-8")
         begin, end = (text.index(mark) for mark in figures.marks(name))
         spans = [match.span() for match in re.compile(NUMBER).finditer(text, begin, end)]
@@ -386,14 +386,11 @@ def test_two_figures_of_prose_that_change_places_are_found(figures):
     held = 0
     for page, phrase in figures.phrases():
         text = figures.flat((ROOT / page).read_text("utf-8"))
-        begin = text.index(figures.flat(phrase))
-        spans = [
-            match.span()
-            for match in re.compile(NUMBER).finditer(text, begin, begin + len(figures.flat(phrase)))
-        ]
+        begin = text.index(phrase)
+        spans = [match.span() for match in re.compile(NUMBER).finditer(text, begin, begin + len(phrase))]
         for one, other in itertools.pairwise(spans):
             if text[slice(*one)] != text[slice(*other)]:
-                assert figures.flat(phrase) not in swapped(text, one, other), phrase
+                assert phrase not in swapped(text, one, other), phrase
                 held += 1
     assert held >= 40
 

@@ -96,6 +96,8 @@ def test_help(monkeypatch):
         code, out, err = call(f"{name} --help")
         assert (code, err) == (0, "")
         lines += ["=" * 80, *out.splitlines()]
+        if "--help-all" in out:
+            lines += ["=" * 80, *call(f"{name} --help-all")[1].splitlines()]
     hold("help", lines)
 
 

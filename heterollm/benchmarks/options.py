@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +23,6 @@ class BenchOptions:
         memory_gib: Limit for all models together; by default 0.8 of the available memory.
         trace: Whether to run every test once more with tracing, for overlap and synchronisation.
         traces: Folder for the traces of these runs, for ``heterollm trace``.
-        light: Tests with one sample and no trace, in the last round.
-        left_out: Pairs of a configuration and a test that do not run.
-        warm_up_s: Tests that are expected to take longer get no warm-up, if their model has run another
-            test: the extra time of a first run, which compiles a list of calls, is then negligible.
         time_limit_s: Time after which no further sample is taken; the rows so far are the result.
         profile: A profile's file, in place of that of the device.
     """
@@ -41,9 +36,6 @@ class BenchOptions:
     memory_gib: float | None = None
     trace: bool = True
     traces: Path | None = None
-    light: frozenset[Case] = frozenset()
-    left_out: frozenset[tuple[Configuration, Case]] = frozenset()
-    warm_up_s: float = math.inf
     time_limit_s: float | None = None
     profile: Path | None = None
 
@@ -60,7 +52,3 @@ class BenchOptions:
             raise OptionError(f"A limit of {self.memory_gib} GiB holds no model.", fix="Raise --memory-gib.")
         if self.time_limit_s is not None and not self.time_limit_s > 0:
             raise OptionError(f"Nothing runs in {self.time_limit_s} s.", fix="Raise --time-limit.")
-
-    def wanted(self, case: Case) -> int:
-        """Return the number of samples of a test."""
-        return 1 if case in self.light else self.repetitions

@@ -20,18 +20,14 @@ from heterollm.model import checkpoint_folder
 from heterollm.planning import other_splits
 
 
-def profile_command(
-    model: str | Path, configuration: Configuration, *, budget_s: float | None = None
-) -> list[str]:
+def profile_command(model: str | Path, configuration: Configuration) -> list[str]:
     """Return the arguments of the command that measures the profile of a configuration.
 
     Args:
         model: Folder of the checkpoint.
         configuration: The configuration.
-        budget_s: Time to measure everything again; by default a quick run adds missing points.
     """
-    how = ["--quick", "--update"] if budget_s is None else ["--budget", f"{budget_s:.0f}s"]
-    arguments = ["profile", str(model), *how, "--device", configuration.device]
+    arguments = ["profile", str(model), "--quick", "--update", "--device", configuration.device]
     arguments += ["--precision", configuration.precision, "--group-size", str(configuration.group_size)]
     if configuration.scales != "free":
         arguments += ["--scales", configuration.scales]
@@ -41,24 +37,21 @@ def profile_command(
     return arguments
 
 
-def profile_splits(
-    model: str | Path, configurations: Sequence[Configuration], *, budget_s: float | None = None
-) -> Iterator[str]:
+def profile_splits(model: str | Path, configurations: Sequence[Configuration]) -> Iterator[str]:
     """Run the commands one after the other, and yield each before it runs.
 
-    Without a budget, each run measures only the points that the profile lacks.
+    Each run measures only the points that the profile lacks.
 
     Args:
         model: A folder, a GGUF file or a hub name.
         configurations: All configurations.
-        budget_s: Time of each run.
 
     Raises:
         ProfileError: A command failed.
     """
     checkpoint_folder(model)  # fetches a hub's model, or refuses a name
     commands = dict.fromkeys(
-        tuple(profile_command(model, one, budget_s=budget_s))
+        tuple(profile_command(model, one))
         for every in configurations
         if every.engine == "self"
         for one in split_by_split(every)

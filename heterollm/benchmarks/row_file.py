@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from heterollm.base import CacheError, atomic_path
+from heterollm.base import CacheError
 from heterollm.benchmarks.formats import to_jsonl
 from heterollm.benchmarks.rows import BenchRow
 
@@ -19,7 +19,6 @@ class RowFile:
 
     Args:
         path: The file; created if missing.
-        replace: Whether the first new row replaces the file's old rows.
 
     Attributes:
         error: Why some rows are not in the file; None if all are.
@@ -28,9 +27,8 @@ class RowFile:
         CacheError: The file cannot be written; raised before a measurement.
     """
 
-    def __init__(self, path: Path, *, replace: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._replace = replace
         self.error: CacheError | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +47,6 @@ class RowFile:
                 logger.warning("%s The rows are in the report alone.", self.error.message)
 
     def _append(self, line: bytes) -> None:
-        if self._replace:
-            with atomic_path(self._path):  # an empty file in the place of the old one, or of a link
-                pass
-            self._replace = False
         with self._path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size:

@@ -81,7 +81,6 @@ class _Bench:
             (configuration, case): State()
             for case in options.cases
             for configuration in options.configurations
-            if (configuration, case) not in options.left_out
         }
         self.quality: dict[Configuration, LogitsCheck] = {}
         self.loads: dict[Configuration, int] = dict.fromkeys(options.configurations, 0)
@@ -116,12 +115,9 @@ class _Bench:
 
     def _round(self, turn: int) -> None:
         options = self._options
-        total = sum(options.wanted(case) for _, case in self.states)
+        total = options.repetitions * len(self.states)
         alive = [one for one in options.configurations if self._alive(one)]
-        cases = [case for case in options.cases if turn >= options.repetitions - options.wanted(case)]
-        for test in schedule(alive, cases, turn, all_loaded=not self._pool.in_turns):
-            if test not in self.states:
-                continue
+        for test in schedule(alive, options.cases, turn, all_loaded=not self._pool.in_turns):
             self._progress("Taking samples", sum(len(one.samples) for one in self.states.values()), total)
             self._check_time()
             if self.states[test].error is None:
@@ -138,7 +134,7 @@ class _Bench:
 
     def _is_whole(self, test: Test) -> bool:
         state = self.states[test]
-        return state.error is not None or len(state.samples) >= self._options.wanted(test[1])
+        return state.error is not None or len(state.samples) >= self._options.repetitions
 
     def _hand_on(self, test: Test) -> None:
         """Pass a row with a sample or an error to the caller, once."""
@@ -153,7 +149,7 @@ class _Bench:
         load = Loaded(
             loads=self.loads[configuration],
             memory_bytes=self._pool.need_bytes.get(configuration),
-            repetitions=self._options.wanted(case),
+            repetitions=self._options.repetitions,
             interrupted=None if stop is None else stop.reason,
         )
         return make_row(
@@ -172,8 +168,9 @@ class _Bench:
         for done, configuration in enumerate(own):
             self._progress("Tracing", done, len(own))
             self._check_time()
-            cases = [case for case in self._cases(configuration) if case not in self._options.light]
-            cases = [case for case in cases if self.states[configuration, case].error is None]
+            cases = [
+                case for case in self._cases(configuration) if self.states[configuration, case].error is None
+            ]
             try:
                 files = [self._trace_file(configuration, case) for case in cases]
                 found = self._pool.trace(configuration, cases, files) if cases else []
@@ -218,8 +215,7 @@ class _Bench:
             return measured
 
         if (configuration, case) not in self._warm:
-            if self._expected_s(configuration, case) <= self._options.warm_up_s:
-                run()
+            run()
             self._warm.add((configuration, case))
         if not state.fields:
             state.fields = self._pool.ask(configuration, "account", case)
@@ -236,15 +232,6 @@ class _Bench:
             self.loads[configuration] += 1
             # A model that is loaded again compiles its passes again.
             self._warm = {test for test in self._warm if test[0] != configuration}
-
-    def _expected_s(self, configuration: Configuration, case: Case) -> float:
-        """Return the expected time of a sample, from earlier tests of the same kind; 0 if none has run."""
-        alike = [
-            (other, state.samples[-1].time_us)
-            for (one, other), state in self.states.items()
-            if one == configuration and state.samples and bool(other.n_gen) == bool(case.n_gen)
-        ]
-        return max((case.tokens * time_us / other.tokens / 1e6 for other, time_us in alike), default=0.0)
 
     def _guarded(
         self, configuration: Configuration, case: Case, call: Callable[[Configuration, Case], None]

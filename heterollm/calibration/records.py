@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Struct
 
 from heterollm.base import (
@@ -46,7 +45,6 @@ LARGEST_FILE_BYTES: Final = 1 << 28
 STEPS_PER_OCTAVE: Final = 8
 LOWEST_OCTAVE: Final = -24
 OCTAVES: Final = 48
-PERCENTILES: Final = (50.0, 99.0, 99.9, 99.99)
 
 
 class RangeErrors(Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,19 +118,6 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
         if self.int8 is None or not self.int8.shadow.threshold:
             return 0.0
         return self.inputs * largest_code(8) / self.int8.shadow.threshold
-
-    @property
-    def percentiles(self) -> dict[float, float]:
-        """Magnitudes below which 50, 99, 99.9 and 99.99 percent of the inputs lie, at most 9 % too large.
-
-        Never use them as ranges: one clipped value ruins a token.
-        """
-        sums = np.cumsum(self.histogram)
-        if not sums.size or not sums[-1]:
-            return dict.fromkeys(PERCENTILES, 0.0)
-        places = np.searchsorted(sums, np.array(PERCENTILES) / 100 * sums[-1])
-        edges = 2.0 ** (LOWEST_OCTAVE + (places + 1) / STEPS_PER_OCTAVE)
-        return {name: min(float(edge), self.inputs) for name, edge in zip(PERCENTILES, edges, strict=True)}
 
 
 class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):

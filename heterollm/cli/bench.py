@@ -122,7 +122,7 @@ class ConfigurationOptions:
 class SampleOptions:
     """Options of the samples."""
 
-    seed: Annotated[int, typer.Option(help="Seed of the token ids.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the token ids.", rich_help_panel="Options")] = 0
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for an idle machine before a sample, and to take it again.")
     ] = 0.0

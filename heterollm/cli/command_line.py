@@ -36,11 +36,10 @@ from heterollm.cli import simulate as cli_simulate
 from heterollm.cli import trace as cli_trace
 from heterollm.cli.examples import add_examples
 from heterollm.cli.other_words import own_words
+from heterollm.cli.panels import HELP
 
 EVERYWHERE: Final = ("--debug", "--no-config")
 """Options of the program that may also follow the command."""
-
-HELP: Final = frozenset({"-h", "--help"})
 
 UsageError: Final[Any] = typer.BadParameter.__bases__[0]
 """Typer's error of wrong usage, which Typer does not export."""
@@ -89,7 +88,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": list(HELP)},
 )
 # In the order of the help.
 for group in (
@@ -172,7 +171,7 @@ def _defaults(words: list[str]) -> dict[str, Any] | None:
         path = config_path()
         return config_defaults(_program(), path) if read_config(path) else None
     except HeteroLLMError as error:
-        if not HELP.intersection(words):
+        if not {*HELP, "--help-all"}.intersection(words):
             raise
         _note(str(error))  # the help needs no defaults
         return None

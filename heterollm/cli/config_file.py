@@ -24,14 +24,13 @@ from typing import Any, Final, get_origin
 import platformdirs
 
 from heterollm.base import OptionError
+from heterollm.cli.panels import HELP
 
 CONFIG_VARIABLE: Final = "HETEROLLM_CONFIG"
 """Environment variable that names the file."""
 
 EVERY: Final = "defaults"
 """The table whose options go to every command that has them and takes their value."""
-
-HELP: Final = ("-h", "--help")
 
 MOST_DOTS: Final = 1000
 LARGEST_BYTES: Final = 1 << 18

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Final
 
-from typer.core import TyperCommand
-
 from heterollm.base import Effect, OptionFacts, idle_options, refuse_idle
+from heterollm.cli.panels import PanelCommand
 
 BESIDE: Final = ("DEFAULT_MAP", "ENVIRONMENT")
 """Sources of options beside the command line."""
@@ -25,7 +24,7 @@ def options_of_file() -> frozenset[str]:
     return _of_file.get()
 
 
-class CheckedCommand(TyperCommand):
+class CheckedCommand(PanelCommand):
     """A command that refuses given options which have no effect."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - of typer's own click

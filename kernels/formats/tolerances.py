@@ -21,12 +21,6 @@ LINEAR_NMSE: dict[ComputeType, float] = {"fp32": 1e-10, "fp16": 1e-6}
 SINGLE_FACTOR = 10.0
 """Factor by which a single output row or token may be worse: the whole hides one wrong row in 2048."""
 
-LOGITS_SQNR_DB: dict[ComputeType, float] = {"fp32": 90.0, "fp16": 45.0}
-"""Smallest SQNR of a model's logits."""
-
-LOGITS_WORST_DROP_DB = 15.0
-"""Largest drop of the worst vocabulary row or position below :data:`LOGITS_SQNR_DB`."""
-
 FEW_ELEMENTS = 8
 
 

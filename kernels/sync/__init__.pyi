@@ -1,10 +1,10 @@
-from .faults import LateWriter as LateWriter
 from .fence import Fence as Fence
 from .fence import WaitLimits as WaitLimits
 from .fence import prepare_fence as prepare_fence
 from .fence import refused_strategies as refused_strategies
 from .fence import resynchronise as resynchronise
 from .fence import strategies_for as strategies_for
+from .late_writer import LateWriter as LateWriter
 from .litmus import LITMUS_ROUNDS as LITMUS_ROUNDS
 from .litmus import flag_litmus as flag_litmus
 from .litmus import stale_memory as stale_memory

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults import Gate
 
 from heterollm.cli import main
 from heterollm.kernels.gpu import is_complete
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.sync.faults import Gate
 from heterollm.kernels.sync.fence import BlockingFence
 from heterollm.llm import LLM
 from heterollm.solver import Plan, model_shape

@@ -13,12 +13,13 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterollm.base import InputError, OptionError
 from heterollm.cli import main
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import qnn_available
 from heterollm.llm import LLM
 from heterollm.solver import Plan

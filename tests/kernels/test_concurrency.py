@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from faults import Gate
 
 from heterollm.kernels.formats import linear_errors, quantize
 from heterollm.kernels.formats.quantized_tensor import take_rows
 from heterollm.kernels.gpu import GpuLinear, is_complete
 from heterollm.kernels.npu import LinearShard
-from heterollm.kernels.sync.faults import Gate
 
 SIZE, TOKENS = 256, 64
 

@@ -8,6 +8,7 @@ from importlib import resources
 
 import numpy as np
 import pytest
+from faults import StaleArray
 
 from heterollm.base import DeviceError, OptionError
 from heterollm.kernels import open as open_module
@@ -15,7 +16,6 @@ from heterollm.kernels.gpu import OpenClRuntime, is_cpu, list_opencl_devices
 from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.open import DEVICE_NAMES, list_devices, open_device
-from heterollm.kernels.sync.faults import StaleArray
 from heterollm.kernels.threads import allowed_cores, split_threads
 
 # Before any test: the first one that opens a device must not keep this thread's cores.

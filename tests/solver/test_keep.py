@@ -1,12 +1,14 @@
 """Rules that share one keep ratio out over heads, on made-up heads."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from heterollm.base import OptionError
-from heterollm.solver.keep import FLOOR, KEEP_RULES, LEFT, HeadNeeds, keep_ratios
+from heterollm.solver.keep import FLOOR, LEFT, HeadNeeds, KeepRule, keep_ratios
 
 MASSES = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 
@@ -28,7 +30,7 @@ NEEDS = st.builds(made_up, st.integers(2, 40), st.integers(1, 16), st.integers(0
 KEEPS = st.floats(0.01, 1)
 
 
-@given(NEEDS, KEEPS, st.sampled_from(KEEP_RULES))
+@given(NEEDS, KEEPS, st.sampled_from(get_args(KeepRule)))
 def test_the_mean_is_the_global_ratio(needs: HeadNeeds, keep: float, rule: str) -> None:
     found = np.array(keep_ratios(needs, keep, rule))
     assert found.shape == np.array(needs.needed).shape[:2]
@@ -55,7 +57,7 @@ def test_the_first_layer_is_dense_where_that_leaves_enough(needs: HeadNeeds, kee
         assert found[0, 0] < 1
 
 
-@given(NEEDS, KEEPS, st.floats(1, 2), st.sampled_from(KEEP_RULES))
+@given(NEEDS, KEEPS, st.floats(1, 2), st.sampled_from(get_args(KeepRule)))
 def test_no_head_loses_keys_where_the_ratio_rises(
     needs: HeadNeeds, keep: float, factor: float, rule: str
 ) -> None:
@@ -63,7 +65,7 @@ def test_no_head_loses_keys_where_the_ratio_rises(
     assert (more >= less - 1e-6).all()
 
 
-@given(NEEDS, KEEPS, st.sampled_from(KEEP_RULES), st.randoms(use_true_random=False))
+@given(NEEDS, KEEPS, st.sampled_from(get_args(KeepRule)), st.randoms(use_true_random=False))
 def test_heads_in_another_order_keep_their_ratios(
     needs: HeadNeeds, keep: float, rule: str, order: object
 ) -> None:

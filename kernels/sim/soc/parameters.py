@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from textwrap import wrap
 from typing import Annotated, Any, Final, Literal, cast, get_type_hints
 
 import msgspec
@@ -161,60 +160,6 @@ def _check_name(name: str) -> None:
         f"A modelled SoC has no parameter {name!r:.80}.",
         fix=f"Did you mean {', '.join(near)}?" if near else f"Known: {', '.join(listed)}.",
     )
-
-
-def file_text(
-    name: str,
-    description: str,
-    values: Mapping[str, float],
-    sources: Mapping[str, Source],
-    notes: Mapping[str, str],
-    *,
-    head: str = "",
-    based_on: str | None = None,
-) -> str:
-    """Return the text of a file, with unit and meaning beside each value.
-
-    Args:
-        name: Of the SoC.
-        description: What it stands for.
-        values: By dotted name; all of them, or with ``based_on`` what differs.
-        sources: Where each comes from.
-        notes: What to say about some, by dotted name.
-        head: Comment above everything, one paragraph a line.
-        based_on: SoC that gives the others.
-    """
-    lines = [f"# {part}".rstrip() for line in head.splitlines() for part in (wrap(line, 100) or [""])]
-    lines += [f"soc: {name}", f"version: {VERSION}", *([f"based_on: {based_on}"] if based_on else [])]
-    lines += _folded("description", description, "")
-    opened: list[str] = []
-    for dotted, quantity in quantities().items():
-        if dotted not in values:
-            continue
-        *parents, last = dotted.split(".")
-        for depth, parent in enumerate(parents):
-            if opened[: depth + 1] != parents[: depth + 1]:
-                lines += [*([""] if depth == 0 else []), f"{'  ' * depth}{parent}:"]
-        opened = parents
-        pad = "  " * len(parents)
-        lines.append(f"{pad}{last}:")
-        lines += [f"{pad}  value: {_number(values[dotted])}", f'{pad}  unit: "{unit_of(quantity)}"']
-        lines.append(f"{pad}  source: {sources[dotted]}")
-        lines += _folded("meaning", quantity.description or "", f"{pad}  ")
-        if dotted in notes:
-            lines += _folded("note", notes[dotted], f"{pad}  ")
-    return "\n".join(lines) + "\n"
-
-
-def _number(value: float) -> str:
-    """Write a number that any reader of YAML takes as one: with a decimal point and no exponent."""
-    if value == int(value):
-        return str(int(value)) if isinstance(value, int) else f"{value:.1f}"
-    return f"{value:.10f}".rstrip("0")
-
-
-def _folded(key: str, text: str, pad: str) -> list[str]:
-    return [f"{pad}{key}: >-", *wrap(text, 108, initial_indent=f"{pad}  ", subsequent_indent=f"{pad}  ")]
 
 
 def _own_text(name: str) -> str:

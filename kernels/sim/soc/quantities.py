@@ -262,11 +262,6 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
                     fix="Change both.",
                 )
 
-    @property
-    def extrapolated(self) -> bool:
-        """Whether any value is another SoC's times a ratio: then nothing about it was ever checked."""
-        return any(source == "extrapolated" for _, source in self.sources)
-
     def values(self) -> dict[str, float]:
         """Return all values by dotted name, in order."""
         return {name: attrgetter(name)(self) for name in _QUANTITIES}

@@ -1,77 +1,23 @@
-"""What the ablation runs, how long it says it takes, and its table from rows."""
+"""Rows of the ablation, their table, and its random checkpoint."""
 
 import json
-import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
-from heterollm.benchmarks import plugins, to_jsonl
 from heterollm.benchmarks.cases import Case
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 sys.path.insert(0, str(BENCH))
 try:
-    import ablation_plan
-    import ablation_table
     import random_model
+    from tables import host
 finally:
     sys.path.remove(str(BENCH))
 
 COMMITTED = BENCH / "results" / "ablation.jsonl"
-
-
-@pytest.fixture(autouse=True)
-def engines_of_the_checkout(monkeypatch):
-    """A wheel does not know where the checkout is."""
-    monkeypatch.setattr(plugins, "CHECKOUT", BENCH / "engines")
-
-
-def whole_part(precision="w4a16", scale=1.0):
-    return ablation_plan.part(precision, (256,), (135, 300), 32, llama_cpp=True, scale=scale)
-
-
-def test_every_step_of_the_split_is_a_column():
-    labels = [one.label for one in whole_part("w4a8").configurations]
-    assert labels == [
-        "gpu w4a8, 1+1", "npu padding w4a8, 1+1", "npu pipe w4a8, 1+1", "layer padding w4a8, 1+1",
-        "tensor sync operator w4a8, 1+1", "tensor w4a8, 1+1", "block w4a8, 1+1", "gpu w4a8, 2+0",
-        "llama.cpp 4-bit, 2 threads",
-    ]  # fmt: skip
-
-
-def test_what_decodes_slowly_gets_fewer_tokens_and_says_so():
-    this = whole_part()
-    slow = next(one for one in this.configurations if one.plan_level == "npu")
-    tests = {case for case in this.cases if case.n_gen and (slow, case) not in this.left_out}
-    assert tests == {Case(0, 5, 256)}
-    for one in this.configurations:
-        decodes = [case for case in this.cases if case.n_gen and (one, case) not in this.left_out]
-        assert len(decodes) == (one.length_policy != "pipe")
-    assert any("5 tokens a sample instead of 32" in remark for remark in this.remarks)
-    assert any("left out" in remark for remark in this.remarks)
-    # A small model is fast enough.
-    assert {case.n_gen for case in whole_part(scale=0.01).cases} == {0, 32}
-
-
-def test_odd_lengths_are_light_and_cost_less():
-    this = whole_part()
-    assert this.light == {Case(135, 0), Case(300, 0)}
-    light = ablation_plan.estimate_s(this, 3, trace=True, scale=1.0)
-    heavy = ablation_plan.estimate_s(replace(this, light=frozenset()), 3, trace=True, scale=1.0)
-    assert light < heavy < 10 * light
-
-
-def test_the_whole_ablation_is_estimated_to_fit_its_window():
-    both = 0.0
-    for precision in ("w4a16", "w4a8"):
-        odd = ablation_plan.ODD
-        this = ablation_plan.part(precision, (256,), odd, 32, llama_cpp=True, scale=1.0)
-        both += ablation_plan.estimate_s(this, 3, trace=True, scale=1.0)
-    assert both < 28 * 60
 
 
 @pytest.fixture
@@ -93,7 +39,7 @@ def rows(make_rows):
 
 
 def test_a_table_has_a_line_for_each_length_and_precision(rows):
-    lines = ablation_table.table(rows[::-1])
+    lines = host.table(rows[::-1])
     assert lines[0] == (
         "| tokens a second | `gpu`, one core | `npu`, padded | `tensor`, clFinish | llama.cpp, both cores |"
     )
@@ -105,44 +51,21 @@ def test_a_table_has_a_line_for_each_length_and_precision(rows):
         "| prefill 300, `w4a8` |  |  | 6000.0 |  |",
         "| decode behind 256, `w4a8` | 640.0 | 80.0 |  |  |",
     ]
-    assert "real time" in lines[-2]
+    assert len(lines) == 8
 
 
 def test_of_rows_that_were_measured_again_the_last_counts(rows, make_rows):
     newer = structs.replace(make_rows([25e3], plan_level="gpu"), run="later")
-    kept = ablation_table.latest([*rows, newer])
+    kept = host.latest([*rows, newer])
     assert len(kept) == len(rows)
     assert newer in kept
     assert rows[0] not in kept
     # Of the other engine there is one for each precision.
     assert sum(row.engine == "llama.cpp" for row in kept) == 2
-    assert [len(run) for run in ablation_table.by_runs(kept)] == [4, 5, 1]
-
-
-def test_the_script_prints_table_and_verdicts_from_a_file(rows, tmp_path):
-    file, picture = tmp_path / "rows.jsonl", tmp_path / "report.svg"
-    file.write_text(to_jsonl(rows))
-    command = [
-        sys.executable,
-        "-P",
-        str(BENCH / "ablation.py"),
-        "--from",
-        str(file),
-        "--picture",
-        str(picture),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(BENCH), "PATH": ""}
-    )
-    assert "| prefill 256, `w4a16` | 2560.0 |" in done.stdout
-    assert "not measured | w4a8 pp135" in done.stdout
-    assert picture.read_text().startswith("<svg")
 
 
 def test_committed_rows_can_be_read():
-    assert ablation_table.table(
-        [row for row in ablation_table.latest(_committed()) if row.asked.n_depth != 32]
-    )
+    assert host.table([row for row in host.latest(_committed()) if row.asked.n_depth != 32])
 
 
 def _committed():
@@ -159,3 +82,10 @@ def test_a_checkpoint_of_somebody_is_not_written_over(tmp_path):
     with pytest.raises(InputError, match="checkpoint of its own"):
         random_model.write_checkpoint(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize(
+    ("length", "past"), [(135, True), (300, True), (525, True), (600, True), (1000, False), (31, False)]
+)
+def test_lengths_just_past_a_graph(length, past):
+    assert host.just_past(length) is past

@@ -182,29 +182,6 @@ def test_a_time_limit_ends_a_bench_as_ctrl_c_does(fake_pool, monkeypatch):
     assert all(row.interrupted for row in result.rows)
 
 
-def test_light_tests_get_one_sample_and_no_trace(fake_pool):
-    light = Case(20, 0)
-    result = run(fake_pool, cases=(*CASES, light), light=frozenset([light]))
-    for row in result.rows:
-        assert len(row.times.samples_ns) == row.asked.repetitions == (1 if row.test == "pp20" else 3)
-        assert (row.trace.overlap_fraction is None) is (row.test == "pp20")
-        assert row.interrupted is None
-
-
-def test_what_is_left_out_is_not_run(fake_pool):
-    result = run(fake_pool, left_out=frozenset([(LEVELS[1], CASES[1])]))
-    assert len(result.rows) == 5
-    assert (NPU, "tg4") not in fake_pool.asked("sample")
-
-
-def test_long_tests_are_not_warmed_up_once_their_model_has_run(fake_pool):
-    run(fake_pool, cases=(Case(16, 0), Case(64, 0), Case(20, 0)), repetitions=1, warm_up_s=0.003)
-    # 16 tokens take about a millisecond; 64 would take four.
-    for label in (GPU, NPU, LAYER):
-        asked = fake_pool.asked("sample")
-        assert [asked.count((label, case)) for case in ("pp16", "pp64", "pp20")] == [2, 1, 2]
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -77,16 +77,6 @@ def test_rows_are_appended_one_by_one_behind_what_is_there(tmp_path, make_rows):
     assert file.error is None
 
 
-def test_a_file_is_replaced_with_the_first_row(tmp_path, make_rows):
-    path = tmp_path / "rows.jsonl"
-    RowFile(path).add(make_rows([1.0]))
-    file = RowFile(path, replace=True)
-    assert len(read_rows(path)) == 1
-    for time_us in (2.0, 3.0):
-        file.add(make_rows([time_us]))
-    assert [row.times.samples_ns for row in read_rows(path)] == [(2000,), (3000,)]
-
-
 def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
     with pytest.raises(CacheError, match="Cannot write"):
         RowFile(tmp_path)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import STANDARD_LENGTHS, FfnShape
 from heterollm.kernels.ops import GROUPS, OpSpec, ffn_specs
 from heterollm.llm import LLM

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 
 from heterollm.base import PlanError
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu
 from heterollm.kernels.ops import GROUPS, OpSpec, Phase
 from heterollm.llm import LLM

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.llm import LLM

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import qnn_available
 from heterollm.llm import LLM
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gates import LOGITS_SQNR_DB
 from safetensors.torch import load_file, save_file
 
 from heterollm.engine.memory import memory_need
 from heterollm.engine.slots import pool_sizes
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 from heterollm.model import ModelWeights
 from heterollm.solver import Plan

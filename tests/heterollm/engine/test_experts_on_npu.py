@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB
 from msgspec import structs
 
 import heterollm
@@ -18,7 +19,7 @@ from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE, SlotCheck
 from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.formats import linear, linear_errors
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph

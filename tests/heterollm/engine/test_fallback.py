@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults import Gate
 
 import heterollm.engine.waits
 from heterollm.base import EngineError, FenceError, GraphError, HeteroLLMError
@@ -14,7 +15,6 @@ from heterollm.kernels.gpu import HostClock, OpenClRuntime
 from heterollm.kernels.npu import HostNpu
 from heterollm.kernels.npu.session import HeldSession, SessionGraph
 from heterollm.kernels.sync import WaitLimits
-from heterollm.kernels.sync.faults import Gate
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 

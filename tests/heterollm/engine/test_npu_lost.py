@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB
 from msgspec import structs
 
 from heterollm.base import GraphError
 from heterollm.calibration import Policy, calibrate, load_calibration
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu.session import _BoundGraph
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales

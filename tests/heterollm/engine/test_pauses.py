@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB
 
 from heterollm.base import GraphError
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
 from heterollm.solver import Plan

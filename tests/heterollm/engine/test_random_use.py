@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
 
 from heterollm.base import InputError
 from heterollm.engine import Session
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 
 VOCAB = 256

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB
 
 from heterollm.base import EngineError, GraphError, InputError, KernelError
 from heterollm.engine import Session
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu import DeviceMemory, OpenClError
 from heterollm.llm import LLM
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults import Gate
+from gates import LOGITS_SQNR_DB
 from msgspec import structs
 
 import heterollm
@@ -20,12 +22,11 @@ from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.formats import BucketCount, ScoreScale
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu import is_complete
 from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.sync.faults import Gate
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales
 from heterollm.solver import Plan, SparseAttention

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB
 from scipy import stats
 
 from heterollm.base import DeviceError, OptionError
 from heterollm.engine import MemoryNeed, Session, check_memory
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu import head_stride, position_bytes
 from heterollm.llm import LLM
 from heterollm.text import (

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 
 import heterollm.loading
-from heterollm.kernels.formats.tolerances import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB, sqnr_db
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, RopeConfig, expert_specs
 from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock

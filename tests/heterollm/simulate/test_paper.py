@@ -112,7 +112,7 @@ def test_published_numbers_have_a_source_and_a_use(committed):
         if one.simulated is not None and one.published.value:
             assert one.ratio == pytest.approx(one.simulated / one.published.value)
     used = {use: {one.published.value for one in found if one.published.use == use} for use in USES}
-    # Every number of section 5 that the parameters were fitted to; bench/soc_numbers.py has the list.
+    # Every number of section 5 that the parameters were fitted to; bench/soc_chain.py has the list.
     assert used["fitted"] == {236.92, 196.44, 1.244, 247.9, 14.01, 1.234, 43.3, 59.1}
     assert used["chose a parameter"] == {4.01}
     assert used["power only"] == {2.23, 5.87}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from heterollm.base import HeteroLLMError, OptionError
 from heterollm.kernels.sim import soc_names
-from heterollm.kernels.sim.soc.parameters import TEMPLATE, file_text, load_soc, parse_soc
+from heterollm.kernels.sim.soc.parameters import TEMPLATE, load_soc, parse_soc
 from heterollm.kernels.sim.soc.quantities import quantities, unit_of
 
 FOLDER = resources.files("heterollm.kernels.sim.soc")
@@ -55,11 +55,11 @@ def test_every_parameter_states_value_unit_meaning_and_source(name: str) -> None
 
 
 def test_only_the_elite_is_extrapolated() -> None:
-    elite = load_soc("snapdragon-8elite")
-    assert elite.extrapolated
-    assert "EXTRAPOLATION" in elite.description
-    assert not load_soc("snapdragon-8gen3-paper").extrapolated
-    assert not load_soc("snapdragon-8gen3").extrapolated
+    for name in soc_names():
+        extrapolated = {source for _, source in load_soc(name).sources} == {"extrapolated"}
+        assert (
+            extrapolated == ("EXTRAPOLATION" in load_soc(name).description) == (name == "snapdragon-8elite")
+        )
 
 
 def test_this_programs_path_is_the_fitted_chip_with_what_it_states() -> None:
@@ -97,10 +97,12 @@ def test_the_template_is_a_soc(tmp_path: Path) -> None:
     assert changed == {"npu.dequantize_gweights_per_s"}
 
 
-def test_a_file_written_is_the_file_read() -> None:
-    soc = load_soc("snapdragon-8gen3-paper")
-    text = file_text(soc.name, soc.description, soc.values(), dict(soc.sources), {})
-    assert parse_soc(text, "text") == soc
+def test_the_template_lists_all_parameters() -> None:
+    text = (FOLDER / f"{TEMPLATE}.yaml").read_text("utf-8")
+    comment = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))
+    for name, quantity in quantities().items():
+        limits = f"{unit_of(quantity)}, {quantity.ge:g} to {quantity.le:g}"
+        assert f"{name} ({limits}): {quantity.description}" in comment
 
 
 def test_overrides_change_what_they_name_and_are_remembered() -> None:

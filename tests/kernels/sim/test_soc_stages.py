@@ -24,10 +24,9 @@ FIRST, SECOND = "weight_first", "activation_first"
 
 @pytest.fixture(scope="module")
 def plot() -> Iterator[ModuleType]:
-    pytest.importorskip("matplotlib")
     sys.path.insert(0, str(ROOT / "bench"))
     try:
-        yield importlib.import_module("soc_plot")
+        yield importlib.import_module("fit_soc")
     finally:
         sys.path.remove(str(ROOT / "bench"))
 

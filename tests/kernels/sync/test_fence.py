@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import Gate, StaleArray
 
 import heterollm.kernels
 from heterollm.base import DeviceError, EngineError, FenceError, HeteroLLMError, KernelError, OptionError
@@ -34,7 +35,6 @@ from heterollm.kernels.sync import (
     stale_memory,
     strategies_for,
 )
-from heterollm.kernels.sync.faults import Gate, StaleArray
 from heterollm.kernels.sync.fence import PollingFence
 from heterollm.kernels.sync.litmus import Litmus
 

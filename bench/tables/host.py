@@ -1,4 +1,4 @@
-"""The table of ablation.py from its rows, as Markdown. Used by it."""
+"""Rows of the ablation in docs/bench.md: which ones a claim compares, and their table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,72 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
 
 from heterollm.benchmarks import BenchRow
+from heterollm.benchmarks.verdict import is_split
 
 Chosen: TypeAlias = Callable[[BenchRow], bool]
+
+ODD_LENGTHS: Final = (135, 300, 525, 600, 1000)
+JUST_PAST: Final = 1.2
+"""A length "just passes" a standard one if it is at most so many times as long."""
+
+STANDARD_LENGTHS: Final = (32, 64, 128, 256, 512, 1024)
+
+WAITS_TEST: Final = "tg64 @ d32"
+"""The test of the bundled model, and of nothing else."""
+
+
+def gpu_alone(row: BenchRow) -> bool:
+    """`gpu` on one core of two."""
+    return row.engine == "self" and row.plan_level == "gpu" and row.asked.npu_threads != 0
+
+
+def gpu_whole(row: BenchRow) -> bool:
+    """`gpu` on all cores."""
+    return row.engine == "self" and row.plan_level == "gpu" and row.asked.npu_threads == 0
+
+
+def npu_alone(row: BenchRow) -> bool:
+    """The linears on the NPU part, with any length policy."""
+    return row.plan_level in ("npu", "layer") and row.asked.sync == "auto"
+
+
+def one_part(row: BenchRow) -> bool:
+    """One part alone computes the linears of a pass."""
+    return gpu_alone(row) or npu_alone(row)
+
+
+def padding(row: BenchRow) -> bool:
+    """The NPU with padding."""
+    return row.plan_level == "npu" and row.asked.length_policy == "padding"
+
+
+def npu_lengths(row: BenchRow) -> bool:
+    """The NPU with padding or as a pipe."""
+    return row.plan_level == "npu" and row.asked.sync == "auto"
+
+
+def split(row: BenchRow) -> bool:
+    """Plans of the solver, with fast waits."""
+    return is_split(row) and row.asked.sync == "auto"
+
+
+def llama_cpp(row: BenchRow) -> bool:
+    """llama.cpp."""
+    return row.engine == "llama.cpp"
+
+
+def just_past(length: int) -> bool:
+    """Whether a length just passes a standard one."""
+    below = max((standard for standard in STANDARD_LENGTHS if standard < length), default=0)
+    return below > 0 and length <= JUST_PAST * below
+
+
+def is_of_waits(row: BenchRow) -> bool:
+    """Whether a row belongs to the comparison of waits on the bundled model."""
+    return row.test == WAITS_TEST
+
+
+# -- the table --------------------------------------------------------------------------------------------
 
 
 def _level(level: str, *, policy: str | None = None, sync: str = "auto", whole: bool = False) -> Chosen:
@@ -58,14 +122,6 @@ def precisions_of_runs(rows: Iterable[BenchRow]) -> dict[str | None, str]:
     return {row.run: row.precision for row in rows if row.engine == "self" and row.run is not None}
 
 
-def by_runs(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
-    """Return the rows of each run, in the order of the table: a file has them as they became whole."""
-    runs: dict[object, list[BenchRow]] = {}
-    for row in rows:
-        runs.setdefault((row.run, row.setup.model_filename), []).append(row)
-    return [sorted(run, key=_place) for run in runs.values()]
-
-
 def _place(row: BenchRow) -> tuple[object, ...]:
     column = next((index for index, chosen in enumerate(COLUMNS.values()) if chosen(row)), len(COLUMNS))
     return (
@@ -98,30 +154,4 @@ def table(rows: Sequence[BenchRow]) -> list[str]:
     for (what, precision), cells in sorted(lines.items(), key=lambda item: item[0][1] != "w4a16"):
         texts = [f"{cells[name].times.median_ts:.1f}" if name in cells else "" for name in shown]
         made.append(f"| {what}, `{precision}` | {' | '.join(texts)} |")
-    return [*made, "", *_origin(usable)] if lines else ["No row can be shown."]
-
-
-def _origin(rows: Sequence[BenchRow]) -> list[str]:
-    """Return lines about machines, commits, dates, and numbers of samples and disturbed ones."""
-    counts = sorted(
-        {
-            (len(row.times.samples_ns), row.phase == "prefill" and row.asked.n_prompt % 256 != 0)
-            for row in rows
-        }
-    )
-    several = sorted({count for count, odd in counts if not odd})
-    odd = sorted({count for count, is_odd in counts if is_odd})
-    words = f"medians of {_numbers(several)} samples" if several else "samples"
-    words += f", of {_numbers(odd)} at lengths without a graph" if several and odd else ""
-    disturbed = sum(sum(map(bool, row.times.samples_disturbed)) for row in rows)
-    total = sum(len(row.times.samples_ns) for row in rows)
-    origin = {
-        f"{row.setup.cpu_info}, commit {row.setup.build_commit}, {row.setup.test_time[:10]}" for row in rows
-    }
-    kinds = "/".join(sorted({row.time_kind or "unknown" for row in rows}))
-    lines = [f"Measured ({kinds} time), {words}; others computed during {disturbed} of {total} samples."]
-    return lines + [f"On {text}." for text in sorted(origin)]
-
-
-def _numbers(counts: Sequence[int]) -> str:
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return made

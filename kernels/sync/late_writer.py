@@ -1,4 +1,4 @@
-"""Kernels of a given duration, and signals that never come, for the profiler and for tests.
+"""Kernels of a given duration, for the profiler and the check of slots.
 
 The delay lies inside the kernel, so that the data really comes late; a delay in Python would prove nothing
 about waits.
@@ -72,43 +72,3 @@ class LateWriter:
 
 def _late_work(turns: int, written_bytes: int) -> GpuWork:
     return GpuWork("elementwise", TURN_FLOPS * turns, 0, written_bytes)
-
-
-class StaleArray(SharedArray):
-    """Memory that claims to be coherent, in which neither host nor device sees what the other has written.
-
-    Args:
-        memory: The memory that the device sees; the host sees a copy of its present content.
-    """
-
-    __slots__ = ("_of_device",)
-
-    def __init__(self, memory: SharedArray) -> None:
-        super().__init__(memory.array.copy(), memory.buffer, memory.queue, coherent=True)
-        self._of_device = memory
-
-
-class Gate:
-    """A kernel that runs until the host opens the gate: a signal that never comes.
-
-    The device must be coherent, so that a running kernel sees the host's writes. The kernel ends after some
-    seconds in any case, so that a failed test leaves no device busy.
-
-    Args:
-        runtime: The device.
-        turns: Polls of the gate after which the kernel ends.
-    """
-
-    def __init__(self, runtime: GpuRuntime, turns: int = 2_000_000_000) -> None:
-        self._word = runtime.shared((64,), np.uint32)
-        kernel = runtime.kernel(SOURCES, "stand_at_gate")
-        self._launch = runtime.launch(kernel, (self._word, np.int32(turns)), (1,), (1,), "gate")
-
-    def close(self) -> None:
-        """Enqueue the kernel; later launches wait."""
-        self._word.array[0] = 0
-        self._launch()
-
-    def open(self) -> None:
-        """Let the kernel end."""
-        self._word.array[0] = 1

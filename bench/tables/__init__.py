@@ -1,0 +1,1 @@
+"""Tables of README.md and docs: each is declared once, beside the rows that it shows."""

@@ -1,0 +1,47 @@
+"""Memory that goes stale, and a kernel that keeps the GPU until a test opens a gate."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from heterollm.kernels.gpu import SOURCES, GpuRuntime, SharedArray
+
+
+class StaleArray(SharedArray):
+    """Memory that claims to be coherent, in which neither host nor device sees what the other has written.
+
+    Args:
+        memory: The memory that the device sees; the host sees a copy of its present content.
+    """
+
+    __slots__ = ("_of_device",)
+
+    def __init__(self, memory: SharedArray) -> None:
+        super().__init__(memory.array.copy(), memory.buffer, memory.queue, coherent=True)
+        self._of_device = memory
+
+
+class Gate:
+    """A kernel that runs until the host opens the gate: a signal that never comes.
+
+    The device must be coherent, so that a running kernel sees the host's writes. The kernel ends after some
+    seconds in any case, so that a failed test leaves no device busy.
+
+    Args:
+        runtime: The device.
+        turns: Polls of the gate after which the kernel ends.
+    """
+
+    def __init__(self, runtime: GpuRuntime, turns: int = 2_000_000_000) -> None:
+        self._word = runtime.shared((64,), np.uint32)
+        kernel = runtime.kernel(SOURCES, "stand_at_gate")
+        self._launch = runtime.launch(kernel, (self._word, np.int32(turns)), (1,), (1,), "gate")
+
+    def close(self) -> None:
+        """Enqueue the kernel; later launches wait."""
+        self._word.array[0] = 0
+        self._launch()
+
+    def open(self) -> None:
+        """Let the kernel end."""
+        self._word.array[0] = 1
