@@ -273,7 +273,6 @@ def test_reads_leave_nothing_behind(
     try:
         before, _ = tracemalloc.get_traced_memory()
         llm.on_engine_thread(decode)
-        _, peak = tracemalloc.get_traced_memory()
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
