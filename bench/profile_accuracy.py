@@ -1,9 +1,8 @@
 """How far predicted times are from measured ones, on weight shapes that were kept out of the fit.
 
 For each predictor and processor: median and 90th percentile of the relative error, and regret, the mean share
-of time lost by choosing splits (and, between NPU graphs of one shard, forms) by predicted times; beside two
-models that are not used: a constant rate and, on GPUs, interpolation. The aims are printed with what was
-reached, and where errors are largest.
+of time lost by choosing splits (and, between NPU graphs of one shard, forms) by predicted times; beside a
+constant rate. The aims are printed with what was reached, and where errors are largest.
 
 On a device, from its profile; on the emulator, from recorded costs (bench/emulator_cycles.py):
 
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, get_args
 
-from baseline_models import ConstantRate, Interpolation
+from baseline_models import ConstantRate
 from conditions import script_parser
 from emulator_cycles import RESULTS, all_points, read_counts, settled
 
@@ -61,9 +60,8 @@ def report(device: str, times: Mapping[Processor, PointTimes]) -> None:
         if not times[processor]:
             continue
         other = times["npu" if processor == "gpu" else "gpu"]
-        unused = (Interpolation, ConstantRate) if processor == "gpu" else (ConstantRate,)
         found = []
-        for model in (*CANDIDATES[processor], *unused):
+        for model in (*CANDIDATES[processor], ConstantRate):
             own = times[processor]
             bounded = model is not ConstantRate
             if predicted := held_out_predictions(model, own, most_folds=ALL_FOLDS, bounded=bounded):

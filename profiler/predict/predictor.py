@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from heterollm.base import ProfileError, decode, decode_json, load_or_make, own_folder
+from heterollm.profiler.predict.interpolation import Interpolation
 from heterollm.profiler.predict.neighbours import Neighbours
 from heterollm.profiler.predict.operators import LayerPredictor, OperatorModel
 from heterollm.profiler.predict.roofline import Roofline
@@ -51,7 +52,7 @@ PREDICTOR_VERSION: Final = 8
 """Raise when a fit of the same profile gives other models: kept ones are then fitted again."""
 
 CANDIDATES: Final[Mapping[Processor, tuple[type[ShapeModel], ...]]] = {
-    "gpu": (Roofline,),
+    "gpu": (Interpolation, Roofline),
     "npu": (StageLinear, Tree),
 }
 """Models of each processor; the first is the default where a profile is too small to compare them."""

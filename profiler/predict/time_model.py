@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 
 from heterollm.base import Amount, PositiveNumber, ProfileError
 from heterollm.profiler.measure import Measurement
+from heterollm.profiler.predict.interpolation import Interpolation
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
 from heterollm.profiler.predict.tree import Tree
@@ -153,7 +154,9 @@ class TimeModel(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         spread: Tenth and ninetieth percentile of measured over predicted time on shapes kept out of the fit.
     """
 
-    kinds: Annotated[list[tuple[Kind, Hull, Roofline | StageLinear | Tree]], Meta(min_length=1)]
+    kinds: Annotated[
+        list[tuple[Kind, Hull, Interpolation | Roofline | StageLinear | Tree]], Meta(min_length=1)
+    ]
     spread: tuple[PositiveNumber, PositiveNumber] = DEFAULT_SPREAD
 
     @classmethod

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from heterollm.profiler.predict import CANDIDATES, held_out_predictions
 from heterollm.profiler.predict.curves import isotonic_median
+from heterollm.profiler.predict.interpolation import Interpolation
 from heterollm.profiler.predict.neighbours import LINE, NOISE, Neighbours
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
@@ -144,7 +145,7 @@ def test_a_few_tokens_are_no_cheaper_than_their_share_of_many():
     assert neighbours.predict(other, fitted).us >= 0.999 * 2 * 16_000.0 * 16 / 256
 
 
-@pytest.mark.parametrize("model", [StageLinear, Tree, Roofline])
+@pytest.mark.parametrize("model", [Interpolation, StageLinear, Tree, Roofline])
 def test_one_width_gives_a_share_of_it_at_least_and_all_of_it_at_most(model):
     times = {
         linear(rows, columns, 256): 100.0 + rows * columns / 1e3

@@ -306,7 +306,7 @@ class TestPredictor:
                 assert found.low_us <= found.us <= found.high_us
 
     def test_every_model_is_scored_and_the_best_candidate_is_used(self, predictor):
-        for part, names in (("npu", {"tree", "stage_linear"}), ("gpu", {"roofline"})):
+        for part, names in (("npu", {"tree", "stage_linear"}), ("gpu", {"roofline", "interpolation"})):
             held = predictor.processors[part].fit
             scores = {entry.model: entry for entry in held.scores}
             assert set(scores) == names
