@@ -29,7 +29,7 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.ops import Group, OpSpec, Phase
 from heterollm.kernels.sync import Fence
-from heterollm.solver import Placement
+from heterollm.solver import Placement, Plan
 
 SCRATCH_CODES = Buffer("scratch_codes")
 """GPU memory for int8 codes between a rounding kernel and the linear that follows it."""
@@ -41,6 +41,7 @@ class PassBuilder:
     Args:
         phase: Phase of the pass.
         tokens: Tokens of the pass, or rows of the head.
+        plan: The plan, which has no part for the NPU once that has failed.
         placements: Operator and placement by layer and group.
         fences: The waits of the pass.
         lane: The memory of the pass.
@@ -61,6 +62,7 @@ class PassBuilder:
         self,
         phase: Phase,
         tokens: int,
+        plan: Plan,
         placements: Mapping[tuple[int, Group], tuple[OpSpec, Placement]],
         fences: PassFences,
         lane: Lane,
@@ -77,6 +79,7 @@ class PassBuilder:
         self.tokens = tokens
         self.bucket = bucket
         self.cache = cache
+        self.plan = plan
         self.placements = placements
         self.steps: list[Step] = []
         self.merges = tokens == 1 and runtime.merges_launches and not after_every_operator

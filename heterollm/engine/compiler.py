@@ -83,7 +83,7 @@ class Compiler:
         self._sparse = SparseAttentionEmitter(device, weights.config, plan, context, score_scales)
         self._emitters: dict[str, Any] = {
             AttentionBlock.NAME: AttentionEmitter(
-                device, weights.config, plan, context, self._linears, tensors, self._sparse
+                device, weights.config, context, self._linears, tensors, self._sparse
             ),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors),
             MixtureBlock.NAME: self._experts,
@@ -240,6 +240,7 @@ class Compiler:
         return PassBuilder(
             phase,
             tokens,
+            self._plan,
             {(spec.layer, spec.group): (spec, placement) for spec, placement in placed},
             self._fences.of_pass(phase, tokens),
             lane,

@@ -14,7 +14,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import ROUNDING, GlueKernels, HeadShape, Rotation, RoundedInputs, Scores, Segments
 from heterollm.kernels.operators import attend, rope_and_store
 from heterollm.model import AttentionBlock, ModelConfig
-from heterollm.solver import Plan, SparseAttention
+from heterollm.solver import SparseAttention
 
 PARTIAL = Buffer("attention_partial")
 """GPU memory for the results of attention over each part of the context, before they are joined."""
@@ -27,14 +27,13 @@ class AttentionEmitter:
         self,
         device: Device,
         config: ModelConfig,
-        plan: Plan,
         context: int,
         linears: LinearEmitter,
         tensors: GlueTensors,
         sparse: SparseAttentionEmitter,
     ) -> None:
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._epsilon, self._plan, self._context = config.rms_norm_eps, plan, context
+        self._epsilon, self._context = config.rms_norm_eps, context
         self._linears, self._tensors, self._sparse = linears, tensors, sparse
 
     def begin(self, builder: PassBuilder, layer: int, block: AttentionBlock) -> Begun:
@@ -45,7 +44,7 @@ class AttentionEmitter:
     def _emit(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp) -> Delta:
         self._rope(builder, layer, block, self._linears.linear(builder, qkv))
         o = self._linears.placed(builder, layer, "o")
-        placement = self._plan.attention_of(builder.tokens, builder.bucket, layer)
+        placement = builder.plan.attention_of(builder.tokens, builder.bucket, layer)
         scores = Scores(block.scale, block.window, block.soft_cap)
         if builder.phase == "prefill" and isinstance(placement, SparseAttention):
             self._sparse.attention(builder, layer, placement, scores, o.rounded)

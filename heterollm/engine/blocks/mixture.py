@@ -86,7 +86,6 @@ class MixtureEmitter:
         budget: ExpertBudget | None = None,
     ) -> None:
         self._assumed = assumed
-        self._plan = plan
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GlueKernels(*kinds)
         self.shares = ExpertShares(device, weights)
@@ -109,7 +108,7 @@ class MixtureEmitter:
         """Return a layer's mixture, whose norm comes next."""
         placement = EXPERTS_ON_GPU
         if builder.phase == "prefill":
-            placement = self._plan.experts_of(builder.tokens, layer)
+            placement = builder.plan.experts_of(builder.tokens, layer)
         codes = _codes(builder.lane, "linear_input", self._layers[layer].spec)
         return Begun(codes, lambda: Delta(self._emit(builder, layer, block, placement)))
 

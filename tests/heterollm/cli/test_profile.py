@@ -386,7 +386,7 @@ def test_show_as_json(run, stored):
     data = json.loads(run("show", "--json")[1])
     assert data["path"] == str(stored)
     assert data["failures"][0]["count"] == 1
-    assert {row["score"]["model"] for row in data["accuracy"]} >= {"constant_rate"}
+    assert {row["score"]["model"] for row in data["accuracy"]} >= {"interpolation", "roofline"}
 
 
 def test_plots_and_a_page(run, stored, tmp_path):

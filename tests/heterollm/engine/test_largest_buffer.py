@@ -54,14 +54,14 @@ def test_several_buffers_give_the_answers_of_one(bundled_model, largest_buffer, 
     with LLM.load(bundled_model, device="host", plan=plan, context=CONTEXT) as llm:
         expected, tokens, session = answers(llm)
         assert len(session._cache.memory.memories) == 1
-        assert len(llm._engine._compiler._linears[-1, "head"]._pieces) == 1
+        assert len(llm._engine._compiler._linears.packed(-1, "head")._pieces) == 1
     largest_buffer(LIMIT)
     with LLM.load(bundled_model, device="host", plan=plan, context=CONTEXT) as llm:
         logits, split_tokens, session = answers(llm)
         memories = session._cache.memory.memories
         assert len(memories) > 1
         assert max(memory.size_bytes for memory in memories) <= LIMIT
-        assert len(llm._engine._compiler._linears[-1, "head"]._pieces) > 1
+        assert len(llm._engine._compiler._linears.packed(-1, "head")._pieces) > 1
     assert np.array_equal(logits, expected)
     assert split_tokens == tokens
 
