@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from heterollm.kernels.gpu import SyncChoice
-from heterollm.solver import PhaseSync
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
     from heterollm.kernels.gpu import Strategy
+    from heterollm.solver import PhaseSync
 
 Sync: TypeAlias = Literal["auto", SyncChoice]
 """A strategy in place of the plan's; ``auto`` is the plan's."""
@@ -29,8 +29,9 @@ def default_sync(device: Device, measured: Strategy | None = None) -> PhaseSync:
         device: The opened device, on the engine thread, since the query may run the litmus test.
         measured: The best measured strategy, if any.
     """
-    # It brings NumPy, which the help of commands does without.
+    # They bring NumPy, which the help of commands does without.
     from heterollm.kernels.sync import strategies_for
+    from heterollm.solver import PhaseSync
 
     offered = strategies_for(device.gpu)
     if measured in offered:
