@@ -18,7 +18,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
-from conditions import busy_s, conditions, undisturbed, wait_until_idle
+from conditions import conditions
+
+from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 
 REPEATS: Final = 25
 

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from conditions import CORES, busy_s, conditions, undisturbed, wait_until_idle, with_fixed
+from conditions import conditions, with_fixed
+
+from heterollm.benchmarks.conditions import CORES, busy_s, undisturbed, wait_until_idle
 
 if TYPE_CHECKING:
     from heterollm.engine import Step

@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from conditions import conditions, wait_until_idle
+from conditions import conditions
+
+from heterollm.benchmarks.conditions import wait_until_idle
 
 PROGRAM: Final = """
 import sys, time

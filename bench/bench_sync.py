@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from conditions import busy_s, conditions, undisturbed, wait_until_idle
+from conditions import conditions
+
+from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 
 PROMPT: Final = 32
 TOKENS_AT_ONCE: Final = 20

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from conditions import busy_s, undisturbed, wait_until_idle
+from heterollm.benchmarks.conditions import busy_s, undisturbed, wait_until_idle
 
 
 class Rounds:

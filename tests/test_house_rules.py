@@ -150,7 +150,12 @@ def test_modules_import_each_other_without_circles() -> None:
 def test_a_bench_finds_what_it_imports(path: Path) -> None:
     """Inside functions as well: nothing else runs most scripts, and some need libraries of their own."""
     for target, name in imports_of(parsed(path)):
-        if target.split(".")[0] == "heterollm" and f"{target}.{name}" not in PATHS:
+        neighbour = path.with_name(f"{target}.py")
+        if neighbour.exists():
+            assert re.search(rf"^(def |class )?{name}\b", neighbour.read_text("utf-8"), re.M), (
+                f"{target} {name}"
+            )
+        elif target.split(".")[0] == "heterollm" and f"{target}.{name}" not in PATHS:
             home = PATHS[target]
             source = home.with_suffix(".pyi") if home.with_suffix(".pyi").exists() else home
             assert re.search(rf"\b{name}\b", source.read_text("utf-8")), f"{target} {name}"
