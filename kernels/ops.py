@@ -175,8 +175,6 @@ class OpSpec:
         then: The down projection of an ``ffn`` or ``experts`` group, else None; a split of an ffn divides the
             intermediate width, and the shards' outputs are summed.
         experts: Routing of an ``experts`` group, whose members and ``then`` are of one expert; else None.
-        kind: Name of the layer's kind; empty in the head, and where all layers are alike.
-        parts: The two groups that an ``ffn`` group stands for; else none.
     """
 
     group: Group
@@ -190,13 +188,6 @@ class OpSpec:
     integer_inputs: bool = False
     then: OpSpec | None = None
     experts: Routing | None = None
-    kind: str = ""
-    parts: tuple[Group, ...] = ()
-
-    @property
-    def place(self) -> str:
-        """The group among those of all kinds of layers: ``gate_up``, or ``attention+ffn.gate_up``."""
-        return f"{self.kind}.{self.group}" if self.kind else self.group
 
     @property
     def rows(self) -> int:
@@ -265,14 +256,7 @@ def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
     """
     if gate_up.weight != down.weight or gate_up.integer_inputs != down.integer_inputs:
         return None
-    return replace(
-        gate_up,
-        group="ffn",
-        target=down.target,
-        join="sum",
-        then=down,
-        parts=(gate_up.group, down.group),
-    )
+    return replace(gate_up, group="ffn", target=down.target, join="sum", then=down)
 
 
 def ffn_specs(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:

@@ -15,28 +15,6 @@ from heterollm.model.layout import HEAD_LAYER, op_specs
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKind:
-    """Layers that a plan treats alike.
-
-    Args:
-        name: Name in plans; empty if all layers of the model are alike.
-        layers: Their numbers, ascending.
-        specs: The groups of the first of them that a plan places, in order.
-        experts: The experts of the first of them; None without.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    specs: tuple[OpSpec, ...]
-    experts: OpSpec | None = None
-
-    @property
-    def count(self) -> int:
-        """Number of the layers."""
-        return len(self.layers)
-
-
-@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The operators and sizes that determine the time of a model.
 
@@ -54,7 +32,6 @@ class ModelShape:
         vocab_size: Rows of the head.
         weight_bytes: Bytes of all weights, embedding included.
         experts: The experts of one layer; None without.
-        kinds: The kinds of layers, in the order of their first layers.
     """
 
     name: str
@@ -69,7 +46,6 @@ class ModelShape:
     vocab_size: int
     weight_bytes: int
     experts: OpSpec | None = None
-    kinds: tuple[LayerKind, ...] = ()
 
     @property
     def specs(self) -> tuple[OpSpec, ...]:
@@ -146,22 +122,6 @@ def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> M
         vocab_size=config.vocab_size,
         weight_bytes=layers_bytes + tables * head.weight_bytes(),
         experts=experts,
-        kinds=kinds_of(config, specs),
-    )
-
-
-def kinds_of(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers that all groups of a model have, in the order of their first layers."""
-    experts = {spec.layer: spec for spec in expert_specs(config, specs)}
-    kinds: dict[str, dict[int, list[OpSpec]]] = {}
-    for spec in specs:
-        if spec.layer != HEAD_LAYER:
-            kinds.setdefault(spec.kind, {}).setdefault(spec.layer, []).append(spec)
-    return tuple(
-        [
-            LayerKind(name, tuple(layers), tuple(layers[first := min(layers)]), experts.get(first))
-            for name, layers in kinds.items()
-        ]
     )
 
 

@@ -78,8 +78,8 @@ def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts
     ):
         ffns = ffn_specs(specs) if level == "block" else ()
         named = {spec.group: spec for spec in (*specs, *ffns)}
-        for group in {part for ffn in ffns for part in ffn.parts}:
-            del named[group]
+        if ffns:
+            del named["gate_up"], named["down"]
         for group, spec in named.items():
             layers = (-1, -1) if group == "head" else (0, last)
             cuts = tuple(rows // 128 * 64 for rows in spec.member_rows)
@@ -103,7 +103,7 @@ def ranges_of(specs: tuple[OpSpec, ...]) -> dict[tuple[int, Group], StaticRanges
 
 def spec_line(spec: OpSpec) -> str:
     names = " ".join(f"{member.name}:{member.rows}" for member in spec.members)
-    line = f"{spec.layer} {spec.place} {names} of {spec.columns} {spec.weight!r} {spec.source} {spec.target}"
+    line = f"{spec.layer} {spec.group} {names} of {spec.columns} {spec.weight!r} {spec.source} {spec.target}"
     parts = (spec.join, spec.integer_inputs, spec.experts)
     return f"{line} {parts}" + ("" if spec.then is None else f" then {spec_line(spec.then)}")
 
