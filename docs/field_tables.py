@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import heterollm.model.fields as room
+from heterollm.model.families import CONFIG_FIELDS
 from heterollm.model.fields.table import Field, FieldTable
 
 PAGE: Final = Path(__file__).parent / "checkpoints.md"
@@ -21,8 +22,9 @@ HEAD: Final = "| field | here | meaning, or reason | of | defined by |\n|---|---
 
 
 def tables() -> Iterator[FieldTable]:
-    """Yield every table of the room, by the names of its modules."""
-    seen = set()
+    """Yield the table of config.json, then every table of the room, by the names of its modules."""
+    yield CONFIG_FIELDS
+    seen = {id(CONFIG_FIELDS)}
     for module in sorted(one.name for one in pkgutil.iter_modules(room.__path__)):
         for value in vars(importlib.import_module(f"{room.__name__}.{module}")).values():
             if isinstance(value, FieldTable) and id(value) not in seen:

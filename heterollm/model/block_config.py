@@ -24,10 +24,6 @@ from heterollm.model.rope_config import read_ropes, read_rotary_dim
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations by their names in ``config.json``."""
 
-EXPERT_COUNTS = ("num_local_experts", "num_experts")
-"""Fields with the number of experts. The first that a configuration has counts; families give the last a
-default."""
-
 MOST_EXPERTS = 10_000
 """A limit that refuses a damaged number before any list over experts is made."""
 
@@ -181,7 +177,7 @@ def _head_dim(fields: JsonFields, family: Family, hidden_size: int, heads: int) 
 
 def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
     # transformers writes either name, whichever the family's publisher took.
-    count = next(name for name in EXPERT_COUNTS if fields.get(name) is not None)
+    count = next(name for name in mixture.count_fields if fields.get(name) is not None)
     experts = fields.count(count, maximum=MOST_EXPERTS)
     chosen = fields.count("num_experts_per_tok")
     if chosen > experts:

@@ -17,9 +17,9 @@ from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Activation
 from heterollm.model.block_config import BlockFields, followed_flag
 from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock
-from heterollm.model.families import FAMILIES, SUPPORTED, unsupported
+from heterollm.model.families import CONFIG_FIELDS, FAMILIES, SUPPORTED, unsupported
 from heterollm.model.family import Family
-from heterollm.model.fields import CONFIG_FIELDS, ROPE_FIELDS
+from heterollm.model.fields import ROPE_FIELDS
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.rope import RopeConfig
 from heterollm.model.sampling_defaults import read_generation
@@ -137,7 +137,8 @@ class ModelConfig:
         """
         family = _check_supported(JsonFields(values))
         read = CONFIG_FIELDS.read(values, str(values["model_type"]))
-        fields = JsonFields({**family.defaults, **read})
+        own = {name: read[stated] for name, stated in family.renamed.items() if stated in read}
+        fields = JsonFields({**family.defaults, **read, **own})
         hidden_size = fields.count("hidden_size")
         max_positions = fields.count("max_position_embeddings")
         layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Final
 
 from heterollm.base import UnsupportedModelError
 from heterollm.kernels.ops import Group
@@ -22,6 +23,7 @@ from heterollm.model.family import (
     TensorNames,
     every_layer,
 )
+from heterollm.model.fields import config_fields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import MIXTURES
 from heterollm.model.rope import ROPE_KINDS
@@ -108,7 +110,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="Qwen2ForCausalLM",
             tensors=TensorNames(SEPARATE, NORMS),
             defaults=QWEN,
-            follows=WINDOW_FIELDS,
+            follows=WINDOW_FIELDS | {"max_window_layers"},
             always_biased=frozenset({"qkv"}),
             slides=after_full_layers,
         ),
@@ -118,7 +120,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="Qwen3ForCausalLM",
             tensors=TensorNames(SEPARATE, {**NORMS, **HEAD_NORMS}),
             defaults={**QWEN, "head_dim": 128},
-            follows=WINDOW_FIELDS | {"attention_bias"},
+            follows=WINDOW_FIELDS | {"max_window_layers", "attention_bias"},
             slides=after_full_layers,
         ),
         "mistral": Family(
@@ -174,7 +176,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_theta": 1_000_000.0,
                 "rope_local_base_freq": 10_000.0,
             },
-            follows=GEMMA_FIELDS | {"rope_local_base_freq"},
+            follows=GEMMA_FIELDS | {"rope_local_base_freq", "sliding_window_pattern"},
             slides=all_but_every_nth,
             norm_offset=1.0,
             scales_embedding=True,
@@ -193,7 +195,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "use_sliding_window": False,
                 "no_rope_layer_interval": 4,
             },
-            follows=WINDOW_FIELDS | {"attention_bias", "mlp_bias", "no_rope_layers"},
+            follows=WINDOW_FIELDS
+            | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
             slides=layers_without_rope,
             bos_ids=(128000,),
             eos_ids=(128001,),
@@ -203,6 +206,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 """The supported values of ``model_type``."""
 
+CONFIG_FIELDS: Final = config_fields({name: family.fields for name, family in FAMILIES.items()})
+"""Fields of ``config.json``, by model type."""
 
 _LISTED = ", ".join(f"{family.covers} (model_type {name})" for name, family in FAMILIES.items())
 SUPPORTED = f"Supported are {_LISTED}; text only, with RoPE of type {', '.join(ROPE_KINDS)}."

@@ -9,6 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import Group, Scoring
 from heterollm.model.blocks import Norm
+from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
@@ -54,6 +55,8 @@ class Mixture:
             then the largest of the others; the weight of each is its share in the softmax over the logits
             near it (https://arxiv.org/abs/2409.12136).
         normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
+        count_fields: Fields with the number of experts. The first that a configuration has counts; families
+            give the last a default.
     """
 
     router: str
@@ -62,6 +65,13 @@ class Mixture:
     shared_field: str = ""
     scoring: Scoring = "softmax"
     normalized_field: str = ""
+    count_fields: tuple[str, ...] = ("num_local_experts", "num_experts")
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields of ``config.json`` that it reads."""
+        own = self.width_field, self.shared_field, self.normalized_field
+        return frozenset({"num_experts_per_tok", *self.count_fields, *filter(None, own)})
 
 
 def alike(*stages: tuple[BlockName, ...]) -> LayerNames:
@@ -83,6 +93,7 @@ class Family:
         tensors: Tensor names; attention has norms of heads, and outputs have norms, if they list them.
         layers: The blocks of each layer.
         defaults: Default values of ``config.json`` that differ from Llama's.
+        renamed: The family's own names of common fields, by the common name.
         follows: Supported optional fields; other families refuse one that changes the result.
         always_biased: Groups that have biases regardless of the configuration.
         slides: Whether a layer has the sliding window if ``layer_types`` is missing; None in a family
@@ -105,6 +116,7 @@ class Family:
     tensors: TensorNames
     layers: LayerNames = DENSE
     defaults: Mapping[str, object] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     follows: frozenset[str] = frozenset()
     always_biased: frozenset[Group] = frozenset()
     slides: Callable[[JsonFields, int], bool] | None = None
@@ -117,6 +129,13 @@ class Family:
     published_code: str | None = None
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
+
+    @property
+    def fields(self) -> TypeFields:
+        """The optional fields of ``config.json`` that it reads, and its names of common ones."""
+        windows = frozenset() if self.slides is None else frozenset({"sliding_window"})
+        experts = frozenset() if self.mixture is None else self.mixture.fields
+        return TypeFields(self.follows | windows | experts, self.renamed)
 
 
 SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(

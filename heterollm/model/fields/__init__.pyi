@@ -1,5 +1,6 @@
 from .adapter import ADAPTER_FIELDS as ADAPTER_FIELDS
-from .config import CONFIG_FIELDS as CONFIG_FIELDS
+from .config import TypeFields as TypeFields
+from .config import config_fields as config_fields
 from .generation import GENERATION_FIELDS as GENERATION_FIELDS
 from .gguf import GGUF_FIELDS as GGUF_FIELDS
 from .quantization import FOREIGN_METHODS as FOREIGN_METHODS
