@@ -17,7 +17,7 @@ from heterollm.model.blocks import (
     Norm,
 )
 from heterollm.model.families import unsupported
-from heterollm.model.family import BlockName, Family, Mixture
+from heterollm.model.family import BiasedPart, BlockName, Family, Mixture
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope_config import read_ropes, read_rotary_dim
 
@@ -64,7 +64,6 @@ class BlockFields:
             raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
         rotary_dim = read_rotary_dim(fields, family, head_dim)
         self.rope, self._sliding_rope = read_ropes(fields, family, rotary_dim, max_positions)
-        biased = followed_flag(fields, family, "attention_bias")
         scale: float = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
         if "attention_multiplier" in family.follows:
             scale = fields.positive("attention_multiplier", 1.0)
@@ -77,8 +76,8 @@ class BlockFields:
             rotary_dim=rotary_dim,
             scale=scale,
             soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
-            qkv_bias=biased or "qkv" in family.always_biased,
-            o_bias=biased,
+            qkv_bias=is_biased(fields, family, "qkv"),
+            o_bias=is_biased(fields, family, "o"),
             head_norms="query_head" in family.tensors.norms,
             joint_head_norms=family.joint_head_norms,
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
@@ -111,13 +110,14 @@ class BlockFields:
             width = fields.count(mixture.shared_field, minimum=0)
         else:
             width = fields.count("intermediate_size")
-        biased = followed_flag(fields, self._family, "mlp_bias")
+        biased = is_biased(fields, self._family, "ffn")
         return FfnBlock(width, self._activation, biased) if width else None
 
 
-def followed_flag(fields: JsonFields, family: Family, name: str) -> bool:
-    """Return an optional flag; false in families that do not follow it."""
-    return fields.flag(name, False) if name in family.follows else False
+def is_biased(fields: JsonFields, family: Family, part: BiasedPart) -> bool:
+    """Return whether the linears of a part of the model have biases."""
+    field = family.biases.get(part, False)
+    return fields.flag(field, False) if isinstance(field, str) else field
 
 
 def _activation(fields: JsonFields, family: Family) -> Activation:

@@ -15,7 +15,7 @@ import numpy as np
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Activation
-from heterollm.model.block_config import BlockFields, followed_flag
+from heterollm.model.block_config import BlockFields, is_biased
 from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock
 from heterollm.model.families import CONFIG_FIELDS, FAMILIES, SUPPORTED, unsupported
 from heterollm.model.family import Family
@@ -164,7 +164,7 @@ class ModelConfig:
             rope=blocks.rope,
             per_layer=tuple(blocks.layer(number) for number in range(layers)),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            head_bias=followed_flag(fields, family, "lm_head_bias"),
+            head_bias=is_biased(fields, family, "head"),
             bos_ids=special_ids("bos_token_id", family.bos_ids),
             eos_ids=special_ids("eos_token_id", family.eos_ids),
             pad_id=next(iter(special_ids("pad_token_id")), None),

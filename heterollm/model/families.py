@@ -16,6 +16,8 @@ from heterollm.base import UnsupportedModelError
 from heterollm.kernels.ops import Group
 from heterollm.model.blocks import Norm
 from heterollm.model.family import (
+    ATTENTION_BIASES,
+    BIASES,
     HEAD_NORMS,
     NORMS,
     SEPARATE,
@@ -90,7 +92,7 @@ GEMMA: Mapping[str, object] = MappingProxyType(
     }
 )
 GEMMA_FIELDS = frozenset(
-    {"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
+    {"final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -100,7 +102,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             covers="Llama 2 and 3, SmolLM and SmolLM2",
             architecture="LlamaForCausalLM",
             tensors=TensorNames(SEPARATE, NORMS),
-            follows=frozenset({"attention_bias", "mlp_bias"}),
+            biases=BIASES,
             bos_ids=(1,),
             eos_ids=(2,),
         ),
@@ -111,7 +113,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             tensors=TensorNames(SEPARATE, NORMS),
             defaults=QWEN,
             follows=WINDOW_FIELDS | {"max_window_layers"},
-            always_biased=frozenset({"qkv"}),
+            biases={"qkv": True},
             slides=after_full_layers,
         ),
         "qwen3": Family(
@@ -120,7 +122,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="Qwen3ForCausalLM",
             tensors=TensorNames(SEPARATE, {**NORMS, **HEAD_NORMS}),
             defaults={**QWEN, "head_dim": 128},
-            follows=WINDOW_FIELDS | {"max_window_layers", "attention_bias"},
+            follows=WINDOW_FIELDS | {"max_window_layers"},
+            biases=ATTENTION_BIASES,
             slides=after_full_layers,
         ),
         "mistral": Family(
@@ -159,6 +162,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "sliding_window_pattern": 2,
             },
             follows=GEMMA_FIELDS | {"attn_logit_softcapping"},
+            biases=ATTENTION_BIASES,
             slides=all_but_every_nth,
             norm_offset=1.0,
             scales_embedding=True,
@@ -177,6 +181,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_local_base_freq": 10_000.0,
             },
             follows=GEMMA_FIELDS | {"rope_local_base_freq", "sliding_window_pattern"},
+            biases=ATTENTION_BIASES,
             slides=all_but_every_nth,
             norm_offset=1.0,
             scales_embedding=True,
@@ -195,8 +200,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "use_sliding_window": False,
                 "no_rope_layer_interval": 4,
             },
-            follows=WINDOW_FIELDS
-            | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
+            follows=WINDOW_FIELDS | {"no_rope_layers", "no_rope_layer_interval"},
+            biases=BIASES,
             slides=layers_without_rope,
             bos_ids=(128000,),
             eos_ids=(128001,),

@@ -14,6 +14,7 @@ from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
 BlockName = Literal["attention", "ffn", "mixture"]
+BiasedPart = Literal["qkv", "o", "ffn", "head"]
 LayerNames: TypeAlias = Callable[[JsonFields, int], tuple[tuple[BlockName, ...], ...]]
 """Returns the blocks of each stage of a layer: of attention, and of feed-forward networks."""
 
@@ -95,7 +96,7 @@ class Family:
         defaults: Default values of ``config.json`` that differ from Llama's.
         renamed: The family's own names of common fields, by the common name.
         follows: Supported optional fields; other families refuse one that changes the result.
-        always_biased: Groups that have biases regardless of the configuration.
+        biases: Parts of the model that may have biases, each with the field that says so; true for always.
         slides: Whether a layer has the sliding window if ``layer_types`` is missing; None in a family
             without windows.
         rope_aliases: Other names of RoPE types.
@@ -118,7 +119,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     follows: frozenset[str] = frozenset()
-    always_biased: frozenset[Group] = frozenset()
+    biases: Mapping[BiasedPart, str | Literal[True]] = field(default_factory=dict)
     slides: Callable[[JsonFields, int], bool] | None = None
     rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
     norm_offset: float = 0.0
@@ -135,7 +136,8 @@ class Family:
         """The optional fields of ``config.json`` that it reads, and its names of common ones."""
         windows = frozenset() if self.slides is None else frozenset({"sliding_window"})
         experts = frozenset() if self.mixture is None else self.mixture.fields
-        return TypeFields(self.follows | windows | experts, self.renamed)
+        biases = frozenset(name for name in self.biases.values() if isinstance(name, str))
+        return TypeFields(self.follows | windows | experts | biases, self.renamed)
 
 
 SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
@@ -146,6 +148,8 @@ SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
         "down": {"down": "mlp.down_proj"},
     }
 )
+ATTENTION_BIASES: Final[Mapping[BiasedPart, str]] = {"qkv": "attention_bias", "o": "attention_bias"}
+BIASES: Final[Mapping[BiasedPart, str]] = {**ATTENTION_BIASES, "ffn": "mlp_bias"}
 NORMS: Mapping[Norm, str] = MappingProxyType(
     {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
 )

@@ -8,6 +8,7 @@ from typing import Final
 
 from heterollm.kernels.ops import Group
 from heterollm.model.family import (
+    ATTENTION_BIASES,
     HEAD_NORMS,
     NORMS,
     SEPARATE,
@@ -53,8 +54,7 @@ SPARSE: Final = alike(("attention",), ("mixture",))
 
 GRANITE_FIELDS = frozenset(
     {
-        *("attention_bias", "attention_multiplier", "embedding_multiplier"),
-        *("residual_multiplier", "logits_scaling"),
+        *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     }
 )
 
@@ -97,7 +97,8 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
                 "num_experts": 128,
                 "num_experts_per_tok": 8,
             },
-            follows=frozenset({"use_sliding_window", "attention_bias"}),
+            follows=frozenset({"use_sliding_window"}),
+            biases=ATTENTION_BIASES,
             slides=every_layer,
         ),
         "olmoe": Family(
@@ -108,7 +109,8 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             layers=SPARSE,
             mixture=Mixture("mlp.gate", NAMED_EXPERTS, normalized_field="norm_topk_prob"),
             defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
-            follows=frozenset({"attention_bias", "clip_qkv"}),
+            follows=frozenset({"clip_qkv"}),
+            biases=ATTENTION_BIASES,
             joint_head_norms=True,
             eos_ids=(50279,),
         ),
@@ -132,7 +134,8 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
                 "num_experts_per_tok": 2,
                 "router_jitter_noise": 0.01,
             },
-            follows=frozenset({"attention_bias", "lm_head_bias", "router_jitter_noise", "short_mscale"}),
+            follows=frozenset({"router_jitter_noise", "short_mscale"}),
+            biases={**ATTENTION_BIASES, "head": "lm_head_bias"},
             slides=every_layer,
             centered_norms=True,
             published_code="modeling_phimoe.PhiMoEForCausalLM",
@@ -150,6 +153,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             ),
             defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
             follows=GRANITE_FIELDS,
+            biases=ATTENTION_BIASES,
             bos_ids=(1,),
             eos_ids=(2,),
         ),
@@ -167,6 +171,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             ),
             defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
             follows=GRANITE_FIELDS,
+            biases=ATTENTION_BIASES,
             bos_ids=(1,),
             eos_ids=(2,),
         ),
