@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import Activation, Routing
@@ -23,6 +24,9 @@ from heterollm.model.rope_config import read_ropes, read_rotary_dim
 
 ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations by their names in ``config.json``."""
+
+KINDS_OF_LAYERS: Final = {"attention": "full_attention"}
+"""Other names of kinds in ``layer_types``."""
 
 MOST_EXPERTS = 10_000
 """A limit that refuses a damaged number before any list over experts is made."""
@@ -109,7 +113,7 @@ class BlockFields:
         if mixture is not None and "mixture" in beside:
             width = fields.count(mixture.shared_field, minimum=0)
         else:
-            width = fields.count("intermediate_size")
+            width = fields.count("intermediate_size" if mixture is None else mixture.dense_field)
         biased = is_biased(fields, self._family, "ffn")
         return FfnBlock(width, self._activation, biased) if width else None
 
@@ -124,9 +128,10 @@ def _activation(fields: JsonFields, family: Family) -> Activation:
     field = "hidden_activation" if "hidden_activation" in family.follows else "hidden_act"
     stated = fields.get(field)
     named = "silu" if stated is None else stated
-    if not isinstance(named, str) or named not in ACTIVATIONS:
+    known = family.activation_aliases.get(named, named) if isinstance(named, str) else ""
+    if known not in ACTIVATIONS:
         raise unsupported(f"Activation {named!r}")
-    return ACTIVATIONS[named]
+    return ACTIVATIONS[known]
 
 
 def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
@@ -141,6 +146,7 @@ def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
         return [window if window and slides and slides(fields, at) else 0 for at in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise fields.fail("layer_types", f"a list of {layers} kinds of layers")
+    kinds = [KINDS_OF_LAYERS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise unsupported(f"A layer of kind {kind!r}")
@@ -153,6 +159,8 @@ def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
 
 def _rotated(fields: JsonFields, family: Family, layers: int) -> list[bool]:
     """Return whether each layer has RoPE."""
+    if "position_embedding_type" in family.follows:
+        return [fields.get("position_embedding_type") == "rope"] * layers
     if "no_rope_layers" not in family.follows:
         return [True] * layers
     stated = fields.get("no_rope_layers")

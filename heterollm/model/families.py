@@ -20,6 +20,7 @@ from heterollm.model.family import (
     BIASES,
     HEAD_NORMS,
     NORMS,
+    SECTION_COUNTS,
     SEPARATE,
     Family,
     TensorNames,
@@ -27,7 +28,7 @@ from heterollm.model.family import (
 )
 from heterollm.model.fields import config_fields
 from heterollm.model.json_fields import JsonFields
-from heterollm.model.mixtures import MIXTURES
+from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
 
 # ---- tensor names ---------------------------------------------------------------------------------------
@@ -60,6 +61,11 @@ def after_full_layers(fields: JsonFields, layer: int) -> bool:
 def all_but_every_nth(fields: JsonFields, layer: int) -> bool:
     """Return false for every ``sliding_window_pattern``-th layer, which has full attention."""
     return (layer + 1) % fields.count("sliding_window_pattern") != 0
+
+
+def all_but_every_fourth(_fields: JsonFields, layer: int) -> bool:
+    """Return false for the first and every fourth layer from there, which has full attention."""
+    return layer % 4 != 0
 
 
 def layers_without_rope(fields: JsonFields, layer: int) -> bool:
@@ -150,6 +156,36 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             bos_ids=(1,),
             eos_ids=(32000,),
         ),
+        "ministral": Family(
+            name="Ministral",
+            covers="Ministral 8B of 2024",
+            architecture="MinistralForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+            follows=frozenset({"layer_types"}),
+            slides=every_layer,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "gemma": Family(
+            name="Gemma",
+            covers="Gemma 1",
+            architecture="GemmaForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={
+                "num_key_value_heads": 16,
+                "head_dim": 256,
+                "hidden_act": "gelu_pytorch_tanh",
+                "tie_word_embeddings": True,
+            },
+            biases=ATTENTION_BIASES,
+            # transformers takes the name in the first checkpoints for what their authors meant.
+            activation_aliases={"gelu": "gelu_pytorch_tanh"},
+            norm_offset=1.0,
+            scales_embedding=True,
+            bos_ids=(2,),
+            eos_ids=(1,),
+        ),
         "gemma2": Family(
             name="Gemma 2",
             covers="Gemma 2",
@@ -181,12 +217,68 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_local_base_freq": 10_000.0,
             },
             follows=GEMMA_FIELDS | {"rope_local_base_freq", "sliding_window_pattern"},
+            layered_rope=True,
+            ignores={"original_max_position_embeddings": SECTION_COUNTS},
             biases=ATTENTION_BIASES,
             slides=all_but_every_nth,
             norm_offset=1.0,
             scales_embedding=True,
             bos_ids=(2,),
             eos_ids=(1,),
+        ),
+        "granite": Family(
+            name="Granite",
+            covers="Granite 3 and 4 without experts",
+            architecture="GraniteForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            follows=GRANITE_FIELDS,
+            biases=BIASES,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "stablelm": Family(
+            name="StableLM",
+            covers="StableLM 3B and StableLM 2 1.6B",
+            architecture="StableLmForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-5,
+                "partial_rotary_factor": 0.25,
+            },
+            renamed={"rms_norm_eps": "layer_norm_eps"},
+            follows=frozenset({"partial_rotary_factor"}),
+            biases={"qkv": "use_qkv_bias"},
+            centered_norms=True,
+            bos_ids=(0,),
+            eos_ids=(0,),
+        ),
+        "seed_oss": Family(
+            name="Seed-OSS",
+            covers="Seed-OSS",
+            architecture="SeedOssForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+            biases={**BIASES, "o": "attention_out_bias"},
+            bos_ids=(0,),
+            eos_ids=(2,),
+        ),
+        "cwm": Family(
+            name="CWM",
+            covers="Code World Model",
+            architecture="CwmForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 8192,
+                "rope_theta": 1_000_000.0,
+            },
+            follows=frozenset({"layer_types"}),
+            slides=all_but_every_fourth,
+            bos_ids=(128000,),
+            eos_ids=(128001, 128008, 128009),
         ),
         "smollm3": Family(
             name="SmolLM3",

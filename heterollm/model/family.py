@@ -15,8 +15,9 @@ from heterollm.model.rope import RopeKind
 
 BlockName = Literal["attention", "ffn", "mixture"]
 BiasedPart = Literal["qkv", "o", "ffn", "head"]
-LayerNames: TypeAlias = Callable[[JsonFields, int], tuple[tuple[BlockName, ...], ...]]
-"""Returns the blocks of each stage of a layer: of attention, and of feed-forward networks."""
+StageNames: TypeAlias = tuple[BlockName, ...]
+LayerNames: TypeAlias = Callable[[JsonFields, int], tuple[StageNames, ...]]
+"""Returns the blocks of each stage of a layer, in which attention comes before feed-forward networks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Mixture:
             then the largest of the others; the weight of each is its share in the softmax over the logits
             near it (https://arxiv.org/abs/2409.12136).
         normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
+        dense_field: Field with the width of the network in layers without experts.
         count_fields: Fields with the number of experts. The first that a configuration has counts; families
             give the last a default.
     """
@@ -66,20 +68,22 @@ class Mixture:
     shared_field: str = ""
     scoring: Scoring = "softmax"
     normalized_field: str = ""
+    dense_field: str = "intermediate_size"
     count_fields: tuple[str, ...] = ("num_local_experts", "num_experts")
 
     @property
     def fields(self) -> frozenset[str]:
         """The fields of ``config.json`` that it reads."""
-        own = self.width_field, self.shared_field, self.normalized_field
+        own = self.width_field, self.shared_field, self.normalized_field, self.dense_field
         return frozenset({"num_experts_per_tok", *self.count_fields, *filter(None, own)})
 
 
-def alike(*stages: tuple[BlockName, ...]) -> LayerNames:
+def alike(*stages: StageNames) -> LayerNames:
     """Return the layers of a family in which all have the same blocks."""
     return lambda _fields, _layer: stages
 
 
+SECTION_COUNTS: Final = "that of the section counts, else max_position_embeddings"
 DENSE: Final = alike(("attention",), ("ffn",))
 
 
@@ -95,6 +99,9 @@ class Family:
         layers: The blocks of each layer.
         defaults: Default values of ``config.json`` that differ from Llama's.
         renamed: The family's own names of common fields, by the common name.
+        ignores: Fields that change other families and not this one, each with the reason.
+        layered_rope: Whether layers with a window have a RoPE of their own.
+        activation_aliases: Other names of activations.
         follows: Supported optional fields; other families refuse one that changes the result.
         biases: Parts of the model that may have biases, each with the field that says so; true for always.
         slides: Whether a layer has the sliding window if ``layer_types`` is missing; None in a family
@@ -118,6 +125,9 @@ class Family:
     layers: LayerNames = DENSE
     defaults: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    ignores: Mapping[str, str] = field(default_factory=dict)
+    layered_rope: bool = False
+    activation_aliases: Mapping[str, str] = field(default_factory=dict)
     follows: frozenset[str] = frozenset()
     biases: Mapping[BiasedPart, str | Literal[True]] = field(default_factory=dict)
     slides: Callable[[JsonFields, int], bool] | None = None
@@ -137,7 +147,7 @@ class Family:
         windows = frozenset() if self.slides is None else frozenset({"sliding_window"})
         experts = frozenset() if self.mixture is None else self.mixture.fields
         biases = frozenset(name for name in self.biases.values() if isinstance(name, str))
-        return TypeFields(self.follows | windows | experts | biases, self.renamed)
+        return TypeFields(self.follows | windows | experts | biases, self.renamed, self.ignores)
 
 
 SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
@@ -156,6 +166,11 @@ NORMS: Mapping[Norm, str] = MappingProxyType(
 HEAD_NORMS: Mapping[Norm, str] = MappingProxyType(
     {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}
 )
+
+
+def no_layer(_fields: JsonFields, _layer: int) -> bool:
+    """Return false."""
+    return False
 
 
 def every_layer(_fields: JsonFields, _layer: int) -> bool:

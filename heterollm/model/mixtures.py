@@ -11,13 +11,17 @@ from heterollm.model.family import (
     ATTENTION_BIASES,
     HEAD_NORMS,
     NORMS,
+    SECTION_COUNTS,
     SEPARATE,
     Family,
     Mixture,
+    StageNames,
     TensorNames,
     alike,
     every_layer,
+    no_layer,
 )
+from heterollm.model.json_fields import JsonFields
 
 # ---- tensor names ---------------------------------------------------------------------------------------
 
@@ -49,6 +53,13 @@ STACKED_EXPERTS: Mapping[str, str] = MappingProxyType(
 )
 
 SPARSE: Final = alike(("attention",), ("mixture",))
+
+
+def with_any_experts(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
+    """Return a layer whose shared experts stand beside others, or alone if there are none."""
+    sparse = fields.count("num_local_experts", minimum=0) > 0
+    return ("attention",), ("mixture", "ffn") if sparse else ("ffn",)
+
 
 # ---- the families ---------------------------------------------------------------------------------------
 
@@ -101,6 +112,38 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             biases=ATTENTION_BIASES,
             slides=every_layer,
         ),
+        "mellum": Family(
+            name="Mellum 2",
+            covers="Mellum 2",
+            architecture="MellumForCausalLM",
+            tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
+            layers=SPARSE,
+            mixture=Mixture(
+                "mlp.gate",
+                NAMED_EXPERTS,
+                width_field="moe_intermediate_size",
+                normalized_field="norm_topk_prob",
+            ),
+            defaults={
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "sliding_window": 1024,
+                "moe_intermediate_size": 896,
+                "num_experts": 64,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "rope_theta": 500_000.0,
+                "rope_local_base_freq": 10_000.0,
+            },
+            follows=frozenset({"layer_types"}),
+            biases=ATTENTION_BIASES,
+            slides=no_layer,
+            layered_rope=True,
+            ignores={
+                "original_max_position_embeddings": SECTION_COUNTS,
+                **dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters counts"),
+            },
+        ),
         "olmoe": Family(
             name="OLMoE",
             covers="OLMoE",
@@ -138,6 +181,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             biases={**ATTENTION_BIASES, "head": "lm_head_bias"},
             slides=every_layer,
             centered_norms=True,
+            ignores={"original_max_position_embeddings": SECTION_COUNTS},
             published_code="modeling_phimoe.PhiMoEForCausalLM",
             bos_ids=(1,),
             eos_ids=(2,),
@@ -172,6 +216,32 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
             follows=GRANITE_FIELDS,
             biases=ATTENTION_BIASES,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "granitemoehybrid": Family(
+            name="Granite 4",
+            covers="Granite 4 without Mamba-2 layers",
+            architecture="GraniteMoeHybridForCausalLM",
+            tensors=TensorNames(SHARED, NORMS),
+            layers=with_any_experts,
+            mixture=Mixture(
+                "block_sparse_moe.router.layer",
+                STACKED_EXPERTS,
+                shared_field="shared_intermediate_size",
+                dense_field="shared_intermediate_size",
+                count_fields=("num_local_experts",),
+            ),
+            defaults={
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "shared_intermediate_size": 1024,
+                # transformers' default for all layers.
+                "layer_types": "linear_attention",
+            },
+            follows=GRANITE_FIELDS | {"layer_types", "position_embedding_type"},
+            biases=ATTENTION_BIASES,
+            ignores=dict.fromkeys(("mamba_*", "time_step_limit"), "no layer is recurrent"),
             bos_ids=(1,),
             eos_ids=(2,),
         ),

@@ -45,7 +45,7 @@ def read_ropes(
         UnsupportedModelError: The scaling is not supported.
     """
     section = _section(fields)
-    if "rope_local_base_freq" not in family.follows:
+    if not family.layered_rope:
         rope = _read(fields, section, "rope_theta", family, rotary_dim, max_positions)
         return rope, rope
     older = fields.section("rope_scaling")

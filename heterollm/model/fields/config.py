@@ -23,10 +23,12 @@ class TypeFields:
     Args:
         read: Optional fields that it reads.
         renamed: Its own names of common fields, by the common name.
+        ignored: Fields that change other model types and not this one, each with the reason.
     """
 
     read: frozenset[str]
     renamed: Mapping[str, str]
+    ignored: Mapping[str, str]
 
 
 ALWAYS: Final = (
@@ -67,6 +69,7 @@ ALWAYS: Final = (
         CLASS,
         {
             "intermediate_size": "width of the network, or of an expert",
+            "original_max_position_embeddings": "context before the extension; precedes the section's",
             "hidden_act": "activation: silu, gelu_pytorch_tanh; case counts, as in transformers' ACT2FN",
         },
     ),
@@ -170,6 +173,7 @@ ALWAYS: Final = (
             "use_alibi": "biases of attention by distance",
             "qk_norm": "norms of queries and keys that the model type does not have",
             "use_qk_norm": "norms of queries and keys that the model type does not have",
+            "qk_layernorm": "norms of queries and keys that the model type does not have",
             "num_nextn_predict_layers": "layers that predict further tokens",
         },
         neutral=(False, 0, {}),
@@ -182,12 +186,6 @@ ALWAYS: Final = (
             "full_attn_mod": "layers of different kinds",
         },
         neutral=(1,),
-    ),
-    *rows(
-        "refused",
-        PUBLISHED,
-        {"position_embedding_type": "positions other than rotary embedding"},
-        neutral=("rope",),
     ),
     *rows(
         "refused",
@@ -229,6 +227,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType
         "decoder_sparse_step": ("every how many layers one has experts", (1, False)),
         "clip_qkv": ("a limit of queries, keys and values", (False,)),
         "lm_head_bias": ("a bias of the LM head", (False,)),
+        "position_embedding_type": ("positions other than rotary embedding", ("rope",)),
         "embedding_multiplier": ("a factor on the embedding", (1, False)),
         "attention_multiplier": ("a factor on attention scores", (1, False)),
         "residual_multiplier": ("a factor on what layers add", (1, False)),
@@ -257,6 +256,10 @@ IGNORED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 
 OWN: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "use_qkv_bias": "biases of q, k and v",
+        "attention_out_bias": "a bias of attention's output",
+        "use_parallel_residual": "whether attention and network read one norm",
+        "mlp_layer_types": "dense or sparse, by layer",
         "use_sliding_window": "whether sliding_window counts; by default not",
         "sliding_window_pattern": "one of so many layers has full attention; layer_types precedes it",
         "rope_local_base_freq": "base of rotary embedding in layers with a window",
@@ -285,6 +288,8 @@ def config_fields(types: Mapping[str, TypeFields]) -> FieldTable:
                 only = frozenset({kind})
                 yield Field(name, "read", f"as {common} of other model types", CLASS, only=only)
                 yield Field(common, "none", f"{name} counts", PUBLISHED, only=only)
+            for name, why in own.ignored.items():
+                yield Field(name, "none", why, CLASS, only=frozenset({kind}))
         for name, meaning in OWN.items():
             yield from _one("read", name, meaning, readers(name))
         for name, (meaning, why) in IGNORED.items():
@@ -315,10 +320,6 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
     """Yield the rows whose model types follow from several fields."""
     nested, layered = readers("rope_local_base_freq"), readers("layer_types")
     alike, sparse = readers("sliding_window") - layered, readers("num_experts_per_tok")
-    apart = nested | readers("short_mscale")
-    name = "original_max_position_embeddings"
-    yield from _one("none", name, "that of the section counts, else max_position_embeddings", apart)
-    yield from _one("read", name, "context before the extension; precedes the section's", every - apart)
     yield from _one("none", "hidden_act", "hidden_activation counts", readers("hidden_activation"), PUBLISHED)
     yield from _one("read", "layer_types", "full_attention or sliding_attention, by layer", layered)
     yield from _one(
