@@ -19,7 +19,14 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.hub import hub_folder, pull_model
 from heterollm.model.hub_names import is_ollama_name, parse_hub_name
 from heterollm.model.json_fields import read_json_object
-from heterollm.model.layout import embedding_name, expected_tensors, head_name, layer_of, matrix_shape
+from heterollm.model.layout import (
+    embedding_name,
+    expected_tensors,
+    head_name,
+    layer_of,
+    matrix_shape,
+    unread_tensors,
+)
 from heterollm.model.lora import LoraAdapter
 from heterollm.model.stored import (
     GgufTensors,
@@ -308,6 +315,8 @@ class Checkpoint:
             return self._equal(name, embedding_name(config))
         if name.endswith(".bias") and self._in_blocks(f"{name.removesuffix('bias')}weight"):
             return not self.read(name).any()  # some packers add zeros
+        if name.startswith(unread_tensors(config)):
+            return True
         layer = layer_of(config, name)
         return name.endswith(".rotary_emb.inv_freq") and (layer is None or layer < config.layers)
 

@@ -100,6 +100,14 @@ GEMMA: Mapping[str, object] = MappingProxyType(
 GEMMA_FIELDS = frozenset(
     {"final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
 )
+CWM_ROPE: Final[dict[str, object]] = {
+    "rope_type": "llama3",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -273,7 +281,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "head_dim": 128,
                 "rms_norm_eps": 1e-5,
                 "sliding_window": 8192,
-                "rope_theta": 1_000_000.0,
+                "rope_parameters": CWM_ROPE,
             },
             follows=frozenset({"layer_types"}),
             slides=all_but_every_fourth,

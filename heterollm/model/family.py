@@ -32,6 +32,7 @@ class TensorNames:
         embedding: Module of the token embedding.
         final_norm: Module of the norm before the head.
         head: Module of an untied LM head.
+        unread: Beginnings of names of tensors that the model does not compute with.
     """
 
     modules: Mapping[Group, Mapping[str, str]]
@@ -40,6 +41,7 @@ class TensorNames:
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,11 @@ def layer_of(config: ModelConfig, name: str) -> int | None:
     return int(number) if name.startswith(prefix) and number.isdecimal() else None
 
 
+def unread_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Return the beginnings of names of tensors that the model does not compute with."""
+    return _tensors(config).unread
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the model computes with, by name."""
     shapes: dict[str, tuple[int, ...]] = {

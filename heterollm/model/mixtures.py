@@ -55,6 +55,16 @@ STACKED_EXPERTS: Mapping[str, str] = MappingProxyType(
 SPARSE: Final = alike(("attention",), ("mixture",))
 
 
+def by_mlp_type(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
+    """Return a layer with experts unless ``mlp_layer_types`` calls it dense."""
+    kinds = fields.get("mlp_layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in ("dense", "sparse")
+    ):
+        raise fields.fail("mlp_layer_types", "a list of dense or sparse, one for each layer")
+    return ("attention",), ("ffn",) if kinds and kinds[layer] == "dense" else ("mixture",)
+
+
 def with_any_experts(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
     """Return a layer whose shared experts stand beside others, or alone if there are none."""
     sparse = fields.count("num_local_experts", minimum=0) > 0
@@ -116,8 +126,8 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             name="Mellum 2",
             covers="Mellum 2",
             architecture="MellumForCausalLM",
-            tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
-            layers=SPARSE,
+            tensors=TensorNames(SEPARATE, {**NORMS, **HEAD_NORMS}, unread=("mtp.",)),
+            layers=by_mlp_type,
             mixture=Mixture(
                 "mlp.gate",
                 NAMED_EXPERTS,
@@ -135,13 +145,20 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
                 "rope_theta": 500_000.0,
                 "rope_local_base_freq": 10_000.0,
             },
-            follows=frozenset({"layer_types"}),
+            follows=frozenset({"layer_types", "mlp_layer_types"}),
             biases=ATTENTION_BIASES,
             slides=no_layer,
             layered_rope=True,
             ignores={
                 "original_max_position_embeddings": SECTION_COUNTS,
                 **dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters counts"),
+                **dict.fromkeys(
+                    (
+                        *("num_mtp_layers", "num_nextn_predict_layers"),
+                        *("mtp_layer_types", "mtp_mlp_layer_types"),
+                    ),
+                    "layers that predict further tokens are not read",
+                ),
             },
         ),
         "olmoe": Family(
@@ -241,7 +258,10 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             },
             follows=GRANITE_FIELDS | {"layer_types", "position_embedding_type"},
             biases=ATTENTION_BIASES,
-            ignores=dict.fromkeys(("mamba_*", "time_step_limit"), "no layer is recurrent"),
+            ignores={
+                **dict.fromkeys(("mamba_*", "time_step_limit"), "no layer is recurrent"),
+                "layers_block_type": "layer_types counts",
+            },
             bos_ids=(1,),
             eos_ids=(2,),
         ),

@@ -24,6 +24,15 @@ from heterollm.solver.plan_records import PlanEntry
 
 torch = pytest.importorskip("torch")
 
+PLAIN: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 176,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     # 352 rows of the feed-forward are no multiple of 64, and the rotary frequencies are rescaled.
     "llama": {
@@ -139,6 +148,64 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    "gemma": {
+        **PLAIN,
+        "head_dim": 40,
+        "attention_bias": True,
+    },
+    "granite": {
+        **PLAIN,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.03,
+        "logits_scaling": 6.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    # An epsilon that shows, and a quarter of a head that turns.
+    "stablelm": {
+        **PLAIN,
+        "num_key_value_heads": 4,
+        "use_qkv_bias": True,
+        "layer_norm_eps": 1e-2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    },
+    "seed_oss": {**PLAIN, "head_dim": 48, "mlp_bias": True},
+    "ministral": {
+        **PLAIN,
+        "head_dim": 48,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    # The first and the fourth layer see everything.
+    "cwm": {**PLAIN, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 20},
+    # Positions that differ between layers, and a mixture.
+    "mellum": {
+        **PLAIN,
+        "head_dim": 40,
+        "moe_intermediate_size": 96,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 20,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    # The width of the network has the name of shared experts'.
+    "granitemoehybrid": {
+        **PLAIN,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 208,
+        "layer_types": ["attention"] * 2,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.03,
+        "logits_scaling": 6.0,
+        "mamba_n_heads": 4,
     },
     # Experts narrower than the stream, of which only blocks of 16 divide the inputs.
     "mixtral": {

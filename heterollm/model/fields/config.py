@@ -92,6 +92,7 @@ ALWAYS: Final = (
             "resid_pdrop": "training",
             "embd_pdrop": "training",
             "hidden_dropout": "training",
+            "residual_dropout": "training",
             "use_cache": "the cache changes the time alone",
             "pretraining_tp": "products in parts; transformers 5 ignores it",
         },
@@ -173,6 +174,7 @@ ALWAYS: Final = (
             "use_alibi": "biases of attention by distance",
             "qk_norm": "norms of queries and keys that the model type does not have",
             "use_qk_norm": "norms of queries and keys that the model type does not have",
+            "use_parallel_residual": "attention and network side by side",
             "qk_layernorm": "norms of queries and keys that the model type does not have",
             "num_nextn_predict_layers": "layers that predict further tokens",
         },
@@ -258,7 +260,6 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "use_qkv_bias": "biases of q, k and v",
         "attention_out_bias": "a bias of attention's output",
-        "use_parallel_residual": "whether attention and network read one norm",
         "mlp_layer_types": "dense or sparse, by layer",
         "use_sliding_window": "whether sliding_window counts; by default not",
         "sliding_window_pattern": "one of so many layers has full attention; layer_types precedes it",

@@ -50,6 +50,26 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4},
+    "mellum": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": False,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "granitemoehybrid": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "layer_types": ["attention"] * 2,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+    },
+    "stablelm": {"num_key_value_heads": 4},
+    "cwm": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
 }
 # Fields beside the one in question, in both models: a window that is in use, or a scaling.
 USED = {"use_sliding_window": True, "max_window_layers": 0}
@@ -91,10 +111,14 @@ VALUES: dict[str, Any] = {
     "hidden_activation": "silu",
     "attention_bias": True,
     "mlp_bias": True,
+    "use_qkv_bias": True,
+    "attention_out_bias": True,
+    "layer_norm_eps": 0.01,
     "sliding_window": 8,
     "use_sliding_window": True,
     "max_window_layers": 1,
     "layer_types": ["sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
     "sliding_window_pattern": 1,
     "rope_local_base_freq": 50.0,
     "no_rope_layer_interval": 1,
@@ -133,6 +157,8 @@ VALUES: dict[str, Any] = {
     "use_alibi": True,
     "qk_norm": True,
     "use_qk_norm": True,
+    "qk_layernorm": True,
+    "use_parallel_residual": True,
     "num_nextn_predict_layers": 1,
     "interpolate_factor": 2,
     "full_attn_mod": 2,
@@ -142,6 +168,7 @@ VALUES: dict[str, Any] = {
 }
 OF_KIND: dict[tuple[str, str], Any] = {
     ("gemma3_text", "rope_parameters"): NESTED,
+    ("mellum", "rope_parameters"): NESTED,
     ("phi3", "rope_parameters"): {"rope_type": "longrope", "rope_theta": 1000.0, **LONG},
     ("phi3", "rope_scaling"): {"type": "longrope", **LONG},
     ("phimoe", "rope_parameters"): {

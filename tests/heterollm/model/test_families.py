@@ -20,6 +20,8 @@ Reference = Callable[[LLM, Path, list[int]], np.ndarray]
 Oracle = Callable[..., np.ndarray]
 
 LEVELS = ("gpu", "npu", "layer")
+# Families that cost a declaration and no code.
+DECLARED = ("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
     "mistral": ("mistral", {}),
@@ -40,14 +42,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
+    **{name: (name, {}) for name in DECLARED},
+    "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
+    "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
 }
-VARIANTS = ("mistral without window", "qwen2 with window", "llama with biases")
+VARIANTS = (
+    *("mistral without window", "qwen2 with window", "llama with biases"),
+    *("granite 4 without positions", "granite 4 with experts"),
+)
 
 # The level layer runs the graphs of npu with the kernels of gpu.
 SLOW = (
     *(("qwen3", "layer"), ("gemma2", "layer"), ("mistral", "layer"), ("phi3", "layer"), ("smollm3", "layer")),
     # What is asked of the NPU in the variants is asked by their families.
     *((name, "layer") for name in VARIANTS if name != "llama with biases"),
+    *((name, level) for name in DECLARED for level in ("npu", "layer")),
     *((name, "layer") for name in ("mixtral", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
 )
 PROMPT, STEPS = 70, 5
@@ -192,10 +201,11 @@ def plain_rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def wholly_turning(config: ModelConfig) -> dict[str, Any]:
-    assert config.rope.kind == "longrope"
     own = config.attention
-    factors = config.rope.long_factor + (own.head_dim - own.rotary_dim) // 2 * (1.0,)
-    rope = dataclasses.replace(config.rope, long_factor=factors)
+    rope = config.rope
+    if rope.kind == "longrope":
+        factors = rope.long_factor + (own.head_dim - own.rotary_dim) // 2 * (1.0,)
+        rope = dataclasses.replace(rope, long_factor=factors)
     return attention(config, rotary_dim=own.head_dim, rope=rope)
 
 
@@ -267,6 +277,17 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "granitemoe": ("embedding scale", "attention scale", "scale of logits", "bias of attention"),
     "granitemoeshared": ("embedding scale", "scale of logits"),
+    "gemma": ("norm offset", "embedding scale", "activation", "biases of q, k and v", "bias of attention"),
+    "granite": (
+        *("embedding scale", "attention scale", "scale of logits"),
+        *("biases of q, k and v", "bias of attention", "biases of the feed-forward"),
+    ),
+    "stablelm": ("means of norms", "partly turning heads", "biases of q, k and v"),
+    "seed_oss": ("biases of q, k and v", "biases of the feed-forward"),
+    "ministral": ("window", "layers without window"),
+    "cwm": ("window", "layers without window"),
+    "mellum": ("window", "layers without window", "positions of sliding layers", "norms of heads"),
+    "granitemoehybrid": ("embedding scale", "attention scale", "scale of logits"),
 }
 
 

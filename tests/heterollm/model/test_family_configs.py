@@ -74,6 +74,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "smollm3": {"model_type": "smollm3"},
+    "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "hidden_act": "gelu", "head_dim": 16},
+    "granite": {"model_type": "granite", "attention_multiplier": 0.25},
+    "stablelm": {"model_type": "stablelm", "num_key_value_heads": 2, "use_qkv_bias": True},
+    "seed_oss": {"model_type": "seed_oss", "num_key_value_heads": 2},
+    "ministral": {"model_type": "ministral", "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 32},
+    "cwm": {"model_type": "cwm", "num_key_value_heads": 2, "sliding_window": 32},
     "smollm3 with layers": {
         "model_type": "smollm3",
         "no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 1],
@@ -102,9 +108,11 @@ def test_features_are_those_of_transformers(published: dict[str, Any], saved: bo
     own = ours.attention
     assert own.kv_heads == theirs.num_key_value_heads
     assert own.head_dim == (getattr(theirs, "head_dim", None) or 64 // own.heads)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    epsilon = theirs.layer_norm_eps if theirs.model_type == "stablelm" else theirs.rms_norm_eps
+    assert ours.rms_norm_eps == epsilon
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     scale = getattr(theirs, "query_pre_attn_scalar", own.head_dim) ** -0.5
+    scale = getattr(theirs, "attention_multiplier", scale)
     assert own.scale == pytest.approx(scale, rel=1e-12)
     assert own.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0)
     assert ours.logit_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0)
