@@ -41,6 +41,7 @@ from heterollm.model.stored import (
 )
 from heterollm.model.stored_formats import normalized_quantization
 from heterollm.model.tensor_file import TensorFile
+from heterollm.model.wrappers import is_wrapped, text_names
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
@@ -142,7 +143,9 @@ class Checkpoint:
                 f"has neither {SINGLE_FILE} nor {INDEX_FILE}.",
                 "Only safetensors are read: convert other formats with transformers' save_pretrained.",
             )
+        self._unread = 0
         if self._stored is None:
+            self._take_text_part()
             self._name_tied_embedding()
             self._add_packed()
         self.adapter = None if lora is None else LoraAdapter(lora)
@@ -153,8 +156,10 @@ class Checkpoint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Assumptions about a GGUF file's metadata, and fields that have no effect here."""
-        return self._stored.notes if isinstance(self._stored, GgufTensors) else ()
+        """Assumptions about a GGUF file's metadata, fields without effect, and tensors that are not read."""
+        if isinstance(self._stored, GgufTensors):
+            return self._stored.notes
+        return (f"{self._unread} tensors of vision are not read; the text part is.",) if self._unread else ()
 
     @property
     def file_bytes(self) -> int:
@@ -359,6 +364,18 @@ class Checkpoint:
             shards.setdefault(shard, []).append(name)
         for shard, names in sorted(shards.items()):
             self._add_file(shard, names)
+
+    def _take_text_part(self) -> None:
+        """Leave out tensors beside the text part, and give those of it their names in a model of text."""
+        config = self.folder / "config.json"
+        if not config.is_file() or not is_wrapped(read_json_object(config)):
+            return
+        files, names = self._files, text_names(self._files)
+        self._unread = len(files) - len(names)
+        self._files = {}
+        for name, own in names.items():
+            file = files[name]
+            self._files[own] = dataclasses.replace(file, entries={own: file.entries[name]})
 
     def _name_tied_embedding(self) -> None:
         """Give an embedding that a file has under the name of the tied head alone its own name.

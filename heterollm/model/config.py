@@ -26,6 +26,7 @@ from heterollm.model.sampling_defaults import read_generation
 from heterollm.model.stored import refuse_foreign_weights
 from heterollm.model.stored_formats import StoredFormats, read_stored_formats
 from heterollm.model.token_ids import token_ids
+from heterollm.model.wrappers import text_config
 
 MOST_LAYERS = 10_000
 """A limit that refuses a damaged number before any list over layers is made."""
@@ -135,6 +136,7 @@ class ModelConfig:
             CheckpointError: A field is missing, of the wrong type, or contradicts another.
             UnsupportedModelError: The model is not supported.
         """
+        values = text_config(values)
         family = _check_supported(JsonFields(values))
         read = CONFIG_FIELDS.read(values, str(values["model_type"]))
         own = {name: read[stated] for name, stated in family.renamed.items() if stated in read}
@@ -184,8 +186,7 @@ def _multiplier(fields: JsonFields, family: Family, name: str) -> float:
 def _check_supported(fields: JsonFields) -> Family:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        vision = " (with vision; its text part alone is gemma3_text)" if model_type == "gemma3" else ""
-        raise unsupported(f"Model type {model_type!r}{vision}")
+        raise unsupported(f"Model type {model_type!r}")
     family = FAMILIES[model_type]
     architectures = fields.get("architectures")
     published = (family.published_code or "").rpartition(".")[-1]
@@ -206,11 +207,12 @@ def check_config(values: Mapping[str, Any]) -> tuple[str, ...]:
         values: Content of the file, of a supported model type.
 
     Returns:
-        Notes about fields that no table has.
+        Notes about fields that no table has, of the text part if there are others.
 
     Raises:
         UnsupportedModelError: A field is not supported.
     """
+    values = text_config(values)
     kind = str(values["model_type"])
     refused, notes = CONFIG_FIELDS.examine(values, "config.json", kind)
     for name in ("rope_parameters", "rope_scaling"):

@@ -220,6 +220,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             tensors=TensorNames(SEPARATE, {**SANDWICH_NORMS, **HEAD_NORMS}),
             defaults={
                 **GEMMA,
+                # Checkpoints with vision leave out what its class assumes.
+                "vocab_size": 262_208,
+                "num_attention_heads": 8,
+                "max_position_embeddings": 131_072,
                 "sliding_window_pattern": 6,
                 "rope_theta": 1_000_000.0,
                 "rope_local_base_freq": 10_000.0,

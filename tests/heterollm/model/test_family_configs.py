@@ -202,7 +202,7 @@ def test_scale_of_the_embedding_is_a_float32() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("gemma3", {"model_type": "gemma3"}, "with vision"),
+        ("gemma3", {"model_type": "gemma3"}, "without text_config"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "soft cap on attention scores"),
         ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
         ("gemma2", {"hidden_activation": "gelu"}, "'gelu'"),
