@@ -15,8 +15,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from heterollm.base import CheckpointError, atomic_path, locked
 from heterollm.model.checkpoint import Checkpoint
-from heterollm.model.expert_layout import TensorRows
 from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
+from heterollm.model.tensor_rows import TensorRows
 
 NAME = "channels"
 SLAB_ROWS = 1024
@@ -69,7 +69,7 @@ def channel_file(
     """
     kind = np.dtype(dtype)
     columns = checkpoint.shape(members[0].name)[1]
-    shape = columns, sum(member.stop - member.start for member in members)
+    shape = columns, sum(member.count for member in members)
     entries = layout_tensors({NAME: (TYPES[kind], shape)})
     file = _opened(path, key, entries)
     if file is None:
@@ -96,8 +96,12 @@ def _channels(
 ) -> NDArray[Any]:
     weights, column = np.empty(shape, dtype), 0
     for member in members:
-        for start in range(member.start, member.stop, SLAB_ROWS):
-            rows = start, min(start + SLAB_ROWS, member.stop)
+        slabs = (
+            (row, min(row + SLAB_ROWS, stop))
+            for start, stop in member.ranges
+            for row in range(start, stop, SLAB_ROWS)
+        )
+        for rows in slabs:
             stop = column + rows[1] - rows[0]
             with np.errstate(over="ignore"):
                 weights[:, column:stop] = checkpoint.read(member.name, rows).T

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -13,15 +13,7 @@ from heterollm.model.blocks import MixtureBlock
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import Mixture
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRows:
-    """The rows ``[start, stop)`` of a tensor that hold a linear's weight."""
-
-    name: str
-    start: int
-    stop: int
+from heterollm.model.tensor_rows import TensorRows
 
 
 def router_name(config: ModelConfig, layer: int) -> str:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from heterollm.base import CheckpointError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor
 from heterollm.kernels.ops import OpSpec, WeightFormat
-from heterollm.model.expert_layout import TensorRows, expert_rows
+from heterollm.model.expert_layout import expert_rows
 from heterollm.model.tensor_file import DATA_TYPES, TensorFile
+from heterollm.model.tensor_rows import TensorRows
 from heterollm.model.weight_cache import quantized_tensor, suffixes
 from heterollm.model.weight_views import beyond_float16
 from heterollm.model.weights import ModelWeights

@@ -33,12 +33,11 @@ from heterollm.model.rope import ROPE_KINDS
 
 # ---- tensor names ---------------------------------------------------------------------------------------
 
+FUSED_NETWORK: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {**SEPARATE, "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")}
+)
 FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        **SEPARATE,
-        "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj"),
-        "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
-    }
+    {**FUSED_NETWORK, "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj")}
 )
 SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
     {
@@ -99,6 +98,15 @@ GEMMA: Mapping[str, object] = MappingProxyType(
 )
 GEMMA_FIELDS = frozenset(
     {"final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
+)
+GLM: Mapping[str, object] = MappingProxyType(
+    {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    }
 )
 CWM_ROPE: Final[dict[str, object]] = {
     "rope_type": "llama3",
@@ -291,6 +299,50 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             slides=all_but_every_fourth,
             bos_ids=(128000,),
             eos_ids=(128001, 128008, 128009),
+        ),
+        "ernie4_5": Family(
+            name="ERNIE 4.5",
+            covers="ERNIE 4.5 0.3B",
+            architecture="Ernie4_5ForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+                "tie_word_embeddings": True,
+            },
+            biases=dict.fromkeys(("qkv", "o", "ffn"), "use_bias"),
+            interleaved_rope=True,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "glm": Family(
+            name="GLM-4 of 2024",
+            covers="GLM-4 9B of 2024 and GLM-Edge",
+            architecture="GlmForCausalLM",
+            tensors=TensorNames(FUSED_NETWORK, NORMS),
+            defaults=GLM,
+            follows=frozenset({"partial_rotary_factor"}),
+            biases={"qkv": "attention_bias"},
+            interleaved_rope=True,
+        ),
+        "glm4": Family(
+            name="GLM-4",
+            covers="GLM-4-0414 9B and 32B",
+            architecture="Glm4ForCausalLM",
+            tensors=TensorNames(
+                FUSED_NETWORK,
+                {
+                    **NORMS,
+                    "attention_output": "post_self_attn_layernorm",
+                    "feed_forward_output": "post_mlp_layernorm",
+                },
+            ),
+            defaults=GLM,
+            follows=frozenset({"partial_rotary_factor"}),
+            biases={"qkv": "attention_bias"},
+            interleaved_rope=True,
         ),
         "smollm3": Family(
             name="SmolLM3",

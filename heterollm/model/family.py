@@ -104,6 +104,10 @@ class Family:
         ignores: Fields that change other families and not this one, each with the reason.
         layered_rope: Whether layers with a window have a RoPE of their own.
         activation_aliases: Other names of activations.
+        interleaved_rope: Whether RoPE rotates neighbouring elements of a head. The rows of q and k are
+            reordered as weights are read, so that elements half a head apart give the same scores.
+        grouped_heads: Whether the tensor of q, k and v has the queries of a key head, that head and its value
+            head, and then the next.
         follows: Supported optional fields; other families refuse one that changes the result.
         biases: Parts of the model that may have biases, each with the field that says so; true for always.
         slides: Whether a layer has the sliding window if ``layer_types`` is missing; None in a family
@@ -130,6 +134,8 @@ class Family:
     ignores: Mapping[str, str] = field(default_factory=dict)
     layered_rope: bool = False
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
+    interleaved_rope: bool = False
+    grouped_heads: bool = False
     follows: frozenset[str] = frozenset()
     biases: Mapping[BiasedPart, str | Literal[True]] = field(default_factory=dict)
     slides: Callable[[JsonFields, int], bool] | None = None

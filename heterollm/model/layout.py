@@ -8,12 +8,13 @@ from typing import Literal
 
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import Group, Member, OpSpec, Precision, Scales, WeightFormat
-from heterollm.model.blocks import GroupShape, MixtureBlock, Norm, kind_names
+from heterollm.model.blocks import AttentionBlock, GroupShape, MixtureBlock, Norm, kind_names
 from heterollm.model.config import ModelConfig
-from heterollm.model.expert_layout import TensorRows, expert_tensors
+from heterollm.model.expert_layout import expert_tensors
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import TensorNames
 from heterollm.model.stored_formats import StoredFormats
+from heterollm.model.tensor_rows import HeadOrder, TensorRows
 
 HEAD_LAYER = -1
 """Layer number of the LM head."""
@@ -56,12 +57,38 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
     for shape in group_shapes(config, layer):
         used: dict[str, int] = {}
         found[shape.group] = {}
+        orders = _head_orders(config, layer) if shape.group == "qkv" else {}
         for member in shape.members:
-            name = names[shape.group][member.name]
-            start = used.get(name, 0)
-            used[name] = start + member.rows
-            found[shape.group][member.name] = TensorRows(name, start, used[name])
+            name, order = names[shape.group][member.name], orders.get(member.name)
+            if order is not None:
+                rows = TensorRows(name, 0, order.groups * order.stride, order)
+            else:
+                start = used.get(name, 0)
+                used[name] = start + member.rows
+                rows = TensorRows(name, start, used[name])
+            found[shape.group][member.name] = rows
     return found
+
+
+def _head_orders(config: ModelConfig, layer: int) -> dict[str, HeadOrder]:
+    """Return the order of rows of each member of a layer's attention that a checkpoint has in another one."""
+    family, block = FAMILIES[config.model_type], config.per_layer[layer].find(AttentionBlock)
+    assert block is not None  # the layer has a group qkv
+    dim = block.head_dim
+    if family.grouped_heads:
+        queries = block.heads // block.kv_heads
+        heads = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}
+        stride = (queries + 2) * dim
+        return {
+            name: HeadOrder(block.kv_heads, stride, first * dim, count, dim)
+            for name, (first, count) in heads.items()
+        }
+    if family.interleaved_rope and block.rope is not None:
+        counts = {"q": block.heads, "k": block.kv_heads}
+        return {
+            name: HeadOrder(1, count * dim, 0, count, dim, block.rotary_dim) for name, count in counts.items()
+        }
+    return {}
 
 
 def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:

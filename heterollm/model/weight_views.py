@@ -10,7 +10,7 @@ import numpy as np
 from heterollm.base import CheckpointError
 from heterollm.kernels.formats import LinearWeight, take_rows
 from heterollm.model.checkpoint import Checkpoint
-from heterollm.model.expert_layout import TensorRows
+from heterollm.model.tensor_rows import TensorRows
 from heterollm.model.weight_cache import SLAB_WEIGHTS
 
 

@@ -49,6 +49,7 @@ from heterollm.model.layout import (
 from heterollm.model.stored import STORED_VERSION
 from heterollm.model.stored_notes import stored_notes
 from heterollm.model.tensor_file import TensorFile
+from heterollm.model.tensor_rows import TensorRows
 from heterollm.model.weight_cache import (
     ByteProgress,
     Recipe,
@@ -114,7 +115,7 @@ class ModelWeights:
             return (self.head,)
         members = linear_rows(self.config, layer)[group].values()
         tensors = {name: self.linears[name] for name in dict.fromkeys(rows.name for rows in members)}
-        return tuple(take_rows(tensors[rows.name], [(rows.start, rows.stop)]) for rows in members)
+        return tuple(take_rows(tensors[rows.name], rows.ranges) for rows in members)
 
     def expert_members(self, layer: int, members: Sequence[str]) -> Sequence[LinearWeight]:
         """Return the weights of some members of every expert, one expert after the other, read on access.
@@ -152,7 +153,10 @@ class ModelWeights:
     def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32], ...]:
         """Return the biases ``[n]`` of a group's members, in order; empty for a group without bias."""
         names = bias_names(self.config, layer).get(group, {})
-        return tuple(self.floats[name] for name in names.values())
+        if layer == HEAD_LAYER:
+            return tuple(self.floats[name] for name in names.values())
+        places = linear_rows(self.config, layer)[group]
+        return tuple(_in_order(self.floats[name], places[member]) for member, name in names.items())
 
     def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
         """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's."""
@@ -337,6 +341,12 @@ def _shifted(progress: ByteProgress | None, start_bytes: int, total_bytes: int) 
     if progress is None:
         return None
     return lambda done_bytes, _: progress(start_bytes + done_bytes, total_bytes)
+
+
+def _in_order(bias: NDArray[np.float32], place: TensorRows) -> NDArray[np.float32]:
+    """Return the part of a tensor's bias that belongs to some of its rows."""
+    parts = [bias[start:stop] for start, stop in place.ranges]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _as_float32(weight: LinearWeight) -> NDArray[np.float32]:

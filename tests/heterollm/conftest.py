@@ -33,6 +33,7 @@ PLAIN: dict[str, Any] = {
     "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }
+HALF_TURNING = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, dict[str, Any]] = {
     # 352 rows of the feed-forward are no multiple of 64, and the rotary frequencies are rescaled.
     "llama": {
@@ -180,6 +181,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     # The first and the fourth layer see everything.
     "cwm": {**PLAIN, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 20},
+    # Neighbouring elements turn: all, or half of a head.
+    "ernie4_5": {**PLAIN, "head_dim": 48, "use_bias": True},
+    "glm": {**PLAIN, "head_dim": 40, "rope_parameters": HALF_TURNING},
+    "glm4": {**PLAIN, "head_dim": 40, "rope_parameters": HALF_TURNING},
     # Positions that differ between layers, and a mixture.
     "mellum": {
         **PLAIN,

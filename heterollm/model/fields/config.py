@@ -259,6 +259,7 @@ IGNORED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 OWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "use_qkv_bias": "biases of q, k and v",
+        "use_bias": "biases of all linears of layers",
         "attention_out_bias": "a bias of attention's output",
         "mlp_layer_types": "dense or sparse, by layer",
         "use_sliding_window": "whether sliding_window counts; by default not",

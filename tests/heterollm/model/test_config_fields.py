@@ -69,6 +69,8 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 4,
     },
     "stablelm": {"num_key_value_heads": 4},
+    "ernie4_5": {"rope_theta": 10_000.0},
+    **{kind: {"partial_rotary_factor": 1.0, "attention_bias": False} for kind in ("glm", "glm4")},
     "cwm": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
 }
 # Fields beside the one in question, in both models: a window that is in use, or a scaling.
@@ -112,6 +114,7 @@ VALUES: dict[str, Any] = {
     "attention_bias": True,
     "mlp_bias": True,
     "use_qkv_bias": True,
+    "use_bias": True,
     "attention_out_bias": True,
     "layer_norm_eps": 0.01,
     "sliding_window": 8,

@@ -21,7 +21,10 @@ Oracle = Callable[..., np.ndarray]
 
 LEVELS = ("gpu", "npu", "layer")
 # Families that cost a declaration and no code.
-DECLARED = ("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid")
+DECLARED = (
+    *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
+    *("ernie4_5", "glm", "glm4"),
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
     "mistral": ("mistral", {}),
@@ -287,6 +290,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "ministral": ("window", "layers without window"),
     "cwm": ("window", "layers without window"),
     "mellum": ("window", "layers without window", "positions of sliding layers", "norms of heads"),
+    "ernie4_5": ("biases of q, k and v", "bias of attention", "biases of the feed-forward"),
+    "glm": ("partly turning heads", "biases of q, k and v"),
+    "glm4": ("partly turning heads", "biases of q, k and v", "norms of outputs"),
     "granitemoehybrid": ("embedding scale", "attention scale", "scale of logits"),
 }
 

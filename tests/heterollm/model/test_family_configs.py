@@ -8,9 +8,9 @@ from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Member
 from heterollm.model import ModelConfig, op_specs
 from heterollm.model.blocks import AttentionBlock
-from heterollm.model.expert_layout import TensorRows
 from heterollm.model.families import FAMILIES
 from heterollm.model.layout import expected_tensors, layer_norms, linear_rows
+from heterollm.model.tensor_rows import TensorRows
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,6 +77,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "hidden_act": "gelu", "head_dim": 16},
     "granite": {"model_type": "granite", "attention_multiplier": 0.25},
     "stablelm": {"model_type": "stablelm", "num_key_value_heads": 2, "use_qkv_bias": True},
+    "ernie4_5": {"model_type": "ernie4_5", "num_key_value_heads": 2, "use_bias": True},
+    "glm4": {"model_type": "glm4", "num_key_value_heads": 2},
     "seed_oss": {"model_type": "seed_oss", "num_key_value_heads": 2},
     "ministral": {"model_type": "ministral", "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 32},
     "cwm": {"model_type": "cwm", "num_key_value_heads": 2, "sliding_window": 32},
