@@ -141,6 +141,8 @@ class ModelConfig:
         read = CONFIG_FIELDS.read(values, str(values["model_type"]))
         own = {name: read[stated] for name, stated in family.renamed.items() if stated in read}
         fields = JsonFields({**family.defaults, **read, **own})
+        if family.derived is not None:
+            fields = JsonFields({**fields.values, **family.derived(fields)})
         hidden_size = fields.count("hidden_size")
         max_positions = fields.count("max_position_embeddings")
         layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)

@@ -75,6 +75,19 @@ def layers_without_rope(fields: JsonFields, layer: int) -> bool:
     return (layer + 1) % fields.count("no_rope_layer_interval") == 0
 
 
+# ---- fields that follow from others ---------------------------------------------------------------------
+
+
+def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
+    """Return Granite's names of MiniCPM's factors of depth and width (modeling_minicpm.py)."""
+    layers, width = fields.count("num_hidden_layers"), fields.count("hidden_size")
+    return {
+        "residual_multiplier": fields.positive("scale_depth") / layers**0.5,
+        "logits_scaling": width / fields.count("dim_model_base"),
+        "attention_multiplier": (width // fields.count("num_attention_heads")) ** -0.5,
+    }
+
+
 # ---- the families ---------------------------------------------------------------------------------------
 
 QWEN: Mapping[str, object] = MappingProxyType(
@@ -343,6 +356,41 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             follows=frozenset({"partial_rotary_factor"}),
             biases={"qkv": "attention_bias"},
             interleaved_rope=True,
+        ),
+        "internlm2": Family(
+            name="InternLM2",
+            covers="InternLM2 and 2.5",
+            architecture="InternLM2ForCausalLM",
+            tensors=TensorNames(
+                {
+                    "qkv": dict.fromkeys(("q", "k", "v"), "attention.wqkv"),
+                    "o": {"o": "attention.wo"},
+                    "gate_up": {"gate": "feed_forward.w1", "up": "feed_forward.w3"},
+                    "down": {"down": "feed_forward.w2"},
+                },
+                {"attention": "attention_norm", "feed_forward": "ffn_norm"},
+                embedding="model.tok_embeddings",
+                head="output",
+            ),
+            biases=dict.fromkeys(("qkv", "o"), "bias"),
+            grouped_heads=True,
+            published_code="modeling_internlm2.InternLM2ForCausalLM",
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "minicpm": Family(
+            name="MiniCPM",
+            covers="MiniCPM 1, 2 and 4 without sparse attention",
+            architecture="MiniCPMForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={"tie_word_embeddings": True, "dim_model_base": 1, "scale_depth": 1.0},
+            renamed={"embedding_multiplier": "scale_emb"},
+            derived=minicpm_multipliers,
+            follows=GRANITE_FIELDS | {"scale_depth", "dim_model_base"},
+            biases={"qkv": "attention_bias", "o": "attention_bias"},
+            published_code="modeling_minicpm.MiniCPMForCausalLM",
+            bos_ids=(1,),
+            eos_ids=(2,),
         ),
         "smollm3": Family(
             name="SmolLM3",

@@ -101,6 +101,7 @@ class Family:
         layers: The blocks of each layer.
         defaults: Default values of ``config.json`` that differ from Llama's.
         renamed: The family's own names of common fields, by the common name.
+        derived: Returns common fields that follow from the family's own ones; None in a family without any.
         ignores: Fields that change other families and not this one, each with the reason.
         layered_rope: Whether layers with a window have a RoPE of their own.
         activation_aliases: Other names of activations.
@@ -119,7 +120,8 @@ class Family:
         centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
         published_code: The class in ``auto_map`` of official checkpoints that predate the family's support in
-            transformers; any other code is refused. The class may also stand for the architecture.
+            transformers, or have none; any other code is refused. The class may also stand for the
+            architecture.
         bos_ids: Default of ``bos_token_id``.
         eos_ids: Default of ``eos_token_id``.
     """
@@ -131,6 +133,7 @@ class Family:
     layers: LayerNames = DENSE
     defaults: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    derived: Callable[[JsonFields], Mapping[str, object]] | None = None
     ignores: Mapping[str, str] = field(default_factory=dict)
     layered_rope: bool = False
     activation_aliases: Mapping[str, str] = field(default_factory=dict)

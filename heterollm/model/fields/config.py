@@ -259,6 +259,9 @@ IGNORED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 OWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "use_qkv_bias": "biases of q, k and v",
+        "bias": "biases of attention's linears",
+        "scale_depth": "factor of what layers add, by the root of their number",
+        "dim_model_base": "width that logits are scaled to",
         "use_bias": "biases of all linears of layers",
         "attention_out_bias": "a bias of attention's output",
         "mlp_layer_types": "dense or sparse, by layer",
