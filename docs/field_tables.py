@@ -1,21 +1,23 @@
-"""Prints the tables of the fields of a checkpoint's files for docs/checkpoints.md."""
+"""Prints the tables of model types, and of fields of a checkpoint's files, for docs/checkpoints.md."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 import heterollm.model.fields as room
-from heterollm.model.families import CONFIG_FIELDS
+from heterollm.model.families import CONFIG_FIELDS, FAMILIES
 from heterollm.model.fields.table import Field, FieldTable
+from heterollm.model.missing import MISSING
+from heterollm.model.wrappers import WRAPPERS
 
 PAGE: Final = Path(__file__).parent / "checkpoints.md"
-BEGIN: Final = "<!-- fields: written by docs/generate.py -->"
-END: Final = "<!-- end of fields -->"
+BEGIN: Final = "<!-- {}: written by docs/generate.py -->"
+END: Final = "<!-- end of {} -->"
 
 EFFECTS: Final = {"read": "read", "none": "no effect", "refused": "refused"}
 HEAD: Final = "| field | here | meaning, or reason | of | defined by |\n|---|---|---|---|---|"
@@ -33,10 +35,32 @@ def tables() -> Iterator[FieldTable]:
 
 
 def with_tables(page: str) -> str:
-    """Return the page with the tables between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([f"{before}{BEGIN}\n", *map(_section, tables()), f"{END}{after}"])
+    """Return the page with the tables between their marks."""
+    page = _between(page, "model types", [_model_types()])
+    return _between(page, "fields", map(_section, tables()))
+
+
+def _between(page: str, name: str, parts: Iterable[str]) -> str:
+    begin, end = BEGIN.format(name), END.format(name)
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return "\n".join([f"{before}{begin}\n", *parts, f"{end}{after}"])
+
+
+def _model_types() -> str:
+    """Return the table of supported model types, and what is missing for others."""
+    rows = [f"| `{kind}` | {family.covers} |" for kind, family in FAMILIES.items()]
+    for kind, wrapper in WRAPPERS.items():
+        parts = ", ".join(f"`{text}`" for text, name in wrapper.families.items() if name in FAMILIES)
+        rows.append(f"| `{kind}` | its text part ({parts}) |")
+    table = "\n".join(["| `model_type` | models |", "|---|---|", *rows])
+    missing: dict[str, list[str]] = {}
+    for kind, what in MISSING.items():
+        missing.setdefault(what, []).append(f"`{kind}`")
+    lines = [f"| {what} | {', '.join(kinds)} |" for what, kinds in missing.items()]
+    return "\n".join(
+        [table, "", "Refused, with the reason:\n", "| missing | model types |", "|---|---|", *lines, ""]
+    )
 
 
 def _section(table: FieldTable) -> str:

@@ -21,6 +21,7 @@ from heterollm.model.families import CONFIG_FIELDS, FAMILIES, SUPPORTED, unsuppo
 from heterollm.model.family import Family
 from heterollm.model.fields import ROPE_FIELDS
 from heterollm.model.json_fields import JsonFields, read_json_object
+from heterollm.model.missing import MISSING
 from heterollm.model.rope import RopeConfig
 from heterollm.model.sampling_defaults import read_generation
 from heterollm.model.stored import refuse_foreign_weights
@@ -188,7 +189,8 @@ def _multiplier(fields: JsonFields, family: Family, name: str) -> float:
 def _check_supported(fields: JsonFields) -> Family:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise unsupported(f"Model type {model_type!r}")
+        known = isinstance(model_type, str) and model_type in MISSING
+        raise unsupported(f"Model type {model_type!r}{f' ({MISSING[model_type]})' if known else ''}")
     family = FAMILIES[model_type]
     architectures = fields.get("architectures")
     published = (family.published_code or "").rpartition(".")[-1]

@@ -418,8 +418,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 CONFIG_FIELDS: Final = config_fields({name: family.fields for name, family in FAMILIES.items()})
 """Fields of ``config.json``, by model type."""
 
-_LISTED = ", ".join(f"{family.covers} (model_type {name})" for name, family in FAMILIES.items())
-SUPPORTED = f"Supported are {_LISTED}; text only, with RoPE of type {', '.join(ROPE_KINDS)}."
+SUPPORTED = (
+    f"Supported model types: {', '.join(FAMILIES)}; text only, with RoPE of type {', '.join(ROPE_KINDS)}."
+)
 """Next step for an unsupported feature or model."""
 
 

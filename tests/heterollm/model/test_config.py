@@ -103,7 +103,7 @@ def test_generation_config_is_read_from_the_folder(tmp_path, model_fields):
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_fields, changes, named):
-    with pytest.raises(UnsupportedModelError, match=r"Supported are Llama.*Qwen2") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"Supported model types: llama.*qwen2") as caught:
         ModelConfig.from_dict(model_fields(**changes))
     assert named in caught.value.message
 

@@ -10,7 +10,9 @@ from heterollm.model import ModelConfig, op_specs
 from heterollm.model.blocks import AttentionBlock
 from heterollm.model.families import FAMILIES
 from heterollm.model.layout import expected_tensors, layer_norms, linear_rows
+from heterollm.model.missing import MISSING
 from heterollm.model.tensor_rows import TensorRows
+from heterollm.model.wrappers import WRAPPERS
 
 transformers = pytest.importorskip("transformers")
 
@@ -218,18 +220,19 @@ def test_scale_of_the_embedding_is_a_float32() -> None:
         ("qwen3", {"partial_rotary_factor": 0.5}, "part of a head"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
         ("phi3", {"model_type": "phi3small"}, "phi3small"),
-        ("phi3", {"model_type": "gpt_oss"}, "gpt_oss"),
+        ("phi3", {"model_type": "gpt_oss"}, "'gpt_oss' (attention sinks, and experts with biases)"),
+        ("phi3", {"model_type": "lfm2"}, "'lfm2' (layers of short convolutions)"),
         ("smollm3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
     ],
 )
 def test_what_a_family_does_not_follow_is_refused_by_name(
     name: str, changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match="Supported are Llama") as caught:
+    with pytest.raises(UnsupportedModelError, match="Supported model types: llama") as caught:
         ModelConfig.from_dict(COMMON | CONFIGS[name] | changes)
     assert named in caught.value.message
     assert caught.value.fix is not None
-    assert all(f"(model_type {known})" in caught.value.fix for known in FAMILIES)
+    assert all(f" {known}" in caught.value.fix for known in FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -260,3 +263,11 @@ def test_what_contradicts_itself_is_refused(name: str, changes: dict[str, Any], 
     with pytest.raises(CheckpointError) as caught:
         ModelConfig.from_dict(COMMON | CONFIGS[name] | changes)
     assert named in caught.value.message
+
+
+def test_a_type_with_a_missing_feature_is_not_supported() -> None:
+    assert not {*MISSING} & {*FAMILIES, *WRAPPERS}
+    assert all(
+        kind in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+        for kind in {*MISSING} - {"phonelm", "kimi_linear", "minicpm3", "bailing_moe"}
+    )
