@@ -360,14 +360,6 @@ def test_mixtures_have_the_logits_of_their_stored_values(family, checkpoint, hos
     assert noise_db(own, wanted) >= 90
 
 
-def test_dense_layers_of_a_mixture_are_refused(checkpoint, tmp_path):
-    """As in llama.cpp, which needs a router in each layer of architecture qwen3moe."""
-    folder = checkpoint("qwen3_moe", mlp_only_layers=[1], intermediate_size=192)
-    source = Checkpoint(write_gguf(folder, tmp_path / "dense.gguf"))
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.gate\.weight"):
-        load_weights(source, ModelConfig.from_folder(source.folder))
-
-
 def test_notes_say_what_is_requantised(checkpoint, tmp_path):
     others = (("attn_v", Types.Q6_K), ("ffn_down", Types.Q5_0))
     path = write_gguf(checkpoint("llama", **WIDE), tmp_path / "mixed.gguf", Types.Q4_1, Types.Q6_K, others)
