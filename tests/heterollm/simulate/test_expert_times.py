@@ -12,7 +12,7 @@ from msgspec import structs
 from heterollm.base import silent
 from heterollm.calibration.routing import RoutingCalibration
 from heterollm.engine import Engine, ExpertRows
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs, shape_only_weights
 from heterollm.planning import ProfiledModel
 from heterollm.planning.planner import solve_plan
