@@ -14,8 +14,8 @@ from heterollm.engine.passes import CompiledPass
 from heterollm.engine.runner import Engine
 from heterollm.engine.slot_check import step_category
 from heterollm.engine.step import Buffer, LinearWork, Step
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import SharedArray, SyncChoice
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.kernels.sim.runtime import SimulatedRuntime

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from heterollm.base import InputError
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.report import append_simulated
 from heterollm.report.tables_sweep import read_simulated
 from heterollm.simulate import SimulatedRow

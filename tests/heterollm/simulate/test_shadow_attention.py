@@ -5,7 +5,7 @@ import json
 import pytest
 
 from heterollm.base import OptionError, silent
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterollm.base import silent
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel
 from heterollm.profiler.records import LayerKey, Profile

@@ -1,7 +1,7 @@
 """A backend without some forms: it offers the others, files apart, and is the other in all else."""
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import FewerForms, FfnShape, LinearShape
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 
 INT4 = WeightFormat(4, 128)
