@@ -85,6 +85,19 @@ def alike(*stages: StageNames) -> LayerNames:
     return lambda _fields, _layer: stages
 
 
+def sparse_steps(mixer: StageNames, *, dense: StageNames, sparse: StageNames) -> LayerNames:
+    """Return layers of which every ``decoder_sparse_step``-th is sparse, but none of ``mlp_only_layers``."""
+
+    def stages(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
+        listed = fields.get("mlp_only_layers") or []
+        if not isinstance(listed, list) or any(type(one) is not int for one in listed):
+            raise fields.fail("mlp_only_layers", "a list of numbers of layers")
+        steps = (layer + 1) % fields.count("decoder_sparse_step", 1) == 0
+        return mixer, sparse if steps and layer not in listed else dense
+
+    return stages
+
+
 SECTION_COUNTS: Final = "that of the section counts, else max_position_embeddings"
 DENSE: Final = alike(("attention",), ("ffn",))
 

@@ -20,6 +20,7 @@ from heterollm.model.family import (
     alike,
     every_layer,
     no_layer,
+    sparse_steps,
 )
 from heterollm.model.json_fields import JsonFields
 
@@ -103,8 +104,8 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             name="Qwen3-MoE",
             covers="Qwen3-MoE",
             architecture="Qwen3MoeForCausalLM",
-            tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
-            layers=SPARSE,
+            tensors=TensorNames(SEPARATE, {**NORMS, **HEAD_NORMS}),
+            layers=sparse_steps(("attention",), dense=("ffn",), sparse=("mixture",)),
             mixture=Mixture(
                 "mlp.gate",
                 NAMED_EXPERTS,
@@ -114,11 +115,12 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             defaults={
                 "num_key_value_heads": 4,
                 "sliding_window": 4096,
+                "intermediate_size": 6144,
                 "moe_intermediate_size": 768,
                 "num_experts": 128,
                 "num_experts_per_tok": 8,
             },
-            follows=frozenset({"use_sliding_window"}),
+            follows=frozenset({"use_sliding_window", "mlp_only_layers", "decoder_sparse_step"}),
             biases=ATTENTION_BIASES,
             slides=every_layer,
         ),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -339,7 +339,7 @@ def _build(
     """Build graphs by group and lengths, and yield the builds of each pair."""
     total_bytes = sum(graph.weight_bytes for context in contexts for graph in context)
     done_bytes = 0
-    order: tuple[Group, ...] = get_args(Group)
+    order = list(dict.fromkeys(context[0].spec.group for context in contexts))
     kinds: dict[tuple[int, tuple[int, ...]], list[tuple[PlannedGraph, ...]]] = {}
     for context in contexts:
         lengths = tuple(sorted({graph.length for graph in context}))

@@ -16,7 +16,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from heterollm.base import GIB, CalibrationError, OptionError, PlanError, format_bytes
-from heterollm.model import ModelConfig
+from heterollm.model import MixtureBlock, ModelConfig
 from heterollm.planning.calibrated import routing_of
 from heterollm.solver import (
     EXPERTS_ON_GPU,
@@ -66,7 +66,7 @@ DROPS: Final = (
 def calibrated_routing(
     path: str | Path | None, config: ModelConfig, request: PlanRequest | None
 ) -> tuple[RoutingCalibration, ...] | None:
-    """Return the calibrated routing of each layer for ``npumoe``; None where it is not asked for.
+    """Return the calibrated routing of each layer with experts; None where ``npumoe`` is not asked for.
 
     Args:
         path: File of the calibration.
@@ -79,34 +79,36 @@ def calibrated_routing(
     """
     if request is None or (name := expert_technique(request.techniques)) is None:
         return None
-    if (mixture := config.mixture) is None:
+    mixtures = config.blocks(MixtureBlock)
+    if not mixtures:
         raise OptionError(
             f"The technique {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
         )
     if path is None:
         return None
     found = routing_of(path)
-    counts = {len(chunk) for one in found for window in one.windows for chunk in window}
-    if len(found) != config.layers or counts != {mixture.routing.experts}:
+    counted = {one.layer: {len(chunk) for window in one.windows for chunk in window} for one in found}
+    if counted != {layer: {block.routing.experts} for layer, block in mixtures.items()}:
+        experts = next(iter(mixtures.values())).routing.experts
         raise CalibrationError(
-            f"The calibration {path} has no loads of this model's {mixture.routing.experts} experts in "
-            f"{config.layers} layers.",
+            f"The calibration {path} has no loads of this model's {experts} experts in {len(mixtures)} "
+            "layers.",
             fix="Run `heterollm calibrate` for this model, with windows of at least 64 tokens.",
         )
     return found
 
 
-def expert_loads(routing: Sequence[RoutingCalibration], tokens: int) -> tuple[Ints, ...]:
-    """Return the tokens of each expert in passes of some length, by layer: ``[chunks, experts]``.
+def expert_loads(routing: Sequence[RoutingCalibration], tokens: int) -> dict[int, Ints]:
+    """Return the tokens of each expert in passes of some length by layer: ``[chunks, experts]``.
 
     They are sums of the recorded chunks, and scaled where the length is no multiple of those, or longer than
     a window.
 
     Args:
-        routing: The calibrated or assumed routing of each layer.
+        routing: The calibrated or assumed routing of each layer with experts.
         tokens: Tokens of a pass.
     """
-    return tuple(one.scaled_loads(tokens) for one in routing)
+    return {one.layer: one.scaled_loads(tokens) for one in routing}
 
 
 def npu_bytes_left(model: ProfiledModel, plan: Plan, request: PlanRequest) -> int | None:
@@ -146,17 +148,17 @@ def with_expert_placements(
     loads, overflow = expert_loads(routing, longest), request.experts.overflow
     left = npu_bytes_left(model, plan, request)
     if name == NPU_EXPERTS:
-        placements = place_experts(loads, prices, left, overflow)
+        placed = place_experts(tuple(loads.values()), prices, left, overflow)
     else:
         policy = cast("ExpertPolicy", name.partition(":")[2])
-        placements = tuple(experts_by_policy(own, prices, policy, overflow) for own in loads)
+        placed = tuple(experts_by_policy(own, prices, policy, overflow) for own in loads.values())
     ranges = list(_ranges(longest))
     prices_at = {tokens: model.expert_prices(tokens) or prices for pair in ranges for tokens in pair}
     loads_at = {tokens: expert_loads(routing, tokens) for tokens in prices_at}
     for shrinks in (True, False):  # smaller capacities take memory, too
         entries = [
             entry
-            for layer, placement in enumerate(placements)
+            for layer, placement in zip(loads, placed, strict=True)
             for entry in _entries(
                 *(layer, placement, ranges, prices_at),
                 {tokens: own[layer] for tokens, own in loads_at.items()},
@@ -164,10 +166,10 @@ def with_expert_placements(
                 shrinks=shrinks,
             )
         ]
-        placed = structs.replace(plan, experts=tuple(entries))
-        need = placed.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
+        found = structs.replace(plan, experts=tuple(entries))
+        need = found.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
         if need <= (math.inf if left is None else left):
-            return placed
+            return found
     raise PlanError(
         f"The technique {name} needs NPU graphs of {format_bytes(need)} for experts, and the linear layers "
         f"leave {format_bytes(left or 0)}.",

@@ -164,7 +164,9 @@ def test_parts_slow_each_other_by_what_bounds_them(found, monkeypatch):
     # Rows that spill wait as well, for a cache; cut into chunks they do not spill.
     assert specs["down"].columns > soc.npu.row_limit_columns
     assert costs.slowdown(specs["down"], 256) == both
-    monkeypatch.setattr(costs, "_limits", replace(limits_of(profile), forms=lambda *_: ("matmul_nbits",)))
+    whole = replace(limits_of(profile), forms=lambda *_: ("matmul_nbits",))
+    monkeypatch.setattr("heterollm.solver.contention.limits_of", lambda *_, **__: whole)
+    costs = ProfileCosts(profile, SHAPE)
     assert costs.slowdown(specs["down"], 1) == Slowdown()
     assert costs.slowdown(specs["down"], 256).npu == 1.0
 
