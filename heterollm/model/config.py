@@ -189,8 +189,8 @@ def _multiplier(fields: JsonFields, family: Family, name: str) -> float:
 def _check_supported(fields: JsonFields) -> Family:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = isinstance(model_type, str) and model_type in MISSING
-        raise unsupported(f"Model type {model_type!r}{f' ({MISSING[model_type]})' if known else ''}")
+        lacks = MISSING.get(model_type) if isinstance(model_type, str) else None
+        raise unsupported(f"Model type {model_type!r}{f' ({lacks})' if lacks else ''}")
     family = FAMILIES[model_type]
     architectures = fields.get("architectures")
     published = (family.published_code or "").rpartition(".")[-1]

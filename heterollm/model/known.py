@@ -29,6 +29,8 @@ ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
         "phi3": "Phi3ForCausalLM",
+        "gemma": "GemmaForCausalLM",
+        "internlm2": "InternLM2ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "olmoe": "OlmoeForCausalLM",
         "phimoe": "PhimoeForCausalLM",
@@ -77,7 +79,7 @@ class ModelSize(NamedTuple):
                 "max_position_embeddings": self.positions,
                 "tie_word_embeddings": self.tied,
                 "rms_norm_eps": 1e-5,
-                "hidden_act": "silu",
+                "hidden_act": "gelu_pytorch_tanh" if kind == "gemma" else "silu",
                 # The windows are as long as the context, and no answer is generated.
                 "sliding_window": None,
                 "bos_token_id": 1,
@@ -123,16 +125,11 @@ class KnownModel:
         return self.size.config(self.kind)
 
 
-GEMMA_NOTE: Final = (
-    "Taken for a Llama of the same sizes: GELU and the scaled embedding, which cost nothing beside the "
-    "linear layers, are left out."
-)
 PHI_2_NOTE: Final = (
     "Its layer has no gate and computes attention and feed-forward side by side: taken for a Llama whose "
     "gated network has about as many weights (6784 wide for 10240 without a gate, 0.6 % fewer), one after "
     "the other."
 )
-INTERNLM_NOTE: Final = "Taken for a Llama of the same sizes, which it is but for the names of its tensors."
 
 # Name, model_type, repository, and the numbers of ModelSize: hidden, intermediate, layers, heads, kv_heads,
 # vocabulary, tied, head_dim, positions; of a mixture the experts of a layer and of a token as well.
@@ -144,9 +141,9 @@ _ROWS = (
      2048, 5632, 22, 32, 4, 32000, False, 64, 2048),
     ("llama-3.2-3b", "llama", "meta-llama/Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128256, True, 128, 131072),
     ("llama-3.2-1b", "llama", "meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32, 8, 128256, True, 64, 131072),
-    ("internlm2-1.8b", "llama", "internlm/internlm2-1_8b", 2048, 8192, 24, 16, 8, 92544, False, 128, 32768),
+    ("internlm2-1.8b", "internlm2", "internlm/internlm2-1_8b", 2048, 8192, 24, 16, 8, 92544, False, 128, 32768),
     ("mistral-7b", "mistral", "mistralai/Mistral-7B-v0.1", 4096, 14336, 32, 32, 8, 32000, False, 128, 32768),
-    ("gemma-2b", "llama", "google/gemma-2b", 2048, 16384, 18, 8, 1, 256000, True, 256, 8192),
+    ("gemma-2b", "gemma", "google/gemma-2b", 2048, 16384, 18, 8, 1, 256000, True, 256, 8192),
     ("phi-2", "llama", "microsoft/phi-2", 2560, 6784, 32, 32, 32, 51200, False, 80, 2048),
     ("phi-3-mini", "phi3", "microsoft/Phi-3-mini-4k-instruct",
      3072, 8192, 32, 32, 32, 32064, False, 96, 4096),
@@ -185,7 +182,7 @@ _ROWS = (
      2048, 1024, 16, 16, 16, 50304, False, 128, 4096, 64, 8),
 )
 # fmt: on
-_NOTES = {"internlm2-1.8b": INTERNLM_NOTE, "gemma-2b": GEMMA_NOTE, "phi-2": PHI_2_NOTE}
+_NOTES = {"phi-2": PHI_2_NOTE}
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
     {

@@ -88,11 +88,6 @@ def test_a_file_or_folder_serves_as_well(tmp_path):
 
 
 OTHER_FAMILIES = {
-    "internlm2": (
-        "internlm2-1.8b",
-        {"bias": False, "auto_map": {"AutoModelForCausalLM": "modeling.InternLM2"}},
-    ),
-    "gemma": ("gemma-2b", {"hidden_act": "gelu"}),
     "phi": ("phi-2", {"intermediate_size": 10240, "partial_rotary_factor": 0.4}),
 }
 """What the published files of models that are known by name say beside their sizes."""
@@ -133,7 +128,7 @@ def test_a_file_of_another_family_is_taken_for_what_the_name_stands_for(kind, tm
         ({"model_type": "jetmoe", "num_local_experts": 8}, UnsupportedModelError, "mixture of experts"),
         ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, UnsupportedModelError, "compressed keys"),
         ({"model_type": "gpt2"}, CheckpointError, "hidden_size is missing"),
-        ({"model_type": "gemma", "hidden_size": "big"}, CheckpointError, "hidden_size"),
+        ({"model_type": "starcoder2", "hidden_size": "big"}, CheckpointError, "hidden_size"),
     ],
 )
 def test_what_is_close_to_no_llama_is_refused_in_words(more, error, said, tmp_path):
