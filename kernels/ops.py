@@ -36,7 +36,7 @@ Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 """Weights of the chosen experts: their shares in the softmax of all logits, the sigmoids of their logits, or
 for ``sparsemixer`` the share of each in the softmax of the logits near it that were not chosen before."""
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu"]
 """Activation of the gate; ``gelu_tanh`` is GELU by its tanh formula."""
 
 Power = Literal["burst", "balanced", "default"]

@@ -22,7 +22,12 @@ from heterollm.model.family import BiasedPart, BlockName, Family, Mixture, Stage
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope_config import read_ropes, read_rotary_dim
 
-ACTIVATIONS: Mapping[object, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: Mapping[object, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+    "relu": "relu",
+}
 """Activations by their names in ``config.json``."""
 
 KINDS_OF_LAYERS: Final = {"attention": "full_attention"}

@@ -378,6 +378,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             bos_ids=(1,),
             eos_ids=(2,),
         ),
+        "phonelm": Family(
+            name="PhoneLM",
+            covers="PhoneLM 0.5B and 1.5B",
+            architecture="PhoneLMForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={"hidden_act": "relu"},
+            biases=BIASES,
+            published_code="modeling_phonelm.PhoneLMForCausalLM",
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
         "minicpm": Family(
             name="MiniCPM",
             covers="MiniCPM 1, 2 and 4 without sparse attention",

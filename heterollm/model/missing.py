@@ -24,7 +24,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "norms of heads behind the rotary embedding": "hunyuan_v1_dense",
     "networks without a gate": "phi opt gpt_neox starcoder2 persimmon nemotron arcee apertus gpt2",
     "attention and network side by side": "cohere cohere2 falcon",
-    "activations by ReLU": "phonelm",
     "norms inside linears": "bitnet",
 }
 MISSING: Final[Mapping[str, str]] = {name: what for what, names in _TYPES.items() for name in names.split()}

@@ -34,7 +34,7 @@ from heterollm.kernels.ops import Activation, Join, WeightFormat
 
 STEPS: Final[Mapping[str, StepCategory]] = {"activation": "activation"}
 
-ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh")
+ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "relu")
 """Activations in the order of their numbers in pointwise.cl."""
 
 
@@ -78,10 +78,12 @@ def activate(
 def exact_gated_activation(
     gate: NDArray[Any], up: NDArray[Any], activation: str = "silu"
 ) -> NDArray[np.float64]:
-    """Return ``activation(gate) * up``; the activation is ``silu`` or ``gelu_tanh``."""
+    """Return ``activation(gate) * up``; the activation is ``silu``, ``gelu_tanh`` or ``relu``."""
     exact = gate.astype(np.float64)
     if activation == "gelu_tanh":
         gated = 0.5 * exact * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
+    elif activation == "relu":
+        gated = np.maximum(exact, 0.0)
     else:
         # exp of minus the magnitude cannot overflow.
         small = np.exp(-np.abs(exact))
@@ -132,6 +134,7 @@ CHECKS: Final = tuple(
     for title, case in (
         ("5 tokens, split", _SPLIT),
         ("5 tokens, GELU", replace(_SPLIT, activation="gelu_tanh")),
+        ("5 tokens, ReLU", replace(_SPLIT, activation="relu")),
         ("5 tokens, sum", replace(_SPLIT, join="sum")),
     )
 )

@@ -70,7 +70,7 @@ ALWAYS: Final = (
         {
             "intermediate_size": "width of the network, or of an expert",
             "original_max_position_embeddings": "context before the extension; precedes the section's",
-            "hidden_act": "activation: silu, gelu_pytorch_tanh; case counts, as in transformers' ACT2FN",
+            "hidden_act": "activation: silu, relu, or GELU by tanh; case counts, as in transformers' ACT2FN",
         },
     ),
     *rows(

@@ -3,8 +3,9 @@
 
 #define SILU 0
 #define GELU_TANH 1
+#define RELU 2
 
-// out = activation(gate) * up of the two members gate and up, which may have a bias. Both activations are
+// out = activation(gate) * up of the two members gate and up, which may have a bias. Activations but RELU are
 // gate * sigmoid(s): s is the gate itself, or for gelu 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since
 // (1 + tanh(x)) / 2 = sigmoid(2 x). With CODE_BITS the kernel also rounds its output to int8.
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
@@ -34,7 +35,10 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
       size *= 1.59576912f * (1.0f + 0.044715f * size * size);
     // The exponential of minus the magnitude cannot overflow.
     float8 small = exp2_8(size * -1.44269504f);
-    float8 value = gate * (gate < 0.0f ? small : (float8)1.0f) / (1.0f + small) * up;
+    float8 share = (gate < 0.0f ? small : (float8)1.0f) / (1.0f + small);
+    if (activation == RELU)
+      share = gate < 0.0f ? (float8)0.0f : (float8)1.0f;
+    float8 value = gate * share * up;
     STORE_PART(store_act8, store_act, value, target, i, count)
   }
 #ifdef CODE_BITS

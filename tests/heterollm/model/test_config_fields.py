@@ -210,7 +210,7 @@ CHECKED |= {("num_experts_per_tok", "phimoe"), ("head_dim", "olmoe")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
-OWN_CODE = ("internlm2", "minicpm")
+OWN_CODE = ("internlm2", "minicpm", "phonelm")
 """Model types that transformers does not have; test_own_code.py compares them."""
 
 

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[State], St
         {"bias": True, "rope_theta": 1000.0, "rope_scaling": None, "attn_implementation": "eager"},
         as_internlm2,
     ),
+    "phonelm": ("llama", {"hidden_act": "relu"}, {"hidden_act": "relu"}, dict),
     "minicpm": (
         "granite",
         {
@@ -76,7 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[State], St
         dict,
     ),
 }
-CODE = {"internlm2": "InternLM2", "minicpm": "MiniCPM"}
+CODE = {"internlm2": "InternLM2", "phonelm": "PhoneLM", "minicpm": "MiniCPM"}
 
 
 @pytest.mark.parametrize("level", ["gpu", pytest.param("layer", marks=pytest.mark.slow)])

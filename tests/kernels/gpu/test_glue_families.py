@@ -106,7 +106,7 @@ def test_scores_are_capped(cases, check, style):
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
 def test_activations_with_and_without_bias(cases, check, style, dtype, activation):
     made = cases(style, dtype, 4)
     for shape in ((1, 8, (0, 8)), (3, 100, (41, 7)), (33, 2056, (2056, 0))):
@@ -115,7 +115,7 @@ def test_activations_with_and_without_bias(cases, check, style, dtype, activatio
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
 def test_activations_of_zero_and_of_large_gates(runtime, make, check, style, dtype, activation):
     gate, up = np.array([[0, -60, 60, -1e3]], dtype), np.array([[1, 2, 3, 4]], dtype)
     source = split_segments(runtime, np.concatenate([gate, up], axis=1), (4, 4), (1, 3))

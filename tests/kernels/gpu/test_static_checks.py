@@ -386,6 +386,7 @@ OPERATORS = (
     NormCase(3, 48, 13, centered=True),
     GatedCase(3, 21, (3, 16)),
     GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
+    GatedCase(3, 21, (3, 16), activation="relu", biased=True),
     GatedCase(3, 21, (3, 16), "sum"),
     JoinCase(3, 21, 9),
     JoinCase(3, 21, 9, "sum"),
