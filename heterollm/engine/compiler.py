@@ -24,7 +24,7 @@ from heterollm.engine.lanes import Lane
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.merging import merge_steps
 from heterollm.engine.passes import CompiledPass
-from heterollm.engine.placed import Delta, segments_of
+from heterollm.engine.placed import Begun, Delta, segments_of
 from heterollm.engine.slot_check import SlotCheck
 from heterollm.engine.slots import is_private, lane_slot, pool_sizes
 from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales, SparseAttentionEmitter
@@ -33,11 +33,11 @@ from heterollm.engine.step import Buffer, Step
 from heterollm.engine.tensors import GlueTensors
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory
+from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, NpuCodes, RoundedInputs
 from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
-from heterollm.model import AttentionBlock, FfnBlock, MixtureBlock, ModelWeights
+from heterollm.model import AttentionBlock, FfnBlock, LayerStage, MixtureBlock, ModelWeights
 from heterollm.solver import Plan
 
 
@@ -196,10 +196,31 @@ class Compiler:
                 begun = [self._emitters[block.NAME].begin(builder, number, block) for block in stage.blocks]
                 codes = next((one.codes for one in begun if one.codes is not None), None)
                 self._glue.norm(builder, number, stage.norm, delta, codes)
-                delta = self._glue.summed(builder, number, stage, [one.emit() for one in begun])
+                delta = self._stage(builder, number, stage, begun, codes)
             builder.submit_layer(number)
         assert delta is not None  # a model has layers
         return delta
+
+    def _stage(
+        self,
+        builder: PassBuilder,
+        layer: int,
+        stage: LayerStage,
+        begun: Sequence[Begun],
+        written: RoundedInputs | NpuCodes | None,
+    ) -> Delta:
+        """Append the blocks of a stage, whose norm has written some codes, and return the sum of outputs."""
+        outputs = []
+        for number, one in enumerate(begun):
+            lost = isinstance(one.codes, NpuCodes) and not all(other.keeps for other in begun[:number])
+            if one.codes is not None and (lost or one.codes != written):
+                self._glue.codes(builder, layer, one.codes)
+            output = one.emit()
+            if one.keeps or number == len(begun) - 1:
+                outputs.append(output)
+            else:
+                self._glue.add(builder, layer, stage.norm, output, builder.lane.shared["activated"])
+        return self._glue.summed(builder, layer, stage, outputs)
 
     def compile_head(
         self, phase: Phase, rows: int, layers: CompiledPass, *, builds_graphs: bool = True

@@ -10,8 +10,16 @@ from heterollm.engine.builder import PassBuilder
 from heterollm.engine.placed import Delta, PlacedOp, codes_of, segments_of
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import DeviceMemory, GlueKernels, GpuLinear, NpuCodes, RoundedInputs, Segments
-from heterollm.kernels.operators import add_bias, final_norm, join_logits, rms_norm, soft_cap
+from heterollm.kernels.gpu import (
+    DeviceMemory,
+    GlueKernels,
+    GpuLinear,
+    NpuCodes,
+    RoundedInputs,
+    Segments,
+    SharedArray,
+)
+from heterollm.kernels.operators import add_bias, final_norm, join_logits, rms_norm, soft_cap, write_codes
 from heterollm.model import LayerStage, ModelConfig, Norm
 
 
@@ -81,12 +89,21 @@ class GlueEmitter:
                 last = replace(last, segments=joined)
             else:
                 # The next norm adds two arrays at most.
-                self._add(builder, layer, stage.norm, first)
+                self.add(builder, layer, stage.norm, other, builder.lane.shared["linear_input"])
         return replace(last, post=self._tensors.norm(layer, stage.output_norm))
 
-    def _add(self, builder: PassBuilder, layer: int, norm: Norm, delta: Segments) -> None:
+    def codes(self, builder: PassBuilder, layer: int, codes: RoundedInputs | NpuCodes) -> None:
+        """Append the rounding of the last norm's output for a further block that reads it."""
+        out, tokens, hidden = builder.lane.shared["linear_input"], builder.tokens, self._config.hidden_size
+        if isinstance(codes, NpuCodes):
+            launch = write_codes(self._layers, out, codes, tokens=tokens, columns=hidden)
+        else:
+            launch = self._layers.round_output(out, codes, tokens, hidden)
+        builder.kernel("rounding of inputs", layer, launch, reads=(out,), writes=codes_of(codes))
+
+    def add(self, builder: PassBuilder, layer: int, norm: Norm, delta: Delta, out: SharedArray) -> None:
         """Append the addition of values to the residual stream, by a norm whose output nothing reads."""
-        residual, out = builder.lane.private["residual"], builder.lane.shared["linear_input"]
+        residual = builder.lane.private["residual"]
         launch = rms_norm(
             self._layers,
             residual,
@@ -95,9 +112,9 @@ class GlueEmitter:
             hidden=self._config.hidden_size,
             tokens=builder.tokens,
             epsilon=self._config.rms_norm_eps,
-            delta=delta,
+            **_added(delta),
         )
-        reads = (residual, *segments_of(delta))
+        reads = (residual, *_read(delta))
         builder.kernel("norm", layer, launch, reads=reads, writes=(residual, out))
 
     def final_norm(self, builder: PassBuilder, delta: Delta, op: PlacedOp) -> None:

@@ -116,10 +116,12 @@ class Begun(NamedTuple):
     Args:
         codes: Buffers for codes of the norm's output; None without.
         emit: Appends the block's steps, and returns its output.
+        keeps: Whether the output, and the NPU's codes of the norm, stay beside further blocks of the stage.
     """
 
     codes: RoundedInputs | NpuCodes | None
     emit: Callable[[], Delta]
+    keeps: bool = True
 
 
 def codes_of(rounded: RoundedInputs | NpuCodes | None) -> tuple[DeviceMemory, ...]:

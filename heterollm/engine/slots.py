@@ -78,7 +78,10 @@ def pool_sizes(
     head_rows = max(HEAD_ROWS, head_npu)
     widest = max(spec.rows for spec in specs if spec.group != "head")
     heads = max(block.heads * block.head_dim for block in config.blocks(AttentionBlock).values())
-    widths = (block.width for block in config.blocks(FfnBlock).values())
+    widths = [block.width for block in config.blocks(FfnBlock).values()]
+    stages = (stage.blocks for layer in config.per_layer for stage in layer.stages)
+    if any(len(blocks) > 1 and isinstance(blocks[0], AttentionBlock) for blocks in stages):
+        widths.append(config.hidden_size)  # takes what a norm writes that only adds
     sizes = {
         "residual": tokens * config.hidden_size * 4,
         "linear_input": padded * config.hidden_size * item_bytes,

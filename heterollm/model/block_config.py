@@ -98,7 +98,8 @@ class BlockFields:
         """Return a layer."""
         stages = []
         rows = self._family.layers(self._fields, number)
-        for (norm, output_norm), names in zip(STAGE_NORMS, rows, strict=True):
+        for names in rows:
+            norm, output_norm = STAGE_NORMS["attention" not in names]
             blocks = tuple(block for name in names if (block := self._block(name, number, names)))
             own = output_norm if output_norm in self._family.tensors.norms else None
             stages.append(LayerStage(norm, blocks, own))

@@ -23,6 +23,7 @@ from heterollm.model.family import (
     SECTION_COUNTS,
     SEPARATE,
     Family,
+    StageNames,
     TensorNames,
     every_layer,
 )
@@ -60,6 +61,12 @@ def after_full_layers(fields: JsonFields, layer: int) -> bool:
 def all_but_every_nth(fields: JsonFields, layer: int) -> bool:
     """Return false for every ``sliding_window_pattern``-th layer, which has full attention."""
     return (layer + 1) % fields.count("sliding_window_pattern") != 0
+
+
+def perhaps_parallel(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
+    """Return a layer whose attention and network read one norm if ``use_parallel_residual`` says so."""
+    parallel = fields.flag("use_parallel_residual", False)
+    return (("attention", "ffn"),) if parallel else (("attention",), ("ffn",))
 
 
 def all_but_every_fourth(_fields: JsonFields, layer: int) -> bool:
@@ -280,7 +287,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "partial_rotary_factor": 0.25,
             },
             renamed={"rms_norm_eps": "layer_norm_eps"},
-            follows=frozenset({"partial_rotary_factor"}),
+            layers=perhaps_parallel,
+            follows=frozenset({"partial_rotary_factor", "use_parallel_residual"}),
             biases={"qkv": "use_qkv_bias"},
             centered_norms=True,
             bos_ids=(0,),

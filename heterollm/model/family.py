@@ -17,7 +17,7 @@ BlockName = Literal["attention", "ffn", "mixture"]
 BiasedPart = Literal["qkv", "o", "ffn", "head"]
 StageNames: TypeAlias = tuple[BlockName, ...]
 LayerNames: TypeAlias = Callable[[JsonFields, int], tuple[StageNames, ...]]
-"""Returns the blocks of each stage of a layer, in which attention comes before feed-forward networks."""
+"""Returns the blocks of each stage of a layer; where attention is alone, feed-forward networks come next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class AttentionEmitter:
     def begin(self, builder: PassBuilder, layer: int, block: AttentionBlock) -> Begun:
         """Return a layer's attention, whose norm comes next."""
         qkv = self._linears.placed(builder, layer, "qkv")
-        return Begun(qkv.input_codes, functools.partial(self._emit, builder, layer, block, qkv))
+        return Begun(qkv.input_codes, functools.partial(self._emit, builder, layer, block, qkv), keeps=False)
 
     def _emit(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp) -> Delta:
         self._rope(builder, layer, block, self._linears.linear(builder, qkv))
