@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from rungs import NAIVE, RUNGS, RungRequest, RungRow, run_rung
+
 from heterollm.cli.simulate import parse_load
-from heterollm.simulate import SimulatedRow, SimulationRequest, run_sweep
+from heterollm.simulate import run_sweep
 from heterollm.solver import AttentionRequest, ExpertsRequest
 
 FAST: Final = ("simulated_path", "simulated_contexts", "simulated_prior")
@@ -33,18 +35,21 @@ DIGITS: Final = 3
 Row = Mapping[str, Any]
 
 
-def request_of(row: SimulatedRow) -> SimulationRequest:
+def request_of(row: RungRow) -> RungRequest:
     """Return the request of a row."""
-    return SimulationRequest(
+    rung = next((name for name in row.techniques if name in RUNGS), "")
+    names = () if rung == NAIVE else (name.partition(":")[0] for name in row.techniques)
+    return RungRequest(
         row.model,
         soc=row.soc,
         prompt=row.prompt_tokens,
         decode=row.decode_tokens,
         level=row.plan_level,
         plan_for=row.plan_for,  # type: ignore[arg-type]
-        length_policy=row.length_policy,  # type: ignore[arg-type]
+        length_policy="online" if rung == NAIVE else row.length_policy,  # type: ignore[arg-type]
         in_flight=row.in_flight,
         sync=row.sync,  # type: ignore[arg-type]
+        rung=rung,
         resolve=row.resolve,
         load=None if row.gpu_load is None else parse_load(row.gpu_load),
         overrides=row.what_if,
@@ -52,7 +57,7 @@ def request_of(row: SimulatedRow) -> SimulationRequest:
         every_form=row.every_form,
         left_out=row.left_out,
         calibrated=row.calibrated,
-        techniques=row.passes,  # type: ignore[arg-type]
+        techniques=tuple(names),  # type: ignore[arg-type]
         attention=AttentionRequest() if row.attention is None else AttentionRequest(**row.attention),
         experts=ExpertsRequest(row.overflow or "gpu"),  # type: ignore[arg-type]
         imbalance=row.imbalance,
@@ -63,8 +68,8 @@ def request_of(row: SimulatedRow) -> SimulationRequest:
 
 def rows_again(rows: Sequence[Row], jobs: int, progress: Callable[[str, int, int], None]) -> list[Row]:
     """Return the rows of the same requests by this version of the program."""
-    requests = [request_of(SimulatedRow.from_dict(row)) for row in rows]
-    return [row.to_dict() for row in run_sweep(requests, jobs=jobs, progress=progress)]
+    requests = [request_of(RungRow.from_dict(row)) for row in rows]
+    return [row.to_dict() for row in run_sweep(requests, jobs=jobs, progress=progress, run=run_rung)]
 
 
 def row_differences(name: str, old: Sequence[Row], new: Sequence[Row]) -> Iterator[str]:

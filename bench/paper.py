@@ -22,17 +22,17 @@ from conditions import script_parser
 from paper_cases import PAPER_MODELS, PAPER_SOC, PaperRows, paper_cases
 from paper_published import comparisons
 from paper_tables import paper_page, paper_tables
+from rungs import RungRow, run_rung
 
 from heterollm.base import HeteroLLMError, check_target, labelled
 from heterollm.base.output_file import save_file
-from heterollm.benchmarks import to_jsonl
+from heterollm.benchmarks import read_json_items, to_jsonl
 from heterollm.kernels.sim.soc.parameters import load_soc
 from heterollm.kernels.threads import allowed_cores
 from heterollm.model import find_model
 from heterollm.report import console
 from heterollm.report.simulate import sections_report
-from heterollm.report.tables_sweep import read_simulated
-from heterollm.simulate import SimulatedRow, run_sweep
+from heterollm.simulate import run_sweep
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -60,16 +60,18 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 def simulated(
     models: Sequence[str], soc: str, jobs: int, cluster: Literal["dask", "ray"] | None = None
-) -> list[SimulatedRow]:
+) -> list[RungRow]:
     """Simulate the evaluation, after a check of all names."""
     for name in models:
         find_model(name)
     load_soc(soc)
     with console.progress_bars() as progress:
-        return run_sweep(paper_cases(models, soc), jobs=jobs, cluster=cluster, progress=progress)
+        return run_sweep(
+            paper_cases(models, soc), jobs=jobs, cluster=cluster, progress=progress, run=run_rung
+        )
 
 
-def text(rows: Sequence[SimulatedRow], *, as_json: bool) -> str:
+def text(rows: Sequence[RungRow], *, as_json: bool) -> str:
     """Return all tables, or everything as JSON."""
     found = PaperRows(rows)
     if not as_json:
@@ -90,7 +92,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if asked.read is None:
             rows = simulated(asked.model.split(","), asked.soc, asked.jobs, asked.cluster)
         else:
-            rows = read_simulated(asked.read)
+            rows = [RungRow.from_dict(item) for item in read_json_items(asked.read)]
         if asked.out is not None:
             save_file(asked.out, to_jsonl(rows).encode())
             print(f"Wrote {len(rows)} simulated rows to {asked.out}.", file=sys.stderr)

@@ -26,8 +26,7 @@ from paper_cases import (
     PaperRows,
     ratio,
 )
-
-from heterollm.simulate import SimulatedRow
+from rungs import RungRow
 
 Use: TypeAlias = Literal["fitted", "input", "chose a parameter", "power only", "predicted", "not simulated"]
 """Use of a number in the model: its parameters were fitted to it (``fitted``), it is a parameter (``input``),
@@ -255,7 +254,7 @@ def _mean(values: Iterator[float | None]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _row(rows: PaperRows, way: str, *, game: bool = False) -> SimulatedRow | None:
+def _row(rows: PaperRows, way: str, *, game: bool = False) -> RungRow | None:
     """Return the row of the 8B model and 256 tokens."""
     return rows.get(MODELS["8B"], DECODE_AFTER, WAYS[way], GAME if game else None)
 

@@ -27,10 +27,10 @@ from paper_cases import (
     ratio,
 )
 from paper_published import comparisons
+from rungs import RungRow
 
 from heterollm.base import Section
 from heterollm.report.tables_sweep import number
-from heterollm.simulate import SimulatedRow
 from heterollm.simulate.row import load_text
 
 PAGE_HEAD: Final = """\
@@ -85,7 +85,7 @@ PUBLISHED_NOTES: Final = (
 )
 
 
-def paper_page(rows: Sequence[SimulatedRow]) -> str:
+def paper_page(rows: Sequence[RungRow]) -> str:
     """Return the whole page as Markdown."""
     found = PaperRows(rows)
     socs = ", ".join(dict.fromkeys(row.soc for row in rows))
@@ -167,7 +167,7 @@ def _game(rows: PaperRows) -> Iterator[Cells]:
                 yield model, load_text(load.frames_per_s, load.frame_us), phase, *cells
 
 
-def _beside(row: SimulatedRow | None, phase: str) -> tuple[str, str]:
+def _beside(row: RungRow | None, phase: str) -> tuple[str, str]:
     """Return the slowdown of a phase by a game, and the fraction of frames in time."""
     slower = None if row is None or row.slowdown is None else row.slowdown.get(phase)
     if row is None or slower is None:

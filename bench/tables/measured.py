@@ -359,7 +359,7 @@ HOST_EXPERTS: Final = {
     "tensor npumoe w4a16, 1+1": "`npumoe`, one core each",
     "gpu w4a16, 2+0": "`gpu`, both cores",
 }
-HOST_PASSES: Final = {
+HOST_TECHNIQUES: Final = {
     "gpu w8a8, 1+1": "`gpu`, one core",
     "layer padding w8a8, 1+1": "`layer`, one core each",
     "auto llm.npu:shadow w8a8, 1+1": "`llm.npu:shadow`, one core each",
@@ -381,7 +381,7 @@ def _on_host(page: str, name: str, file: str, words: Mapping[str, str]) -> None:
             yield called, f"{times[label]['median_ts']:.0f}", gain
 
 
-_on_host("llm-npu", "the pass on host", "llm_npu_host", HOST_PASSES)
+_on_host("llm-npu", "the technique on host", "llm_npu_host", HOST_TECHNIQUES)
 _on_host("mixture-of-experts", "mixture on host", "experts_host", HOST_EXPERTS)
 
 

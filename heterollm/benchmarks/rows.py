@@ -42,7 +42,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_size: Count = 0
     scales: Literal["", "free", "stepped"] = ""
     power: str = ""
-    pass_name: str = ""
+    technique: str = ""
     experts_gib: Amount | None = None
     n_threads: Count | None = None
     gpu_threads: Count | None = None
@@ -249,6 +249,9 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             InputError: A field is missing, unknown, of the wrong type or out of range, with its path.
         """
         fix = "Give a file that -o wrote."
+        if isinstance(data, dict) and isinstance(asked := data.get("asked"), dict) and "pass_name" in asked:
+            former = dict(asked)
+            data = {**data, "asked": {"technique": former.pop("pass_name"), **former}}
         row = decode(data, cls, source=f"{source} is no row of `heterollm bench`", error=InputError, fix=fix)
         known = row.times.samples_disturbed
         disturbed = (*known, *(None for _ in row.times.samples_ns[len(known) :]))
@@ -317,7 +320,7 @@ def asked_of(configuration: Configuration, case: Case, *, seed: int, repetitions
         group_size=configuration.group_size,
         scales=configuration.scales,
         power=configuration.power,
-        pass_name=configuration.pass_label,
+        technique=configuration.technique_label,
         experts_gib=configuration.experts_gib,
         n_threads=configuration.n_threads,
         gpu_threads=None if split is None else split[0],

@@ -144,8 +144,7 @@ class CaseOptions:
         Names,
         several(
             "--technique",
-            help="none; llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md; "
-            "shadowattn: see docs/shadow-attention.md; npumoe, or its steps npumoe:each, :tiers, :groups: "
+            help="none; llm.npu: see docs/llm-npu.md; shadowattn: see docs/shadow-attention.md; npumoe: see "
             "docs/mixture-of-experts.md; llm.npu+shadowattn, npumoe+shadowattn: both.",
             names=TECHNIQUE_SETS,
         ),
@@ -154,9 +153,6 @@ class CaseOptions:
         Sequence[Waits],
         several(help="finish (the driver's waits and copies), poll or predict.", names=get_args(Waits)),
     ] = ("predict",)
-    resolve: Annotated[
-        bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the waits change.")
-    ] = False
     gpu_load: Annotated[
         Sequence[Any] | None,
         several(
@@ -176,9 +172,6 @@ class ModellingOptions:
             help="Change a parameter of the SoC, such as npu.execute_us=50.",
             parser=parse_parameter,
         ),
-    ] = None
-    head_bits: Annotated[
-        Literal[4, 8] | None, typer.Option(help="Bits of head and embedding; the papers have 4.")
     ] = None
     every_form: Annotated[
         bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM lacks.")
@@ -279,7 +272,6 @@ def _requests(
     from heterollm.solver import ExpertsRequest
 
     models = _names(cases.model, "MODEL")
-    bits = modelling.head_bits
     base = SimulationRequest(
         models[0],
         prompt=cases.prompt[0],
@@ -287,9 +279,8 @@ def _requests(
         plan_for=cases.plan_for,
         level=cases.plan[0],
         in_flight=cases.in_flight,
-        resolve=cases.resolve,
         overrides=dict(modelling.what_if or ()),
-        head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
+        head_bits=8 if modelling.numerics else 4,
         every_form=True if modelling.every_form else None,
         calibrated=modelling.calibrated,
         pruned=modelling.pruned,

@@ -11,7 +11,7 @@ from rich.text import Text
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
 from heterollm.report.tables_sweep import sweep_table
-from heterollm.solver import llm_npu_technique
+from heterollm.solver import LLM_NPU
 
 if TYPE_CHECKING:
     from heterollm.base import Section
@@ -53,7 +53,7 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
         parts.append(Text(result.note))
     if result.calibrated:
         parts.append(Text(ASSUMPTION))
-    if result.passes:
+    if result.techniques:
         parts.append(Text(_assumed(result)))
     if result.experts is not None:
         parts.append(Text(_routed(result.experts, result.prefill.tokens)))
@@ -138,7 +138,7 @@ def _ms(times_us: Sequence[float]) -> list[str]:
 
 def _assumed(result: SimulationResult) -> str:
     """Return a sentence about the assumptions under a technique."""
-    words = f"Technique {', '.join(result.passes)}."
+    words = f"Technique {', '.join(result.techniques)}."
     if result.attention is not None:
         words += (
             f" Assumed: all heads need as many keys, keep {result.attention.keep:.0%} of them in the "
@@ -146,7 +146,7 @@ def _assumed(result: SimulationResult) -> str:
         )
         if not result.plan.sparse_attention:
             words += " Attention stays dense: sparse attention pays at no length."
-    if llm_npu_technique(result.passes) is None:
+    if LLM_NPU not in result.techniques:
         return words
     words += (
         " Assumed: weights of 8 bits with one scale for a tensor, static "

@@ -10,7 +10,7 @@ from heterollm.base import LABEL, InputError, OptionError, Section, check_target
 from heterollm.benchmarks import append_jsonl, read_json_items, to_csv, to_json, to_jsonl
 from heterollm.simulate import ROW_FIELDS, SimulatedRow
 
-CHOICES: Final = ("soc", "plan", "pass", "at once", "lengths", "sync", "game", "prompt", "decode")
+CHOICES: Final = ("soc", "plan", "technique", "at once", "lengths", "sync", "game", "prompt", "decode")
 """Columns that the table omits if all rows have the same value."""
 
 
@@ -93,10 +93,10 @@ def _cells(row: SimulatedRow) -> dict[str, str]:
         "model": Path(row.model).name,
         "soc": Path(row.soc).stem,
         "plan": row.plan_level,
-        "pass": ", ".join(row.passes),
+        "technique": ", ".join(row.techniques),
         "at once": "" if row.lanes in (None, 1) else f"{row.lanes} of {row.chunk_tokens}",
         "lengths": row.length_policy,
-        "sync": f"{row.sync}, resolved" if row.resolve else row.sync,
+        "sync": row.sync,
         "game": row.gpu_load or "",
         "prompt": str(row.prompt_tokens),
         "decode": str(row.decode_tokens),

@@ -93,7 +93,7 @@ class SimulationResult:
         length_policy: How lengths without a graph ran.
         in_flight: Chunks of a long prompt at once, as requested.
         calibrated: Whether ranges for integer graphs were assumed.
-        passes: Techniques of papers over the plan.
+        techniques: Techniques of papers over the plan.
         attention: Options of the technique ``shadowattn``; None without it.
         pruned: Assumed share of the layers whose outliers are pruned.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass.
@@ -121,7 +121,7 @@ class SimulationResult:
     length_policy: str
     in_flight: InFlight
     calibrated: bool
-    passes: tuple[Technique, ...]
+    techniques: tuple[Technique, ...]
     attention: AttentionRequest | None
     pruned: float
     outlier_share: float
@@ -192,7 +192,7 @@ class SimulationResult:
             "lanes": self.plan.lanes,
             "chunk_tokens": self.plan.chunk_length,
             "calibrated": self.calibrated,
-            "passes": list(self.passes),
+            "techniques": list(self.techniques),
             "attention": None if self.attention is None else structs.asdict(self.attention),
             "pruned": self.pruned,
             "outlier_share": self.outlier_share,

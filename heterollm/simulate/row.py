@@ -10,7 +10,7 @@ from msgspec import structs
 
 from heterollm.base import Amount, Count, InputError, PositiveNumber, decode
 from heterollm.simulate.phase import Frames
-from heterollm.solver import SHADOW_ATTENTION, expert_technique
+from heterollm.solver import NPU_EXPERTS, SHADOW_ATTENTION
 
 if TYPE_CHECKING:
     from heterollm.simulate.request import SimulationRequest
@@ -33,14 +33,12 @@ class SimulatedRow:
         length_policy: How lengths without a graph ran.
         in_flight: Chunks of a long prompt at once, as requested.
         sync: How the processors waited for each other.
-        resolve: Whether the plan was solved for ``sync``.
         gpu_load: A game that runs at the same time, as ``60fps:5ms``; None without one.
         what_if: Parameters of the SoC that were changed.
         head_bits: Bits of the head and the embedding.
         every_form: Whether graphs could have forms that HeteroLLM lacks.
-        left_out: Graph forms that the plan could not take.
         calibrated: Whether ranges for integer graphs were assumed.
-        passes: Techniques of papers over the plan.
+        techniques: Techniques of papers over the plan.
         attention: Options of the technique ``shadowattn``; None without it.
         overflow: Fate of tokens beyond an expert's capacity; None without a pass ``npumoe``.
         imbalance: Assumed largest load of an expert over the mean one; None for the default. ``experts``
@@ -86,14 +84,12 @@ class SimulatedRow:
     length_policy: str
     in_flight: Literal["auto"] | Count = 1
     sync: str
-    resolve: bool
     gpu_load: str | None
     what_if: Mapping[str, float]
     head_bits: Count
     every_form: bool
-    left_out: tuple[str, ...] = ()
     calibrated: bool = False
-    passes: tuple[str, ...] = ()
+    techniques: tuple[str, ...] = ()
     attention: Mapping[str, Any] | None = None
     overflow: str | None = None
     imbalance: Amount | None = None
@@ -151,16 +147,14 @@ class SimulatedRow:
             length_policy=request.length_policy,
             in_flight=request.in_flight,
             sync=request.sync,
-            resolve=request.resolve,
             gpu_load=None if load is None else load_text(load.frames_per_s, load.frame_us),
             what_if=dict(request.overrides),
             head_bits=request.head_bits,
             every_form=request.forms,
-            left_out=request.left_out,
             calibrated=request.calibrated,
-            passes=request.techniques,
+            techniques=request.techniques,
             attention=structs.asdict(request.attention) if SHADOW_ATTENTION in request.techniques else None,
-            overflow=request.experts.overflow if expert_technique(request.techniques) else None,
+            overflow=request.experts.overflow if NPU_EXPERTS in request.techniques else None,
             imbalance=request.imbalance,
             pruned=request.pruned,
             outlier_share=request.outlier_share,
@@ -174,7 +168,7 @@ class SimulatedRow:
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold, in the order of the fields."""
         found = {name: getattr(self, name) for name in ROW_FIELDS}
-        return found | {"left_out": list(self.left_out), "passes": list(self.passes)}
+        return found | {"techniques": list(self.techniques)}
 
     @classmethod
     def from_dict(cls, data: object) -> SimulatedRow:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from heterollm.base import InputError
+from heterollm.benchmarks import read_json_items
 from heterollm.kernels.open import open_device
 from heterollm.report import append_simulated
 from heterollm.report.tables_sweep import read_simulated
@@ -35,6 +36,7 @@ try:
     )
     from paper_published import PUBLISHED, comparisons
     from paper_tables import paper_page, paper_tables
+    from rungs import RungRow
 finally:
     sys.path.remove(str(BENCH))
 
@@ -45,7 +47,7 @@ AGAIN = "python bench/paper.py --out bench/results/simulated_paper.jsonl --page 
 
 @pytest.fixture(scope="module")
 def committed():
-    return read_simulated(ROWS)
+    return [RungRow.from_dict(item) for item in read_json_items(ROWS)]
 
 
 def test_the_page_is_what_its_rows_render_to(committed):
@@ -62,7 +64,7 @@ def test_the_rows_are_those_of_the_committed_model(committed):
 
 
 def test_every_case_is_there_once_and_none_failed(committed):
-    assert [SimulatedRow.of(case).to_dict() | FOUND for case in paper_cases()] == [
+    assert [RungRow.of_case(case, SimulatedRow.of(case)).to_dict() | FOUND for case in paper_cases()] == [
         row.to_dict() | FOUND for row in committed
     ]
     assert not [row.error for row in committed if row.error]
@@ -152,7 +154,7 @@ def test_every_table_says_that_it_is_simulated(committed):
 
 def test_rows_that_are_missing_or_failed_leave_cells_empty(committed):
     some = [row for row in committed if row.model == PAPER_MODELS[0] and row.plan_level == "gpu"]
-    failed = SimulatedRow.of(paper_cases()[3], error="no reason")
+    failed = RungRow.of(paper_cases()[3], error="no reason")
     for rows in ([], some, [*some, failed]):
         assert "# HeteroLLM's evaluation, simulated" in paper_page(rows)
     assert "1 of which failed" in paper_page([*some, failed])
@@ -184,7 +186,7 @@ def test_frames_beside_a_game_are_told_by_phase():
         "decode": {"frames": {"due": 0, "drawn": 0, "in_time": 0, "slowest_ms": 0.0}},
         "slowdown": {"prefill": 1.05, "decode": 1.2},
     }
-    row = SimulatedRow.from_dict(SimulatedRow.of(case).to_dict() | phases)
+    row = RungRow.from_dict(SimulatedRow.of(case).to_dict() | phases)
     table = next(table for table in paper_tables(PaperRows([row])) if "with a game" in table.title)
     assert [line[2:5] for line in table.rows[:2]] == [("prefill", "5.0 %", "25 %"), ("decode", "20.0 %", "")]
 

@@ -76,8 +76,8 @@ def test_whole_gpus_estimate_themselves():
     """By the fitted numbers the GPU attends to all keys faster than the NPU estimates their scores."""
     asked = {"level": "tensor", "prompt": 2048, "overrides": {}}
     plain, npu, auto = (
-        simulate(case(passes, estimator=estimator, **asked))
-        for passes, estimator in (((), "auto"), (("shadowattn",), "npu"), (("shadowattn",), "auto"))
+        simulate(case(techniques, estimator=estimator, **asked))
+        for techniques, estimator in (((), "auto"), (("shadowattn",), "npu"), (("shadowattn",), "auto"))
     )
     assert npu.plan.attention == ()
     assert npu.prefill.elapsed_us == plain.prefill.elapsed_us
@@ -100,7 +100,7 @@ def test_rows_name_the_options(sparse):
     row = SimulatedRow.of(case(estimator="npu"), sparse)
     data = json.loads(json.dumps(row.to_dict()))
     assert data["attention"]["keep"] == 0.2
-    assert data["passes"] == ["shadowattn"]
+    assert data["techniques"] == ["shadowattn"]
     assert data["prefill"]["attention_ms"] == pytest.approx(sparse.prefill.attention_us / 1e3)
     assert SimulatedRow.from_dict(data) == row
     assert SimulatedRow.of(case(())).attention is None

@@ -181,11 +181,6 @@ def test_the_driver_costs_what_fast_synchronisation_saves(results):
     assert slow.plan.entries == fast.plan.entries  # the plan is kept
     assert slow.ttft_us > fast.ttft_us
     assert slow.decode.elapsed_us > 2 * fast.decode.elapsed_us
-    solved = simulate(case(SMALL, prompt=256, decode=8, level="tensor", sync="finish", resolve=True))
-    assert solved.ttft_us <= slow.ttft_us
-    # Solved for what it costs, decode is left to the GPU where that is faster.
-    assert solved.decode.elapsed_us < slow.decode.elapsed_us
-    assert solved.decode.tokens_per_second > 0.8 * results["gpu"].decode.tokens_per_second
 
 
 @pytest.mark.slow
@@ -337,7 +332,6 @@ def test_the_command_shows_a_table_and_writes_a_timeline(capfd, tmp_path):
         ["--prompt", "0"],
         ["--decode", "-1"],
         ["--prompt", "200000"],
-        ["--head-bits", "5"],
         ["--gpu-load", "60fps"],
         ["--gpu-load", "60fps:50ms"],
         ["--gpu-load", "nanfps:5ms"],

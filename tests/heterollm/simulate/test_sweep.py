@@ -103,8 +103,6 @@ def test_a_grid_has_each_case_once(tiny):
         expand(base, levels=["tensor"], policies=["online"], given=["length_policy"])
     with pytest.raises(OptionError, match="more than"):
         expand(base, prompts=range(1, 1000), decodes=range(1000))
-    with pytest.raises(OptionError, match="form"):
-        replace(base, left_out=("no-such-form",))
     with pytest.raises(OptionError, match="plan level"):
         expand(base, levels=["gpu", "none"])
 
@@ -208,7 +206,7 @@ def test_a_script_without_a_guard_is_told(tiny, tmp_path):
 
 
 def test_a_bug_in_one_case_is_a_row(grid, monkeypatch):
-    def broken(_request):
+    def broken(_request, **_options):
         raise ZeroDivisionError("by hand")
 
     monkeypatch.setattr("heterollm.simulate.sweep.simulated", broken)
@@ -242,7 +240,6 @@ def test_files_carry_the_label_and_are_read_strictly(rows, tmp_path):
         ("prefill_ms", float("nan")),
         ("cuts", []),
         ("prefill", 3),
-        ("left_out", "k_chunked"),
     ):
         with pytest.raises(InputError):
             SimulatedRow.from_dict({**good, name: value})
