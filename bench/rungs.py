@@ -18,8 +18,11 @@ from typing import Any, Final
 
 from expert_policies import experts_by_policy
 from msgspec import structs
+from simulated_rows import NAIVE, NO_RUNG
 
 from heterollm.base import PlanError, format_bytes
+from heterollm.benchmarks import BenchRow
+from heterollm.benchmarks.sweep import run_case
 from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.sim import SIMULATED, Simulation, clock_of, soc_of
@@ -27,16 +30,12 @@ from heterollm.loading import plan_for
 from heterollm.planning import LoadOptions, PlanInputs, Planned, expert_loads, make_plan, npu_bytes_left
 from heterollm.planning.experts import with_placements
 from heterollm.profiler.records import FenceKey, Key, LinearKey, Profile, Record
-from heterollm.simulate import SimulatedRow, SimulationRequest
+from heterollm.simulate import SimulationRequest, planned
 from heterollm.simulate.inputs import own_length
 from heterollm.simulate.request import SYNC_CHOICES
-from heterollm.simulate.run import planned
-from heterollm.simulate.sweep import run_case
 from heterollm.solver import LLM_NPU, Plan, PlanRequest
 from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.profile_overheads import RETURN_VALUE
-
-NAIVE: Final = "llm.npu:naive"
 
 
 def experts_by(policy: str) -> Callable[[Planned], Plan]:
@@ -157,32 +156,19 @@ class RungRequest(SimulationRequest):
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class RungRow(SimulatedRow):
-    """The row of a case; its techniques name the rung."""
-
-    resolve: bool = False
-    left_out: tuple[str, ...] = ()
-
-    @classmethod
-    def of_case(cls, request: SimulationRequest, row: SimulatedRow) -> RungRow:
-        """Return the row of a case that may be a rung."""
-        found = row.to_dict()
-        if isinstance(request, RungRequest):
-            found |= {"resolve": request.resolve, "left_out": request.left_out}
-            found |= {"techniques": [request.rung]} if request.rung else {}
-            found |= {"length_policy": "auto"} if request.rung == NAIVE else {}
-        return cls.from_dict(found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold, in the order of the fields."""
-        return {**super().to_dict(), "resolve": self.resolve, "left_out": list(self.left_out)}
+def rung_row(request: SimulationRequest, row: BenchRow) -> dict[str, Any]:
+    """Return the row of a case, with the edits of a rung."""
+    data = row.to_dict()
+    if isinstance(request, RungRequest):
+        edits = {"rung": request.rung, "resolve": request.resolve, "left_out": list(request.left_out)}
+        data |= {"edits": edits} if edits != NO_RUNG else {}
+    return data
 
 
-def run_rung(request: SimulationRequest) -> RungRow:
+def run_rung(request: SimulationRequest) -> dict[str, Any]:
     """Simulate a case that may be a rung; a failure becomes a row that says why."""
     plan_of = request.plan_of if isinstance(request, RungRequest) else planned
-    return RungRow.of_case(request, run_case(request, plan_of))
+    return rung_row(request, run_case(request, plan_of))
 
 
 def main() -> None:

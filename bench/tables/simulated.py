@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any, Final
 
 import what_if
+from simulated_rows import Simulated
 
-from heterollm.simulate import SimulatedRow
 from tables.table import Lines, Row, last, rows_of, table
 
 SOCS: Final = {"snapdragon-8gen3-paper": "paper", "snapdragon-8gen3": "own path"}
@@ -94,7 +94,7 @@ def three_rows() -> Lines:
 )
 def what_ifs() -> Lines:
     """Yield the worth of each change to this program's path."""
-    return what_if.what_if_table([SimulatedRow.from_dict(row) for row in rows_of("simulated_path")])
+    return what_if.what_if_table([Simulated(**row) for row in rows_of("simulated_path")])
 
 
 @table(
@@ -248,7 +248,7 @@ def npu_published() -> Lines:
         return f"{phase['busy_fraction']['npu'] * phase['milliseconds']:.0f} ms"
 
     def build_s(soc: str) -> str:
-        naive, chunks = (_npu("gemma-2b", soc, 256, step)["prefill_ms"] for step in NPU_STEPS[:2])
+        naive, chunks = (_npu("gemma-2b", soc, 256, step)["ttft_ms"] for step in NPU_STEPS[:2])
         return f"{(naive - chunks) / 1e3:.1f} s"
 
     def idle(soc: str, step: str) -> str:
@@ -269,7 +269,7 @@ def npu_published() -> Lines:
         (
             "Qwen1.5-1.8B, share of the time that shadows without pruning take",
             "29.7 % to synchronise",
-            lambda soc: shadow(soc, "prefill_ms"),
+            lambda soc: shadow(soc, "ttft_ms"),
         ),
         ("the same, of the energy", "20.1 %", lambda soc: shadow(soc, "prefill_joules")),
         ("Gemma-2B, building graphs for a prompt", "11.9 s", build_s),
@@ -320,8 +320,8 @@ def attention_lengths() -> Lines:
         cells = [f"{model}, {words}"]
         for prompt, estimator in product(LONG_PROMPTS, (None, "auto")):
             row = _attention(model, prompt, changed, estimator)
-            share = row["prefill"]["attention_ms"] / row["prefill_ms"]
-            cells.append(f"{row['prefill_ms'] / 1e3:.2f} ({share:.0%}; {row['prefill_joules']:.1f})")
+            share = row["prefill"]["attention_ms"] / row["ttft_ms"]
+            cells.append(f"{row['ttft_ms'] / 1e3:.2f} ({share:.0%}; {row['prefill_joules']:.1f})")
         yield cells
 
 
@@ -341,7 +341,7 @@ def attention_steps() -> Lines:
     )
     for model, (words, estimator, pipeline) in product(QWENS[1:], steps):
         row = _attention(model, 4096, SLOW, estimator, pipeline)
-        times_ms = row["prefill_ms"], row["prefill"]["attention_ms"]
+        times_ms = row["ttft_ms"], row["prefill"]["attention_ms"]
         seconds = (f"{time_ms / 1e3:.2f}" for time_ms in times_ms)
         idle = f"{row['prefill']['npu_idle_fraction']:.0%}"
         yield f"{model}: {words}", *seconds, f"{row['prefill_joules']:.1f}", idle

@@ -7,12 +7,13 @@ import pytest
 from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
+from heterollm.benchmarks import BenchRow
+from heterollm.benchmarks.sweep import run_case
 from heterollm.kernels.ops import GraphMemory, Routing
 from heterollm.model import expert_specs, find_model, op_specs
-from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
+from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.experts import AssumedExperts
 from heterollm.simulate.routing import AssumedRouting
-from heterollm.simulate.sweep import run_case
 from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, ExpertsRequest, level_plan
 
 SMALL = {
@@ -148,9 +149,10 @@ def test_equal_cases_have_equal_rows(small):
     row, again = run_case(request), run_case(request)
     assert row.error is None
     assert row == again
-    assert row.experts["loads"] == "assumed"
-    assert (row.overflow, row.imbalance, row.experts["imbalance"]) == ("gpu", None, 2.0)
-    assert SimulatedRow.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+    own = row.modelled
+    assert own.experts["loads"] == "assumed"
+    assert (own.overflow, own.imbalance, own.experts["imbalance"]) == ("gpu", None, 2.0)
+    assert BenchRow.from_dict(json.loads(json.dumps(row.to_dict()))) == row
 
 
 def test_dropped_tokens_are_counted(small):

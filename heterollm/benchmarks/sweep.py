@@ -18,11 +18,21 @@ from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from heterollm.base import HeteroLLMError, OptionError, Progress, silent
+from heterollm.benchmarks.modelled import modelled_row
+from heterollm.benchmarks.rows import BenchRow
 from heterollm.kernels.sim import GpuLoad
-from heterollm.simulate.effects import check_grid, without_idle
-from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync, SimulationRequest
-from heterollm.simulate.row import SimulatedRow
-from heterollm.simulate.run import PlanOf, needs_profile, planned, profile_ahead, simulated
+from heterollm.simulate import (
+    PlanOf,
+    SimulatedLengthPolicy,
+    SimulatedSync,
+    SimulationRequest,
+    check_grid,
+    needs_profile,
+    planned,
+    profile_ahead,
+    simulated,
+    without_idle,
+)
 from heterollm.solver import NPU_EXPERTS, SHADOW_ATTENTION, Technique
 
 Cluster: TypeAlias = Literal["dask", "ray"]
@@ -35,7 +45,7 @@ _Map: TypeAlias = Callable[[Callable[[SimulationRequest], Any], Sequence[Simulat
 """Calls a function with each request, and yields the results in the order of the requests."""
 
 
-def expand(
+def expand_simulated(
     base: SimulationRequest,
     *,
     models: Sequence[str] = (),
@@ -103,14 +113,14 @@ def expand(
     return tuple(found)
 
 
-def run_case(request: SimulationRequest, plan_of: PlanOf = planned) -> SimulatedRow:
+def run_case(request: SimulationRequest, plan_of: PlanOf = planned) -> BenchRow:
     """Simulate one case; a failure becomes a row that says why."""
     try:
-        return SimulatedRow.of(request, simulated(request, plan_of=plan_of))
+        return modelled_row(request, simulated(request, plan_of=plan_of))
     except HeteroLLMError as error:
-        return SimulatedRow.of(request, error=str(error))
+        return modelled_row(request, error=str(error))
     except Exception as error:  # noqa: BLE001 - one case must not end a sweep of hours; its row is no result
-        return SimulatedRow.of(request, error=f"Unexpected {type(error).__name__}: {error}. This is a bug.")
+        return modelled_row(request, error=f"Unexpected {type(error).__name__}: {error}. This is a bug.")
 
 
 def run_sweep(
@@ -119,9 +129,9 @@ def run_sweep(
     jobs: int = 1,
     cluster: Cluster | None = None,
     progress: Progress | None = None,
-    keep: Callable[[SimulatedRow], object] | None = None,
-    run: Callable[[Any], SimulatedRow] = run_case,
-) -> list[SimulatedRow]:
+    keep: Callable[[BenchRow], object] | None = None,
+    run: Callable[[Any], BenchRow] = run_case,
+) -> list[BenchRow]:
     """Simulate many cases and return their rows in the order of the cases.
 
     Args:
