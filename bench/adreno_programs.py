@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor, buckets, score_scales
 from heterollm.kernels.gpu import (
     KV_CODES,
@@ -44,7 +45,6 @@ from heterollm.kernels.gpu import (
     with_numbers,
 )
 from heterollm.kernels.gpu.sources import read_sources
-from heterollm.kernels.open import open_device
 from heterollm.kernels.operators.attention import attend
 from heterollm.kernels.operators.experts import GpuExperts
 from heterollm.kernels.operators.gated_activation import activate

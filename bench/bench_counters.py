@@ -22,8 +22,8 @@ import numpy as np
 from conditions import append_rows, conditions, script_parser
 
 from heterollm.engine import Engine, Step
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import SharedArray
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GraphMemory
 from heterollm.kernels.sim import SIMULATED
 from heterollm.model import find_model, op_specs, shape_only_weights

@@ -89,8 +89,8 @@ def main() -> None:
         "--litmus", type=int, default=100_000, help="rounds of the flag's litmus test; 0 for none"
     )
     options = parser.parse_args()
+    from heterollm.kernels.devices import open_device
     from heterollm.kernels.gpu.waiting import sleep_overshoot_us
-    from heterollm.kernels.open import open_device
     from heterollm.kernels.sync import flag_litmus, refused_strategies
     from heterollm.profiler.measure import KERNELS_US
 

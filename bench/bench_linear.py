@@ -22,10 +22,10 @@ from conditions import append_rows, script_parser
 import heterollm
 from heterollm.base import bandwidth_gbps
 from heterollm.kernels.device import Device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import QuantizedTensor, linear_errors, reference
 from heterollm.kernels.gpu import GpuLinear
 from heterollm.kernels.npu import HostNpu, LinearShard
-from heterollm.kernels.open import open_device
 from heterollm.profiler.measure import measure_interleaved
 
 SHAPES = {"qkv": (2560, 2048), "o": (2048, 2048), "gate_up": (11264, 2048), "down": (2048, 5632)}

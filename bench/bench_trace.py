@@ -33,7 +33,7 @@ def load(folder: Path, plan: Any, mode: str) -> Any:  # noqa: ANN401 - imported 
     """Return a loaded model of one mode."""
     import heterollm.llm
     import heterollm.loading
-    from heterollm.kernels.open import open_device
+    from heterollm.kernels.devices import open_device
 
     stamps = with_fixed(open_device, profiling=True)
     heterollm.loading.open_device = open_device if mode == "off" else stamps

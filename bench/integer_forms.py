@@ -40,6 +40,7 @@ from perplexity import perplexity
 
 from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.data import bundled_model
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import CodeGrid, linear_errors, quantize
 from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GlueKernels, NpuCodes
 from heterollm.kernels.npu import LinearRanges, LinearShard, QnnNpu
@@ -49,7 +50,6 @@ from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.npu.ranges import HEADROOM
 from heterollm.kernels.npu.session import HeldSession, SessionGraph
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
-from heterollm.kernels.open import open_device
 from heterollm.kernels.operators.norm import rms_norm
 from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 from heterollm.llm import LLM

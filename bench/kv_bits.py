@@ -27,9 +27,9 @@ from rounds import Rounds
 
 from heterollm.base import silent
 from heterollm.engine import Engine, Session
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu import KV_CODES
-from heterollm.kernels.open import open_device
 from heterollm.kernels.sim import SIMULATED
 from heterollm.llm import LLM
 from heterollm.model import find_model, op_specs, shape_only_weights

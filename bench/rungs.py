@@ -23,7 +23,7 @@ from simulated_rows import NAIVE, NO_RUNG
 from heterollm.base import PlanError, format_bytes
 from heterollm.benchmarks import BenchRow
 from heterollm.benchmarks.sweep import run_case
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.sim import SIMULATED, Simulation, clock_of, soc_of
 from heterollm.loading import plan_for

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from heterollm.engine import Engine
 from heterollm.kernels.device import Device
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.kernels.sim import Simulation, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work

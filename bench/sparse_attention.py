@@ -19,6 +19,7 @@ import numpy as np
 from conditions import append_rows, conditions, script_parser
 
 from heterollm.kernels.device import Device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import score_scales
 from heterollm.kernels.gpu import (
     GlueKernels,
@@ -32,7 +33,6 @@ from heterollm.kernels.gpu import (
     Selection,
     SparseShape,
 )
-from heterollm.kernels.open import open_device
 from heterollm.kernels.operators.data import fill_slot, step_slot
 from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
 from heterollm.kernels.operators.selection import select_positions

@@ -17,7 +17,7 @@ from conditions import append_rows, conditions, script_parser
 
 from heterollm.base import silent
 from heterollm.engine import Engine
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import SIMULATED, Simulation
 from heterollm.model import find_model, op_specs, shape_only_weights
 from heterollm.planning import ProfiledModel

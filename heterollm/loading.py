@@ -20,8 +20,8 @@ from heterollm.engine import (
     start_engine,
 )
 from heterollm.kernels.device import Device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import KV_CODES
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import Simulation
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, find_model, load_weights

@@ -49,7 +49,7 @@ os.environ.setdefault("POCL_CACHE_DIR", POCL_CACHE.name)
 def host():
     """The ``host`` device, opened once for the tests of a file."""
     from heterollm.base import DeviceError
-    from heterollm.kernels.open import open_device
+    from heterollm.kernels.devices import open_device
 
     try:
         device = open_device("host")

@@ -34,7 +34,7 @@ FLOORS = (
     ("heterollm.model",),
     ("heterollm.model.stored", "heterollm.data"),
     ("heterollm.model.fields",),
-    ("heterollm.kernels.open",),
+    ("heterollm.kernels.devices",),
     ("heterollm.kernels.sim",),
     ("heterollm.kernels.device",),
     ("heterollm.kernels.sync", "heterollm.kernels.operators"),

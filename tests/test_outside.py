@@ -26,7 +26,7 @@ from heterollm.cli import main
 # All that is taken from inside; where it lies is no part of what is held.
 from heterollm.cli.command_line import app
 from heterollm.doctor import checks as doctor_checks
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.loading import plan_for
 from heterollm.model import KNOWN_MODELS
 from heterollm.planning import LoadOptions, PlanInputs, make_plan

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, cast, get_args
 from heterollm.base import Effect, OptionError, idle_options, refuse_idle
 from heterollm.benchmarks.plugins import check_engine
 from heterollm.engine import SYNC_OPTIONS, Sync
-from heterollm.kernels.open import shares_cores
+from heterollm.kernels.devices import shares_cores
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.kernels.threads import split_threads
 from heterollm.planning import LOAD_EFFECTS, LOAD_OPTIONS, LoadKeywords, LoadOptions, Threads, load_facts

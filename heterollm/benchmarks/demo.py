@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 from heterollm.base import CacheError, HeteroLLMError, Progress, scratch_folder, silent
 from heterollm.benchmarks.significance import Verdict
 from heterollm.data import bundled_model
+from heterollm.kernels.devices import shares_cores
 from heterollm.kernels.npu import TimeKind
-from heterollm.kernels.open import shares_cores
 from heterollm.kernels.sim import SIMULATED, is_simulated
 from heterollm.llm import LLM
 from heterollm.model import Checkpoint

@@ -11,7 +11,7 @@ from typing import Final
 
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.benchmarks.significance import Change, compare_times
-from heterollm.kernels.open import shares_cores
+from heterollm.kernels.devices import shares_cores
 
 COMPARED: Final = ("real", "simulated")
 """Kinds of time that measure speed; an emulator's does not."""

@@ -32,7 +32,7 @@ from heterollm.calibration.routing import RoutingStatistics
 from heterollm.data import bundled_model
 from heterollm.engine import Engine, EngineThread, start_engine
 from heterollm.kernels.device import Device
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.ops import Group, OpSpec, Precision
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 from heterollm.solver import level_plan

@@ -16,10 +16,11 @@ WORD_BREAKS = ":="
 
 def devices(incomplete: str) -> list[str]:
     """Return names of devices, simulated ones included."""
+    from heterollm.kernels.devices import DEVICE_NAMES
     from heterollm.kernels.sim import soc_names
 
     simulated = (f"sim:{name}" for name in soc_names())
-    return beginning(incomplete, ("auto", "snapdragon", "host", "emulator", *simulated))
+    return beginning(incomplete, ("auto", *DEVICE_NAMES, *simulated))
 
 
 def plans(incomplete: str) -> list[str]:

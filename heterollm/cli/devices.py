@@ -17,7 +17,7 @@ def devices(as_json: JsonOption = False) -> None:
     import dataclasses
 
     from heterollm.base import cache_root
-    from heterollm.kernels.open import list_devices
+    from heterollm.kernels.devices import list_devices
     from heterollm.kernels.sim import simulated_devices
     from heterollm.report import console as report
 

@@ -58,7 +58,7 @@ def show_steps(
 def _simulated(planned: Planned, wanted: Sequence[tuple[Phase, int]]) -> list[tuple[Step, ...]]:
     from heterollm.base import silent
     from heterollm.engine import Engine
-    from heterollm.kernels.open import open_device
+    from heterollm.kernels.devices import open_device
     from heterollm.model import shape_only_weights
 
     assert planned.model is not None

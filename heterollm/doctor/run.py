@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from heterollm.base import DeviceError, OptionError, Progress, cache_root, format_bytes, see, silent
 from heterollm.kernels.device import Device
+from heterollm.kernels.devices import list_devices, open_device
 from heterollm.kernels.formats import ComputeType
-from heterollm.kernels.open import list_devices, open_device
 from heterollm.kernels.ops import Power
 from heterollm.kernels.threads import allowed_cores
 

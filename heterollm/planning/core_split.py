@@ -17,8 +17,8 @@ from msgspec import structs
 
 from heterollm.base import CacheError, ProfileError
 from heterollm.kernels.device import Device
+from heterollm.kernels.devices import opens_host
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.kernels.open import opens_host
 from heterollm.kernels.threads import allowed_cores, processor_model, split_threads
 from heterollm.model import ModelConfig
 from heterollm.planning.auto import Candidate, Threads, compared, predicted, weights_of, words

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from heterollm.base import Effect, OptionFacts
+from heterollm.kernels.devices import option_devices
 from heterollm.kernels.sim import is_simulated
 from heterollm.solver import LEVELS, NPU_EXPERTS, SHADOW_ATTENTION, SOLVED_LEVELS
 
@@ -21,6 +22,11 @@ def _is_device(facts: OptionFacts, *names: str) -> bool:
     """Return whether the device is one of some, or may be; ``sim`` stands for all simulated ones."""
     device = facts.get("device", "auto")
     return "sim" in names if is_simulated(device) else device in names
+
+
+def _takes(facts: OptionFacts, option: str) -> bool:
+    """Return whether the device takes an option that some devices alone take."""
+    return facts.get("device", "auto") in option_devices(option)
 
 
 def is_file(plan: object) -> bool:
@@ -80,17 +86,17 @@ LOAD_EFFECTS: Final = (
     ),
     Effect(
         "power",
-        lambda facts: _is_device(facts, "auto", "snapdragon"),
+        lambda facts: _takes(facts, "power"),
         "only a Snapdragon can be asked for clocks",
     ),
     Effect(
         "gpu_threads",
-        lambda facts: not _is_device(facts, "snapdragon"),
+        lambda facts: _is_device(facts, "sim") or _takes(facts, "gpu_threads"),
         "the GPU of a Snapdragon has no threads",
     ),
     Effect(
         "npu_threads",
-        lambda facts: _is_device(facts, "auto", "host") or facts.get("npu_threads") == 0,
+        lambda facts: _takes(facts, "npu_threads") or facts.get("npu_threads") == 0,
         "only the NPU of host runs on threads; 0 leaves that of other devices out",
     ),
     Effect(

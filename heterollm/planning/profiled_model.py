@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from heterollm.base import ProfileError
-from heterollm.kernels.open import shares_cores
+from heterollm.kernels.devices import shares_cores
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
 from heterollm.model import ModelConfig, ModelShape, block_norms, expert_specs, shape_of_specs
 from heterollm.profiler.records import Profile

@@ -15,7 +15,7 @@ from heterollm.base import OptionError, ProfileError, Progress, format_duration
 from heterollm.data import bundled_model
 from heterollm.engine import check_precision
 from heterollm.kernels.device import Device
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.model import ModelShape, default_shapes, find_model, model_shape, read_config
 from heterollm.planning.load_options import check_weights

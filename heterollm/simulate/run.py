@@ -14,6 +14,7 @@ import numpy as np
 from heterollm.base import OptionError, Progress, silent
 from heterollm.engine import Engine, ExpertRows, fitting_need, start_engine
 from heterollm.kernels.device import Device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
     FfnRanges,
@@ -22,7 +23,6 @@ from heterollm.kernels.npu import (
     StaticRanges,
     graph_memory,
 )
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Group, OpSpec, Phase, Scales, WeightFormat, ffn_specs
 from heterollm.kernels.sim import SIMULATED, SimulatedClock, SimulatedSpan, Simulation, clock_of
 from heterollm.model import (

@@ -6,7 +6,7 @@ import pytest
 
 from heterollm import LLM
 from heterollm.base import OptionError
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 
 
 class Switch:

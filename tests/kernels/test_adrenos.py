@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from heterollm.kernels import open as open_module
+from heterollm.kernels.devices import list_devices, opencl
 from heterollm.kernels.gpu.binding import cl
 
 SMALL = ("QUALCOMM Adreno(TM) 642L", 3, "OpenCL 3.0 QUALCOMM build: 0636")
@@ -21,8 +21,8 @@ def adreno(name, units, driver):
 @pytest.fixture
 def found(monkeypatch):
     """Return the status of ``snapdragon`` where some platforms are installed."""
-    monkeypatch.setattr(open_module, "_make_pocl_cache", lambda: None)
-    monkeypatch.setattr(open_module, "_require_qnn", lambda *, emulator: "")
+    monkeypatch.setattr(opencl, "make_pocl_cache", lambda: None)
+    monkeypatch.setattr("heterollm.kernels.devices.software.require_qnn", lambda *, emulator: "")
 
     def status(*platforms, refuses_all=False):
         def platform(name, devices):
@@ -36,8 +36,8 @@ def found(monkeypatch):
 
         monkeypatch.setattr(cl, "get_platforms", lambda: [platform(*given) for given in platforms])
         # The process's split of PoCL's threads belongs to other tests.
-        monkeypatch.setattr(open_module, "_process_split", None)
-        return next(found for found in open_module.list_devices() if found.name == "snapdragon")
+        monkeypatch.setattr(opencl, "_process_split", None)
+        return next(found for found in list_devices() if found.name == "snapdragon")
 
     return status
 

@@ -1,6 +1,9 @@
 """Devices: what is here, what is missing and what to install, and which threads run where."""
 
+import dataclasses
+import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,11 +14,12 @@ import pytest
 from faults import StaleArray
 
 from heterollm.base import DeviceError, OptionError
-from heterollm.kernels import open as open_module
+from heterollm.kernels.devices import DEVICE_NAMES, list_devices, open_device, snapdragon
+from heterollm.kernels.devices.gpu import open_gpu, self_test
+from heterollm.kernels.devices.kind import Opening
 from heterollm.kernels.gpu import OpenClRuntime, is_cpu, list_opencl_devices
 from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.kernels.open import DEVICE_NAMES, list_devices, open_device
 from heterollm.kernels.threads import allowed_cores, split_threads
 
 # Before any test: the first one that opens a device must not keep this thread's cores.
@@ -126,9 +130,9 @@ def test_every_device_is_listed_with_a_reason_or_its_parts(host):
 
 
 def test_without_pyopencl_nothing_is_usable(monkeypatch):
-    find_spec = open_module.importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        open_module.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name: None if name == "pyopencl" else find_spec(name),
     )
@@ -137,8 +141,8 @@ def test_without_pyopencl_nothing_is_usable(monkeypatch):
         assert entry.gpu == "missing"
         assert "pyopencl is not installed." in entry.reason
         assert "pip install pyopencl" in entry.fix
-    monkeypatch.setattr(open_module.platform, "system", lambda: "Windows")
-    monkeypatch.setattr(open_module.platform, "machine", lambda: "ARM64")
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    monkeypatch.setattr(platform, "machine", lambda: "ARM64")
     assert "has no wheel for Windows on Arm" in status("host").reason
     assert "from source" in status("host").fix
 
@@ -181,9 +185,9 @@ def test_an_adreno_is_seen(opencl):
 
 
 def test_the_emulator_needs_its_package(monkeypatch, host):
-    find_spec = open_module.importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        open_module.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name: None if name == "onnxruntime_qnn" else find_spec(name),
     )
@@ -198,11 +202,16 @@ def test_the_emulator_needs_its_package(monkeypatch, host):
 # -- auto ---------------------------------------------------------------------------------------------
 
 
+def opens_snapdragon(monkeypatch, function):
+    kind = dataclasses.replace(snapdragon.KIND, open=function)
+    monkeypatch.setattr(snapdragon, "KIND", kind)
+
+
 def test_auto_takes_the_host_and_says_why(opencl, host, monkeypatch):
-    def no_snapdragon(*_arguments, **_options):
+    def no_snapdragon(_wanted):
         raise DeviceError("No Adreno among the OpenCL devices (a CPU).")
 
-    monkeypatch.setattr(open_module, "_open_snapdragon", no_snapdragon)
+    opens_snapdragon(monkeypatch, no_snapdragon)
     device = open_device("auto")
     assert device.name == "host"
     assert device.reason == (
@@ -213,7 +222,7 @@ def test_auto_takes_the_host_and_says_why(opencl, host, monkeypatch):
 
 def test_auto_takes_a_snapdragon_that_passes(host, monkeypatch):
     chosen = open_device("host")
-    monkeypatch.setattr(open_module, "_open_snapdragon", lambda *_arguments, **_options: chosen)
+    opens_snapdragon(monkeypatch, lambda _wanted: chosen)
     device = open_device("auto")
     assert device is chosen
     assert device.reason == "both processors passed a self-test"
@@ -221,7 +230,7 @@ def test_auto_takes_a_snapdragon_that_passes(host, monkeypatch):
 
 
 def test_a_gpu_that_computes_wrongly_fails_its_self_test(host, monkeypatch):
-    open_module._self_test_gpu(host.gpu)
+    self_test(host.gpu)
     from heterollm.kernels.gpu import GpuLinear
 
     launch = GpuLinear.launch
@@ -229,7 +238,7 @@ def test_a_gpu_that_computes_wrongly_fails_its_self_test(host, monkeypatch):
         GpuLinear, "launch", lambda self, x, y, **options: launch(self, x, y, **options | {"tokens": 3})
     )
     with pytest.raises(DeviceError, match="computes a linear layer wrongly"):
-        open_module._self_test_gpu(host.gpu)
+        self_test(host.gpu)
 
 
 # -- threads ------------------------------------------------------------------------------------------
@@ -336,15 +345,15 @@ def stale(monkeypatch):
 def test_a_gpu_whose_shared_virtual_memory_is_stale_maps_memory(stale, monkeypatch, caplog):
     device = next(device for _, device in list_opencl_devices() if is_cpu(device))
     monkeypatch.setenv(MEMORY_VARIABLE, "svm")
-    assert open_module._open_opencl(device, False, None).shared_memory == "mapped"
+    assert open_gpu(device, Opening()).shared_memory == "mapped"
     assert "500 of 500 rounds of the litmus test" in caplog.text
     with pytest.raises(DeviceError, match=r"shared virtual memory .* 500 of 500 rounds"):
-        open_module._open_opencl(device, False, "svm")
+        open_gpu(device, Opening(shared_memory="svm"))
 
 
 def test_a_gpu_keeps_shared_virtual_memory_that_passes():
     device = next(device for _, device in list_opencl_devices() if is_cpu(device))
-    assert open_module._open_opencl(device, False, "svm").shared_memory == "svm"
+    assert open_gpu(device, Opening(shared_memory="svm")).shared_memory == "svm"
 
 
 def test_kinds_of_memory_that_are_missing_are_refused(monkeypatch):

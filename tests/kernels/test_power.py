@@ -15,16 +15,15 @@ from heterollm.doctor import Diagnosis
 from heterollm.doctor.case import run_case
 from heterollm.doctor.power import CLOCKS, CORES, power_cases
 from heterollm.engine.thread import EngineThread
-from heterollm.kernels import open as open_module
 from heterollm.kernels import threads
 from heterollm.kernels.device import Device
+from heterollm.kernels.devices import gpu, list_devices, open_device, opencl, snapdragon
 from heterollm.kernels.formats import random_weight
 from heterollm.kernels.gpu import OpenClRuntime, clocks
 from heterollm.kernels.gpu.binding import cl
 from heterollm.kernels.npu import LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.qnn_power import QnnPower
 from heterollm.kernels.npu.qnn_runtime import QnnTarget
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.threads import ThreadSplit, biggest_cores, on_cores
 from heterollm.report import console as report
@@ -146,9 +145,9 @@ def test_no_driver_starts_on_little_cores(cores, monkeypatch):
     monkeypatch.setattr(
         cl, "get_platforms", lambda: asked.append(("all", tuple(os.sched_getaffinity(0)))) or platforms
     )
-    monkeypatch.setattr(open_module, "_process_split", None)
-    monkeypatch.setattr(open_module, "_make_pocl_cache", lambda: None)
-    open_module.list_devices()
+    monkeypatch.setattr(opencl, "_process_split", None)
+    monkeypatch.setattr(opencl, "make_pocl_cache", lambda: None)
+    list_devices()
     big, gpu = (2, 3, 4, 7), (0, 1, 2, 3)
     assert asked[:3] == [("all", big), ("QUALCOMM Snapdragon(TM)", big), ("Portable Computing", gpu)]
     assert pinned[-1] == tuple(range(8)), "the caller keeps its cores"
@@ -157,9 +156,9 @@ def test_no_driver_starts_on_little_cores(cores, monkeypatch):
 def test_a_snapdragon_opens_on_big_cores(cores, monkeypatch):
     """Contexts, queues and sessions start threads, too."""
     pinned, opened = cores(EIGHT_GEN_3), []
-    monkeypatch.setattr(open_module, "_opencl_devices", lambda split: [("QUALCOMM", fake_adreno())])
-    monkeypatch.setattr(open_module, "_require_qnn", lambda *, emulator: "")
-    monkeypatch.setattr(open_module, "_self_test_gpu", lambda runtime: None)
+    monkeypatch.setattr(snapdragon, "opencl_devices", lambda split: [("QUALCOMM", fake_adreno())])
+    monkeypatch.setattr("heterollm.kernels.devices.software.require_qnn", lambda *, emulator: "")
+    monkeypatch.setattr(gpu, "self_test", lambda runtime: None)
     power = SimpleNamespace(wake=lambda: opened.append("wake"))
 
     def part(name):

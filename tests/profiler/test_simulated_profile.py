@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation, soc_of
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
@@ -164,7 +164,9 @@ def test_parts_slow_each_other_by_what_bounds_them(found, monkeypatch):
     # Rows that spill wait as well, for a cache; cut into chunks they do not spill.
     assert specs["down"].columns > soc.npu.row_limit_columns
     assert costs.slowdown(specs["down"], 256) == both
-    monkeypatch.setattr(costs, "_limits", replace(limits_of(profile), forms=lambda *_: ("matmul_nbits",)))
+    whole = replace(limits_of(profile), forms=lambda *_: ("matmul_nbits",))
+    monkeypatch.setattr("heterollm.solver.contention.limits_of", lambda *_, **__: whole)
+    costs = ProfileCosts(profile, SHAPE)
     assert costs.slowdown(specs["down"], 1) == Slowdown()
     assert costs.slowdown(specs["down"], 256).npu == 1.0
 

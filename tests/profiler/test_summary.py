@@ -107,9 +107,8 @@ def test_accuracy_has_the_models_and_the_one_in_use(sample_profile):
     for part in ("gpu", "npu"):
         rows = [row for row in summary.accuracy if row.score.processor == part]
         assert sum(row.used for row in rows) == 1
-        assert {row.score.model for row in rows} == {"gpu": {"roofline"}, "npu": {"stage_linear", "tree"}}[
-            part
-        ]
+        models = {"gpu": {"interpolation", "roofline"}, "npu": {"stage_linear", "tree"}}
+        assert {row.score.model for row in rows} == models[part]
     points = held_out(summary)
     assert {point.processor for point in points} == {"gpu", "npu"}
     assert all(point.predicted_us > 0 for point in points)

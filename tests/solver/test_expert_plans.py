@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.ops import GraphMemory
 from heterollm.model import ModelConfig, expert_specs, op_specs
 from heterollm.solver import (

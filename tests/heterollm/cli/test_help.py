@@ -18,7 +18,7 @@ from heterollm.cli import complete as cli_complete
 from heterollm.cli.command_line import app
 from heterollm.cli.examples import EXAMPLES, SUMMARIES, command_names
 from heterollm.cli.options import several
-from heterollm.kernels.open import DEVICE_NAMES
+from heterollm.kernels.devices import DEVICE_NAMES
 from heterollm.simulate.request import LENGTH_CHOICES, PLAN_LEVELS, SYNC_CHOICES
 
 NAMES = [name for name, _ in command_names(app)]

@@ -20,11 +20,11 @@ from heterollm.doctor.run import Problem, unlisted_vendors
 from heterollm.doctor.scores import SCORES, score_cases
 from heterollm.doctor.sparse import ATTENTION, CODES, SELECTION, sparse_cases
 from heterollm.kernels.device import DeviceStatus
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import reference
 from heterollm.kernels.gpu import GpuLinear, GpuWork
 from heterollm.kernels.npu import ExpertsShard
 from heterollm.kernels.npu.contexts import SharingVerdict
-from heterollm.kernels.open import open_device
 from heterollm.kernels.operators import attention, embedding, gated_activation, norm, rope, sparse_attention
 from heterollm.kernels.operators.score_codes import ScoresCase
 from heterollm.kernels.operators.sparse_attention import SparseCase

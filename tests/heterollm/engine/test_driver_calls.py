@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import MemoryKind
 from heterollm.kernels.npu import LinearRanges
-from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 

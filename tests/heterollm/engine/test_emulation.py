@@ -8,7 +8,7 @@ from msgspec import structs
 from heterollm.base import OptionError
 from heterollm.engine.emulation import check_emulation, step_seconds
 from heterollm.engine.runner import Engine
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.kernels.sim.npu import SimulatedNpu
 from heterollm.model import ModelConfig, op_specs, shape_only_weights

@@ -15,8 +15,8 @@ import pytest
 from heterollm.engine.memory import memory_need
 from heterollm.engine.runner import Engine
 from heterollm.engine.slots import pool_sizes
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import KNOWN_MODELS, ModelConfig, expert_specs, op_specs, shape_only_weights

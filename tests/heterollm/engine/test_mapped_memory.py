@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import MemoryKind, OpenClRuntime, SharedArray
 from heterollm.kernels.gpu.maps import queue_for_maps
-from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.solver import Plan, level_plan, model_shape
 from heterollm.solver.placements import RowsPlacement

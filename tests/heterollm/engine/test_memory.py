@@ -208,7 +208,7 @@ def test_slices_are_dropped_once_their_graphs_are_prepared(
 SHARED_MEMORY = """
 import numpy as np
 from pathlib import Path
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.engine.memory import return_freed_memory
 
 def anonymous_mib():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from heterollm.engine import PlannedGraph, planned_contexts, planned_graphs
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import NpuBackend
-from heterollm.kernels.open import open_device
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, op_specs
 from heterollm.solver import level_plan

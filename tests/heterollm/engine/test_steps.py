@@ -13,8 +13,8 @@ from heterollm.base import OptionError
 from heterollm.engine.passes import CompiledPass
 from heterollm.engine.runner import Engine
 from heterollm.engine.step import Buffer, LinearWork, Step
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import SharedArray, SyncChoice
-from heterollm.kernels.open import open_device
 from heterollm.kernels.operators.registry import operator_steps
 from heterollm.kernels.ops import GROUPS, OpSpec, ffn_specs
 from heterollm.kernels.sim import Simulation

@@ -204,7 +204,7 @@ def test_auto_polls_where_the_engine_thread_has_a_core_of_its_own(host: Device) 
 def test_auto_polls_the_marker_where_no_flag_is_offered(
     host: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("heterollm.engine.waits.strategies_for", lambda _: ("finish", "event", "poll"))
+    monkeypatch.setattr("heterollm.kernels.sync.strategies_for", lambda _: ("finish", "event", "poll"))
     assert default_sync(like(host, gpu=(0,), npu=(1,))).decode == "poll"
 
 
@@ -224,7 +224,7 @@ def test_a_profile_decides(measured: Strategy | None, expected: str, host: Devic
 
 
 def test_a_plan_without_hand_overs_finds_nothing_out(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heterollm.engine.waits.strategies_for", lambda _: pytest.fail("asked"))
+    monkeypatch.setattr("heterollm.kernels.sync.strategies_for", lambda _: pytest.fail("asked"))
     assert Fences(host, PhaseSync()).strategies["decode"] == "event"
 
 

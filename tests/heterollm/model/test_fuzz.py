@@ -274,12 +274,11 @@ def safetensors_header(files):
 
 COUNTS = {
     "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
     "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
 }
+OF_BLOCKS = ("intermediate_size", "num_attention_heads")
 DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -295,6 +294,9 @@ def check_config(config, data, generation):
     for field, name in COUNTS.items():
         assert type(stated[name]) is int
         assert getattr(config, field) == stated[name] >= 1
+    counts = config.ffn.width, config.attention.heads
+    assert counts == tuple(stated[name] for name in OF_BLOCKS)
+    assert min(counts) >= 1
     kv_heads, head_dim = stated.get("num_key_value_heads"), stated.get("head_dim")
     assert config.attention.kv_heads == (config.attention.heads if kv_heads is None else kv_heads)
     assert config.attention.head_dim == (
@@ -586,7 +588,8 @@ def test_a_damaged_file_is_read_rightly_or_refused(files, target):
 def test_a_damaged_configuration_of_any_family_fails_cleanly(family, tmp_path):
     """Without an independent reading: what loads must be computable."""
     transformers = pytest.importorskip("transformers")
-    shape = {name: CONFIG[name] for name in COUNTS.values()} | {"num_key_value_heads": 2, "head_dim": 8}
+    shape = {name: CONFIG[name] for name in (*COUNTS.values(), *OF_BLOCKS)}
+    shape |= {"num_key_value_heads": 2, "head_dim": 8}
     sound = transformers.AutoConfig.for_model(family, **shape, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     text = json.dumps(json.loads(sound.to_json_string()))
     assert ModelConfig.from_dict(json.loads(text)).model_type == family

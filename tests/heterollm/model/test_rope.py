@@ -83,9 +83,9 @@ def test_tables_are_those_of_transformers(model_fields, name, base):
     theirs, ours = both(model_fields, SCALINGS[name], base)
     embedding = LlamaRotaryEmbedding(theirs)
     cosine, sine = embedding(torch.zeros(1), torch.arange(POSITIONS)[None])
-    frequencies, _ = inverse_frequencies(ours.rope, ours.head_dim, POSITIONS)
+    frequencies, _ = inverse_frequencies(ours.rope, ours.attention.head_dim, POSITIONS)
     np.testing.assert_allclose(frequencies, embedding.inv_freq.numpy(), rtol=1e-6)
-    cos, sin = rope_tables(ours.rope, ours.head_dim, POSITIONS)
+    cos, sin = rope_tables(ours.rope, ours.attention.head_dim, POSITIONS)
     assert (cos.dtype, cos.shape, sin.dtype, sin.shape) == (np.float32, (POSITIONS, PAIRS)) * 2
     # Where torch's float32 power is a unit or two off, the phase is wrong by that much at every position.
     tolerance = 1e-6 + 2.0**-21 * np.arange(POSITIONS)[:, None] * frequencies
@@ -104,7 +104,7 @@ def test_frequencies_are_those_of_transformers_functions(model_fields, name):
     theirs, ours = both(model_fields, SCALINGS[name], 70000.0)
     for length in (128, POSITIONS):
         expected, attention_factor = ROPE_INIT_FUNCTIONS[ours.rope.kind](theirs, "cpu", seq_len=length)
-        frequencies, factor = inverse_frequencies(ours.rope, ours.head_dim, length)
+        frequencies, factor = inverse_frequencies(ours.rope, ours.attention.head_dim, length)
         np.testing.assert_allclose(frequencies, expected.numpy(), rtol=1e-6)
         assert factor == pytest.approx(attention_factor, rel=1e-12)
 
@@ -113,8 +113,8 @@ def test_frequencies_are_those_of_transformers_functions(model_fields, name):
 def test_every_scaling_changes_something(model_fields, name):
     _, plain = both(model_fields, SCALINGS["default"], 10000.0)
     _, scaled = both(model_fields, SCALINGS[name], 10000.0)
-    before, _ = inverse_frequencies(plain.rope, plain.head_dim, POSITIONS)
-    after, _ = inverse_frequencies(scaled.rope, scaled.head_dim, POSITIONS)
+    before, _ = inverse_frequencies(plain.rope, plain.attention.head_dim, POSITIONS)
+    after, _ = inverse_frequencies(scaled.rope, scaled.attention.head_dim, POSITIONS)
     assert np.abs(after / before - 1).max() > 0.3
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from heterollm.base import GIB, silent
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.ops import GraphMemory, Phase, Precision, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from heterollm.cli import main
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.open import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.profiler.measure.layers import layer_cases
 from heterollm.profiler.measure.sparse_cases import sparse_cases

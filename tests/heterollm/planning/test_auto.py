@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterollm.data import bundled_model
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.threads import allowed_cores, split_threads
 from heterollm.llm import LLM
 from heterollm.loading import plan_for

@@ -1,6 +1,6 @@
 """A plan is the same with and without the records that ``profile --characterise`` adds."""
 
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import find_model, op_specs, shape_of_specs
 from heterollm.planning import ProfiledModel
 from heterollm.planning.planner import solve_plan

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from heterollm.base import CalibrationError, OptionError
 from heterollm.calibration import RoutingCalibration
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, op_specs
 from heterollm.planning import LoadOptions, ProfiledModel, expert_loads
 from heterollm.planning.experts import (

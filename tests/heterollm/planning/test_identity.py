@@ -9,7 +9,7 @@ from heterollm import LLM, Plan
 from heterollm.base import silent
 from heterollm.cli import main
 from heterollm.engine import Engine
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.model import op_specs, shape_only_weights
 from heterollm.model.known import ModelSize

@@ -7,7 +7,7 @@ import pytest
 
 from heterollm.base import OptionError, ProfileError
 from heterollm.data import bundled_model
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, model_shape, op_specs
 from heterollm.planning import ProfiledModel, profile_words
 from heterollm.planning.notes import disturbed_note

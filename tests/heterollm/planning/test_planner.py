@@ -17,7 +17,7 @@ from msgspec import structs
 from heterollm.base import OptionError, ProfileError, list_cache
 from heterollm.cli import main
 from heterollm.data import bundled_model
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.ops import Member, OpSpec, Phase, Precision, WeightFormat, ffn_specs
 from heterollm.llm import LLM
 from heterollm.loading import plan_for

@@ -8,7 +8,7 @@ from msgspec import structs
 from heterollm.base import CalibrationError, OptionError, ProfileError, silent
 from heterollm.calibration import calibrate
 from heterollm.cli import main
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.model import ModelConfig, find_model, op_specs
 from heterollm.planning import ProfiledModel, assumed_heads

@@ -9,7 +9,7 @@ from msgspec import structs
 from heterollm.base import OptionError
 from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.cli import main
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.llm import LLM
 from heterollm.planning import LoadOptions
 from heterollm.planning.techniques import check_technique

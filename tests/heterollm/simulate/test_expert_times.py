@@ -12,7 +12,7 @@ from msgspec import structs
 from heterollm.base import silent
 from heterollm.calibration.routing import RoutingCalibration
 from heterollm.engine import Engine, ExpertRows
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs, shape_only_weights
 from heterollm.planning import ProfiledModel
 from heterollm.planning.planner import solve_plan
@@ -46,6 +46,8 @@ CONFIG = ModelConfig.from_dict(
         "rms_norm_eps": 1e-6,
     }
 )
+assert CONFIG.mixture is not None
+ROUTING = CONFIG.mixture.routing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,7 +99,7 @@ def test_predicted_passes_with_experts_on_the_npu_take_as_long_on_the_simulated_
 ) -> None:
     """The loads of the passes are as imbalanced as the calibrated ones, and not the same."""
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
-    loads = AssumedRouting(CONFIG.routing, 2.0)
+    loads = AssumedRouting(ROUTING, 2.0)
     request = PlanRequest(level="tensor", techniques=("npumoe",), npu_gib=100)
     plan = solve_plan(model, request, routing=loads.calibrated(CONFIG.layers)).plan
     assert all(plan.experts_of(tokens, 0).groups for tokens in NPU_PROMPTS)
@@ -129,10 +131,9 @@ def test_predicted_passes_take_as_long_on_the_simulated_clock(
 
 def test_predicted_passes_have_the_planned_time_of_experts_on_the_npu(model: ProfiledModel) -> None:
     """With equal loads, so that the plan's prediction and that of a pass are of the same work."""
-    each = 64 * CONFIG.routing.chosen // CONFIG.routing.experts
+    each = 64 * ROUTING.chosen // ROUTING.experts
     routing = tuple(
-        RoutingCalibration(layer, (((each,) * CONFIG.routing.experts,) * 16,))
-        for layer in range(CONFIG.layers)
+        RoutingCalibration(layer, (((each,) * ROUTING.experts,) * 16,)) for layer in range(CONFIG.layers)
     )
     plan = solve_plan(model, PlanRequest(level="tensor", techniques=("npumoe",)), routing=routing).plan
     assert plan.has_npu_experts

@@ -10,7 +10,7 @@ import pytest
 from heterollm.base import silent
 from heterollm.engine import Engine
 from heterollm.engine.speculators import measured_pass_s
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import find_model, op_specs, shape_only_weights
 from heterollm.planning import PlanInputs, ProfiledModel, predicted_pass_s
 from heterollm.planning.planner import solve_plan

@@ -9,8 +9,8 @@ import pytest
 
 from heterollm.base import silent
 from heterollm.engine import Engine
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import FfnRanges, LinearRanges
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import ffn_specs
 from heterollm.model import find_model, op_specs, shape_only_weights
 from heterollm.planning import ProfiledModel

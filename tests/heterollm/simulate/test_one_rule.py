@@ -7,7 +7,7 @@ import pytest
 
 from heterollm.base import PlanError
 from heterollm.engine import fitting_need
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import SIMULATED, Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import LoadOptions, choose_context, inputs_of_load, make_plan

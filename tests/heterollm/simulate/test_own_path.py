@@ -12,7 +12,7 @@ import pytest
 from heterollm.base import OptionError, PlanError
 from heterollm.benchmarks import modelled_row
 from heterollm.cli import main
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation, clock_of, load_soc, soc_of
 from heterollm.kernels.sim.clock import SimulatedJob
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work

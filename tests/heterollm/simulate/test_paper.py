@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from heterollm.benchmarks import modelled_row
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 sys.path.insert(0, str(BENCH))

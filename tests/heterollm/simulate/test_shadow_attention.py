@@ -6,7 +6,7 @@ import pytest
 
 from heterollm.base import OptionError, silent
 from heterollm.benchmarks import BenchRow, modelled_row
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from heterollm.base import silent
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel, make_plan
 from heterollm.profiler.records import LayerKey, Profile

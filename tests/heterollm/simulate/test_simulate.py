@@ -8,7 +8,7 @@ import pytest
 from heterollm.base import CheckpointError, OptionError, ProfileError, cache_root
 from heterollm.cli import main
 from heterollm.cli.simulate import parse_load, parse_parameter
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import GpuLoad
 from heterollm.kernels.sim.soc.parameters import load_soc
 from heterollm.model import find_model

@@ -21,9 +21,9 @@ from heterollm.benchmarks.child import random_ids
 from heterollm.benchmarks.engine import Job
 from heterollm.benchmarks.engine_self import SelfEngine
 from heterollm.engine import SYNC_OPTIONS
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import HostClock
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GROUPS, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import Plan, model_shape

@@ -191,7 +191,7 @@ def test_workers_that_leave_early_change_nothing(runtime, monkeypatch, patience)
 
 PARALLEL = """
 import importlib.util, sys
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 spec = importlib.util.spec_from_file_location("chain", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)

@@ -14,12 +14,12 @@ from heterollm.kernels.gpu.pocl import program_guard
 
 SCRIPT = """
 import logging
-from heterollm.kernels.open import _self_test_gpu, open_device
+from heterollm.kernels.devices import gpu, open_device
 logging.basicConfig()
 device = open_device("host", npu_threads=0, gpu_threads=1)
 if device.gpu.traits.platform != "Portable Computing Language":
     raise SystemExit(77)
-_self_test_gpu(device.gpu)
+gpu.self_test(device.gpu)
 """
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import BuildError, GlueKernels, HeadShape, Segments, Variant, VariantRecord
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.variants import variants_for
-from heterollm.kernels.open import open_device
 from heterollm.kernels.operators.attention import AttentionCase
 from heterollm.kernels.operators.gated_activation import activate
 from heterollm.kernels.operators.linear import LinearCase

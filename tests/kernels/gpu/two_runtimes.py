@@ -7,9 +7,9 @@ import ctypes
 import json
 import sys
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import is_cpu, kernel_source_hash, list_opencl_devices
 from heterollm.kernels.gpu.pocl import target as pocl_target
-from heterollm.kernels.open import open_device
 
 
 def forget_processor():

@@ -7,10 +7,10 @@ import onnx
 import pytest
 
 from heterollm.base import GraphError
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.npu import ExpertsShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.graphs import graph_identity, shard_digest, write_graph
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from heterollm.base import GraphError, OptionError
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import concatenate_rows, shape_only_weight
 from heterollm.kernels.gpu import (
     STEP_LENGTH,
@@ -16,7 +17,6 @@ from heterollm.kernels.gpu import (
     Scores,
 )
 from heterollm.kernels.npu import LinearShape, LinearShard
-from heterollm.kernels.open import open_device
 from heterollm.kernels.operators.attention import attend
 from heterollm.kernels.operators.score_codes import ScoresCase
 from heterollm.kernels.ops import WeightFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from heterollm.base import MIB
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.profiler.measure import SharedLoad, bandwidth, bandwidth_tasks
 from heterollm.profiler.records import BandwidthKey, ContentionKey
 

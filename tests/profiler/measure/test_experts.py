@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import ExpertsShape, FfnShape
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import GraphMemory
 from heterollm.model import ModelConfig, model_shape
 from heterollm.profiler.measure import expert_cases, expert_tasks

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from heterollm.base import DeviceError, KernelError, OptionError
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import (
     STRATEGIES,
     OpenClRuntime,
     kernel_times_ns,
 )
 from heterollm.kernels.gpu.signals import KernelTimes
-from heterollm.kernels.open import open_device
 from heterollm.kernels.sync import LateWriter, strategies_for
 from heterollm.profiler.measure import (
     DeviceClock,

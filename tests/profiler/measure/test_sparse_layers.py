@@ -3,8 +3,8 @@
 import pytest
 from msgspec import structs
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import qnn_available
-from heterollm.kernels.open import open_device
 from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import layer_tasks, sparse_cases, sparse_tasks
 from heterollm.profiler.predict.operators import LayerPredictor

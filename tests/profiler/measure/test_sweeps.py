@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import STANDARD_LENGTHS, LinearShard, QnnNpu, qnn_available
-from heterollm.kernels.open import open_device
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.known import ModelSize
 from heterollm.profiler import SessionOptions, profile_device

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from heterollm.kernels.open import open_device
+from heterollm.kernels.devices import open_device
 from heterollm.model import model_shape
 from heterollm.model.known import KNOWN_MODELS, default_shapes
 from heterollm.profiler import SessionOptions, profile_device

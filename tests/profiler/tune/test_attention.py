@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import AttentionClass, OpenClRuntime
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.tuning import DeviceTuning, read_table
-from heterollm.kernels.open import open_device
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.tune import attention, tune_attention
 from heterollm.profiler.tune import search as search_module

@@ -1,0 +1,7 @@
+"""Opens devices by name, and lists those of this machine; a module describes each device."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
