@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 
 
 def sweep_report(rows: Sequence[BenchRow]) -> RenderableType:
-    """Return the rows of a sweep, and the reasons of failed cases."""
+    """Return the rows of a sweep, values that all share in the title, and the reasons of failed cases."""
     columns, cells = table_of([row for row in rows if row.error is None])
+    values = dict(zip(columns, zip(*cells, strict=True), strict=True))
+    alike = {name: own[0] for name, own in values.items() if name not in RIGHT and len(set(own)) == 1}
+    words = ", ".join(f"{name} {value}" for name, value in alike.items() if name != "time")
+    kept = [name for name in columns if name not in alike]
     reasons = [row.error for row in rows if row.error is not None]
     notes = [f"{reasons.count(one)} failed: {' '.join(one.split())}" for one in dict.fromkeys(reasons)]
     notes += ["Times are modelled. Energy is the middle of a range between assumptions; JSON has its ends."]
     section = Section(
-        "Simulated, nothing here was measured",
-        tuple(f">{name}" if name in RIGHT else name for name in columns),
-        tuple(map(tuple, cells)),
+        f"Simulated, nothing here was measured{f': {words}' if words else ''}",
+        tuple(f">{name}" if name in RIGHT else name for name in kept),
+        tuple(zip(*(values[name] for name in kept), strict=True)),
         tuple(notes),
     )
     return sections_report([section])

@@ -20,6 +20,8 @@ from heterollm.benchmarks.formats import table_of
 from heterollm.benchmarks.sweep import run_case
 from heterollm.cli import main
 from heterollm.kernels.sim import GpuLoad
+from heterollm.report import sweep_report
+from heterollm.report.console import render
 from heterollm.simulate import SimulationRequest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
@@ -334,3 +336,8 @@ def test_columns_that_are_empty_in_all_rows_are_left_out(rows):
     assert {"time", "level", "prefill t/s", "W"} <= set(columns)
     assert not {"technique", "game", "at once", "t/s", "threads"} & set(columns)
     assert len(cells) == len(rows) - 1
+    shown = render(sweep_report(rows[:-1]), width=200)
+    title, head = shown.splitlines()[0], shown.splitlines()[1:4]
+    assert "sync predict" in title
+    assert not any("sync" in line for line in head)
+    assert sweep_report(rows[-1:])
