@@ -8,10 +8,8 @@ import msgspec
 
 import heterollm
 from heterollm.benchmarks.rows import Account, Asked, BenchRow, Modelled, Sample, Setup, Times, times_of
-from heterollm.simulate import SimulationRequest, SimulationResult
+from heterollm.simulate import GROUP_SIZE, SimulationRequest, SimulationResult
 from heterollm.solver import NPU_EXPERTS, SHADOW_ATTENTION
-
-GROUP_SIZE = 128
 
 
 def modelled_row(

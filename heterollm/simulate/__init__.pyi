@@ -8,6 +8,7 @@ from .request import SimulatedSync as SimulatedSync
 from .request import SimulationRequest as SimulationRequest
 from .result import GraphUse as GraphUse
 from .result import SimulationResult as SimulationResult
+from .run import GROUP_SIZE as GROUP_SIZE
 from .run import PlanOf as PlanOf
 from .run import needs_profile as needs_profile
 from .run import planned as planned
