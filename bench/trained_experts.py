@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 from accuracy import TEXTS
 from conditions import append_rows, origin, script_parser
+from expert_policies import capacity_tiers, experts_by_policy
 from msgspec import structs
 from numpy.typing import NDArray
 from perplexity import llm_surprises
@@ -36,7 +37,6 @@ from heterollm.llm import LLM
 from heterollm.model import ModelShape, model_shape
 from heterollm.model.known import find_model
 from heterollm.solver import ExpertsEntry, ExpertsPlacement, Overflow, Plan
-from heterollm.solver.expert_policies import capacity_tiers, experts_by_policy
 from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
 from heterollm.text.likelihood import perplexity
 

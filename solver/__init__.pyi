@@ -17,9 +17,6 @@ from .expert_placements import ExpertsEntry as ExpertsEntry
 from .expert_placements import ExpertsPlacement as ExpertsPlacement
 from .expert_placements import ExpertsRequest as ExpertsRequest
 from .expert_placements import Overflow as Overflow
-from .expert_policies import ExpertPolicy as ExpertPolicy
-from .expert_policies import experts_by_policy as experts_by_policy
-from .expert_policies import imbalance as imbalance
 from .expert_prices import ExpertPrices as ExpertPrices
 from .expert_prices import estimate_experts as estimate_experts
 from .experts import place_experts as place_experts
@@ -53,10 +50,10 @@ from .predict import predict_pass as predict_pass
 from .predict import with_experts_time as with_experts_time
 from .profile_costs import ProfileCosts as ProfileCosts
 from .profile_limits import limits_of as limits_of
-from .profile_overheads import RETURN_VALUE as RETURN_VALUE
 from .profile_overheads import best_strategy as best_strategy
 from .profile_overheads import power_of as power_of
 from .prompts import relative_time as relative_time
+from .request import LLM_NPU as LLM_NPU
 from .request import NPU_EXPERTS as NPU_EXPERTS
 from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
@@ -66,8 +63,6 @@ from .request import PlanRequest as PlanRequest
 from .request import Technique as Technique
 from .request import check_in_flight as check_in_flight
 from .request import check_techniques as check_techniques
-from .request import expert_technique as expert_technique
-from .request import llm_npu_technique as llm_npu_technique
 from .schedule import Stage as Stage
 from .schedule import schedule_chunks as schedule_chunks
 from .shadows import ShadowChannels as ShadowChannels

@@ -35,7 +35,7 @@ from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, Attentio
 from heterollm.solver.expert_placements import EXPERTS_ON_GPU, ExpertsEntry, ExpertsPlacement
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
-from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest, expert_technique
+from heterollm.solver.request import NPU_EXPERTS, SHADOW_ATTENTION, PlanRequest
 
 SCHEMA_VERSION: Final = 2
 
@@ -304,7 +304,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         if self.request is not None:
             if SHADOW_ATTENTION not in self.request.techniques:
                 del data["request"]["attention"]
-            if expert_technique(self.request.techniques) is None:
+            if NPU_EXPERTS not in self.request.techniques:
                 del data["request"]["experts"]
         for entry in (*data["entries"], *data.get("schedule", {}).get("entries", ())):
             if not entry["placement"].get("shadow", True):

@@ -23,7 +23,6 @@ from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.experts import calibrated_routing
 from heterollm.planning.load_options import LoadOptions
 from heterollm.planning.sparse_attention import calibrated_heads
-from heterollm.planning.techniques import shadows_under
 from heterollm.solver import SOLVED_LEVELS, AttentionHeads, LengthPolicy, Plan, PlanRequest, ShadowChannels
 
 if TYPE_CHECKING:
@@ -208,7 +207,7 @@ def _inputs(
         chosen,
         calibration=calibration_key(weights),
         calibration_file=weights,
-        shadows=shadows_under(request, calibrated_shadows(weights)),
+        shadows=calibrated_shadows(weights),
         heads=calibrated_heads(options.calibration, config, request),
         routing=calibrated_routing(options.calibration, config, request),
         length_policy=options.length_policy,
