@@ -201,6 +201,9 @@ BLOCKS: Final = (AttentionBlock, FfnBlock, MixtureBlock)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
 
+ALL_GROUPS: Final = (*LAYER_GROUPS, "head", "ffn")
+"""All groups, in the order of reports."""
+
 AnyBlock = TypeVar("AnyBlock", bound=Block)
 
 
