@@ -51,10 +51,10 @@ def experts_by(policy: str) -> Callable[[Planned], Plan]:
             return plan
         request = plan.request or PlanRequest()
         left = npu_bytes_left(model, plan, request)
-        placements = [
-            experts_by_policy(own, prices, policy, request.experts.overflow)
-            for own in expert_loads(routing, plan.chunk_length)
-        ]
+        placements = {
+            layer: experts_by_policy(own, prices, policy, request.experts.overflow)
+            for layer, own in expert_loads(routing, plan.chunk_length).items()
+        }
         placed = with_placements(model, plan, routing, placements, left, forced=True)
         need = placed.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
         if left is not None and need > left:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace as replace_struct
 
 from heterollm.base import OptionError
@@ -27,7 +27,10 @@ ScaleKind = Literal["free", "stepped", "tensor"]
 """Scales of quantised weights: those of :data:`Scales`, or one positive scale for a tensor (``w8a8``)."""
 
 Phase = Literal["prefill", "decode"]
-Group = Literal["qkv", "o", "gate_up", "down", "head", "ffn", "experts"]
+Group: TypeAlias = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*$", max_length=24)]
+"""Name of a group of linears, of which a layer has at most one: ``heterollm.model.blocks`` has the names of
+layers. ``head``, ``ffn`` and ``experts`` have a meaning of their own."""
+
 Join = Literal["concatenate", "sum"]
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 """Weights of the chosen experts: their shares in the softmax of all logits, the sigmoids of their logits, or
@@ -42,8 +45,9 @@ medium ones, both for the biggest cores; ``default`` asks for nothing."""
 
 POWERS: tuple[Power, ...] = get_args(Power)
 
-GROUPS: tuple[Group, ...] = ("qkv", "o", "gate_up", "down", "head")
-"""The groups of linears in the order of a pass; ``ffn`` replaces ``gate_up`` and ``down``."""
+
+NORMS: Final = frozenset({"rms_norm", "final_norm"})
+"""The norms among the operators before groups."""
 
 
 class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,6 +181,9 @@ class OpSpec:
         experts: Routing of an ``experts`` group, whose members and ``then`` are of one expert; else None.
         kind: Name of the layer's kind; empty in the head, and where all layers are alike.
         parts: The two groups that an ``ffn`` group stands for; else none.
+        before: The operators between the group before and this one, in order and by their names in profiles;
+            the last of them writes the input.
+        reader: The operator that reads the output, by its name in profiles.
     """
 
     group: Group
@@ -192,11 +199,24 @@ class OpSpec:
     experts: Routing | None = None
     kind: str = ""
     parts: tuple[Group, ...] = ()
+    before: tuple[str, ...] = ()
+    reader: str = ""
+
+    @property
+    def follows_norm(self) -> bool:
+        """Whether a norm writes the input."""
+        return bool(self.before) and self.before[-1] in NORMS
 
     @property
     def place(self) -> str:
         """The group among those of all kinds of layers: ``gate_up``, or ``attention+ffn.gate_up``."""
         return f"{self.kind}.{self.group}" if self.kind else self.group
+
+    @property
+    def anywhere(self) -> OpSpec:
+        """The group without its layer: equal for groups of equal sizes and formats."""
+        then = None if self.then is None else self.then.anywhere
+        return replace(self, layer=0, kind="", then=then)
 
     @property
     def rows(self) -> int:
@@ -272,6 +292,7 @@ def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
         join="sum",
         then=down,
         parts=(gate_up.group, down.group),
+        reader=down.reader,
     )
 
 

@@ -9,7 +9,6 @@ from .chain import Choice as Choice
 from .check import check_plan as check_plan
 from .chunks import CHUNK_LENGTH as CHUNK_LENGTH
 from .chunks import default_chunk_length as default_chunk_length
-from .costs import WRITTEN_BY_NORMS as WRITTEN_BY_NORMS
 from .costs import CachedCosts as CachedCosts
 from .expert_placements import EXPERTS_ON_GPU as EXPERTS_ON_GPU
 from .expert_placements import ExpertGroup as ExpertGroup

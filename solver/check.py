@@ -57,9 +57,15 @@ def check_plan(
     if plan.schedule is not None:
         flights = replace(plan.of_flights, attention=(), experts=())
         check_plan(flights, specs, npu, longest=longest, head_rows=head_rows, activation=activation)
+    _check_experts(plan, specs, npu, activation)
     experts, specs = _parted(specs)
+    groups = dict.fromkeys((*(spec.group for spec in specs), "ffn"))
+    if unknown := next((entry.group for entry in plan.placed if entry.group not in groups), None):
+        raise PlanError(
+            f"The plan places {unknown}, and the model has no such linears.",
+            fix=f"Name a group of the model: {', '.join(groups)}.",
+        )
     _check_attention(plan, specs, npu, heads or (0, 0))
-    _check_experts(plan, experts, npu, activation)
     _check_address_space(plan, specs, experts, npu, head_rows)
     # Layers of a kind have the same shapes, so the first one of each range of layers stands for the range.
     begins = {0, *(start for entry in plan.entries for start in (entry.layers[0], entry.layers[1] + 1))}
@@ -119,7 +125,7 @@ def _check_experts(
 
     Args:
         plan: The plan.
-        specs: The experts of each layer.
+        specs: Every group of the model, and the experts of a mixture.
         npu: The device's NPU, if it has one.
         activation: Activation of the experts.
     """
@@ -128,16 +134,15 @@ def _check_experts(
             "Experts on the NPU and several chunks in flight are not combined.",
             fix="Leave the plan's schedule or its experts out.",
         )
-    layers = {spec.layer: spec for spec in specs}
+    mixtures, last = _parted(specs)[0], max((spec.layer for spec in specs), default=-1)
     for entry in plan.experts:
-        first, last = entry.layers
-        where = f"The experts of layers {first} to {last}"
-        if not {first, last} <= layers.keys():
+        where = f"The experts of layers {entry.layers[0]} to {entry.layers[1]}"
+        spec = next((own for own in mixtures if entry.holds(own.layer)), None)
+        if spec is None or entry.layers[1] > last:
             raise PlanError(
-                f"{where} are planned, and the model has experts in {len(layers)} layers.",
-                fix="Name the model's layers." if layers else "Leave them out.",
+                f"{where} are planned, and the model has experts in {len(mixtures)} layers.",
+                fix="Name the model's layers." if mixtures else "Leave them out.",
             )
-        spec = layers[first]
         routing, down = spec.experts, spec.then
         assert routing is not None  # of a spec of experts
         assert down is not None  # the same

@@ -9,10 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from heterollm.kernels.ops import Group, OpSpec
-
-WRITTEN_BY_NORMS: Final[frozenset[Group]] = frozenset({"qkv", "gate_up", "ffn", "head"})
-"""Groups whose input codes the norm before them writes; for the others a kernel of its own does."""
+from heterollm.kernels.ops import OpSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.model import LayerKind, kinds_of_specs
@@ -70,9 +70,9 @@ def placed_kinds(
     def shared(own: tuple[OpSpec, ...]) -> tuple[OpSpec, ...]:
         if len(kinds) == 1:
             return own
-        bare = [replace(spec, layer=0, kind="", source="", target="") for spec in own]
+        alike = [spec.anywhere for spec in own]
         before_us = [costs.between_us(spec, tokens) for spec in own for tokens in (1, longest)]
-        return known.setdefault((*bare, *before_us), own)
+        return known.setdefault((*alike, *before_us), own)
 
     found = []
     for kind in kinds:

@@ -10,7 +10,7 @@ from typing import Final
 
 from heterollm.base import ProfileError
 from heterollm.kernels.operators import Form, name_in_profiles
-from heterollm.kernels.ops import GraphMemory, Group, OpSpec
+from heterollm.kernels.ops import GraphMemory, OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import (
     SUBMISSIONS,
@@ -29,28 +29,10 @@ from heterollm.solver.contention import Contention
 from heterollm.solver.costs import NO_SHADOW, Errors, ShadowTimes, Slowdown
 from heterollm.solver.expert_prices import ExpertPrices
 from heterollm.solver.expert_times import expert_times
-from heterollm.solver.ffn import first_group
 from heterollm.solver.profile_errors import ProfileErrors
 from heterollm.solver.profile_overheads import best_strategy, median_us, overheads_of
 from heterollm.solver.shadows import GroupShadow
 from heterollm.solver.sparse_costs import SparseTimes, sparse_times
-
-BEFORE: Final[dict[Group, tuple[str, ...]]] = {
-    "qkv": ("rms_norm",),
-    "o": ("rope_and_store", "attention"),
-    "gate_up": ("rms_norm",),
-    "down": ("gated_activation",),
-    "head": ("final_norm",),
-}
-"""The glue operators before each group."""
-
-READERS: Final[dict[Group, str]] = {
-    "qkv": "rope_and_store",
-    "o": "rms_norm",
-    "gate_up": "gated_activation",
-    "down": "rms_norm",
-}
-"""The glue operator that reads the output of each group."""
 
 DECODE_POSITION: Final = 256
 """Default position of a decoded token: attention reads the tokens before it."""
@@ -147,13 +129,13 @@ class ProfileCosts:
         rows = sum(member_rows) if spec.then is None else spec.then.rows
         codes = Form(codes="uint8" if spec.weight.scales == "tensor" else "uint16")
         read_us = self._layer_us(name_in_profiles("read_codes", codes), covered, width=rows)
-        before = BEFORE[first_group(spec).group][-1]
-        if before not in ("rms_norm", "final_norm"):
+        if not spec.follows_norm:
             write = name_in_profiles("write_codes", codes)
             return self._layer_us(write, covered, width=spec.columns), read_us
-        if before == "final_norm":
+        norm = spec.before[-1]
+        if spec.group == "head":
             codes = Form(codes="uint16")
-        return self._more_us(before, name_in_profiles(before, codes), tokens), read_us
+        return self._more_us(norm, codes, tokens, spec.columns), read_us
 
     def shadow_us(self, spec: OpSpec, member_rows: tuple[int, ...], tokens: int, covered: int) -> ShadowTimes:
         """Return the times of a group's shadow; see :class:`heterollm.solver.costs.Costs`."""
@@ -167,14 +149,16 @@ class ProfileCosts:
             return self._layer_us("multiply_outliers", tokens, rows, count) if count else 0.0
 
         find_us = self._layer_us("find_outliers", covered, spec.columns)
-        reader = READERS[spec.group]
-        sum_us = self._more_us(reader, name_in_profiles(reader, Form("sum")), tokens) * rows / spec.rows
+        more_us = self._more_us(spec.reader, Form("sum"), tokens, spec.member_rows[0])
+        sum_us = more_us * rows / spec.rows
         times = find_us, product_us(shadow.hot), product_us(shadow.cold) + sum_us
         return ShadowTimes(*(shadow.layers * one_us for one_us in times))
 
-    def _more_us(self, plain: str, other: str, tokens: int) -> float:
-        """Return the time by which an operator takes longer than a plain one."""
-        return max(0.0, self._layer_us(other, tokens) - self._layer_us(plain, tokens))
+    def _more_us(self, operator: str, form: Form, tokens: int, width: int) -> float:
+        """Return the time by which another form of an operator takes longer than the plain one."""
+        names = name_in_profiles(operator, form), operator
+        times_us = [self._layer_us(name, tokens, width) for name in names]
+        return max(0.0, times_us[0] - times_us[1])
 
     def mixture_us(self, tokens: int, kind: str = "") -> tuple[float, ...]:
         """Return the time of each kernel of a mixture; see :class:`heterollm.solver.costs.Costs`."""
@@ -182,7 +166,7 @@ class ProfileCosts:
         if self.experts is None or layer is None or layer.experts is None:
             return ()
         alone = not any(spec.group == "gate_up" for spec in layer.specs)
-        norm = (self._layer_us("rms_norm", tokens),) if alone else ()
+        norm = (self._layer_us("rms_norm", tokens, layer.experts.columns),) if alone else ()
         return (*norm, *self.experts.kernels_us(tokens))
 
     def expert_prices(self, tokens: int, memory: GraphMemory) -> ExpertPrices | None:
@@ -235,13 +219,11 @@ class ProfileCosts:
 
     def _operators_us(self, spec: OpSpec, tokens: int) -> Iterator[tuple[LayerKey, float]]:
         """Yield the glue operators before a group, as far as the profile has them, with their times."""
-        shape, position = self._shape, self.position
+        position = self.position
         if position is None:
             position = DECODE_POSITION if tokens == 1 else 0
-        if spec.group == "down" and spec.columns != shape.intermediate_size:
-            shape = replace(shape, intermediate_size=spec.columns)
-        for operator in BEFORE[spec.group]:
-            key = layer_key(shape, operator, tokens, position)
+        for operator in spec.before:
+            key = layer_key(self._shape, operator, tokens, position, width=spec.columns)
             try:
                 yield key, self._predictor.predict_layer_us(key).us + self._gap_us
             except ProfileError:

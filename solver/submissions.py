@@ -16,7 +16,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from heterollm.kernels.ops import OpSpec
-from heterollm.solver.costs import WRITTEN_BY_NORMS, Costs, Overheads
+from heterollm.solver.costs import Costs, Overheads
 from heterollm.solver.ffn import ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import UNSURE_FRACTION, Option
@@ -90,7 +90,7 @@ class _Timeline:
         if not item.placement.npu_lengths:
             self.submit(shard_us)
             return
-        if item.write_us and group.spec.group in WRITTEN_BY_NORMS:
+        if item.write_us and group.spec.follows_norm:
             self.queue_us += item.write_us
         elif item.write_us:
             self.submit((item.write_us,))

@@ -160,7 +160,7 @@ class ActivationObserver:
             return self._call_of_rope(step, step.layer)
         if step.operator == "routing":
             return self._call_of_routing(step, step.layer)
-        spec = self._specs.get((step.layer, step.operator))  # type: ignore[arg-type]
+        spec = self._specs.get((step.layer, step.operator))
         if spec is None or step.work is None:
             return step.run
         source, target = step.reads[0].name, step.writes[0].name

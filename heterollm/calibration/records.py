@@ -40,6 +40,7 @@ from heterollm.solver import HeadNeeds
 
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
 SCHEMA_VERSION: Final = 5
+MEMBERS: Final = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
 LARGEST_FILE_BYTES: Final = 1 << 28
 
 STEPS_PER_OCTAVE: Final = 8
@@ -324,7 +325,7 @@ def _mistakes(found: Calibration) -> Iterator[str]:
     """Yield mistakes in records beyond their types, each with the path of the field."""
     seen: set[tuple[int, str]] = set()
     for place, one in enumerate(found.linears):
-        where, members = f"linears[{place}]", {"qkv": 3, "gate_up": 2}.get(one.group, 1)
+        where, members = f"linears[{place}]", MEMBERS.get(one.group, len(one.outputs))
         if one.group == "ffn" or (one.layer, one.group) in seen:
             yield f"{where}.group: {one.group} of layer {one.layer} is given twice, or is no group of linears"
         seen.add((one.layer, one.group))

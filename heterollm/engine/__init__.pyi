@@ -25,6 +25,7 @@ from .score_slots import score_graphs as score_graphs
 from .session import Session as Session
 from .session import check_ids as check_ids
 from .shadows import ColdProduct as ColdProduct
+from .slot_check import step_category as step_category
 from .slots import HEAD_ROWS as HEAD_ROWS
 from .speculators import DraftSpeculator as DraftSpeculator
 from .speculators import longest_guessed_pass as longest_guessed_pass

@@ -9,12 +9,13 @@ is enqueued before each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 from heterollm.engine.step import Step
-from heterollm.kernels.ops import GROUPS, Group
+from heterollm.kernels.ops import Group
+from heterollm.model import LAYER_GROUPS
 from heterollm.profiler.records import Processor
 from heterollm.solver import ChunkSchedule, GroupTimes, Stage, schedule_chunks
 
@@ -64,7 +65,8 @@ def interleaved(
         chunk_length: Tokens of a whole chunk.
         kinds: Name of the kind of each layer.
     """
-    cut = [_cut(chunk.steps) for chunk in chunks]
+    groups = {*LAYER_GROUPS, "ffn"} - {"experts"}
+    cut = [_cut(chunk.steps, groups) for chunk in chunks]
     known = {(one.kind or "", one.group): one for one in schedule.times}
 
     def times(key: _Key) -> GroupTimes:
@@ -119,7 +121,7 @@ def _emitted(
             yield from cut[chunk][index].steps
 
 
-def _cut(steps: Sequence[Step]) -> list[_Piece]:
+def _cut(steps: Sequence[Step], groups: Collection[str]) -> list[_Piece]:
     pieces = [_Piece("gpu", [])]
     shard, met = False, set()
     marked = False
@@ -142,8 +144,8 @@ def _cut(steps: Sequence[Step]) -> list[_Piece]:
         piece.steps.append(step)
         if step.operator == "attention":
             piece.attention_of = step.layer
-        if step.operator in GROUPS or step.operator == "ffn":
-            key = -1 if step.layer is None else step.layer, cast("Group", step.operator)
+        if step.operator in groups:
+            key = -1 if step.layer is None else step.layer, step.operator
             if key not in met:
                 met.add(key)
                 # Before a wait without a mark, the glue operators are in the piece before.

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from heterollm.base import EngineError, OptionError
-from heterollm.engine.step import OWN_OPERATORS, Buffer, Step
+from heterollm.engine.step import OWN_OPERATORS, Buffer, Operator, Step
 from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, Launch
-from heterollm.kernels.operators import operator_steps
+from heterollm.kernels.operators import StepCategory, operator_steps
 from heterollm.kernels.sync import LateWriter
+from heterollm.model import LAYER_GROUPS
 
 CHECK_VARIABLE: Final = "HETEROLLM_CHECK_SLOTS"
 DELAYED_FRACTION: Final = 0.25
@@ -34,6 +35,11 @@ LENGTHS: Final = 16
 """Number of different delays, each of which is a prepared launch."""
 ALWAYS_WRITTEN: Final = ("tokens", "step", "kv_cache")
 """Buffers that the host or an earlier pass has written before a pass begins."""
+
+
+def step_category(operator: Operator) -> StepCategory | None:
+    """Return the category in traces of an operator that computes; None for others."""
+    return "linear" if operator in LAYER_GROUPS else operator_steps().get(operator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ class SlotCheck:
         course = _Course(where, written=before)
         delayed: list[Step] = []
         for step in steps:
-            if step.operator not in operator_steps() and step.operator not in OWN_OPERATORS:
+            if step_category(step.operator) is None and step.operator not in OWN_OPERATORS:
                 course.fail(step, "names an operator that kernels/operators lacks:", Buffer(step.operator))
             if isinstance(step.run, Launch) and self._runtime.computes:
                 self._compare(course, step, step.run, names)

@@ -134,11 +134,12 @@ def _expert_sizes(spec: OpSpec, tokens: int, item_bytes: int) -> dict[str, int]:
 
 
 def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, int]]:
-    own = {spec.group: spec for spec in (*specs, *ffn_specs(specs))}
+    every = (*specs, *ffn_specs(specs))
     for entry in plan.placed:
-        if entry.placement.form in INTEGER_FORMS:
-            spec = own[entry.group]
-            tokens = max(sum(entry.placement.npu_lengths), plan.longest_pass(entry, HEAD_ROWS))
+        if entry.placement.form not in INTEGER_FORMS:
+            continue
+        tokens = max(sum(entry.placement.npu_lengths), plan.longest_pass(entry, HEAD_ROWS))
+        for spec in filter(entry.holds, every):
             rows = spec.rows if spec.then is None else spec.then.rows
             yield NPU_CODES, tokens * spec.columns * LARGEST_CODE_BYTES
             yield NPU_OUTPUT_CODES, tokens * rows * LARGEST_CODE_BYTES
@@ -146,12 +147,13 @@ def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, 
 
 
 def _shadow_sizes(specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> Iterator[tuple[str, int]]:
-    own = {spec.group: spec for spec in specs}
-    for group in {entry.group for entry in plan.placed if entry.placement.shadow}:
-        yield OUTLIER_FLAGS, outlier_flag_bytes(own[group].columns)
-        yield OUTLIERS, found_bytes(own[group].columns)
-        yield OUTLIER_BATCH, 8
-        yield COLD_WEIGHTS, COLD_CHANNELS * own[group].rows * item_bytes
+    shadowed = [entry for entry in plan.placed if entry.placement.shadow]
+    for spec in specs:
+        if any(entry.holds(spec) for entry in shadowed):
+            yield OUTLIER_FLAGS, outlier_flag_bytes(spec.columns)
+            yield OUTLIERS, found_bytes(spec.columns)
+            yield OUTLIER_BATCH, 8
+            yield COLD_WEIGHTS, COLD_CHANNELS * spec.rows * item_bytes
 
 
 def _code_sizes(specs: Sequence[OpSpec], tokens: int) -> Iterator[tuple[str, int]]:

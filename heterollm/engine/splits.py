@@ -48,7 +48,7 @@ from heterollm.kernels.npu import INTEGER_FORMS, GraphForm, NpuGraph, StaticRang
 from heterollm.kernels.operators import read_codes, write_codes
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelWeights
-from heterollm.solver import WRITTEN_BY_NORMS, Placement, Plan
+from heterollm.solver import Placement, Plan
 
 NO_RANGES: Final[Mapping[tuple[int, Group], StaticRanges]] = MappingProxyType({})
 SHOWN_NAMES: Final = 6
@@ -208,7 +208,7 @@ class SplitEmitter:
             op: The operator.
             gpu: Steps of the GPU's shard, if it has one.
         """
-        if op.codes is not None and op.spec.group not in WRITTEN_BY_NORMS:
+        if op.codes is not None and not op.spec.follows_norm:
             tokens = min(sum(op.placement.npu_lengths), builder.tokens)
             launch = write_codes(self._layers, op.source, op.codes, tokens=tokens, columns=op.spec.columns)
             writes = codes_of(op.codes)

@@ -17,7 +17,7 @@ Call: TypeAlias = Callable[[], Any]
 StepProcessor: TypeAlias = Literal["gpu", "npu", "host"]
 
 Operator: TypeAlias = str
-"""Name of an operator in steps: one of :func:`heterollm.kernels.operators.operator_steps`, or of these."""
+"""Name of an operator in steps: of a group of linears, of those of ``kernels/operators``, or one of these."""
 
 OWN_OPERATORS: Final = ("rounding of inputs", "flag", "late write", "merged", "end of pass")
 """Steps beside the operators: ``flag`` is a kernel that signals the progress of the queue to the host; ``late

@@ -1,3 +1,5 @@
+from .blocks import ALL_GROUPS as ALL_GROUPS
+from .blocks import LAYER_GROUPS as LAYER_GROUPS
 from .blocks import AttentionBlock as AttentionBlock
 from .blocks import FfnBlock as FfnBlock
 from .blocks import LayerStage as LayerStage

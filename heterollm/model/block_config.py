@@ -17,7 +17,7 @@ from heterollm.model.blocks import (
     Norm,
 )
 from heterollm.model.families import unsupported
-from heterollm.model.family import BlockName, Family, Mixture
+from heterollm.model.family import BlockName, Family, Mixture, StageNames
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope_config import read_ropes, read_rotary_dim
 
@@ -100,7 +100,7 @@ class BlockFields:
             stages.append(LayerStage(norm, blocks, own))
         return LayerConfig(tuple(stages))
 
-    def _block(self, name: BlockName, layer: int, beside: tuple[BlockName, ...]) -> Block | None:
+    def _block(self, name: BlockName, layer: int, beside: StageNames) -> Block | None:
         """Return a block of a layer; None for shared experts without width."""
         fields, mixture = self._fields, self._family.mixture
         if name == "attention":

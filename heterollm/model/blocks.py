@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Literal, Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
 from heterollm.kernels.ops import Activation, Group, Member, Routing
 from heterollm.model.rope import RopeConfig
@@ -17,7 +17,8 @@ Norm = Literal[
 ]
 """Norms of a layer: of the inputs and outputs of attention and feed-forward, and of the heads of q and k."""
 
-Shape: TypeAlias = tuple[int, ...]
+NORM: Final = "rms_norm"
+"""The norm before each block, by its name in profiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class GroupShape:
         columns: Inputs that all members read.
         source: Slot of the input.
         target: Name of the value written.
+        before: The operators that lead to it from the group before, or from the stream.
+        reader: The operator that reads the output.
         biased: Whether the members have biases.
     """
 
@@ -38,6 +41,8 @@ class GroupShape:
     columns: int
     source: str
     target: str
+    before: tuple[str, ...]
+    reader: str
     biased: bool = False
 
 
@@ -99,9 +104,13 @@ class AttentionBlock:
         """Return the groups of linears that a plan places."""
         rows, key_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
         members = Member("q", rows), Member("k", key_rows), Member("v", key_rows)
+        rope, attention = "rope_and_store", "attention"
         return (
-            GroupShape("qkv", members, hidden, "linear_input", "qkv", self.qkv_bias),
-            GroupShape("o", (Member("o", hidden),), rows, "attention_output", "attention_delta", self.o_bias),
+            GroupShape("qkv", members, hidden, "linear_input", "qkv", (NORM,), rope, self.qkv_bias),
+            GroupShape(
+                *("o", (Member("o", hidden),), rows, "attention_output", "attention_delta"),
+                *((rope, attention), NORM, self.o_bias),
+            ),
         )
 
     def norms(self) -> Mapping[Norm, int]:
@@ -136,9 +145,15 @@ class FfnBlock:
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places."""
         members, down = (Member("gate", self.width), Member("up", self.width)), (Member("down", hidden),)
+        activation = "gated_activation"
         return (
-            GroupShape("gate_up", members, hidden, "linear_input", "gate_up", self.biased),
-            GroupShape("down", down, self.width, "activated", "feed_forward_delta", self.biased),
+            GroupShape(
+                "gate_up", members, hidden, "linear_input", "gate_up", (NORM,), activation, self.biased
+            ),
+            GroupShape(
+                *("down", down, self.width, "activated", "feed_forward_delta"),
+                *((activation,), NORM, self.biased),
+            ),
         )
 
     def norms(self) -> Mapping[Norm, int]:
@@ -185,6 +200,9 @@ class MixtureBlock:
 BLOCKS: Final = (AttentionBlock, FfnBlock, MixtureBlock)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
+
+ALL_GROUPS: Final = (*LAYER_GROUPS, "head", "ffn")
+"""All groups, in the order of reports."""
 
 AnyBlock = TypeVar("AnyBlock", bound=Block)
 

@@ -96,6 +96,8 @@ def _experts(config: ModelConfig, like: OpSpec, block: MixtureBlock, longest: in
         weight=weight(block.width),
         source="activated",
         target="feed_forward_delta",
+        before=(),
+        reader="",
     )
     return replace(
         down,

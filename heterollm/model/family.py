@@ -13,8 +13,9 @@ from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
 BlockName = Literal["attention", "ffn", "mixture"]
-LayerNames: TypeAlias = Callable[[JsonFields, int], tuple[tuple[BlockName, ...], ...]]
-"""Returns the blocks of each stage of a layer: of attention, and of feed-forward networks."""
+StageNames: TypeAlias = tuple[BlockName, ...]
+LayerNames: TypeAlias = Callable[[JsonFields, int], tuple[StageNames, ...]]
+"""Returns the blocks of each stage of a layer, in which attention comes before feed-forward networks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,22 @@ class Mixture:
     normalized_field: str = ""
 
 
-def alike(*stages: tuple[BlockName, ...]) -> LayerNames:
+def alike(*stages: StageNames) -> LayerNames:
     """Return the layers of a family in which all have the same blocks."""
     return lambda _fields, _layer: stages
+
+
+def sparse_steps(mixer: StageNames, *, dense: StageNames, sparse: StageNames) -> LayerNames:
+    """Return layers of which every ``decoder_sparse_step``-th is sparse, but none of ``mlp_only_layers``."""
+
+    def stages(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
+        listed = fields.get("mlp_only_layers") or []
+        if not isinstance(listed, list) or any(type(one) is not int for one in listed):
+            raise fields.fail("mlp_only_layers", "a list of numbers of layers")
+        steps = (layer + 1) % fields.count("decoder_sparse_step", 1) == 0
+        return mixer, sparse if steps and layer not in listed else dense
+
+    return stages
 
 
 DENSE: Final = alike(("attention",), ("ffn",))

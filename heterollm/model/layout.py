@@ -27,7 +27,8 @@ def group_shapes(config: ModelConfig, layer: int) -> tuple[GroupShape, ...]:
     hidden = config.hidden_size
     if layer == HEAD_LAYER:
         members = (Member("head", config.vocab_size),)
-        return (GroupShape("head", members, hidden, "head_input", "logits", config.head_bias),)
+        ends = ("final_norm",), "join_logits"
+        return (GroupShape("head", members, hidden, "head_input", "logits", *ends, config.head_bias),)
     return tuple(shape for block in config.per_layer[layer].blocks for shape in block.groups(hidden))
 
 
@@ -218,6 +219,8 @@ def op_specs(
             shape.target,
             integer_inputs=precision == "w4a8",
             kind="" if layer == HEAD_LAYER else kinds[layer],
+            before=shape.before,
+            reader=shape.reader,
         )
 
     layers = (*range(config.layers), HEAD_LAYER)

@@ -16,6 +16,7 @@ from heterollm.model.family import (
     TensorNames,
     alike,
     every_layer,
+    sparse_steps,
 )
 
 # ---- tensor names ---------------------------------------------------------------------------------------
@@ -82,8 +83,8 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             name="Qwen3-MoE",
             covers="Qwen3-MoE",
             architecture="Qwen3MoeForCausalLM",
-            tensors=TensorNames(ATTENTION, {**NORMS, **HEAD_NORMS}),
-            layers=SPARSE,
+            tensors=TensorNames(SEPARATE, {**NORMS, **HEAD_NORMS}),
+            layers=sparse_steps(("attention",), dense=("ffn",), sparse=("mixture",)),
             mixture=Mixture(
                 "mlp.gate",
                 NAMED_EXPERTS,
@@ -93,6 +94,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             defaults={
                 "num_key_value_heads": 4,
                 "sliding_window": 4096,
+                "intermediate_size": 6144,
                 "moe_intermediate_size": 768,
                 "num_experts": 128,
                 "num_experts_per_tok": 8,

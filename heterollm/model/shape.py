@@ -35,6 +35,12 @@ class LayerKind:
         """Number of the layers."""
         return len(self.layers)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of all these layers."""
+        every = (*self.specs, *([] if self.experts is None else [self.experts]))
+        return self.count * sum(spec.weight_bytes() for spec in every)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -42,49 +48,55 @@ class ModelShape:
 
     Args:
         name: Name in reports.
-        layer: The groups of one decoder layer that a plan places, in order.
+        kinds: The kinds of layers, in the order of their first layers.
         head: The LM head.
-        layers: Decoder layers.
         hidden_size: Width of the residual stream.
         heads: Query heads.
         kv_heads: Key and value heads.
         head_dim: Width of a head.
-        intermediate_size: Width of the feed-forward network; in a mixture that of the shared experts, 0 for
-            none.
         vocab_size: Rows of the head.
         weight_bytes: Bytes of all weights, embedding included.
-        experts: The experts of one layer; None without.
-        kinds: The kinds of layers, in the order of their first layers.
     """
 
     name: str
-    layer: tuple[OpSpec, ...]
+    kinds: tuple[LayerKind, ...]
     head: OpSpec
-    layers: int
     hidden_size: int
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
     weight_bytes: int
-    experts: OpSpec | None = None
-    kinds: tuple[LayerKind, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return sum(kind.count for kind in self.kinds)
+
+    @property
+    def layer(self) -> tuple[OpSpec, ...]:
+        """The distinct groups of layers that a plan places."""
+        return _distinct(spec for kind in self.kinds for spec in kind.specs)
 
     @property
     def specs(self) -> tuple[OpSpec, ...]:
-        """The groups of one layer and the head."""
+        """The distinct groups of a layer, and the head."""
         return (*self.layer, self.head)
 
     @property
     def blocks(self) -> tuple[OpSpec, ...]:
-        """The feed-forward network of a layer as one ffn operator, if its linears can form one."""
-        return ffn_specs(self.layer)
+        """The distinct feed-forward networks as one ffn operator, of linears that can form one."""
+        return _distinct(ffn for kind in self.kinds for ffn in ffn_specs(kind.specs))
+
+    @property
+    def experts(self) -> OpSpec | None:
+        """The experts of a layer, equal in all that have some; None without."""
+        return next((kind.experts for kind in self.kinds if kind.experts is not None), None)
 
     def streamed(self, cache_bytes: int) -> bool:
         """Whether every pass reads the weights from memory, since the last-level cache cannot hold them."""
-        layers = self.layers * _layer_bytes(self.layer, self.experts)
-        return layers + self.head.weight_bytes() > cache_bytes
+        layers_bytes = sum(kind.weight_bytes for kind in self.kinds)
+        return layers_bytes + self.head.weight_bytes() > cache_bytes
 
 
 def read_config(folder: Path | str) -> ModelConfig:
@@ -127,26 +139,19 @@ def model_shape(
 
 def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> ModelShape:
     """Return the shape of a model from all its groups, under a name for reports."""
-    # All layers have the same shape.
-    layer = tuple(spec for spec in specs if spec.layer == 0)
     head = next(spec for spec in specs if spec.layer == HEAD_LAYER)
+    kinds = kinds_of(config, specs)
     tables = 1 if config.tie_word_embeddings else 2
-    experts = next(iter(expert_specs(config, specs)), None)
-    layers_bytes = config.layers * _layer_bytes(layer, experts)
     return ModelShape(
         name=name,
-        layer=layer,
+        kinds=kinds,
         head=head,
-        layers=config.layers,
         hidden_size=config.hidden_size,
         heads=config.attention.heads,
         kv_heads=config.attention.kv_heads,
         head_dim=config.attention.head_dim,
-        intermediate_size=0 if config.ffn is None else config.ffn.width,
         vocab_size=config.vocab_size,
-        weight_bytes=layers_bytes + tables * head.weight_bytes(),
-        experts=experts,
-        kinds=kinds_of(config, specs),
+        weight_bytes=sum(kind.weight_bytes for kind in kinds) + tables * head.weight_bytes(),
     )
 
 
@@ -170,5 +175,9 @@ def kinds_of_specs(specs: Iterable[OpSpec]) -> tuple[LayerKind, ...]:
     return tuple(sorted(found, key=lambda kind: kind.layers))
 
 
-def _layer_bytes(layer: Sequence[OpSpec], experts: OpSpec | None) -> int:
-    return sum(spec.weight_bytes() for spec in (*layer, *([experts] if experts else [])))
+def _distinct(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:
+    """Return the first of specifications that are alike."""
+    found: dict[OpSpec, OpSpec] = {}
+    for spec in specs:
+        found.setdefault(spec.anywhere, spec)
+    return tuple(found.values())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -50,7 +50,7 @@ from heterollm.kernels.npu import (
     chosen_context_layers,
 )
 from heterollm.kernels.ops import Group, Precision, Scales
-from heterollm.model import Checkpoint, ModelConfig, load_weights
+from heterollm.model import ALL_GROUPS, Checkpoint, ModelConfig, load_weights
 from heterollm.planning.calibrated import calibrated_ranges
 from heterollm.planning.inputs import inputs_of_file
 from heterollm.planning.load_options import LoadOptions, choose_context
@@ -339,11 +339,10 @@ def _build(
     """Build graphs by group and lengths, and yield the builds of each pair."""
     total_bytes = sum(graph.weight_bytes for context in contexts for graph in context)
     done_bytes = 0
-    order: tuple[Group, ...] = get_args(Group)
     kinds: dict[tuple[int, tuple[int, ...]], list[tuple[PlannedGraph, ...]]] = {}
     for context in contexts:
         lengths = tuple(sorted({graph.length for graph in context}))
-        kinds.setdefault((order.index(context[0].spec.group), lengths), []).append(context)
+        kinds.setdefault((ALL_GROUPS.index(context[0].spec.group), lengths), []).append(context)
     for (index, lengths), mine in sorted(kinds.items(), key=lambda item: item[0]):
         built = []
         for context in mine:
@@ -351,7 +350,7 @@ def _build(
             first = context[0]
             built.append((len(context), *_timed(npu, shard_of(first), first.length, first.form)))
             done_bytes += sum(graph.weight_bytes for graph in context)
-        yield _counted(order[index], lengths, built)
+        yield _counted(ALL_GROUPS[index], lengths, built)
     report("Compiling NPU graphs", total_bytes, total_bytes)
 
 

@@ -6,7 +6,7 @@ run the groups of the chunk, at its capacities or at smaller ones, where the NPU
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +15,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from heterollm.base import GIB, CalibrationError, OptionError
-from heterollm.model import ModelConfig
+from heterollm.model import MixtureBlock, ModelConfig
 from heterollm.planning.calibrated import routing_of
 from heterollm.solver import (
     EXPERTS_ON_GPU,
@@ -62,7 +62,7 @@ DROPS: Final = (
 def calibrated_routing(
     path: str | Path | None, config: ModelConfig, request: PlanRequest | None
 ) -> tuple[RoutingCalibration, ...] | None:
-    """Return the calibrated routing of each layer for ``npumoe``; None where it is not asked for.
+    """Return the calibrated routing of each layer with experts; None where ``npumoe`` is not asked for.
 
     Args:
         path: File of the calibration.
@@ -75,7 +75,8 @@ def calibrated_routing(
     """
     if request is None or NPU_EXPERTS not in request.techniques:
         return None
-    if (mixture := config.mixture) is None:
+    mixtures = config.blocks(MixtureBlock)
+    if not mixtures:
         raise OptionError(
             f"The technique {NPU_EXPERTS} is for mixtures of experts, and this model has none.",
             fix="Leave it out.",
@@ -83,27 +84,28 @@ def calibrated_routing(
     if path is None:
         return None
     found = routing_of(path)
-    counts = {len(chunk) for one in found for window in one.windows for chunk in window}
-    if len(found) != config.layers or counts != {mixture.routing.experts}:
+    counted = {one.layer: {len(chunk) for window in one.windows for chunk in window} for one in found}
+    if counted != {layer: {block.routing.experts} for layer, block in mixtures.items()}:
+        experts = next(iter(mixtures.values())).routing.experts
         raise CalibrationError(
-            f"The calibration {path} has no loads of this model's {mixture.routing.experts} experts in "
-            f"{config.layers} layers.",
+            f"The calibration {path} has no loads of this model's {experts} experts in {len(mixtures)} "
+            "layers.",
             fix="Run `heterollm calibrate` for this model, with windows of at least 64 tokens.",
         )
     return found
 
 
-def expert_loads(routing: Sequence[RoutingCalibration], tokens: int) -> tuple[Ints, ...]:
-    """Return the tokens of each expert in passes of some length, by layer: ``[chunks, experts]``.
+def expert_loads(routing: Sequence[RoutingCalibration], tokens: int) -> dict[int, Ints]:
+    """Return the tokens of each expert in passes of some length by layer: ``[chunks, experts]``.
 
     They are sums of the recorded chunks, and scaled where the length is no multiple of those, or longer than
     a window.
 
     Args:
-        routing: The calibrated or assumed routing of each layer.
+        routing: The calibrated or assumed routing of each layer with experts.
         tokens: Tokens of a pass.
     """
-    return tuple(one.scaled_loads(tokens) for one in routing)
+    return {one.layer: one.scaled_loads(tokens) for one in routing}
 
 
 def npu_bytes_left(model: ProfiledModel, plan: Plan, request: PlanRequest) -> int | None:
@@ -139,15 +141,16 @@ def with_expert_placements(
     if prices is None or routing is None:
         return plan
     left = npu_bytes_left(model, plan, request)
-    placements = place_experts(expert_loads(routing, longest), prices, left, request.experts.overflow)
-    return with_placements(model, plan, routing, placements, left)
+    loads = expert_loads(routing, longest)
+    placements = place_experts(tuple(loads.values()), prices, left, request.experts.overflow)
+    return with_placements(model, plan, routing, dict(zip(loads, placements, strict=True)), left)
 
 
 def with_placements(
     model: ProfiledModel,
     plan: Plan,
     routing: Sequence[RoutingCalibration],
-    placements: Sequence[ExpertsPlacement],
+    placements: Mapping[int, ExpertsPlacement],
     left: int | None,
     *,
     forced: bool = False,
@@ -169,7 +172,7 @@ def with_placements(
     for shrinks in (True, False):  # smaller capacities take memory, too
         entries = [
             entry
-            for layer, placement in enumerate(placements)
+            for layer, placement in placements.items()
             for entry in _entries(
                 *(layer, placement, ranges, prices),
                 {tokens: own[layer] for tokens, own in loads.items()},

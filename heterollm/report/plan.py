@@ -282,7 +282,8 @@ def pass_tables(found: PredictedPass, *, explain: bool) -> Iterator[Table]:
         f"{found.time_us / 1e3:.2f} ms, {found.tokens_per_s:.1f} tokens/s predicted"
     )
     for number, kind in enumerate(found.kinds):
-        named = f"{title}\n{kind.layers} layers of kind {kind.name}" if kind.name else title
+        layers = f"{kind.layers} layer{'s' if kind.layers > 1 else ''} of kind {kind.name}"
+        named = f"{title}\n{layers}" if kind.name else title
         last = number == len(found.kinds) - 1
         yield _kind_table(found, kind, found.head if last else None, named, explain=explain)
 

@@ -57,7 +57,7 @@ def experts_words(model: ProfiledModel, plan: Plan) -> str:
     layers = {layer for entry in plan.experts for layer in range(entry.layers[0], entry.layers[1] + 1)}
     graphs = plan.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
     return (
-        f"The NPU computes experts of {len(layers)} of {model.config.layers} layers in passes of {least} to "
+        f"The NPU computes experts of {len(layers)} of {len(model.experts)} layers in passes of {least} to "
         f"{plan.chunk_length} tokens, in graphs of {format_bytes(graphs)}; {beyond}. The GPU computes the "
         "others at the same time, and all of them in decode."
     )
@@ -68,7 +68,7 @@ def experts_table(plan: Plan, routing: Sequence[RoutingCalibration], prices: Exp
     title = f"Experts on the NPU in passes of {plan.chunk_length} tokens, predicted from the calibration"
     columns = ("layer", "experts @ capacity, by graph", ">of the tokens", ">padding", ">overflow")
     made = table(*columns, ">ms", ">all on GPU, ms", title=title)
-    for layer, loads in enumerate(expert_loads(routing, plan.chunk_length)):
+    for layer, loads in expert_loads(routing, plan.chunk_length).items():
         placement = plan.experts_of(plan.chunk_length, layer)
         found, alone = (estimate_experts(one, loads, prices) for one in (placement, EXPERTS_ON_GPU))
         held = [expert for group in placement.groups for expert in group.experts]
@@ -101,16 +101,17 @@ def budget_words(
     if NPU_EXPERTS not in request.techniques:
         return f"{words}."
     loads = expert_loads(routing, plan.chunk_length)
+    every = tuple(loads.values())
     wanted = [
         estimate_experts(one, own, prices)
-        for one, own in zip(place_experts(loads, prices, None), loads, strict=True)
+        for one, own in zip(place_experts(every, prices, None), every, strict=True)
     ]
     most = sum(one.graph_bytes for one in wanted)
     if most <= left:
         return f"{words}, and all experts that pay fit."
     now_us = sum(
         estimate_experts(plan.experts_of(plan.chunk_length, layer), own, prices).time_us
-        for layer, own in enumerate(loads)
+        for layer, own in loads.items()
     )
     return (
         f"{words}. Without the limit graphs of experts of {format_bytes(most)} would be predicted best: "

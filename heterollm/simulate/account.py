@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from heterollm.kernels.sim import SimulatedSpan
+from heterollm.model import LAYER_GROUPS
 
 TimeUse: TypeAlias = Literal["both", "gpu", "npu", "start", "copies", "maps", "waits", "submission"]
 """Uses of a moment, of which it has one: both processors compute, or the GPU while the NPU does not, or the
@@ -20,7 +21,7 @@ empty), or submits."""
 
 USES: Final[tuple[TimeUse, ...]] = get_args(TimeUse)
 
-GROUPS: Final = frozenset({"qkv", "o", "gate_up", "down", "ffn", "experts", "head", "attention"})
+GROUPS: Final = frozenset({*LAYER_GROUPS, "ffn", "head", "attention"})
 LABEL: Final = re.compile(r"(?:\d+\.)?([a-z_ ]+?)(?: of layer .*| \d.*| tokens .*|\[.*)?$")
 """A span's label: a group with its layer before or behind it."""
 

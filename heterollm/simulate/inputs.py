@@ -9,7 +9,7 @@ from heterollm.base import OptionError, Progress
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.kernels.ops import Group, OpSpec
-from heterollm.model import ModelConfig
+from heterollm.model import MixtureBlock, ModelConfig
 from heterollm.planning import PlanInputs, assumed_heads, choose_context
 from heterollm.simulate.profile import profile_of
 from heterollm.simulate.request import SYNC_CHOICES
@@ -160,7 +160,7 @@ def _assumed_calibration(
             f"The technique {NPU_EXPERTS} is for mixtures of experts, and this model has none.",
             fix="Leave it out.",
         )
-    return assumed.calibrated(config.layers)
+    return assumed.calibrated(config.blocks(MixtureBlock))
 
 
 def own_length(request: SimulationRequest) -> int:

@@ -9,6 +9,7 @@ layer prefers other experts. The draws are seeded: equal cases get equal loads.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from statistics import NormalDist
 from typing import Final
 
@@ -62,11 +63,11 @@ class AssumedRouting:
         self._popularity = _popularity(routing, imbalance)
         self.loads = functools.lru_cache(maxsize=None)(self._drawn)
 
-    def calibrated(self, layers: int) -> tuple[RoutingCalibration, ...]:
-        """Return what a calibration on another text than the prompt would have of each layer.
+    def calibrated(self, layers: Iterable[int]) -> tuple[RoutingCalibration, ...]:
+        """Return what a calibration on another text than the prompt would have of layers with experts.
 
         Args:
-            layers: Decoder layers.
+            layers: Their numbers, ascending.
         """
         windows = [
             range(first, first + WINDOW_TOKENS, ROUTED_TOKENS)
@@ -78,7 +79,7 @@ class AssumedRouting:
 
         return tuple(
             RoutingCalibration(layer, tuple(tuple(chunk(layer, own) for own in window) for window in windows))
-            for layer in range(layers)
+            for layer in layers
         )
 
     def _drawn(self, layer: int, position: int, tokens: int) -> Ints:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from heterollm.base import DeviceError, OptionError
-from heterollm.engine import Action, Call, ColdProduct, EngineActivity, Step
+from heterollm.engine import Action, Call, ColdProduct, EngineActivity, Step, step_category
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuRuntime, HostClock
-from heterollm.kernels.operators import operator_steps
 from heterollm.kernels.ops import Phase
 from heterollm.profiler.measure import DeviceClock
 from heterollm.trace.recorder import BIND, BUILD, STEP, PassRecorder, Recorder, SpanRecorder, SpanTemplate
@@ -115,7 +114,7 @@ class Tracer:
 
 
 def _category(step: Step) -> ProcessorCategory:
-    return "signal" if step.operator == "flag" else operator_steps().get(step.operator, "other")
+    return "signal" if step.operator == "flag" else step_category(step.operator) or "other"
 
 
 def take_trace(engine: Engine) -> Trace:

@@ -20,6 +20,7 @@ from .operator import OperatorCheck as OperatorCheck
 from .operator import OperatorSizes as OperatorSizes
 from .operator import Point as Point
 from .operator import Scope as Scope
+from .operator import StepCategory as StepCategory
 from .operator import Timed as Timed
 from .operator import check_case as check_case
 from .outliers import HotWeights as HotWeights

@@ -150,5 +150,4 @@ GATED_ACTIVATION: Final = Timed(
         Form(codes="int8"): "gated_activation_int8",
     },
     case=_measured,
-    width=lambda model: model.intermediate_size,
 )

@@ -27,9 +27,8 @@ from heterollm.kernels.operators.data import (
 from heterollm.kernels.operators.operator import StepCategory
 from heterollm.kernels.ops import WeightFormat
 
-STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
-    ("qkv", "o", "gate_up", "down", "ffn", "router", "experts", "head"), "linear"
-)
+STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(("ffn", "router", "head"), "linear")
+"""Those of layers have the names of their groups."""
 
 FORMATS: Final = (
     *(WeightFormat(4, block, symmetric) for symmetric in (True, False) for block in (32, 64, 128)),

@@ -126,7 +126,7 @@ WRITE_CODES: Final = Timed(
     forms={Form(codes="uint16"): "write_codes", Form(codes="uint8"): "write_codes_uint8"},
     case=lambda at: CodesCase(at.sizes.tokens, at.sizes.hidden, GRIDS[at.form.codes], reads=False),
     # No norm writes them; the outputs of an ffn are those of its last linear.
-    points=by_width(lambda scope: (spec.columns for spec in scope.layer if spec.group in ("o", "down"))),
+    points=by_width(lambda scope: (spec.columns for spec in scope.layer if not spec.follows_norm)),
 )
 READ_CODES: Final = Timed(
     forms={Form(codes="uint16"): "read_codes", Form(codes="uint8"): "read_codes_uint8"},

@@ -114,8 +114,6 @@ class ModelSizes(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
-    def intermediate_size(self) -> int: ...
-    @property
     def vocab_size(self) -> int: ...
 
 
@@ -129,10 +127,10 @@ class Point(NamedTuple):
 
     def int8(self, group: Group) -> WeightFormat | None:
         """Return the number format of the group that reads int8 codes, if the operator writes them."""
-        specs = (*self.model.layer, self.model.head)
-        return (
-            next(spec.weight for spec in specs if spec.group == group) if self.form.codes == "int8" else None
-        )
+        if self.form.codes != "int8":
+            return None
+        own = [spec for spec in (*self.model.layer, self.model.head) if spec.group == group]
+        return next((spec for spec in own if spec.columns == self.sizes.hidden), own[0]).weight
 
 
 class Scope(NamedTuple):
@@ -174,9 +172,8 @@ Points: TypeAlias = "Callable[[Timed, ModelSizes, Scope], Iterable[tuple[Form, O
 def every_pass(timed: Timed, model: ModelSizes, scope: Scope) -> Iterator[tuple[Form, OperatorSizes]]:
     """Yield all tokens of a pass, and the readers of a sum where linears may have shadows."""
     forms = [Form()] + [Form("sum")] * (scope.has_shadows and Form("sum") in timed.forms)
-    # A mixture may have no network beside its experts.
-    for form in forms if timed.has_heads or timed.width(model) else ():
-        yield from ((form, timed.sizes(model, tokens)) for tokens in scope.tokens)
+    for form, width in itertools.product(forms, timed.widths(model)):
+        yield from ((form, timed.sizes(model, tokens, width=width)) for tokens in scope.tokens)
 
 
 def head_rows(timed: Timed, model: ModelSizes, scope: Scope) -> Iterator[tuple[Form, OperatorSizes]]:
@@ -205,7 +202,7 @@ class Timed:
     Args:
         forms: Its forms with their names in profiles.
         case: Returns the case to measure.
-        width: Returns the width of its rows, unless :meth:`sizes` is given one.
+        width: Returns the width of its rows; None where it is that of the inputs that it writes.
         has_heads: Whether its time depends on the heads.
         reads_cache: Whether it reads the keys and values of all positions.
         points: Yields the forms and sizes to measure.
@@ -213,7 +210,7 @@ class Timed:
 
     forms: Mapping[Form, str]
     case: Callable[[Point], Launched]
-    width: Callable[[ModelSizes], int] = lambda _: 0
+    width: Callable[[ModelSizes], int] | None = None
     has_heads: bool = False
     reads_cache: bool = False
     points: Points = every_pass
@@ -233,12 +230,22 @@ class Timed:
             model: The model.
             tokens: Rows of the pass.
             position: Tokens of the session before it.
-            width: Width of the rows, where it differs by linear.
+            width: Width of the rows; by default the widest of the model's.
             channels: Channels that are multiplied.
         """
-        heads = (model.heads, model.kv_heads, model.head_dim) if self.has_heads else ()
         context = position + tokens if self.reads_cache else channels
-        return OperatorSizes(tokens, context, self.width(model) if width is None else width, *heads)
+        if self.has_heads:
+            return OperatorSizes(tokens, context, 0, model.heads, model.kv_heads, model.head_dim)
+        return OperatorSizes(tokens, context, max(self.widths(model)) if width is None else width)
+
+    def widths(self, model: ModelSizes) -> tuple[int, ...]:
+        """Return the distinct widths of its rows in a model; none where no group of a layer follows it."""
+        if self.has_heads:
+            return (0,)
+        if self.width is not None:
+            return (self.width(model),)
+        name = self.forms[Form()]
+        return tuple(dict.fromkeys(spec.columns for spec in model.layer if name in spec.before))
 
     def form(self, model: ModelSizes, form: Form) -> Form:
         """Return the form in a model: where linears read int8 inputs, the operator writes them if it can."""

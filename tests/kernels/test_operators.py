@@ -19,7 +19,7 @@ def test_every_file_of_an_operator_is_found():
     folder = Path(heterollm.kernels.operators.__file__).parent
     files = [path for path in folder.glob("*.py") if "STEPS: Final" in path.read_text("utf-8")]
     assert len(files) == 12
-    assert {"norm", "rope", "qkv", "sum of experts", "selection"} <= set(operator_steps())
+    assert {"norm", "rope", "head", "sum of experts", "selection"} <= set(operator_steps())
 
 
 def test_forms_have_names_of_their_own():

@@ -90,7 +90,8 @@ class ProportionalBlockCosts(ProportionalCosts):
 
 def make_spec(group, rows, columns=64, layer=0, weight=FLOAT):
     members = tuple(Member(f"{group}{place}", count) for place, count in enumerate(rows))
-    return OpSpec(group, layer, members, columns, weight, "source", "target")
+    before = ("rms_norm",) if group in ("qkv", "gate_up", "head") else ("gated_activation",)
+    return OpSpec(group, layer, members, columns, weight, "source", "target", before=before)
 
 
 def make_model(layers=2, *, hidden=256, keys=64, wide=512, vocabulary=640):

@@ -16,7 +16,8 @@ from heterollm.solver.profile_limits import limits_of
 from heterollm.solver.submissions import LayerGroup, layer_us
 
 STEPPED = WeightFormat(4, 32, scales="stepped")
-GATE_UP = OpSpec("gate_up", 0, (Member("gate", 512), Member("up", 512)), 256, STEPPED, "x", "y")
+MEMBERS = Member("gate", 512), Member("up", 512)
+GATE_UP = OpSpec("gate_up", 0, MEMBERS, 256, STEPPED, "x", "y", before=("rms_norm",))
 DOWN = OpSpec("down", 0, (Member("down", 256),), 512, STEPPED, "y", "z")
 FFN = ffn_spec(GATE_UP, DOWN)
 LENGTHS = (1, 32, 64, 256)

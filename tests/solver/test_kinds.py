@@ -3,10 +3,20 @@
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from heterollm.base import PlanError
 from heterollm.kernels.ops import GraphMemory, ffn_specs
-from heterollm.solver import Budget, Plan, Solver, kind_counts, plan_chunks, plan_flights, predict_pass
+from heterollm.solver import (
+    Budget,
+    Plan,
+    Solver,
+    check_plan,
+    kind_counts,
+    plan_chunks,
+    plan_flights,
+    predict_pass,
+)
 from heterollm.solver.costs import Overheads
 
 LONGEST = 128
@@ -176,6 +186,16 @@ def test_a_slice_of_another_kind_is_not_held(made):
     other = [replace_kind(held) for held in plan.slices]
     with pytest.raises(PlanError, match="hold no such graph"):
         Plan(*(getattr(plan, name) for name in plan.__struct_fields__[:7]), tuple(other))
+
+
+def test_a_group_that_no_layer_has_is_named(made):
+    specs = made.model(2)
+    plan, _ = solved(solver_of(made, specs, level="tensor"))
+    entries = [replace_struct(one, group="qvk") if one.group == "qkv" else one for one in plan.entries]
+    wrong = replace_struct(plan, entries=tuple(entries), slices=())
+    with pytest.raises(PlanError, match="places qvk") as caught:
+        check_plan(wrong, specs, None, longest=LONGEST, head_rows=4)
+    assert "qkv, o, gate_up, down, head, ffn" in caught.value.fix
 
 
 def replace_kind(held):

@@ -80,10 +80,7 @@ CONFIG_FIELDS: Final = FieldTable(
             {"original_max_position_embeddings": "that of the section counts, else max_position_embeddings"},
             only=frozenset({"phimoe", "gemma3_text"}),
         ),
-        *rows(
-            "read", CLASS, {"intermediate_size": "width of the network"}, only=DECODER_TYPES - {"qwen3_moe"}
-        ),
-        *rows("none", CLASS, {"intermediate_size": "no layer is dense"}, only=frozenset({"qwen3_moe"})),
+        *rows("read", CLASS, {"intermediate_size": "width of the network, or of an expert"}),
         *rows(
             "read",
             CLASS,
@@ -209,13 +206,8 @@ CONFIG_FIELDS: Final = FieldTable(
         *_optional("attention_multiplier", "a factor on attention scores", CLASS, GRANITE, 1),
         *_optional("residual_multiplier", "a factor on what layers add", CLASS, GRANITE, 1),
         *_optional("logits_scaling", "a divisor of the logits", CLASS, GRANITE, 1),
-        *rows("refused", CLASS, {"mlp_only_layers": "a model with experts in some layers alone"}),
-        *rows(
-            "refused",
-            CLASS,
-            {"decoder_sparse_step": "a model with experts in some layers alone"},
-            neutral=(1,),
-        ),
+        *_optional("mlp_only_layers", "layers without experts", CLASS, {"qwen3_moe"}, False),
+        *_optional("decoder_sparse_step", "every how many layers one has experts", CLASS, {"qwen3_moe"}, 1),
         *rows(
             "read",
             CLASS,

@@ -80,6 +80,22 @@ def test_counts_are_those_of_transformers(
             assert np.array_equal(one.windows[window], chunks)
 
 
+def test_dense_layers_are_calibrated_beside_sparse_ones(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], intermediate_size=192)
+    found = calibrate(folder, output=tmp_path / "found.json", windows=2, window_tokens=64, gpu_threads=1)
+    assert found.complete
+    assert [one.layer for one in found.routing] == [0, 2]
+    groups = [(one.layer, one.group) for one in found.linears]
+    assert groups == [
+        *((0, "qkv"), (0, "o"), (1, "qkv"), (1, "o"), (1, "gate_up"), (1, "down")),
+        *((2, "qkv"), (2, "o")),
+    ]
+    assert [one.layer for one in found.ffns] == [1]
+    assert [one.layer for one in found.heads] == [0, 1, 2]
+
+
 def test_a_stopped_calibration_goes_on_with_its_counts(
     mixture: Path, calibrated: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import STANDARD_LENGTHS, FfnShape
-from heterollm.kernels.ops import GROUPS, OpSpec, ffn_specs
+from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import NpuLimits, Placement, Plan, model_shape
 from heterollm.solver.candidates import candidates
@@ -22,6 +22,7 @@ from heterollm.solver.plan_records import PlanEntry
 DECODED = 3
 LENGTHS = (1, DECODED, 32, 33, 70, 96)
 CHUNK = 128
+GROUPS = ("qkv", "o", "gate_up", "down", "head")
 SEEDS = (0, 1)
 # Gated by SiLU, by GELU with norms behind the block, and with biases on gate, up and down.
 MODELS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 from heterollm.base import PlanError
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import STANDARD_LENGTHS, HostNpu
-from heterollm.kernels.ops import GROUPS, OpSpec, Phase
+from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.llm import LLM
 from heterollm.solver import Placement, Plan, model_shape
 from heterollm.solver.placements import GPU_ONLY, RowsPlacement
@@ -25,6 +25,7 @@ DECODED = 6
 SEEDS = (1, 2, 13)
 MORE_SEEDS = tuple(seed for seed in range(20) if seed not in SEEDS)
 CHUNK = 160
+GROUPS = ("qkv", "o", "gate_up", "down", "head")
 # Wide enough that every member but one has cuts at multiples of 64, 1120 rows that end between two of
 # them, and keys and values of 256 rows.
 WIDTHS = {

@@ -117,12 +117,12 @@ VALUES: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "logits_scaling": 4.0,
     "router_jitter_noise": 0.4,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 2,
     # Refused.
     "use_bidirectional_attention": True,
     "is_encoder_decoder": True,
     "per_layer_config": {"0": {"intermediate_size": 48}},
-    "mlp_only_layers": [0],
-    "decoder_sparse_step": 2,
     "add_cross_attention": True,
     "pruned_heads": {"0": [1]},
     "rope_interleaved": True,
@@ -168,6 +168,7 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},
     ("phi3", "rope_parameters"): {"original_max_position_embeddings": 32},
+    ("qwen3_moe", "intermediate_size"): {"mlp_only_layers": [1]},
 }
 IDENTITY = {"model_type", "architectures", "auto_map", "quantization_config"}
 """Fields that choose the reader; test_config.py and test_packed_linears.py change them."""
@@ -336,7 +337,6 @@ def test_a_field_that_must_agree_is_refused_otherwise(
 
 NONE_VALUES: dict[str, Any] = {
     "original_max_position_embeddings": 16,
-    "intermediate_size": 48,
     "hidden_act": "relu",
     "attention_bias": True,
     "sliding_window": 8,

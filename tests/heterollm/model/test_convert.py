@@ -21,11 +21,14 @@ def loaded(folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "symmetric"),
-    [("llama", True), ("qwen2", False), ("phi3", True), ("olmoe", False), ("mixtral", True)],
+    ("family", "symmetric", "sizes"),
+    [
+        *(("llama", True, {}), ("qwen2", False, {}), ("phi3", True, {}), ("olmoe", False, {})),
+        *(("mixtral", True, {}), ("qwen3_moe", True, {"mlp_only_layers": [0], "intermediate_size": 192})),
+    ],
 )
-def test_a_written_model_has_the_weights_of_its_source(family, symmetric, checkpoint, tmp_path):
-    source = checkpoint(family)
+def test_a_written_model_has_the_weights_of_its_source(family, symmetric, sizes, checkpoint, tmp_path):
+    source = checkpoint(family, **sizes)
     found = convert_model(source, tmp_path / "small", symmetric=symmetric)
     own, wanted = loaded(found.folder), loaded(source, group_size=found.block, symmetric=symmetric)
     assert list(own.linears) == list(wanted.linears)

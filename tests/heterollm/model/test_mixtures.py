@@ -106,8 +106,9 @@ def test_experts_have_the_format_of_the_other_groups() -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "error", "said"),
     [
-        ("qwen3_moe", {"mlp_only_layers": [1]}, UnsupportedModelError, "in some layers alone"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, UnsupportedModelError, "in some layers alone"),
+        ("olmoe", {"mlp_only_layers": [1]}, UnsupportedModelError, "layers without experts"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, CheckpointError, "a list of numbers of layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, CheckpointError, "decoder_sparse_step"),
         ("mixtral", {"num_experts_per_tok": 9}, CheckpointError, "at most the 8 of num_experts"),
         ("phimoe", {"num_experts_per_tok": 3}, CheckpointError, "sparsemixer"),
         ("olmoe", {"num_local_experts": 10**9}, CheckpointError, "num_local_experts"),

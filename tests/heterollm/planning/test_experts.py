@@ -131,7 +131,7 @@ def groups_of(plan, tokens=CHUNK):
 
 @pytest.mark.parametrize("tokens", [1, 40, 64, 100, 192, 256, 700])
 def test_loads_of_any_length_keep_the_shares(tokens):
-    for own, loads in zip(routing(), expert_loads(routing(), tokens), strict=True):
+    for own, loads in zip(routing(), expert_loads(routing(), tokens).values(), strict=True):
         assert (loads <= tokens).all()
         assert loads.sum(axis=1) == pytest.approx(tokens * CHOSEN, abs=EXPERTS)
         if tokens in (64, 192, 256):
@@ -192,7 +192,7 @@ def test_padded_capacities_hold_all_calibrated_loads(model, linears):
     request = structs.replace(REQUEST, experts=ExpertsRequest("pad"))
     plan = placed(model, linears, request)
     for tokens in (CHUNK, 192, 128, 64):
-        for own, loads in zip(groups_of(plan, tokens), expert_loads(routing(), tokens), strict=True):
+        for own, loads in zip(groups_of(plan, tokens), expert_loads(routing(), tokens).values(), strict=True):
             assert all(loads[:, expert].max() <= capacity for expert, capacity in own.items())
 
 
@@ -245,6 +245,26 @@ def test_loads_of_experts_need_no_stepped_scales():
     for techniques in ((), ("npumoe", "shadowattn")):
         with pytest.raises(OptionError, match="stepped scales"):
             LoadOptions(request=PlanRequest(techniques=techniques), calibration="file")
+
+
+def test_dense_layers_have_no_experts_to_place(model, monkeypatch):
+    """Layers 0 and 2 are sparse; records of layers 0 and 1 are another model's."""
+    config = ModelConfig.from_dict({**CONFIG, "num_hidden_layers": 3, "mlp_only_layers": [1]})
+    model = dataclasses.replace(model, config=config, specs=op_specs(config, "w4a16", 32, True))
+    given = {"device": "d", "precision": "w4a16", "standard_lengths": (32, 64, 128, 256)}
+    linears = level_plan("layer", model.specs, chunk_length=CHUNK, **given)
+    records = tuple(structs.replace(one, layer=2 * one.layer) for one in routing())
+    plan = with_expert_placements(model, linears, REQUEST, records)
+    assert {layer for entry in plan.experts for layer in entry.layers} == {0, 2}
+    plan = structs.replace(plan, shape=model_shape(model.every_spec), request=REQUEST)
+    check_plan(plan, model.every_spec, open_device("sim:snapdragon-8gen3").npu, longest=1024, head_rows=1)
+    parts = experts_report(model, plan, records, explain=True)
+    assert "experts of 2 of 2 layers" in " ".join(console.render(parts[0], width=200).split())
+    monkeypatch.setattr("heterollm.planning.experts.routing_of", lambda _path: records)
+    assert calibrated_routing("file", config, REQUEST) == records
+    monkeypatch.setattr("heterollm.planning.experts.routing_of", lambda _path: routing())
+    with pytest.raises(CalibrationError, match="8 experts in 2 layers"):
+        calibrated_routing("file", config, REQUEST)
 
 
 @pytest.mark.parametrize(

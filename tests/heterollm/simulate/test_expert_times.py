@@ -101,7 +101,7 @@ def test_predicted_passes_with_experts_on_the_npu_take_as_long_on_the_simulated_
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     loads = AssumedRouting(ROUTING, 2.0)
     request = PlanRequest(level="tensor", techniques=("npumoe",), npu_gib=100)
-    plan = solve_plan(model, request, routing=loads.calibrated(CONFIG.layers)).plan
+    plan = solve_plan(model, request, routing=loads.calibrated(range(CONFIG.layers))).plan
     assert all(plan.experts_of(tokens, 0).groups for tokens in NPU_PROMPTS)
     rows = AssumedExperts(plan, model.experts, loads).rows_on_gpu
     taken, predicted = simulated_us(plan, model, NPU_PROMPTS, rows), predicted_us(plan, model, NPU_PROMPTS)

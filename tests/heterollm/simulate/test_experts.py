@@ -33,6 +33,9 @@ SMALL = {
 }
 
 
+DENSE = {"intermediate_size": 2048}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
@@ -76,8 +79,8 @@ def test_loads_are_drawn_again_alike():
     assert np.array_equal(one.loads(1, 256, 100), other.loads(1, 256, 100))
     assert not np.array_equal(one.loads(1, 256, 100), one.loads(1, 512, 100))
     assert not np.array_equal(one.loads(0, 256, 100), one.loads(1, 256, 100))
-    records = one.calibrated(2)
-    assert records == other.calibrated(2)
+    records = one.calibrated(range(2))
+    assert records == other.calibrated(range(2))
     assert [record.layer for record in records] == [0, 1]
     # The calibration prefers the experts of the layer that the prompt prefers, by other tokens.
     prompt = one.loads(1, 0, 4096)
@@ -134,6 +137,24 @@ def test_graphs_run_as_often_as_the_plan_says(result):
         span for span in result.prefill.spans if span.processor == "npu" and span.name.startswith("experts")
     ]
     assert len(runs) == result.experts.graphs_per_layer * SMALL["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("level", ["tensor", "block"])
+def test_dense_layers_are_planned_and_run_beside_sparse_ones(tmp_path, level):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | {"num_hidden_layers": 3, "mlp_only_layers": [1]} | DENSE))
+    result = simulated(str(path), "npumoe", level=level)
+    assert result.layers == {"attention+mixture": 2, "attention+ffn": 1}
+    assert {layer for entry in result.plan.experts for layer in entry.layers} == {0, 2}
+    assert result.experts.pairs == 256 * 4 * 2
+    by_group = {}
+    for entry in result.plan.entries:
+        by_group.setdefault(entry.group, set()).add(entry.kind)
+    assert by_group["qkv"] == by_group["o"] == by_group["head"] == {""}
+    assert by_group.keys() & {"gate_up", "ffn"}
+    operators = {span.name.partition(" ")[0] for span in result.prefill.spans if span.processor == "npu"}
+    assert {"experts", "qkv"} <= operators
+    assert operators & {"ffn", "gate_up", "down"}
 
 
 def test_imbalance_changes_times(small, result):

@@ -24,7 +24,7 @@ from heterollm.engine import SYNC_OPTIONS
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import HostClock
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.ops import GROUPS, ffn_specs
+from heterollm.kernels.ops import ffn_specs
 from heterollm.llm import LLM
 from heterollm.solver import Plan, model_shape
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, RowsPlacement
@@ -376,7 +376,7 @@ def test_cuts_of_every_kind_are_named(
     entries += [
         PlanEntry(phase, (1, 64), (-1, 3), group, GPU_ONLY)
         for phase in ("prefill", "decode")
-        for group in GROUPS
+        for group in (*CUT, "head")
     ]
     plan = Plan("by hand", "host", "w4a16", model_shape(specs), 64, tuple(entries))
     llm = host_llm(bundled_model, plan=plan, trace=True)

@@ -144,7 +144,7 @@ def test_widths_are_those_that_a_cut_can_use(alignment, block):
 def test_quick_runs_measure_three_widths_in_decode_and_two_of_a_prompt():
     for shape in default_shapes():
         points = block_points([shape], BlockNpu())
-        whole = shape.intermediate_size
+        whole = shape.layer[2].member_rows[0]
         first = [work.point for work in points if work.tier == 0]
         assert {point.form for point in first} == {"ffn"}
         widths = {
@@ -164,7 +164,7 @@ def test_quick_runs_measure_three_widths_in_decode_and_two_of_a_prompt():
 def test_a_block_is_left_out_where_its_linears_differ_in_format():
     shape = TINY.shape("tiny")
     down = replace(shape.layer[3], weight=WeightFormat(4, 64))
-    mixed = replace(shape, layer=(*shape.layer[:3], down))
+    mixed = replace(shape, kinds=(replace(shape.kinds[0], specs=(*shape.layer[:3], down)),))
     assert mixed.blocks == ()
     assert block_points([mixed], BlockNpu()) == []
 
