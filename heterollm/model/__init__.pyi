@@ -1,5 +1,6 @@
 from .blocks import AttentionBlock as AttentionBlock
 from .blocks import FfnBlock as FfnBlock
+from .blocks import KvSpec as KvSpec
 from .blocks import LayerStage as LayerStage
 from .blocks import MixtureBlock as MixtureBlock
 from .blocks import Norm as Norm
