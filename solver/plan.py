@@ -171,6 +171,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the most tokens that an entry can be asked for: the head sees a few rows at a time."""
         return head_rows if entry.group == "head" else self.chunk_length
 
+    @property
+    def longest_flight(self) -> int:
+        """Most tokens of a prompt that run at once: the chunks of all lanes."""
+        return self.chunk_length * self.lanes
+
     def chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Yield ``(first token, length)`` of the passes that a prompt of ``tokens`` tokens runs in."""
         for first in range(0, tokens, self.chunk_length):

@@ -29,11 +29,12 @@ from heterollm.engine.slot_check import SlotCheck
 from heterollm.engine.slots import is_private, lane_slot, pool_sizes
 from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales, SparseAttentionEmitter
 from heterollm.engine.splits import NO_RANGES
+from heterollm.engine.state import kv_groups
 from heterollm.engine.step import Buffer, Step
 from heterollm.engine.tensors import GlueTensors
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory
+from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, pages_of
 from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
@@ -73,6 +74,7 @@ class Compiler:
             for slot, size in sizes.items()
             if is_private(slot)
         }
+        self.kv_groups = kv_groups(self._config, context, plan.longest_flight)
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
         self._linears = LinearEmitter(device, weights, plan, progress, ranges)
         self._splits = self._linears.splits
@@ -97,7 +99,8 @@ class Compiler:
         shared = {slot: self.pool[name] for slot, name in own.items() if not is_private(slot)}
         private = {slot: self.private[name] for slot, name in own.items() if is_private(slot)}
         tokens = gpu.shared((self._plan.chunk_length,), np.int32)
-        step = gpu.shared((STEP_WORDS,), np.int32)
+        paged = sum(pages_of(group.positions) for group in self.kv_groups if group.is_paged)
+        step = gpu.shared((STEP_WORDS + paged,), np.int32)
         memories: dict[str, DeviceMemory] = {own[slot]: memory for slot, memory in (shared | private).items()}
         memories |= {lane_slot("tokens", number): tokens, lane_slot("step", number): step}
         memories["code_counts"] = self._splits.saturation.memory
@@ -153,7 +156,7 @@ class Compiler:
             tokens: Length of the pass.
             bucket: Positions that the grids of a decode pass must cover; in prefill the border of
                 :func:`heterollm.engine.score_slots.key_borders` at or behind the last position.
-            cache: A session's KV cache to bind first.
+            cache: A session's memory to bind first.
             builds_graphs: Whether to build the NPU's graphs; a pass without them is readable but cannot run.
         """
         builder = self._begin(phase, tokens, cache, bucket, builds_graphs=builds_graphs)
@@ -169,7 +172,7 @@ class Compiler:
             lengths: Tokens of each chunk.
             position: Position of the first chunk.
             bucket: Positions that the grids of a decode pass must cover.
-            cache: A session's KV cache to bind first.
+            cache: A session's memory to bind first.
         """
         schedule = self._plan.schedule
         assert schedule is not None  # the plan has lanes
@@ -263,4 +266,4 @@ class Compiler:
 
 
 def _cache_names(cache: KvMemory | None) -> dict[DeviceMemory, Buffer]:
-    return dict.fromkeys(cache.memories if cache else (), Buffer("kv_cache"))
+    return {memory: Buffer(name) for memory, name in cache.memories.items()} if cache else {}

@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 
 from heterollm.base import DeviceError, format_bytes
-from heterollm.kernels.gpu import head_stride
 from heterollm.kernels.npu import graph_memory
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import expert_specs
@@ -109,7 +108,6 @@ def memory_need(
     head = next(spec for spec in specs if spec.group == "head")
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
-    head_bytes = head_stride(context, config.attention.head_dim, cache_dtype) * cache_dtype.itemsize
     experts = expert_specs(config, specs)
     graphs = plan.npu_bytes((*specs, *experts), graph_memory(npu))
     if npu is not None and npu.io_by_graph:
@@ -121,7 +119,7 @@ def memory_need(
     return MemoryNeed(
         gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding + experts_bytes,
         npu_graphs=graphs,
-        kv_cache=config.layers * 2 * config.attention.kv_heads * head_bytes,
+        kv_cache=config.state_bytes(context, plan.longest_flight, cache_dtype),
         slots=sum(size for slot, size in slots.items() if slot not in SCORE_SLOTS),
         hot_weights=sum(
             hot_channels.get((spec.layer, spec.group), 0) * spec.rows * item_bytes

@@ -218,7 +218,9 @@ class SparseAttentionEmitter:
         builder, memory = one.builder, one.memory
         query, step = builder.lane.private["query"], builder.lane.step
         *before, last = write_score_codes(
-            self._kernels, query, one.cache, memory, one.table, step, shape=one.shape
+            *(self._kernels, query, one.cache, memory, one.table, step),
+            shape=one.shape,
+            window=one.scores.window,
         )
         reads: tuple[Memory, ...] = (query, one.cache.memory, step)
         name: Operator = "score codes"

@@ -136,6 +136,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS",
         "-DWG=1 -DKV_CODES -DJOINT_NORM",
         "-DWG=64 -DPIECES=4 -DKV_CODES -DWHOLE_EIGHTS",
+        "-DWG=1 -DKV_CODES -DPAGED",
+        "-DWG=64 -DPIECES=4 -DPAGED -DWHOLE_EIGHTS",
         "-DWG=64 -DSUM",
     ],
     (*LAYERS, "outliers.cl"): [
@@ -163,6 +165,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DHEAD_DIM=36 -DROWS=8 -DMICRO=4 -DVECTORS=2 -DKV_CODES",
         "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DGATHERED -DBLOCK=32 -DMEMBERS=3",
+        "-DWG=1 -DHEAD_DIM=80 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DGATHERED -DBLOCK=32 -DMEMBERS=3 -DPAGED",
+        "-DWG=1 -DHEAD_DIM=64 -DROWS=7 -DMICRO=7 -DVECTORS=1 -DKV_CODES -DPAGED",
     ],
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
@@ -172,6 +176,9 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DGROUP=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=1 -DGATHERED -DBLOCK=32 -DMEMBERS=3 -DWHOLE_EIGHTS",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=1 -DGATHERED -DBLOCK=32 -DMEMBERS=3 -DWHOLE_EIGHTS -DPAGED",
+        "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_CODES -DPAGED",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS -DPAGED",
     ],
     (*ATTENTION, "attention_join.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
@@ -181,6 +188,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8 -DBUCKETS=9",
         "-DWG=1 -DHEAD_DIM=20 -DGROUP=1 -DNPU_CODES=8 -DKV_HALF",
         "-DWG=64 -DHEAD_DIM=128 -DGROUP=6 -DNPU_CODES=8 -DKV_HALF -DWHOLE_EIGHTS -DBUCKETS=5",
+        "-DWG=1 -DHEAD_DIM=20 -DGROUP=1 -DNPU_CODES=8 -DBUCKETS=9 -DPAGED",
+        "-DWG=64 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8 -DPAGED",
     ],
     (*SPARSE, "score_estimate.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8",
@@ -577,7 +586,7 @@ def sparse_launches(runtime: OpenClRuntime) -> Iterator[None]:
         shape = SparseShape(HeadShape(4, 2, 20, 115), 40, 112)
         scores, keep = Scores(0.2, window, 3.0 if window else 0.0), (0.1, 0.7, 0.9, 1.0)
         own = SparsePass(shape, 75, 35, scores, (1, 0), keep, exponent=3, buckets=9)
-        case = SparseCase(runtime, sparse, dtype, dtype, own, np.random.default_rng(0))
+        case = SparseCase(runtime, sparse, dtype, own, np.random.default_rng(0))
         for actual, exact in zip(*case.quantise(), strict=True):
             np.testing.assert_allclose(actual, exact, rtol=1e-6)
         yield
