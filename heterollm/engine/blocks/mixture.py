@@ -35,6 +35,7 @@ from heterollm.kernels.gpu import (
     ExpertShape,
     GlueKernels,
     GpuLinear,
+    GroupedLinear,
     RoundedInputs,
     Segments,
 )
@@ -53,8 +54,8 @@ class _Layer:
 
     spec: OpSpec
     router: GpuLinear
-    gate_up: GpuLinear
-    down: GpuLinear
+    gate_up: GroupedLinear
+    down: GroupedLinear
 
 
 class MixtureEmitter:
@@ -204,7 +205,7 @@ class MixtureEmitter:
         width = then.columns
 
         name = f"{layer}.experts"
-        launch = own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
+        launch = own.gate_up.launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
         work, reads = _work(own.spec, shape), (*(codes_of(row_codes) or (rows,)), lists.places)
         steps = [builder.prepared("experts", layer, launch, reads, (gate_up,), work=work)]
         launch = activate(
@@ -218,7 +219,7 @@ class MixtureEmitter:
         )
         writes = activated, *codes_of(inner_codes)
         steps.append(builder.prepared("activation", layer, launch, (gate_up,), writes))
-        launch = own.down.grouped_launch(
+        launch = own.down.launch(
             activated, rows, lists, shape=shape, rounded=inner_codes, label=f"{name} down"
         )
         work, reads = _work(then, shape), (*(codes_of(inner_codes) or (activated,)), lists.places)
@@ -237,8 +238,8 @@ def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: Expe
     gpu, dtype, routing = device.gpu, device.activation_dtype, spec.experts
     assert routing is not None  # by expert_specs
 
-    def packed(members: Sequence[str]) -> GpuLinear:
-        return GpuLinear.pack(
+    def packed(members: Sequence[str]) -> GroupedLinear:
+        return GroupedLinear.pack(
             gpu,
             weights.expert_members(spec.layer, members),
             activation_dtype=dtype,
