@@ -36,8 +36,8 @@ from heterollm.llm import LLM
 from heterollm.model import ModelShape, model_shape
 from heterollm.model.known import find_model
 from heterollm.solver import ExpertsEntry, ExpertsPlacement, Overflow, Plan
-from heterollm.solver.expert_policies import capacity_tiers, experts_by_policy
-from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
+from heterollm.solver.experts.policies import capacity_tiers, experts_by_policy
+from heterollm.solver.experts.prices import ExpertPrices, estimate_experts
 from heterollm.text.likelihood import perplexity
 
 WINDOW: Final = 512

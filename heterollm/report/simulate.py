@@ -11,7 +11,7 @@ from rich.text import Text
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
 from heterollm.report.tables_sweep import sweep_table
-from heterollm.solver import llm_npu_technique
+from heterollm.solver import PlannedAttention, llm_npu_technique
 
 if TYPE_CHECKING:
     from heterollm.base import Section
@@ -144,7 +144,7 @@ def _assumed(result: SimulationResult) -> str:
             f" Assumed: all heads need as many keys, keep {result.attention.keep:.0%} of them in the "
             "mean, and share one exponent."
         )
-        if not result.plan.sparse_attention:
+        if not result.plan.technique(PlannedAttention).is_active:
             words += " Attention stays dense: sparse attention pays at no length."
     if llm_npu_technique(result.passes) is None:
         return words

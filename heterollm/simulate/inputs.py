@@ -73,6 +73,8 @@ def inputs_of_simulation(
     elif routing is not None and request.plan_for == "prompt":
         # Only a plan for all lengths needs capacities for the longest chunk.
         longest = request.prompt
+    heads = assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None
+    evidence = {"attention": heads, "experts": routing}
     return PlanInputs(
         config,
         tuple(specs),
@@ -84,8 +86,7 @@ def inputs_of_simulation(
         profile,
         calibration=ASSUMED if request.calibrated or request.techniques else None,
         shadows=assumed_shadows(specs, request),
-        heads=assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None,
-        routing=routing,
+        evidence={name: own for name, own in evidence.items() if own is not None},
         length_policy=policy,
         sync=strategy,
         longest=own_length(request) if request.naive else longest,

@@ -20,6 +20,7 @@ from heterollm.solver import (
     GraphSharing,
     InFlight,
     Plan,
+    PlannedExperts,
     Technique,
     graph_sharing,
     predict_prompt,
@@ -63,7 +64,7 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
     count += len(
         {
             (layer, group)
-            for entry in plan.experts
+            for entry in plan.technique(PlannedExperts).entries
             for layer in range(entry.layers[0], entry.layers[1] + 1)
             for group in entry.placement.groups
         }

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from heterollm.solver.head_pipeline import (
+from heterollm.solver.sparse.head_pipeline import (
     PipelineUnit,
     fused_heads,
     greedy_order,

@@ -22,12 +22,12 @@ class Recorded(Exception):
     """The end of a command at the call that does its work."""
 
 
-PASS = "--technique shadowattn --scales stepped --calibration FILE"
+TECHNIQUE = "--technique shadowattn --scales stepped --calibration FILE"
 SPARSE = {
-    "keep": f"{PASS} --keep 0.5",
-    "keep_by": f"{PASS} --keep-by uniform",
-    "score_buckets": f"{PASS} --score-buckets 5",
-    "estimator": f"{PASS} --estimator gpu",
+    "keep": f"{TECHNIQUE} --keep 0.5",
+    "keep_by": f"{TECHNIQUE} --keep-by uniform",
+    "score_buckets": f"{TECHNIQUE} --score-buckets 5",
+    "estimator": f"{TECHNIQUE} --estimator gpu",
 }
 WEIGHTS = {
     "precision": "--precision fp16",
@@ -43,7 +43,7 @@ LOADED = {
     **SPARSE,
     "lora": "--lora FOLDER",
     "context": "--context 64",
-    "techniques": PASS,
+    "techniques": TECHNIQUE,
     "overflow": "--technique npumoe --calibration FILE --overflow drop",
     "gpu_threads": "--gpu-threads 1",
     "npu_threads": "--npu-threads 0",
@@ -126,7 +126,7 @@ ROWS = {
         "npu_gib": "--npu-gib 1",
         "histogram": "--histogram 64:1",
         "in_flight": "--in-flight 2",
-        "techniques": PASS,
+        "techniques": TECHNIQUE,
         "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "build_budget": "--histogram 64:1 --build-budget 30s",
         "gpu_threads": "--gpu-threads 1",
@@ -140,7 +140,7 @@ ROWS = {
         "soc": "--soc 69",
         "plan": "--plan npu",
         "profile": "--plan tensor --profile FILE",
-        "techniques": PASS,
+        "techniques": TECHNIQUE,
         "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "prompt": "--prompt 64",
         "decode": "--decode 0",

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import GraphMemory, Routing
@@ -13,7 +12,14 @@ from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
 from heterollm.simulate.experts import AssumedExperts
 from heterollm.simulate.routing import AssumedRouting
 from heterollm.simulate.sweep import run_case
-from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, ExpertsRequest, level_plan
+from heterollm.solver import (
+    ExpertGroup,
+    ExpertsEntry,
+    ExpertsPlacement,
+    ExpertsRequest,
+    PlannedExperts,
+    level_plan,
+)
 
 STEPS = ("npumoe:each", "npumoe:tiers", "npumoe:groups", "npumoe")
 SMALL = {
@@ -103,7 +109,7 @@ def test_no_row_is_lost(small, overflow, capacity):
     )
     groups = ExpertGroup((3, 5, 0), capacity), ExpertGroup((7,), 64)
     entry = ExpertsEntry((2, 256), (0, 0), ExpertsPlacement(groups, overflow))
-    plan = structs.replace(plan, experts=(entry,))
+    plan = plan.with_technique(PlannedExperts((entry,)))
     assumed = AssumedExperts(plan, experts, AssumedRouting(config.mixture.routing, 2.0))
     use = assumed.use(plan.chunks(300), GraphMemory())
     assert use.pairs == 300 * 4 * 2
@@ -119,7 +125,7 @@ def test_no_row_is_lost(small, overflow, capacity):
     assert assumed.rows_on_gpu(0, "decode", 1, 300) == (4, 4)
 
 
-def test_each_step_of_the_pass_gains(steps):
+def test_each_step_of_the_technique_gains(steps):
     times_us = {step: result.prefill.elapsed_us for step, result in steps.items()}
     assert times_us["npumoe"] <= times_us["npumoe:groups"] < times_us["npumoe:each"]
     assert times_us["npumoe:tiers"] <= times_us["npumoe:each"]
@@ -187,6 +193,6 @@ def test_what_does_not_fit_is_refused_with_the_sum(small):
         ("olmoe-1b-7b", {"imbalance": 9.0}, "at most 8 times"),
     ],
 )
-def test_the_pass_is_refused_where_it_has_no_meaning(model, options, said):
+def test_the_technique_is_refused_where_it_has_no_meaning(model, options, said):
     with pytest.raises(OptionError, match=said):
         simulated(model, "npumoe", **options)

@@ -1,4 +1,4 @@
-"""NPUMoE's rules for experts, each on top of the one before, as baselines of :mod:`heterollm.solver.experts`.
+"""NPUMoE's rules for experts, each on top of the one before, as baselines of :mod:`.search`.
 
 Capacities come from the mean loads of a calibration (section 4.1), groups from popularity (section 4.2). The
 paper's base capacity is the tokens of a chunk over the number of experts. Here it is the mean load of an
@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from heterollm.base import PlanError
-from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement, Overflow
-from heterollm.solver.expert_prices import ExpertPrices
-from heterollm.solver.experts import LayerExperts
+from heterollm.solver.experts.placements import ExpertGroup, ExpertsPlacement, Overflow
+from heterollm.solver.experts.prices import ExpertPrices
+from heterollm.solver.experts.search import LayerExperts
 from heterollm.solver.slice_sets import Ints
 
 ExpertPolicy: TypeAlias = Literal["each", "tiers", "groups", "residency"]

@@ -26,6 +26,7 @@ from heterollm.solver import (
     ExpertsEntry,
     ExpertsPlacement,
     Plan,
+    PlannedExperts,
     PlanRequest,
     estimate_experts,
     expert_technique,
@@ -58,12 +59,8 @@ UNMEASURED: Final = (
     "has such graphs, `heterollm profile MODEL --precision {0} --technique npumoe --update` measures them."
 )
 
-DROPS: Final = (
-    "Tokens beyond an expert's capacity are dropped, which changes results; --overflow gpu computes them."
-)
 
-
-def calibrated_routing(
+def calibrated(
     path: str | Path | None, config: ModelConfig, request: PlanRequest | None
 ) -> tuple[RoutingCalibration, ...] | None:
     """Return the calibrated routing of each layer for ``npumoe``; None where it is not asked for.
@@ -120,14 +117,11 @@ def npu_bytes_left(model: ProfiledModel, plan: Plan, request: PlanRequest) -> in
     limit = model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB)
     if limit is None:
         return None
-    return max(0, limit - model.npu_bytes(structs.replace(plan, experts=())))
+    return max(0, limit - model.npu_bytes(plan.with_technique(PlannedExperts())))
 
 
-def with_expert_placements(
-    model: ProfiledModel,
-    plan: Plan,
-    request: PlanRequest,
-    routing: Sequence[RoutingCalibration] | None,
+def placed(
+    model: ProfiledModel, plan: Plan, request: PlanRequest, routing: Sequence[RoutingCalibration]
 ) -> Plan:
     """Return a plan with the experts on the NPU that a request asks for.
 
@@ -135,13 +129,13 @@ def with_expert_placements(
         model: The model on the profiled device.
         plan: The plan of the linear layers, with chunks one after the other.
         request: The request with its techniques.
-        routing: The routing of each layer; None without the technique.
+        routing: The routing of each layer.
 
     Raises:
         PlanError: The technique puts all experts on the NPU, and they exceed its memory or a graph.
     """
     name, longest = expert_technique(request.techniques), plan.chunk_length
-    if name is None or routing is None or (prices := model.expert_prices(longest)) is None:
+    if name is None or (prices := model.expert_prices(longest)) is None:
         return plan
     loads, overflow = expert_loads(routing, longest), request.experts.overflow
     left = npu_bytes_left(model, plan, request)
@@ -164,10 +158,10 @@ def with_expert_placements(
                 shrinks=shrinks,
             )
         ]
-        placed = structs.replace(plan, experts=tuple(entries))
-        need = placed.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
+        found = PlannedExperts(tuple(entries))
+        need = found.npu_bytes(model.every_spec, model.profile.graph_memory)
         if need <= (math.inf if left is None else left):
-            return placed
+            return plan.with_technique(found)
     raise PlanError(
         f"The technique {name} needs NPU graphs of {format_bytes(need)} for experts, and the linear layers "
         f"leave {format_bytes(left or 0)}.",
@@ -175,7 +169,7 @@ def with_expert_placements(
     )
 
 
-def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
+def notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
     """Return notes on experts that are not where the user may expect them, with the reason.
 
     Args:
@@ -189,17 +183,12 @@ def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tupl
         return (ON_GPU,) if model.limits is not None else ()
     if model.expert_prices(plan.chunk_length) is None:
         return (UNMEASURED.format(model.precision),)
-    if not plan.has_npu_experts:
+    if not plan.technique(PlannedExperts).is_active:
         return (
             "Experts stay on the GPU: by the profile and the calibrated loads the NPU gains too little in "
             f"passes of up to {plan.chunk_length} tokens.",
         )
-    return drop_notes(plan)
-
-
-def drop_notes(plan: Plan) -> tuple[str, ...]:
-    """Return a note if a plan drops tokens of experts."""
-    return (DROPS,) if plan.drops_tokens else ()
+    return ()
 
 
 # -- helpers -----------------------------------------------------------------------------------------
