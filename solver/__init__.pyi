@@ -12,9 +12,6 @@ from .experts.placements import ExpertsPlacement as ExpertsPlacement
 from .experts.placements import ExpertsRequest as ExpertsRequest
 from .experts.placements import Overflow as Overflow
 from .experts.placements import PlannedExperts as PlannedExperts
-from .experts.policies import ExpertPolicy as ExpertPolicy
-from .experts.policies import experts_by_policy as experts_by_policy
-from .experts.policies import imbalance as imbalance
 from .experts.prices import ExpertPrices as ExpertPrices
 from .experts.prices import estimate_experts as estimate_experts
 from .experts.search import place_experts as place_experts
@@ -47,10 +44,10 @@ from .predict import PredictedPass as PredictedPass
 from .predict import predict_pass as predict_pass
 from .profile_costs import ProfileCosts as ProfileCosts
 from .profile_limits import limits_of as limits_of
-from .profile_overheads import RETURN_VALUE as RETURN_VALUE
 from .profile_overheads import best_strategy as best_strategy
 from .profile_overheads import power_of as power_of
 from .prompts import relative_time as relative_time
+from .request import LLM_NPU as LLM_NPU
 from .request import NPU_EXPERTS as NPU_EXPERTS
 from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
@@ -60,8 +57,6 @@ from .request import PlanRequest as PlanRequest
 from .request import Technique as Technique
 from .request import check_in_flight as check_in_flight
 from .request import check_techniques as check_techniques
-from .request import expert_technique as expert_technique
-from .request import llm_npu_technique as llm_npu_technique
 from .shadows import ShadowChannels as ShadowChannels
 from .shadows import group_shadows as group_shadows
 from .shadows import with_shadows as with_shadows

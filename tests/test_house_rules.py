@@ -191,7 +191,7 @@ def test_doors_alone_list_their_names() -> None:
         ("heterollm.kernels.gpu.binding", "kernels/gpu/"),
         ("rich", "heterollm/report"),
         ("matplotlib", "heterollm/report"),
-        ("joblib", "heterollm/simulate"),
+        ("joblib", "heterollm/benchmarks"),
         ("typer", "heterollm/cli"),
         ("starlette", "heterollm/serve"),
         ("uvicorn", "heterollm/serve"),

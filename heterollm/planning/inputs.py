@@ -21,7 +21,6 @@ from heterollm.kernels.ops import Group, OpSpec, Precision
 from heterollm.model import ModelConfig, expert_specs, op_specs
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
 from heterollm.planning.load_options import LoadOptions
-from heterollm.planning.techniques.llm_npu import shadows_under
 from heterollm.planning.techniques.registry import Evidence, calibrated_evidence
 from heterollm.solver import SOLVED_LEVELS, LengthPolicy, Plan, PlanRequest, ShadowChannels
 
@@ -204,7 +203,7 @@ def _inputs(
         chosen,
         calibration=calibration_key(weights),
         calibration_file=weights,
-        shadows=shadows_under(request, calibrated_shadows(weights)),
+        shadows=calibrated_shadows(weights),
         evidence=calibrated_evidence(options.calibration, config, request),
         length_policy=options.length_policy,
         sync=options.sync,

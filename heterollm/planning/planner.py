@@ -28,13 +28,13 @@ from heterollm.planning.techniques.llm_npu import (
 from heterollm.planning.techniques.registry import Evidence, with_techniques
 from heterollm.solver import (
     CHUNK_LENGTH,
+    LLM_NPU,
     Objective,
     PhaseSync,
     Plan,
     PlanRequest,
     best_strategy,
     default_chunk_length,
-    llm_npu_technique,
     model_shape,
     power_of,
     with_shadows,
@@ -145,7 +145,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
-    if llm_npu_technique(request.techniques) is None or model.limits is None:
+    if LLM_NPU not in request.techniques or model.limits is None:
         plan = _solved(model, request_of_solver(request), solver, prompts)
     else:
         plan = llm_npu_plan(model, request, prompts)

@@ -18,7 +18,6 @@ from heterollm.solver import (
     PlannedExperts,
     PlanRequest,
     estimate_experts,
-    expert_technique,
     place_experts,
 )
 
@@ -104,7 +103,7 @@ def budget_words(
     if left is None:
         return f"{words}; there is no limit."
     words = f"{words}; linear layers leave {format_bytes(left)}"
-    if expert_technique(request.techniques) != NPU_EXPERTS:
+    if NPU_EXPERTS not in request.techniques:
         return f"{words}."
     loads = expert_loads(routing, plan.chunk_length)
     wanted = [

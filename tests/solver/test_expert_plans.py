@@ -23,9 +23,7 @@ from heterollm.solver import (
     PlannedExperts,
     PlanRequest,
     check_plan,
-    expert_technique,
     level_plan,
-    llm_npu_technique,
     model_shape,
 )
 
@@ -210,22 +208,15 @@ def test_the_shape_names_the_mixture():
 
 
 @pytest.mark.parametrize("techniques", list(itertools.combinations(TECHNIQUES, 2)))
-def test_one_step_of_one_paper_for_the_npu_at_most(techniques):
+def test_one_technique_for_the_npu_at_most(techniques):
     assert len(techniques) == 2
     if "shadowattn" in techniques:
         PlanRequest(techniques=techniques)
     else:
-        with pytest.raises(OptionError, match=r"steps of one|do not combine"):
+        with pytest.raises(OptionError, match="do not combine"):
             PlanRequest(techniques=techniques)
 
 
-def test_each_technique_is_of_one_paper():
-    for name in TECHNIQUES:
-        found = (
-            llm_npu_technique((name,)),
-            expert_technique((name,)),
-            name if name == "shadowattn" else None,
-        )
-        assert [one for one in found if one] == [name]
+def test_an_unknown_overflow_is_refused():
     with pytest.raises(OptionError, match="no overflow 'none'"):
         ExpertsRequest("none")

@@ -6,22 +6,20 @@ run the groups of the chunk, at its capacities or at smaller ones, where the NPU
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from heterollm.base import GIB, CalibrationError, OptionError, PlanError, format_bytes
+from heterollm.base import GIB, CalibrationError, OptionError
 from heterollm.model import ModelConfig
 from heterollm.planning.calibrated import routing_of
 from heterollm.solver import (
     EXPERTS_ON_GPU,
     NPU_EXPERTS,
-    ExpertPolicy,
     ExpertPrices,
     ExpertsEntry,
     ExpertsPlacement,
@@ -29,8 +27,6 @@ from heterollm.solver import (
     PlannedExperts,
     PlanRequest,
     estimate_experts,
-    expert_technique,
-    experts_by_policy,
     place_experts,
 )
 
@@ -74,11 +70,12 @@ def calibrated(
         CalibrationError: The file cannot be read, is no calibration, or lacks the routing of this model.
         OptionError: The model has no experts.
     """
-    if request is None or (name := expert_technique(request.techniques)) is None:
+    if request is None or NPU_EXPERTS not in request.techniques:
         return None
     if (mixture := config.mixture) is None:
         raise OptionError(
-            f"The technique {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
+            f"The technique {NPU_EXPERTS} is for mixtures of experts, and this model has none.",
+            fix="Leave it out.",
         )
     if path is None:
         return None
@@ -130,43 +127,54 @@ def placed(
         plan: The plan of the linear layers, with chunks one after the other.
         request: The request with its techniques.
         routing: The routing of each layer.
-
-    Raises:
-        PlanError: The technique puts all experts on the NPU, and they exceed its memory or a graph.
     """
-    name, longest = expert_technique(request.techniques), plan.chunk_length
-    if name is None or (prices := model.expert_prices(longest)) is None:
+    longest = plan.chunk_length
+    prices = model.expert_prices(longest) if NPU_EXPERTS in request.techniques else None
+    if prices is None:
         return plan
-    loads, overflow = expert_loads(routing, longest), request.experts.overflow
     left = npu_bytes_left(model, plan, request)
-    if name == NPU_EXPERTS:
-        placements = place_experts(loads, prices, left, overflow)
-    else:
-        policy = cast("ExpertPolicy", name.partition(":")[2])
-        placements = tuple(experts_by_policy(own, prices, policy, overflow) for own in loads)
-    ranges = list(_ranges(longest))
-    prices_at = {tokens: model.expert_prices(tokens) or prices for pair in ranges for tokens in pair}
-    loads_at = {tokens: expert_loads(routing, tokens) for tokens in prices_at}
+    placements = place_experts(expert_loads(routing, longest), prices, left, request.experts.overflow)
+    return with_placements(model, plan, routing, placements, left)
+
+
+def with_placements(
+    model: ProfiledModel,
+    plan: Plan,
+    routing: Sequence[RoutingCalibration],
+    placements: Sequence[ExpertsPlacement],
+    left: int | None,
+    *,
+    forced: bool = False,
+) -> Plan:
+    """Return a plan with placements of experts in passes of whole chunks, and of less where that gains.
+
+    Args:
+        model: The model on the profiled device.
+        plan: The plan of the linear layers.
+        routing: The routing of each layer.
+        placements: Those of whole chunks, by layer.
+        left: Bytes that the NPU has for them; None without a limit.
+        forced: Whether whole chunks have them even if they do not gain.
+    """
+    ranges = list(_ranges(plan.chunk_length))
+    every = {tokens: model.expert_prices(tokens) for pair in ranges for tokens in pair}
+    prices = {tokens: own for tokens, own in every.items() if own is not None}
+    loads = {tokens: expert_loads(routing, tokens) for tokens in prices}
     for shrinks in (True, False):  # smaller capacities take memory, too
         entries = [
             entry
             for layer, placement in enumerate(placements)
             for entry in _entries(
-                *(layer, placement, ranges, prices_at),
-                {tokens: own[layer] for tokens, own in loads_at.items()},
-                forced=name != NPU_EXPERTS,
+                *(layer, placement, ranges, prices),
+                {tokens: own[layer] for tokens, own in loads.items()},
+                forced=forced,
                 shrinks=shrinks,
             )
         ]
         found = PlannedExperts(tuple(entries))
-        need = found.npu_bytes(model.every_spec, model.profile.graph_memory)
-        if need <= (math.inf if left is None else left):
-            return plan.with_technique(found)
-    raise PlanError(
-        f"The technique {name} needs NPU graphs of {format_bytes(need)} for experts, and the linear layers "
-        f"leave {format_bytes(left or 0)}.",
-        fix=f"Choose the technique {NPU_EXPERTS}, which keeps the limit.",
-    )
+        if left is None or found.npu_bytes(model.every_spec, model.profile.graph_memory) <= left:
+            break
+    return plan.with_technique(found)
 
 
 def notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
@@ -179,7 +187,7 @@ def notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, 
     """
     if not model.experts:
         return ()
-    if expert_technique(request.techniques) is None:
+    if NPU_EXPERTS not in request.techniques:
         return (ON_GPU,) if model.limits is not None else ()
     if model.expert_prices(plan.chunk_length) is None:
         return (UNMEASURED.format(model.precision),)

@@ -14,20 +14,18 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from heterollm.base import OptionError
-from heterollm.kernels.ops import Group
 from heterollm.solver import (
     AUTOMATIC,
     LEVELS,
+    LLM_NPU,
+    NPU_EXPERTS,
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
     WORTH_DOUBLING,
     InFlight,
     Plan,
     PlanRequest,
-    ShadowChannels,
-    expert_technique,
     level_plan,
-    llm_npu_technique,
     relative_time,
     with_schedule,
 )
@@ -68,45 +66,40 @@ def check_technique(
                 f"{level!r:.80} is given.",
                 fix="Leave the technique out, or choose a level.",
             )
-    if (step := expert_technique(request.techniques)) is not None:
+    if NPU_EXPERTS in request.techniques:
         if not routed:
             raise OptionError(
-                f"The technique {step} needs calibrated loads of experts.",
+                f"The technique {NPU_EXPERTS} needs calibrated loads of experts.",
                 fix="Run `heterollm calibrate MODEL -o FILE`, and give --calibration FILE.",
             )
         if level not in ("auto", "npu", "layer", *SOLVED_LEVELS):
             raise OptionError(
-                f"The technique {step} adds experts to a plan that is made and uses the NPU, and plan "
+                f"The technique {NPU_EXPERTS} adds experts to a plan that is made and uses the NPU, and plan "
                 f"{level!r:.80} is given.",
                 fix="Leave the technique out, or choose another level.",
             )
-    if (name := llm_npu_technique(request.techniques)) is not None:
-        if name == "llm.npu:naive":
-            raise OptionError(
-                f"The technique {name} builds graphs for each prompt, which only simulations do.",
-                fix="Use `heterollm simulate`, or choose llm.npu:chunks.",
-            )
+    if LLM_NPU in request.techniques:
         if precision != "w8a8":
             raise OptionError(
-                f"The technique {name} needs weights of precision w8a8, and these have {precision}.",
+                f"The technique {LLM_NPU} needs weights of precision w8a8, and these have {precision}.",
                 fix=calibrate,
             )
         if not calibrated:
             raise OptionError(
-                f"The technique {name} needs calibrated ranges of the activations.", fix=calibrate
+                f"The technique {LLM_NPU} needs calibrated ranges of the activations.", fix=calibrate
             )
         if level not in ("auto", "tensor"):
             raise OptionError(
-                f"The technique {name} makes the plan, and plan {level!r:.80} is given.",
+                f"The technique {LLM_NPU} makes the plan, and plan {level!r:.80} is given.",
                 fix="Choose plan auto, which is the paper's, or tensor.",
             )
 
 
 def request_of_solver(request: PlanRequest) -> PlanRequest:
     """Return a request with what its techniques ask of the solver."""
-    if SHADOW_ATTENTION in request.techniques or expert_technique(request.techniques):
+    if {SHADOW_ATTENTION, NPU_EXPERTS}.intersection(request.techniques):
         return structs.replace(request, in_flight=1)
-    return structs.replace(request, in_flight="auto") if "llm.npu" in request.techniques else request
+    return structs.replace(request, in_flight="auto") if LLM_NPU in request.techniques else request
 
 
 def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[int, float]) -> Plan:
@@ -129,16 +122,9 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
         chunk_length=chunk,
     )
     in_flight = request_of_solver(request).in_flight
-    if "llm.npu" in request.techniques and in_flight != 1 and not model.costs.overheads.empties_queue:
+    if in_flight != 1 and not model.costs.overheads.empties_queue:
         plan = fastest_in_flight(model, plan, [plan], prompts, in_flight)
     return plan
-
-
-def shadows_under(
-    request: PlanRequest | None, shadows: Mapping[tuple[int, Group], ShadowChannels]
-) -> Mapping[tuple[int, Group], ShadowChannels]:
-    """Return the shadows of a calibration that a request wants; ``llm.npu:chunks`` has none yet."""
-    return {} if request is not None and "llm.npu:chunks" in request.techniques else shadows
 
 
 def faster_plan(model: ProfiledModel, plan: Plan, other: Plan, prompts: Mapping[int, float]) -> Plan:

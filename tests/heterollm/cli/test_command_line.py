@@ -532,7 +532,6 @@ def test_one_option_has_one_word_in_every_command():
         ["simulate", "--length-policy", "none"],
         ["simulate", "--gpu-load", "60fps"],
         ["simulate", "--what-if", "npu.execute_us"],
-        ["simulate", "--head-bits", "5"],
         ["bench", "MODEL", "-p", "x"],
         ["bench", "MODEL", "-pg", "5"],
         ["bench", "MODEL", "--sync", "event,often"],

@@ -34,7 +34,7 @@ def test_a_saved_plan_of_experts_answers_as_the_gpu(checkpoint, tmp_path, monkey
     calibration, saved, text = tmp_path / "cal.json", tmp_path / "plan.json", tmp_path / "text.txt"
     text.write_text(TEXT * 20)
     host = ("--device", "host")
-    asked = ("--technique", "npumoe:groups", "--calibration", calibration)
+    asked = ("--technique", "npumoe", "--calibration", calibration)
     plan = ("plan", folder, *host, *asked, "--prompt", "128", "--explain", "-o", saved)
     calibrate = ("calibrate", folder, text, "-o", calibration, "--gpu-threads", 1)
     code, _, shown = call(capsys, *calibrate, "--windows", 2, "--window", 128)

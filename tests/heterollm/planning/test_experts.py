@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from heterollm.base import CalibrationError, OptionError, PlanError
+from heterollm.base import CalibrationError, OptionError
 from heterollm.calibration import RoutingCalibration
 from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, op_specs
@@ -187,19 +187,8 @@ def test_the_budget_counts_linear_layers_first_and_graphs_of_all_lengths(model, 
         assert experts_in(plan).is_active is (share > 0)
 
 
-def test_a_step_with_all_experts_on_the_npu_needs_the_memory(model, linears):
-    for step in ("npumoe:each", "npumoe:tiers", "npumoe:groups"):
-        plan = placed(model, linears, PlanRequest(techniques=(step,)))
-        assert [own.keys() for own in groups_of(plan)] == [set(range(EXPERTS))] * 2
-    small = PlanRequest(techniques=("npumoe:each",), npu_gib=1e-6)
-    with pytest.raises(PlanError, match=r"npumoe:each needs NPU graphs of .* leave 0 B") as caught:
-        placed(model, linears, small)
-    assert "npumoe" in caught.value.fix
-
-
-@pytest.mark.parametrize("step", ["npumoe", "npumoe:each", "npumoe:tiers", "npumoe:groups"])
-def test_padded_capacities_hold_all_calibrated_loads(model, linears, step):
-    request = PlanRequest(techniques=(step,), experts=ExpertsRequest("pad"))
+def test_padded_capacities_hold_all_calibrated_loads(model, linears):
+    request = structs.replace(REQUEST, experts=ExpertsRequest("pad"))
     plan = placed(model, linears, request)
     for tokens in (CHUNK, 192, 128, 64):
         for own, loads in zip(groups_of(plan, tokens), expert_loads(routing(), tokens), strict=True):

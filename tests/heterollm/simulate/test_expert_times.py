@@ -19,7 +19,7 @@ from heterollm.profiler import SessionOptions, profile_device
 from heterollm.profiler.records import ExpertsKey, Profile
 from heterollm.simulate.experts import AssumedExperts
 from heterollm.simulate.routing import AssumedRouting
-from heterollm.solver import Plan, PlannedExperts, PlanRequest, Technique
+from heterollm.solver import Plan, PlannedExperts, PlanRequest
 
 SOC = "sim:snapdragon-8gen3"
 PROMPTS = (16, 64, 300, 1024)
@@ -93,14 +93,13 @@ def predicted_us(plan: Plan, model: ProfiledModel, prompts: Sequence[int] = PROM
     return {tokens: found.time_us for tokens, found in passes.items()}
 
 
-@pytest.mark.parametrize("step", ["npumoe:groups", "npumoe"])
 def test_predicted_passes_with_experts_on_the_npu_take_as_long_on_the_simulated_clock(
-    model: ProfiledModel, step: Technique, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ProfiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loads of the passes are as imbalanced as the calibrated ones, and not the same."""
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     loads = AssumedRouting(ROUTING, 2.0)
-    request = PlanRequest(level="tensor", techniques=(step,), npu_gib=100)
+    request = PlanRequest(level="tensor", techniques=("npumoe",), npu_gib=100)
     plan = solve_plan(model, request, {"experts": loads.calibrated(CONFIG.layers)}).plan
     assert all(plan.technique(PlannedExperts).of(tokens, 0).groups for tokens in NPU_PROMPTS)
     rows = AssumedExperts(plan, model.experts, loads).rows_on_gpu

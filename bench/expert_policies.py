@@ -1,4 +1,4 @@
-"""NPUMoE's rules for experts, each on top of the one before, as baselines of :mod:`.search`.
+"""NPUMoE's rules for experts, each on top of the one before; the product has :mod:`heterollm.solver.experts`.
 
 Capacities come from the mean loads of a calibration (section 4.1), groups from popularity (section 4.2). The
 paper's base capacity is the tokens of a chunk over the number of experts. Here it is the mean load of an
@@ -14,12 +14,10 @@ import numpy as np
 from heterollm.base import PlanError
 from heterollm.solver.experts.placements import ExpertGroup, ExpertsPlacement, Overflow
 from heterollm.solver.experts.prices import ExpertPrices
-from heterollm.solver.experts.search import LayerExperts
 from heterollm.solver.slice_sets import Ints
 
-ExpertPolicy: TypeAlias = Literal["each", "tiers", "groups", "residency"]
-"""All experts on the NPU, in a graph each at one capacity; each at that of its tier; in groups of a tier; or
-the solver's choice, with cold experts on the GPU."""
+ExpertPolicy: TypeAlias = Literal["each", "tiers", "groups"]
+"""All experts on the NPU, in a graph each at one capacity; each at that of its tier; in groups of a tier."""
 
 
 def imbalance(loads: Ints) -> float:
@@ -50,14 +48,12 @@ def experts_by_policy(
     Args:
         loads: ``[chunks, experts]``, tokens of each expert in calibrated chunks.
         prices: Times and sizes.
-        policy: The rule. Its placement may exceed the NPU's address space, except in ``residency``'s budget.
+        policy: The rule. Its placement may exceed the NPU's address space.
         overflow: Fate of tokens beyond a capacity.
 
     Raises:
         PlanError: One expert exceeds the limit of a graph.
     """
-    if policy == "residency":
-        return LayerExperts(loads, prices, overflow).best()
     most = prices.most_experts(loads.shape[1])
     if not most:
         raise PlanError(

@@ -18,12 +18,22 @@ from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from heterollm.base import HeteroLLMError, OptionError, Progress, silent
+from heterollm.benchmarks.modelled import modelled_row
+from heterollm.benchmarks.rows import BenchRow
 from heterollm.kernels.sim import GpuLoad
-from heterollm.simulate.effects import check_grid, without_idle
-from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync, SimulationRequest
-from heterollm.simulate.row import SimulatedRow
-from heterollm.simulate.run import needs_profile, profile_ahead, simulated
-from heterollm.solver import SHADOW_ATTENTION, Technique, expert_technique
+from heterollm.simulate import (
+    PlanOf,
+    SimulatedLengthPolicy,
+    SimulatedSync,
+    SimulationRequest,
+    check_grid,
+    needs_profile,
+    planned,
+    profile_ahead,
+    simulated,
+    without_idle,
+)
+from heterollm.solver import NPU_EXPERTS, SHADOW_ATTENTION, Technique
 
 Cluster: TypeAlias = Literal["dask", "ray"]
 CLUSTERS: Final[tuple[Cluster, ...]] = get_args(Cluster)
@@ -35,7 +45,7 @@ _Map: TypeAlias = Callable[[Callable[[SimulationRequest], Any], Sequence[Simulat
 """Calls a function with each request, and yields the results in the order of the requests."""
 
 
-def expand(
+def expand_simulated(
     base: SimulationRequest,
     *,
     models: Sequence[str] = (),
@@ -103,14 +113,14 @@ def expand(
     return tuple(found)
 
 
-def run_case(request: SimulationRequest) -> SimulatedRow:
+def run_case(request: SimulationRequest, plan_of: PlanOf = planned) -> BenchRow:
     """Simulate one case; a failure becomes a row that says why."""
     try:
-        return SimulatedRow.of(request, simulated(request))
+        return modelled_row(request, simulated(request, plan_of=plan_of))
     except HeteroLLMError as error:
-        return SimulatedRow.of(request, error=str(error))
+        return modelled_row(request, error=str(error))
     except Exception as error:  # noqa: BLE001 - one case must not end a sweep of hours; its row is no result
-        return SimulatedRow.of(request, error=f"Unexpected {type(error).__name__}: {error}. This is a bug.")
+        return modelled_row(request, error=f"Unexpected {type(error).__name__}: {error}. This is a bug.")
 
 
 def run_sweep(
@@ -119,8 +129,9 @@ def run_sweep(
     jobs: int = 1,
     cluster: Cluster | None = None,
     progress: Progress | None = None,
-    keep: Callable[[SimulatedRow], object] | None = None,
-) -> list[SimulatedRow]:
+    keep: Callable[[BenchRow], object] | None = None,
+    run: Callable[[Any], BenchRow] = run_case,
+) -> list[BenchRow]:
     """Simulate many cases and return their rows in the order of the cases.
 
     Args:
@@ -132,6 +143,7 @@ def run_sweep(
         progress: Called with a stage's name, steps done and steps in all.
         keep: Called with each row, in order, as soon as it is known, so that an interrupted sweep keeps its
             rows.
+        run: Simulates a case.
 
     Raises:
         OptionError: The number of processes is not legal, a case asks for a trace, or a package is missing.
@@ -146,7 +158,7 @@ def run_sweep(
     first = _profiled_first(requests)
     with _workers(jobs, cluster) as hand_out:
         _collect(hand_out(_profiled, first), len(first), "profiling", report)
-        return _collect(hand_out(run_case, requests), len(requests), "simulating", report, keep)
+        return _collect(hand_out(run, requests), len(requests), "simulating", report, keep)
 
 
 def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationRequest]:
@@ -155,12 +167,9 @@ def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationReq
     for request in requests:
         if needs_profile(request):
             overrides = tuple(sorted(request.overrides.items()))
-            how = request.head_bits, request.forms, request.left_out, request.calibrated, request.precision
-            measured = (
-                SHADOW_ATTENTION in request.techniques,
-                expert_technique(request.techniques) is not None,
-            )
-            key = request.model, request.soc, how, overrides, measured
+            how = request.head_bits, request.forms, request.calibrated, request.precision
+            measured = [name in request.techniques for name in (SHADOW_ATTENTION, NPU_EXPERTS)]
+            key = request.model, request.soc, how, overrides, *measured
             found.setdefault(key, request)
     return list(found.values())
 

@@ -15,13 +15,14 @@ import pytest
 from joblib.parallel import ThreadingBackend
 
 from heterollm.base import InputError, OptionError
-from heterollm.benchmarks import BenchRow, read_rows
+from heterollm.benchmarks import BenchRow, RowFile, expand_simulated, read_rows, run_sweep
+from heterollm.benchmarks.formats import table_of
+from heterollm.benchmarks.sweep import run_case
 from heterollm.cli import main
 from heterollm.kernels.sim import GpuLoad
-from heterollm.report import append_simulated
-from heterollm.report.tables_sweep import read_simulated, sweep_table
-from heterollm.simulate import ROW_FIELDS, SimulatedRow, SimulationRequest, expand, run_sweep
-from heterollm.simulate.sweep import run_case
+from heterollm.report import sweep_report
+from heterollm.report.console import render
+from heterollm.simulate import SimulationRequest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 TINY = {
@@ -61,7 +62,9 @@ def tiny(tmp_path_factory):
 def grid(tiny):
     """Three levels at two lengths, one of them odd, and a model that is not there."""
     base = SimulationRequest(tiny, decode=1)
-    good = expand(base, prompts=[32, 45], levels=["gpu", "layer", "tensor"], policies=["padding", "online"])
+    good = expand_simulated(
+        base, prompts=[32, 45], levels=["gpu", "layer", "tensor"], policies=["padding", "online"]
+    )
     return (*good, replace(base, model="no-such-model"))
 
 
@@ -74,19 +77,19 @@ def test_an_interrupted_sweep_keeps_the_rows_that_it_has(grid, rows, tmp_path):
     path, done = tmp_path / "simulated.jsonl", []
 
     def keep(row):
-        append_simulated(path, [row])
+        RowFile(path).add(row)
         done.append(row)
         if len(done) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_sweep(grid, jobs=1, keep=keep)
-    assert read_simulated(path) == rows[:2]
+    assert read_rows(path) == rows[:2]
 
 
 def test_a_grid_has_each_case_once(tiny):
     base = SimulationRequest(tiny, decode=1)
-    found = expand(
+    found = expand_simulated(
         base,
         prompts=[32, 64, 32],
         levels=["gpu", "layer", "tensor"],
@@ -98,15 +101,13 @@ def test_a_grid_has_each_case_once(tiny):
     assert len(found) == 2 * 2 * (1 + 4 + 2)
     assert len({repr(one) for one in found}) == len(found)
     assert [one.prompt for one in found] == sorted(one.prompt for one in found)
-    assert expand(base, levels=["tensor"], policies=["online"])[0].length_policy == "auto"
+    assert expand_simulated(base, levels=["tensor"], policies=["online"])[0].length_policy == "auto"
     with pytest.raises(OptionError, match="--length-policy online changes nothing"):
-        expand(base, levels=["tensor"], policies=["online"], given=["length_policy"])
+        expand_simulated(base, levels=["tensor"], policies=["online"], given=["length_policy"])
     with pytest.raises(OptionError, match="more than"):
-        expand(base, prompts=range(1, 1000), decodes=range(1000))
-    with pytest.raises(OptionError, match="form"):
-        replace(base, left_out=("no-such-form",))
+        expand_simulated(base, prompts=range(1, 1000), decodes=range(1000))
     with pytest.raises(OptionError, match="plan level"):
-        expand(base, levels=["gpu", "none"])
+        expand_simulated(base, levels=["gpu", "none"])
 
 
 def test_requests_and_rows_can_be_sent_to_other_processes(grid, rows):
@@ -115,28 +116,30 @@ def test_requests_and_rows_can_be_sent_to_other_processes(grid, rows):
 
 
 def test_every_row_is_labelled_and_a_failure_says_why(grid, rows):
-    assert [(row.model, row.prompt_tokens, row.plan_level) for row in rows] == [
+    assert [(row.setup.model_filename, row.asked.n_prompt, row.asked.asked_level) for row in rows] == [
         (one.model, one.prompt, one.level) for one in grid
     ]
     for row in rows[:-1]:
         data = json.loads(json.dumps(row.to_dict()))
-        assert (data["simulated"], data["time"], data["error"]) == (True, "simulated", None)
-        assert data["prefill_tokens_per_second"] > 0
-        assert set(data["cuts"]["prefill"]) in (
+        assert (data["time_kind"], data["error"]) == ("simulated", None)
+        assert data["modelled"]["prefill_tokens_per_second"] > 0
+        assert set(data["modelled"]["cuts"]["prefill"]) in (
             {"qkv", "o", "gate_up", "down", "head"},
             {"qkv", "o", "ffn", "head"},
         )
-        assert SimulatedRow.from_dict(data) == row
+        assert BenchRow.from_dict(data) == row
     assert "no-such-model" in rows[-1].error
-    assert rows[-1].ttft_ms is None
-    online = {row.plan_level: row for row in rows[:-1] if row.length_policy == "online"}
-    assert online["layer"].prompt_tokens == 45
-    assert online["layer"].cuts["prefill"]["qkv"] == "N"
-    assert {row.plan_level for row in rows[:-1] if row.length_policy == "auto"} == {"gpu", "tensor"}
-    padded = next(row for row in rows if row.length_policy == "padding" and row.prompt_tokens == 45)
+    assert rows[-1].modelled.ttft_ms is None
+    assert rows[-1].time_kind == "simulated"
+    online = {row.plan_level: row for row in rows[:-1] if row.asked.length_policy == "online"}
+    assert online["layer"].asked.n_prompt == 45
+    assert online["layer"].modelled.cuts["prefill"]["qkv"] == "N"
+    levels = {row.asked.asked_level for row in rows[:-1] if row.asked.length_policy == "auto"}
+    assert levels == {"gpu", "tensor"}
+    padded = next(row for row in rows if row.asked.length_policy == "padding" and row.asked.n_prompt == 45)
     assert padded.plan_level == "layer"
-    assert padded.cuts["prefill"]["qkv"] == "N@64"
-    assert rows[0].cuts["decode"]["head"] == "G"
+    assert padded.modelled.cuts["prefill"]["qkv"] == "N@64"
+    assert rows[0].modelled.cuts["decode"]["head"] == "G"
 
 
 def test_serial_and_parallel_agree_in_order(grid, rows):
@@ -198,7 +201,8 @@ def test_one_machine_needs_no_joblib(grid, rows, monkeypatch):
 def test_a_script_without_a_guard_is_told(tiny, tmp_path):
     script = tmp_path / "sweep.py"
     script.write_text(
-        "import sys\nfrom heterollm.simulate import SimulationRequest, run_sweep\n"
+        "import sys\nfrom heterollm.benchmarks import run_sweep\n"
+        "from heterollm.simulate import SimulationRequest\n"
         "run_sweep([SimulationRequest(sys.argv[1], prompt=32, decode=0, level='gpu')], jobs=2)\n"
     )
     done = subprocess.run([sys.executable, str(script), tiny], capture_output=True, text=True, cwd=tmp_path)
@@ -208,10 +212,10 @@ def test_a_script_without_a_guard_is_told(tiny, tmp_path):
 
 
 def test_a_bug_in_one_case_is_a_row(grid, monkeypatch):
-    def broken(_request):
+    def broken(_request, **_options):
         raise ZeroDivisionError("by hand")
 
-    monkeypatch.setattr("heterollm.simulate.sweep.simulated", broken)
+    monkeypatch.setattr("heterollm.benchmarks.sweep.simulated", broken)
     assert run_case(grid[0]).error == "Unexpected ZeroDivisionError: by hand. This is a bug."
 
 
@@ -226,44 +230,38 @@ def test_what_a_sweep_cannot_do(grid):
     assert run_sweep([]) == []
 
 
-def test_files_carry_the_label_and_are_read_strictly(rows, tmp_path):
-    path = tmp_path / "simulated_rows.jsonl"
-    append_simulated(path, rows[:2])
-    append_simulated(path, rows[2:])
-    assert read_simulated(path) == rows
-    with pytest.raises(OptionError, match="simulated"):
-        append_simulated(tmp_path / "rows.jsonl", rows)
+@pytest.mark.parametrize(
+    ("name", "value"), [("ttft_ms", "fast"), ("ttft_ms", -1.0), ("cuts", []), ("prefill", 3)]
+)
+def test_rows_are_read_strictly(rows, name, value):
     good = rows[0].to_dict()
-    for name, value in (
-        ("simulated", False),
-        ("simulated", None),
-        ("ttft_ms", "fast"),
-        ("ttft_ms", -1.0),
-        ("prefill_ms", float("nan")),
-        ("cuts", []),
-        ("prefill", 3),
-        ("left_out", "k_chunked"),
-    ):
-        with pytest.raises(InputError):
-            SimulatedRow.from_dict({**good, name: value})
-    for data in (None, [], {"simulated": True}, "row"):
-        with pytest.raises(InputError):
-            SimulatedRow.from_dict(data)
+    with pytest.raises(InputError, match=rf"modelled\.{name}"):
+        BenchRow.from_dict({**good, "modelled": {**good["modelled"], name: value}})
 
 
-def test_simulated_rows_are_never_read_as_measured(rows, tmp_path, make_bench_row):
+def test_simulated_rows_are_never_compared_with_measured_ones(rows, tmp_path, make_bench_row):
     path, measured = tmp_path / "simulated_rows.jsonl", tmp_path / "measured.jsonl"
-    append_simulated(path, rows)
-    with pytest.raises(InputError, match="simulations"):
-        read_rows(path)
+    for row in rows:
+        RowFile(path).add(row)
     measured.write_text(json.dumps(make_bench_row("real").to_dict()) + "\n")
-    with pytest.raises(InputError, match="simulate"):
-        read_simulated(measured)
     script = [sys.executable, str(BENCH / "compare.py")]
-    for files in ((measured, path), (path, measured), (path, path)):
+    for files in ((measured, path), (path, measured)):
         done = subprocess.run([*script, *map(str, files)], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 2
-        assert "simulations" in done.stderr
+        assert "simulated" in done.stderr
+    columns, cells = table_of([make_bench_row("real"), rows[0]])
+    both = [dict(zip(columns, line, strict=True)) for line in cells]
+    assert [(line["time"], bool(line["t/s"]), bool(line["prefill t/s"])) for line in both] == [
+        ("", True, False),
+        ("simulated", False, True),
+    ]
+
+
+def test_rows_of_an_older_version_are_refused(tmp_path):
+    path = tmp_path / "simulated.jsonl"
+    path.write_text('{"simulated": true}\n')
+    with pytest.raises(InputError, match="an older version simulated"):
+        read_rows(path)
 
 
 @pytest.fixture(scope="module")
@@ -282,8 +280,8 @@ def test_the_command_takes_lists(tiny, capfd, tmp_path):
     assert main([*given, "--jobs", "1", "-o", str(out)]) == 0
     shown = capfd.readouterr().out
     assert "Simulated, nothing here was measured" in shown
-    kept = read_simulated(out)
-    assert [(row.prompt_tokens, row.plan_level) for row in kept] == [
+    kept = read_rows(out)
+    assert [(row.asked.n_prompt, row.plan_level) for row in kept] == [
         (32, "gpu"),
         (32, "layer"),
         (45, "gpu"),
@@ -297,8 +295,7 @@ def test_the_command_takes_lists(tiny, capfd, tmp_path):
         assert main([*given, "--jobs", "1", "--format", form]) == 0
         found = read(capfd.readouterr().out)
         assert len(found) == 4
-        assert all(str(line["simulated"]) == "True" for line in found)
-        assert tuple(found[0]) == ROW_FIELDS
+        assert all(line["time_kind"] == "simulated" for line in found)
     # A single case prints what it always printed.
     assert main([*one, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["plan_level"] == "gpu"
@@ -308,8 +305,8 @@ def test_a_failed_case_is_a_row_and_the_command_fails(tiny, capfd):
     given = ["simulate", f"{tiny},no-such-model", "--prompt", "32", "--decode", "0"]
     assert main([*given, "--plan", "gpu", "--jobs", "1", "--format", "md"]) == 1
     captured = capfd.readouterr()
-    assert "| tiny | " in captured.out
-    assert "1 failed: There is no folder 'no-such-model'." in captured.out
+    assert "| simulated" in captured.out
+    assert "There is no folder 'no-such-model'." in captured.out
     assert "1 of 2 cases failed" in captured.err
 
 
@@ -334,9 +331,13 @@ def test_bad_sweeps_give_one_error(options, tiny, capfd, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_columns_in_which_all_are_alike_stand_in_the_title(rows):
-    table = sweep_table(rows[:-1])
-    assert "sync predict" in table.title
-    assert not {"sync", "soc", "game"} & set(table.columns)
-    assert ">prompt" in table.columns
-    assert "| --- |" in table.to_markdown()
+def test_columns_that_are_empty_in_all_rows_are_left_out(rows):
+    columns, cells = table_of(rows[:-1])
+    assert {"time", "level", "prefill t/s", "W"} <= set(columns)
+    assert not {"technique", "game", "at once", "t/s", "threads"} & set(columns)
+    assert len(cells) == len(rows) - 1
+    shown = render(sweep_report(rows[:-1]), width=200)
+    title, head = shown.splitlines()[0], shown.splitlines()[1:4]
+    assert "sync predict" in title
+    assert not any("sync" in line for line in head)
+    assert sweep_report(rows[-1:])
