@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from conditions import append_rows, conditions, script_parser
 
-from heterollm.solver.head_pipeline import (
+from heterollm.solver.sparse.head_pipeline import (
     PipelineUnit,
     johnson_order,
     plan_pipeline,

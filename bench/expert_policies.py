@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from heterollm.base import PlanError
-from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement, Overflow
-from heterollm.solver.expert_prices import ExpertPrices
+from heterollm.solver.experts.placements import ExpertGroup, ExpertsPlacement, Overflow
+from heterollm.solver.experts.prices import ExpertPrices
 from heterollm.solver.slice_sets import Ints
 
 ExpertPolicy: TypeAlias = Literal["each", "tiers", "groups"]

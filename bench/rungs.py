@@ -28,12 +28,12 @@ from heterollm.kernels.ops import Precision
 from heterollm.kernels.sim import SIMULATED, Simulation, clock_of, soc_of
 from heterollm.loading import plan_for
 from heterollm.planning import LoadOptions, PlanInputs, Planned, expert_loads, make_plan, npu_bytes_left
-from heterollm.planning.experts import with_placements
+from heterollm.planning.techniques.experts import with_placements
 from heterollm.profiler.records import FenceKey, Key, LinearKey, Profile, Record
 from heterollm.simulate import SimulationRequest, planned
 from heterollm.simulate.inputs import own_length
 from heterollm.simulate.request import SYNC_CHOICES
-from heterollm.solver import LLM_NPU, Plan, PlanRequest
+from heterollm.solver import LLM_NPU, Plan, PlannedExperts, PlanRequest
 from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.profile_overheads import RETURN_VALUE
 
@@ -46,7 +46,7 @@ def experts_by(policy: str) -> Callable[[Planned], Plan]:
     """
 
     def edited(found: Planned) -> Plan:
-        plan, model, routing = found.plan, found.model, found.routing
+        plan, model, routing = found.plan, found.model, found.evidence.get("experts")
         if model is None or routing is None or (prices := model.expert_prices(plan.chunk_length)) is None:
             return plan
         request = plan.request or PlanRequest()
@@ -56,7 +56,7 @@ def experts_by(policy: str) -> Callable[[Planned], Plan]:
             for layer, own in expert_loads(routing, plan.chunk_length).items()
         }
         placed = with_placements(model, plan, routing, placements, left, forced=True)
-        need = placed.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
+        need = placed.technique(PlannedExperts).npu_bytes(model.every_spec, model.profile.graph_memory)
         if left is not None and need > left:
             raise PlanError(
                 f"The rung npumoe:{policy} needs NPU graphs of {format_bytes(need)} for experts, and the "

@@ -36,8 +36,8 @@ from heterollm.engine import Step
 from heterollm.llm import LLM
 from heterollm.model import ModelShape, model_shape
 from heterollm.model.known import find_model
-from heterollm.solver import ExpertsEntry, ExpertsPlacement, Overflow, Plan
-from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
+from heterollm.solver import ExpertsEntry, ExpertsPlacement, Overflow, Plan, PlannedExperts
+from heterollm.solver.experts.prices import ExpertPrices, estimate_experts
 from heterollm.text.likelihood import perplexity
 
 WINDOW: Final = 512
@@ -143,7 +143,7 @@ def overflow_rows(folder: Path, texts: Sequence[str], done: Container[Case]) -> 
                     ExpertsEntry((1, WINDOW), (own.layer,) * 2, placement(own.loads(WINDOW), capacity, fate))
                     for own in (routing if capacity else ())
                 )
-                found = _perplexity(folder, structs.replace(plan, experts=entries), windows)
+                found = _perplexity(folder, plan.with_technique(PlannedExperts(entries)), windows)
                 yield {"kind": "overflow", "text": name, "capacity": capacity, "overflow": fate, **found}
 
 

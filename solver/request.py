@@ -9,9 +9,9 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 from msgspec import Meta, Struct
 
 from heterollm.base import Amount, OptionError, Positive
-from heterollm.solver.attention import AttentionRequest
-from heterollm.solver.expert_placements import ExpertsRequest
+from heterollm.solver.experts.placements import ExpertsRequest
 from heterollm.solver.placements import PLACEMENT_KINDS
+from heterollm.solver.sparse.attention import AttentionRequest
 
 SolvedLevel: TypeAlias = Literal["tensor", "block"]
 """Levels of the solver: ``tensor`` places every group of linears on its own, ``block`` may also place a
@@ -31,6 +31,12 @@ LLM_NPU: Final = "llm.npu"
 SHADOW_ATTENTION: Final = "shadowattn"
 NPU_EXPERTS: Final = "npumoe"
 TECHNIQUES: Final[tuple[Technique, ...]] = get_args(Technique)
+
+TECHNIQUE_OPTIONS: Final[Mapping[str, tuple[Technique, ...]]] = {
+    "attention": (SHADOW_ATTENTION,),
+    "experts": (NPU_EXPERTS,),
+}
+"""Fields of a request with the options of a technique, and its names."""
 
 FORBIDDEN: Final = ("gpu", "npu", *PLACEMENT_KINDS[2:])
 """Processors that need not compute linear layers, and kinds of splits that a plan can avoid."""

@@ -48,7 +48,7 @@ class PassBuilder:
         names: The buffers of that memory and of the KV cache.
         runtime: The GPU.
         bucket: Positions that the grids of a decode pass must cover; in prefill the border of
-            :func:`heterollm.engine.score_slots.key_borders` at or behind the last position.
+            :attr:`heterollm.engine.kept_passes.KeptPasses.key_borders` at or behind the last position.
         cache: A session's memory to bind first; None for a head.
         after_every_operator: Whether to finish the queue after every operator.
         builds_graphs: Whether to build the NPU's graphs; steps without them are readable but cannot run.

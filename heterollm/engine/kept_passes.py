@@ -13,7 +13,6 @@ from typing import Final, TypeAlias
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.observer import Observer, during
 from heterollm.engine.passes import CompiledPass, compiling
-from heterollm.engine.score_slots import key_borders
 from heterollm.engine.state import SessionState
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import KvMemory
@@ -41,6 +40,8 @@ class KeptPasses:
         observer: Replaces the calls of steps.
 
     Attributes:
+        key_borders: Numbers of keys between which passes of prefill are alike, ascending; none if keys do not
+            matter.
         compiled: The passes through the layers, the latest last.
         prepared_s: Time that compiling passes has taken.
     """
@@ -60,7 +61,8 @@ class KeptPasses:
         self._compiler = compiler
         self._context = context
         self._observer = observer
-        self._key_borders = key_borders(plan, context)
+        borders = (record.borders(context) for record in plan.techniques)
+        self.key_borders = tuple(sorted(set().union(*borders)))
         self._caches: weakref.WeakSet[SessionState] = weakref.WeakSet()
         self._no_cache: KvMemory | None = None
 
@@ -120,8 +122,8 @@ class KeptPasses:
 
         They are the next border of the keys of sparse attention, or else the next power of two from 256 on.
         """
-        if phase == "prefill" and self._key_borders:
-            return self._key_borders[bisect.bisect_left(self._key_borders, positions)]
+        if phase == "prefill" and self.key_borders:
+            return self.key_borders[bisect.bisect_left(self.key_borders, positions)]
         bucket = SMALLEST_BUCKET
         while bucket < positions:
             bucket *= 2

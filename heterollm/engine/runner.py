@@ -22,17 +22,17 @@ from heterollm.base import (
     OptionError,
     Progress,
 )
-from heterollm.engine.blocks.mixture import ExpertRows
+from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureOptions
 from heterollm.engine.compiler import Compiler
-from heterollm.engine.expert_residency import ExpertBudget, ExpertReads
-from heterollm.engine.expert_shares import ExpertPairs
+from heterollm.engine.experts.residency import ExpertReads
+from heterollm.engine.experts.shares import ExpertPairs
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.lanes import Lane
+from heterollm.engine.memory import NO_VALUES
 from heterollm.engine.observer import UNOBSERVED, Observer, during
 from heterollm.engine.passes import CompiledPass, PassError, StalePassError
 from heterollm.engine.pauses import Pause, set_aside
 from heterollm.engine.slots import HEAD_ROWS
-from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales
 from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.state import SessionState
 from heterollm.engine.step import Call, Step
@@ -82,9 +82,9 @@ class Engine:
         observer: Follows the engine, for example to trace it.
         ranges: Calibrated ranges by layer and group, which integer NPU graphs need; other operators that the
             plan places in such graphs compute with float activations.
-        score_scales: Calibrated scales of each key head by layer, which sparse attention needs.
-        expert_rows: Assumed rows of experts, for a simulated device without values.
-        experts: Memory that the experts may take on the GPU; None for all of them.
+        techniques: Calibrated values by technique: ``attention`` has scales of key heads
+            (:data:`heterollm.engine.sparse.steps.ScoreScales`).
+        mixture: Options of a mixture of experts.
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
@@ -101,9 +101,8 @@ class Engine:
         allow_fallback: bool = False,
         observer: Observer | None = None,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
-        score_scales: ScoreScales = NO_SCALES,
-        expert_rows: ExpertRows | None = None,
-        experts: ExpertBudget | None = None,
+        techniques: Mapping[str, Any] = NO_VALUES,
+        mixture: MixtureOptions = ALL_IN_MEMORY,
     ) -> None:
         self.device = device
         self.plan = plan
@@ -118,7 +117,7 @@ class Engine:
         self._lost = ""
         self._compiler = Compiler(
             *(device, weights, plan, context, progress, self.fences),
-            *(ranges, score_scales, expert_rows, experts),
+            *(ranges, techniques, mixture),
         )
         self._passes = KeptPasses(device, self._compiler, plan, context, observer)
         self._lanes = self._compiler.lanes
@@ -163,7 +162,7 @@ class Engine:
 
         Only the engine thread may read them.
         """
-        return () if self._lost else self._compiler.expert_counts.read()
+        return () if self._lost else self._compiler.techniques.experts.counts.read()
 
     @property
     def expert_reads(self) -> ExpertReads | None:
@@ -255,7 +254,7 @@ class Engine:
             if flight[0][0] and wanted(flight[0][0] / len(ids)):
                 could_fall_back = self._may_fall_back
                 yield
-                lost = self._may_fall_back != could_fall_back and self.plan.estimates_on_npu
+                lost = self._may_fall_back != could_fall_back and self.plan.changes_values
                 if lost and cache.can_truncate(position):
                     yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
                     return
@@ -273,7 +272,7 @@ class Engine:
                 try:
                     yield from self._chunk(cache, position + first, tokens, phase, rows, last, within)
                 except NPU_FAILURES as error:
-                    changed = self.plan.estimates_on_npu or self.plan.drops_tokens
+                    changed = self.plan.changes_values
                     if first and phase == "prefill" and changed and cache.can_truncate(position):
                         self._fall_back(error, position)
                         yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)

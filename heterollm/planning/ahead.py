@@ -33,7 +33,6 @@ from heterollm.engine import (
     check_runs,
     context_graphs,
     planned_contexts,
-    planned_expert_graphs,
     planned_graphs,
     planned_shard,
     score_graphs,
@@ -221,10 +220,9 @@ def precompile(
         progress=lambda done, total: report("Quantising weights", done, total),
     )
     ranges = calibrated_ranges(options.weights_calibration, weights)
-    every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))
-    graphs = [graph for graph in every if graph.length in wanted]
-    # Their capacities are no lengths of prompts.
-    graphs += dict.fromkeys(planned_expert_graphs(chosen, weights.experts))
+    every = dict.fromkeys(planned_graphs(chosen, (*weights.specs, *weights.experts), ranges))
+    # Capacities of experts are no lengths of prompts.
+    graphs = [graph for graph in every if graph.length in wanted or graph.experts]
     members = config.attention.heads // config.attention.kv_heads
     scores = [graph for graph in score_graphs(config, chosen, positions) if graph[1] // members in wanted]
     if not (graphs or scores):

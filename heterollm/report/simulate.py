@@ -12,7 +12,7 @@ from heterollm.base import Section
 from heterollm.benchmarks import RIGHT, table_of
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
-from heterollm.solver import LLM_NPU, SHADOW_ATTENTION
+from heterollm.solver import LLM_NPU, SHADOW_ATTENTION, PlannedAttention
 
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchRow
@@ -164,7 +164,7 @@ def _assumed(result: SimulationResult) -> str:
             f" Assumed: all heads need as many keys, keep {request.attention.keep:.0%} of them in the "
             "mean, and share one exponent."
         )
-        if not result.plan.sparse_attention:
+        if not result.plan.technique(PlannedAttention).is_active:
             words += " Attention stays dense: sparse attention pays at no length."
     if LLM_NPU not in request.techniques:
         return words

@@ -67,6 +67,8 @@ def inputs_of_simulation(
     elif routing is not None and request.plan_for == "prompt":
         # Only a plan for all lengths needs capacities for the longest chunk.
         longest = request.prompt
+    heads = assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None
+    evidence = {"attention": heads, "experts": routing}
     return PlanInputs(
         config,
         tuple(specs),
@@ -80,8 +82,7 @@ def inputs_of_simulation(
         if request.calibrated or request.techniques or request.precision == "w8a8"
         else None,
         shadows=assumed_shadows(specs, request),
-        heads=assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None,
-        routing=routing,
+        evidence={name: own for name, own in evidence.items() if own is not None},
         length_policy="padding" if request.length_policy == "online" else request.length_policy,
         sync=SYNC_CHOICES[request.sync],
         longest=longest,

@@ -17,6 +17,7 @@ from heterollm.simulate.request import SimulationRequest
 from heterollm.solver import (
     GraphSharing,
     Plan,
+    PlannedExperts,
     graph_sharing,
     predict_prompt,
 )
@@ -59,7 +60,7 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
     count += len(
         {
             (layer, group)
-            for entry in plan.experts
+            for entry in plan.technique(PlannedExperts).entries
             for layer in range(entry.layers[0], entry.layers[1] + 1)
             for group in entry.placement.groups
         }

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
-from heterollm.engine import Engine, ExpertRows, fitting_need, start_engine
+from heterollm.engine import Engine, ExpertRows, MixtureOptions, fitting_need, start_engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import BucketCount, ScoreScale
@@ -53,6 +53,7 @@ from heterollm.solver import (
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
     Plan,
+    PlannedAttention,
     ShadowChannels,
     SparseAttention,
     kind_counts,
@@ -206,7 +207,7 @@ def _assumed_scales(plan: Plan, config: ModelConfig) -> dict[BucketCount, dict[i
     """Return scales of attention heads with the plan's exponents; no time depends on their steps."""
     steps = (1.0,) * (config.attention.heads // config.attention.kv_heads)
     found: dict[BucketCount, dict[int, tuple[ScoreScale, ...]]] = {}
-    for entry in plan.attention:
+    for entry in plan.technique(PlannedAttention).entries:
         placement = entry.placement
         if isinstance(placement, SparseAttention):
             units = zip(placement.units, placement.exponents, strict=True)
@@ -286,8 +287,8 @@ class _Run:
             ahead=[(flight[0][0], sum(length for _, length in flight)) for flight in flights],
             observer=Tracer(self.device) if request.trace else None,
             ranges=_assumed_ranges(self.specs, assumed_shadows(self.specs, request)),
-            score_scales=_assumed_scales(self.plan, self.config),
-            expert_rows=self._expert_rows,
+            techniques={"attention": _assumed_scales(self.plan, self.config)},
+            mixture=MixtureOptions(assumed=self._expert_rows),
         )
 
     def _choose(self, engine: Engine) -> None:

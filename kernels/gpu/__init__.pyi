@@ -22,6 +22,7 @@ from .flags import FlagWord as FlagWord
 from .glue_kernels import Defines as Defines
 from .glue_kernels import GlueKernels as GlueKernels
 from .glue_kernels import Segments as Segments
+from .grouped_linear import GroupedLinear as GroupedLinear
 from .heads import HeadShape as HeadShape
 from .heads import KvLayer as KvLayer
 from .heads import KvMemory as KvMemory

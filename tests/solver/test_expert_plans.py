@@ -20,6 +20,7 @@ from heterollm.solver import (
     ExpertsPlacement,
     ExpertsRequest,
     Plan,
+    PlannedExperts,
     PlanRequest,
     check_plan,
     level_plan,
@@ -46,6 +47,10 @@ FIELDS = {
 }
 
 
+def experts_in(plan):
+    return plan.technique(PlannedExperts)
+
+
 def specs_of(**changes):
     config = ModelConfig.from_dict({**FIELDS, **changes})
     specs = op_specs(config, "w4a16", 32, True)
@@ -68,7 +73,8 @@ def entry(*groups, lengths=(65, 128), layers=(0, 1), **options):
 
 def plan_of(*entries, **changes):
     plan = level_plan("gpu", DENSE, device="d", precision="w4a16", standard_lengths=(), chunk_length=128)
-    return structs.replace(plan, shape=model_shape(SPECS), experts=tuple(entries), **changes)
+    plan = plan.with_technique(PlannedExperts(entries))
+    return structs.replace(plan, shape=model_shape(SPECS), **changes)
 
 
 def check(plan, npu, specs=SPECS):
@@ -96,8 +102,8 @@ def test_any_plan_is_read_as_it_was_written_and_passes(seed, npu):
     assert Plan.from_json(plan.to_json()) == plan
     check(plan, npu)
     for tokens, layer in itertools.product((1, 31, 64, 128), (0, 1)):
-        serving = [one.placement for one in plan.experts if one.serves(tokens, layer)]
-        assert plan.experts_of(tokens, layer) == (serving or [EXPERTS_ON_GPU])[0]
+        serving = [one.placement for one in experts_in(plan).entries if one.serves(tokens, layer)]
+        assert experts_in(plan).of(tokens, layer) == (serving or [EXPERTS_ON_GPU])[0]
 
 
 def test_experts_use_the_npu_and_go_with_it(npu):
@@ -116,8 +122,8 @@ def test_a_file_without_experts_leaves_them_to_the_gpu():
     assert "experts" not in data
     assert "experts" not in data["request"]
     read = Plan.from_json(json.dumps(data))
-    assert read.experts == ()
-    assert read.experts_of(128, 0) == EXPERTS_ON_GPU
+    assert experts_in(read).entries == ()
+    assert experts_in(read).of(128, 0) == EXPERTS_ON_GPU
 
 
 @pytest.mark.parametrize(
@@ -129,7 +135,7 @@ def test_graphs_count_by_group_and_capacity(memory):
     plans = [plan_of(entry(([3, 1], 64))), plan_of(entry(([3, 1], 64)), entry(([3, 1], 32), lengths=(1, 64)))]
     for plan, capacities in zip(plans, sizes, strict=True):
         one = 2 * spec.graph_bytes(spec.member_rows, capacities, memory)
-        assert plan.npu_bytes(SPECS, memory) == plan.npu_expert_bytes(SPECS, memory) == 2 * one  # layers
+        assert plan.npu_bytes(SPECS, memory) == experts_in(plan).npu_bytes(SPECS, memory) == 2 * one  # layers
     other = plan_of(entry(([3, 1], 64)), entry(([1, 3], 64), lengths=(1, 64)))
     assert other.npu_bytes(SPECS, memory) == 2 * plans[0].npu_bytes(SPECS, memory)  # of another graph
 

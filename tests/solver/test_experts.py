@@ -9,9 +9,9 @@ import pytest
 
 from heterollm.base import PlanError
 from heterollm.solver.costs import Slowdown, joint_time_us
-from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement
-from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
-from heterollm.solver.experts import EXHAUSTED, LayerExperts, place_experts
+from heterollm.solver.experts.placements import ExpertGroup, ExpertsPlacement
+from heterollm.solver.experts.prices import ExpertPrices, estimate_experts
+from heterollm.solver.experts.search import EXHAUSTED, LayerExperts, place_experts
 
 EXPERT_BYTES = 1000
 TOKENS, CHOSEN = 256, 2
@@ -99,9 +99,9 @@ def test_larger_layers_are_near_the_optimum(monkeypatch):
     gaps = []
     for seed in range(12):
         loads, prices = random_case(seed, 6, (32, 64, 128, 256), most=(2, 4, None)[seed % 3])
-        monkeypatch.setattr("heterollm.solver.experts.EXHAUSTED", 10**6)
+        monkeypatch.setattr("heterollm.solver.experts.search.EXHAUSTED", 10**6)
         exact_us = LayerExperts(loads, prices).costs.min()
-        monkeypatch.setattr("heterollm.solver.experts.EXHAUSTED", 0)
+        monkeypatch.setattr("heterollm.solver.experts.search.EXHAUSTED", 0)
         gaps.append(LayerExperts(loads, prices).best().predicted_us / exact_us - 1)
     assert min(gaps) > -1e-9
     assert sum(gap < 1e-9 for gap in gaps) >= 10

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from heterollm.solver.head_pipeline import (
+from heterollm.solver.sparse.head_pipeline import (
     PipelineUnit,
     fused_heads,
     johnson_order,

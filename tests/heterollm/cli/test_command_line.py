@@ -61,7 +61,7 @@ class FakeModel:
 
     def __init__(self):
         self.device = Named(name="host", time_kind="real", reason="because")
-        self.plan = Named(level="gpu", precision="w4a16", attention=())
+        self.plan = Named(level="gpu", precision="w4a16", technique=lambda kind: kind())
         self.notes = ("a note",)
         self.plan_notes = ("a note on the plan",)
         self.failures = self.pass_notes = ("The NPU part failed.",)

@@ -23,12 +23,12 @@ class Recorded(Exception):
     """The end of a command at the call that does its work."""
 
 
-PASS = "--technique shadowattn --scales stepped --calibration FILE"
+TECHNIQUE = "--technique shadowattn --scales stepped --calibration FILE"
 SPARSE = {
-    "keep": f"{PASS} --keep 0.5",
-    "keep_by": f"{PASS} --keep-by uniform",
-    "score_buckets": f"{PASS} --score-buckets 5",
-    "estimator": f"{PASS} --estimator gpu",
+    "keep": f"{TECHNIQUE} --keep 0.5",
+    "keep_by": f"{TECHNIQUE} --keep-by uniform",
+    "score_buckets": f"{TECHNIQUE} --score-buckets 5",
+    "estimator": f"{TECHNIQUE} --estimator gpu",
 }
 WEIGHTS = {
     "precision": "--precision fp16",
@@ -44,7 +44,7 @@ LOADED = {
     **SPARSE,
     "lora": "--lora FOLDER",
     "context": "--context 64",
-    "techniques": PASS,
+    "techniques": TECHNIQUE,
     "overflow": "--technique npumoe --calibration FILE --overflow drop",
     "gpu_threads": "--gpu-threads 1",
     "npu_threads": "--npu-threads 0",
@@ -127,7 +127,7 @@ ROWS = {
         "npu_gib": "--npu-gib 1",
         "histogram": "--histogram 64:1",
         "in_flight": "--in-flight 2",
-        "techniques": PASS,
+        "techniques": TECHNIQUE,
         "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "build_budget": "--histogram 64:1 --build-budget 30s",
         "gpu_threads": "--gpu-threads 1",
@@ -141,7 +141,7 @@ ROWS = {
         "soc": "--soc 69",
         "plan": "--plan npu",
         "profile": "--plan tensor --profile FILE",
-        "techniques": PASS,
+        "techniques": TECHNIQUE,
         "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "prompt": "--prompt 64",
         "decode": "--decode 0",

@@ -12,7 +12,7 @@ from heterollm.cli import main
 from heterollm.kernels.devices import open_device
 from heterollm.llm import LLM
 from heterollm.planning import LoadOptions
-from heterollm.planning.techniques import check_technique
+from heterollm.planning.techniques.llm_npu import check_technique
 from heterollm.solver import Plan, PlanRequest
 
 CONTEXT = 600

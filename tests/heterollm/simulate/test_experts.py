@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
 from heterollm.benchmarks import BenchRow
@@ -14,7 +13,14 @@ from heterollm.model import expert_specs, find_model, op_specs
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.experts import AssumedExperts
 from heterollm.simulate.routing import AssumedRouting
-from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, ExpertsRequest, level_plan
+from heterollm.solver import (
+    ExpertGroup,
+    ExpertsEntry,
+    ExpertsPlacement,
+    ExpertsRequest,
+    PlannedExperts,
+    level_plan,
+)
 
 SMALL = {
     "model_type": "qwen3_moe",
@@ -106,7 +112,7 @@ def test_no_row_is_lost(small, overflow, capacity):
     )
     groups = ExpertGroup((3, 5, 0), capacity), ExpertGroup((7,), 64)
     entry = ExpertsEntry((2, 256), (0, 0), ExpertsPlacement(groups, overflow))
-    plan = structs.replace(plan, experts=(entry,))
+    plan = plan.with_technique(PlannedExperts((entry,)))
     assumed = AssumedExperts(plan, experts, AssumedRouting(config.mixture.routing, 2.0))
     use = assumed.use(plan.chunks(300), GraphMemory())
     assert use.pairs == 300 * 4 * 2

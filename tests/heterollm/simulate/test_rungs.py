@@ -10,8 +10,8 @@ import pytest
 from heterollm.base import PlanError
 from heterollm.simulate import SimulationRequest
 from heterollm.simulate.run import simulated
-from heterollm.solver.expert_placements import ExpertGroup
-from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
+from heterollm.solver.experts.placements import ExpertGroup
+from heterollm.solver.experts.prices import ExpertPrices, estimate_experts
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 sys.path.insert(0, str(BENCH))

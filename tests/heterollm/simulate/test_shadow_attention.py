@@ -12,7 +12,7 @@ from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.profile import profile_of
-from heterollm.solver import AttentionRequest
+from heterollm.solver import AttentionRequest, PlannedAttention
 
 MODEL = "qwen1.5-0.5b"
 LITTLE_GPU = {"gpu.attention_tflops": 0.02}
@@ -80,9 +80,9 @@ def test_whole_gpus_estimate_themselves():
         simulate(case(techniques, estimator=estimator, **asked))
         for techniques, estimator in (((), "auto"), (("shadowattn",), "npu"), (("shadowattn",), "auto"))
     )
-    assert npu.plan.attention == ()
+    assert npu.plan.technique(PlannedAttention).entries == ()
     assert npu.prefill.elapsed_us == plain.prefill.elapsed_us
-    assert {one.estimator for one in auto.plan.sparse_attention} <= {"gpu"}
+    assert {one.estimator for one in auto.plan.technique(PlannedAttention).sparse} <= {"gpu"}
     assert auto.prefill.elapsed_us <= plain.prefill.elapsed_us
 
 
@@ -92,7 +92,7 @@ def test_sparse_attention_needs_no_npu(dense):
     own = simulate(case(overrides={"gpu.attention_tflops": 0.02}))
     assert own.plan.level == "gpu"
     assert not own.plan.uses_npu
-    assert {one.estimator for one in own.plan.sparse_attention} == {"gpu"}
+    assert {one.estimator for one in own.plan.technique(PlannedAttention).sparse} == {"gpu"}
     assert own.prefill.elapsed_us < dense.prefill.elapsed_us
 
 
@@ -116,6 +116,6 @@ def test_rows_name_the_options(sparse):
         ({"techniques": ("shadowattn", "shadowattn")}, "name one twice"),
     ],
 )
-def test_what_the_pass_cannot_have_is_refused(changed, message):
+def test_what_the_technique_cannot_have_is_refused(changed, message):
     with pytest.raises(OptionError, match=message):
         case(**changed)

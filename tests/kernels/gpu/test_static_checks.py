@@ -34,6 +34,7 @@ from heterollm.kernels.gpu import (
     ExpertShape,
     GlueKernels,
     GpuLinear,
+    GroupedLinear,
     HeadShape,
     KernelStyle,
     KvLayer,
@@ -531,7 +532,7 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
         experts = GpuExperts(runtime, dtype, dtype, style=style)
         weights = [random_weight(rng, width, hidden, weight) for _ in range(routing.experts)]
         options = {"activation_dtype": dtype, "integer_inputs": rounds}
-        layer = GpuLinear.pack(runtime, weights, experts=routing.experts, **options)
+        layer = GroupedLinear.pack(runtime, weights, experts=routing.experts, **options)
         for tokens in (1, 5, 30):
             shape = ExpertShape(routing, tokens)
             lists = ExpertLists(
@@ -551,7 +552,7 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
                 experts.sort(lists, shape=shape, taken=given),
                 experts.gather_taken(x, inputs, lists, given, **sizes),
                 experts.gather(x, rows, lists, **sizes),
-                layer.grouped_launch(rows, y, lists, shape=shape, style=style, label="experts"),
+                layer.launch(rows, y, lists, shape=shape, style=style, label="experts"),
                 experts.combine(
                     y, lists, out, shape=shape, columns=width, other=other, taken=given, adds=True
                 ),

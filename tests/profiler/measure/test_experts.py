@@ -114,7 +114,7 @@ def test_a_quick_profile_prices_the_capacities_between(simulated):
     assert quick.npu_us(4, 128) == pytest.approx(whole.npu_us(4, 128), rel=0.25)
 
 
-def test_without_the_pass_there_are_no_graphs_and_no_prices(simulated):
+def test_without_the_technique_there_are_no_graphs_and_no_prices(simulated):
     shape = mixture()
     measured = profile_of(simulated, shape)
     assert operators(measured) == {"moves", "products"}

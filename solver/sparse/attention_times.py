@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
-from heterollm.solver.attention import Estimator, KeyHeads, SparseAttention
 from heterollm.solver.costs import Slowdown
-from heterollm.solver.head_pipeline import lanes_us
 from heterollm.solver.plan import Plan
 from heterollm.solver.predict import PredictedPass
-from heterollm.solver.sparse_costs import SparseTimes
+from heterollm.solver.sparse.attention import Estimator, KeyHeads, PlannedAttention, SparseAttention
+from heterollm.solver.sparse.costs import SparseTimes
+from heterollm.solver.sparse.head_pipeline import lanes_us
 from heterollm.solver.standard_lengths import score_keys, score_tokens
 
 
@@ -84,17 +84,19 @@ class BreakEven:
     planned_us: float
 
 
-def with_attention_time(found: PredictedPass, plan: Plan, costs: AttentionCosts, keys: int) -> PredictedPass:
+def with_attention_time(
+    found: PredictedPass, planned: PlannedAttention, costs: AttentionCosts, keys: int
+) -> PredictedPass:
     """Return a predicted pass of prefill, in which all layers are dense, with its planned attention.
 
     Args:
         found: The pass.
-        plan: The plan.
+        planned: Its attention.
         costs: Times of attention.
         keys: Tokens of the session after the pass.
     """
-    layers = range(max((entry.layers[1] for entry in plan.attention), default=-1) + 1)
-    times = _planned_times(plan, costs, found.tokens, keys, layers)
+    layers = range(max((entry.layers[1] for entry in planned.entries), default=-1) + 1)
+    times = _planned_times(planned, costs, found.tokens, keys, layers)
     if not times:
         return found
     dense_us = costs.dense_us(found.tokens, keys)
@@ -114,10 +116,10 @@ def break_even(plan: Plan, costs: AttentionCosts, layers: int, context: int) -> 
         layers: Layers of the model.
         context: Positions of a session.
     """
-    found = []
+    found, planned = [], plan.technique(PlannedAttention)
     for keys in score_keys(context):
         tokens = min(plan.chunk_length, keys)
-        times = _planned_times(plan, costs, tokens, keys, range(layers))
+        times = _planned_times(planned, costs, tokens, keys, range(layers))
         dense_us = costs.dense_us(tokens, keys)
         estimators = tuple(one for one in get_args(Estimator) if one in {own.estimator for own in times})
         planned_us = (layers - len(times)) * dense_us + sum(own.time_us for own in times)
@@ -177,12 +179,12 @@ def _unit_keeps(keep: tuple[float, ...], units: tuple[KeyHeads, ...]) -> tuple[t
 
 
 def _planned_times(
-    plan: Plan, costs: AttentionCosts, tokens: int, keys: int, layers: Iterable[int]
+    planned: PlannedAttention, costs: AttentionCosts, tokens: int, keys: int, layers: Iterable[int]
 ) -> list[AttentionTimes]:
     """Return the times of those layers that are sparse in a pass."""
-    placed = (plan.attention_of(tokens, keys, layer) for layer in layers)
+    placed = (planned.of(tokens, keys, layer) for layer in layers)
     # The last standard number of keys depends on the context, which a plan's file need not name.
-    standard = score_keys(max((entry.keys[1] for entry in plan.attention), default=keys))
+    standard = score_keys(max((entry.keys[1] for entry in planned.entries), default=keys))
     known: dict[SparseAttention, AttentionTimes] = {}
     found = []
     for own in placed:

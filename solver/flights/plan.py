@@ -20,6 +20,7 @@ from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
 from heterollm.solver.entries import without_kinds
 from heterollm.solver.ffn import first_group
+from heterollm.solver.flights.schedule import SchedulePolicy, Stage, schedule_chunks
 from heterollm.solver.options import Option, all_options, slowdown_of
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
@@ -27,7 +28,6 @@ from heterollm.solver.plan_records import ChunkSchedule, GroupTimes, PlanEntry
 from heterollm.solver.predict import predict_pass
 from heterollm.solver.prompts import relative_time
 from heterollm.solver.request import InFlight
-from heterollm.solver.schedule import SchedulePolicy, Stage, schedule_chunks
 from heterollm.solver.slices import Slices
 from heterollm.solver.solve import Solver
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from heterollm.solver.attention import FUSED_HEADS
 from heterollm.solver.costs import Slowdown
+from heterollm.solver.sparse.attention import FUSED_HEADS
 
 Order: TypeAlias = Sequence["PipelineUnit"]
 

@@ -17,6 +17,7 @@ from heterollm.solver import (
     Estimator,
     HeadNeeds,
     Plan,
+    PlannedAttention,
     PlanRequest,
     SparseAttention,
     keep_ratios,
@@ -35,7 +36,7 @@ ON_GPU: Final = (
 )
 
 
-def calibrated_heads(
+def calibrated(
     path: str | Path | None, config: ModelConfig, request: PlanRequest | None
 ) -> AttentionHeads | None:
     """Return the heads of a calibrated model for ``shadowattn``; None where it is not asked for.
@@ -88,22 +89,20 @@ def assumed_heads(config: ModelConfig, request: AttentionRequest) -> AttentionHe
     return AttentionHeads(keep, exponents, _windows(config))
 
 
-def with_sparse_attention(
-    model: ProfiledModel, plan: Plan, request: PlanRequest, heads: AttentionHeads | None
-) -> Plan:
+def placed(model: ProfiledModel, plan: Plan, request: PlanRequest, heads: AttentionHeads) -> Plan:
     """Return a plan with the attention that a request asks for.
 
     Args:
         model: The model on the profiled device.
         plan: The plan, with chunks one after the other.
         request: The request with its techniques.
-        heads: The heads of the model; None without the technique.
+        heads: The heads of the model.
 
     Raises:
         ProfileError: The profile has no times of sparse attention.
         OptionError: The NPU is to estimate scores, and has no such graphs.
     """
-    if SHADOW_ATTENTION not in request.techniques or heads is None:
+    if SHADOW_ATTENTION not in request.techniques:
         return plan
     asked, costs = request.attention, model.attention_costs
     estimators: tuple[Estimator, ...] = get_args(Estimator)
@@ -126,10 +125,11 @@ def with_sparse_attention(
         buckets=asked.buckets,
         pipeline=asked.pipeline,
     )
-    return structs.replace(plan, attention=attention, calibration=model.calibration)
+    plan = plan.with_technique(PlannedAttention(attention))
+    return structs.replace(plan, calibration=model.calibration)
 
 
-def attention_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
+def notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
     """Return a note if a plan's attention is not what the technique was asked for, with the reason.
 
     Args:
@@ -139,7 +139,7 @@ def attention_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> t
     """
     if SHADOW_ATTENTION not in request.techniques:
         return ()
-    if not plan.sparse_attention:
+    if not plan.technique(PlannedAttention).is_active:
         return (
             "Attention stays dense: by the profile sparse attention gains too little in sessions of up to "
             f"{request.context} tokens. Try a larger --context or a smaller --keep, or leave it out.",
@@ -156,7 +156,7 @@ def dense_prompt_notes(plan: Plan, prompt: int) -> tuple[str, ...]:
         prompt: Tokens of the prompt, all of them computed in an empty session.
     """
     lengths = []
-    for entry in plan.attention:
+    for entry in plan.technique(PlannedAttention).entries:
         if not isinstance(entry.placement, SparseAttention):
             continue
         passes = ((tokens, first + tokens) for first, tokens in plan.chunks(prompt))

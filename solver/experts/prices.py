@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from heterollm.solver.costs import Slowdown
-from heterollm.solver.expert_placements import ExpertsPlacement
+from heterollm.solver.experts.placements import ExpertsPlacement
 from heterollm.solver.slice_sets import Floats, Ints
 
 

@@ -6,7 +6,7 @@ the capacity. Rows do not mix, so that those past an expert's tokens keep what t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,16 +14,17 @@ import numpy as np
 from msgspec import Struct
 
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.lanes import Lane
+from heterollm.engine.experts.slots import EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT
 from heterollm.engine.npu_shards import PlannedGraph, planned_shard
-from heterollm.engine.slots import EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT
+from heterollm.engine.placed import PlacedOp
 from heterollm.engine.step import NOT_RUN, Call, LinearWork, Operator, operator_name
+from heterollm.engine.techniques.technique import Around, TechniqueSteps
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import COUNTED_PAIRS, DeviceMemory, GpuRuntime, SharedArray, TakenRows
 from heterollm.kernels.npu import NpuGraph
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ModelWeights
-from heterollm.solver import ExpertsPlacement
+from heterollm.solver import ExpertsPlacement, PlannedExperts
 
 SHOWN_EXPERTS: Final = 6
 WORD_BYTES: Final = 4
@@ -98,11 +99,13 @@ class ExpertCounts:
             self._runtime.copy(self.memory.buffer, np.zeros(self._words, np.uint32))
 
 
-@dataclass(frozen=True, slots=True)
-class SharedExperts:
+@dataclass(frozen=True)
+class SharedExperts(Around):
     """The experts of a layer in a pass, of which the NPU computes some.
 
     Args:
+        shares: The technique.
+        builder: The pass so far.
         spec: The experts.
         placement: Their placement.
         taken: The rows that the NPU takes.
@@ -110,6 +113,8 @@ class SharedExperts:
         npu_target: The memory that it writes.
     """
 
+    shares: ExpertShares
+    builder: PassBuilder
     spec: OpSpec
     placement: ExpertsPlacement
     taken: TakenRows
@@ -127,8 +132,27 @@ class SharedExperts:
         """The operator with its layer."""
         return operator_name(self.operator, self.layer)
 
+    def acquire(self) -> None:
+        """Append the maps of the rows."""
+        size = self.placement.rows * self.shares.row_bytes(self.spec)
+        self.builder.acquire(self, size, size)
 
-class ExpertShares:
+    def graphs(self) -> None:
+        """Append the runs of the graphs, and the end of the maps."""
+        builder, row_bytes = self.builder, self.shares.row_bytes(self.spec)
+        for graph, first in _graphs(self.spec, self.placement):
+            stop = first + len(graph.experts) * graph.length
+            reads, writes = (
+                builder.byte_range(slot, first * row_bytes, stop * row_bytes)
+                for slot in (self.npu_source, self.npu_target)
+            )
+            run = self.shares.run(self, graph, first, stop) if builder.builds_graphs else NOT_RUN
+            builder.graph(self, run, _label(self, graph), (reads,), writes, _work(graph))
+        if not self.npu_source.coherent:
+            builder.release(self)
+
+
+class ExpertShares(TechniqueSteps):
     """Emits the NPU's share of experts, whose graphs and bindings serve the passes of all lengths.
 
     Args:
@@ -142,6 +166,7 @@ class ExpertShares:
     def __init__(self, device: Device, weights: ModelWeights) -> None:
         self._device = device
         self._weights = weights
+        self._specs = {spec.layer: spec for spec in weights.experts}
         self._tables: dict[ExpertsPlacement, DeviceMemory] = {}
         self._graphs: dict[PlannedGraph, NpuGraph] = {}
         self._runs: dict[tuple[SharedArray, PlannedGraph, int], Call] = {}
@@ -153,39 +178,47 @@ class ExpertShares:
         self._runs.clear()
         self._tables.clear()
 
-    def of(self, lane: Lane, spec: OpSpec, placement: ExpertsPlacement) -> SharedExperts | None:
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence on the shares; none if the NPU had no experts."""
+        return self.counts.notes()
+
+    @property
+    def memories(self) -> Mapping[str, DeviceMemory]:
+        """The counts of pairs."""
+        return {"expert_counts": self.counts.memory}
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        self.counts.reset()
+
+    def around(
+        self, builder: PassBuilder, operator: Operator, layer: int, op: PlacedOp | None
+    ) -> SharedExperts | None:
         """Return the experts of a layer, of which the NPU computes some; None if it computes none."""
+        del op
+        if operator != "experts" or builder.phase != "prefill":
+            return None
+        spec, placement = self._specs[layer], builder.plan.technique(PlannedExperts).of(builder.tokens, layer)
         if not placement.groups:
             return None
-        place = spec.layer * COUNTED_PAIRS
+        place = layer * COUNTED_PAIRS
         drops = placement.overflow == "drop"
         taken = TakenRows(self._table(spec, placement), placement.rows, self.counts.memory, place, drops)
-        slots = lane.shared[EXPERT_NPU_INPUT], lane.shared[EXPERT_NPU_OUTPUT]
-        return SharedExperts(spec, placement, taken, *slots)
+        shared = builder.lane.shared
+        slots = shared[EXPERT_NPU_INPUT], shared[EXPERT_NPU_OUTPUT]
+        return SharedExperts(self, builder, spec, placement, taken, *slots)
 
-    def acquire(self, builder: PassBuilder, op: SharedExperts) -> None:
-        """Append the maps of the rows."""
-        size = op.placement.rows * self._row_bytes(op.spec)
-        builder.acquire(op, size, size)
+    def run(self, op: SharedExperts, graph: PlannedGraph, first: int, stop: int) -> Call:
+        """Return the run of a graph on its rows of the slots, bound once for all passes."""
+        key = op.npu_source, graph, first
+        if key not in self._runs:
+            self._runs[key] = self._bound(op, graph, first, stop)
+        return self._runs[key]
 
-    def graphs(self, builder: PassBuilder, op: SharedExperts) -> None:
-        """Append the runs of the graphs, and the end of the maps."""
-        row_bytes = self._row_bytes(op.spec)
-        for graph, first in _graphs(op.spec, op.placement):
-            stop = first + len(graph.experts) * graph.length
-            reads, writes = (
-                builder.byte_range(slot, first * row_bytes, stop * row_bytes)
-                for slot in (op.npu_source, op.npu_target)
-            )
-            run: Call = NOT_RUN
-            if builder.builds_graphs:
-                key = op.npu_source, graph, first
-                if key not in self._runs:
-                    self._runs[key] = self._bound(op, graph, first, stop)
-                run = self._runs[key]
-            builder.graph(op, run, _label(op, graph), (reads,), writes, _work(graph))
-        if not op.npu_source.coherent:
-            builder.release(op)
+    def row_bytes(self, spec: OpSpec) -> int:
+        """Return the size of a row of the slots."""
+        return spec.columns * self._device.activation_dtype.itemsize
 
     def _bound(self, op: SharedExperts, graph: PlannedGraph, first: int, stop: int) -> Call:
         """Return the run of a graph on its rows of the slots."""
@@ -209,9 +242,6 @@ class ExpertShares:
                     table[expert] = graph.length, first + place * graph.length
             self._tables[placement] = DeviceMemory(self._device.gpu.upload(table), table.nbytes)
         return self._tables[placement]
-
-    def _row_bytes(self, spec: OpSpec) -> int:
-        return spec.columns * self._device.activation_dtype.itemsize
 
 
 def _graphs(spec: OpSpec, placement: ExpertsPlacement) -> Iterator[tuple[PlannedGraph, int]]:

@@ -21,7 +21,7 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure import MOST_WEIGHT_BYTES
 from heterollm.profiler.records import ContentionBound, ExpertsKey, ExpertsOperator, Profile, Record
 from heterollm.solver.costs import Overheads, Slowdown
-from heterollm.solver.expert_prices import ExpertPrices
+from heterollm.solver.experts.prices import ExpertPrices
 from heterollm.solver.slice_sets import Floats
 
 MEMORY_BOUND_FRACTION: Final = 0.5

@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 
 from heterollm.base import PlanError
-from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement, Overflow
-from heterollm.solver.expert_prices import ExpertPrices
+from heterollm.solver.experts.placements import ExpertGroup, ExpertsPlacement, Overflow
+from heterollm.solver.experts.prices import ExpertPrices
 from heterollm.solver.slice_sets import Floats, Ints, array_frontier
 
 BLOCKS: Final = 12

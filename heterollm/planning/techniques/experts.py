@@ -24,6 +24,7 @@ from heterollm.solver import (
     ExpertsEntry,
     ExpertsPlacement,
     Plan,
+    PlannedExperts,
     PlanRequest,
     estimate_experts,
     place_experts,
@@ -54,12 +55,8 @@ UNMEASURED: Final = (
     "has such graphs, `heterollm profile MODEL --precision {0} --technique npumoe --update` measures them."
 )
 
-DROPS: Final = (
-    "Tokens beyond an expert's capacity are dropped, which changes results; --overflow gpu computes them."
-)
 
-
-def calibrated_routing(
+def calibrated(
     path: str | Path | None, config: ModelConfig, request: PlanRequest | None
 ) -> tuple[RoutingCalibration, ...] | None:
     """Return the calibrated routing of each layer with experts; None where ``npumoe`` is not asked for.
@@ -119,14 +116,11 @@ def npu_bytes_left(model: ProfiledModel, plan: Plan, request: PlanRequest) -> in
     limit = model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB)
     if limit is None:
         return None
-    return max(0, limit - model.npu_bytes(structs.replace(plan, experts=())))
+    return max(0, limit - model.npu_bytes(plan.with_technique(PlannedExperts())))
 
 
-def with_expert_placements(
-    model: ProfiledModel,
-    plan: Plan,
-    request: PlanRequest,
-    routing: Sequence[RoutingCalibration] | None,
+def placed(
+    model: ProfiledModel, plan: Plan, request: PlanRequest, routing: Sequence[RoutingCalibration]
 ) -> Plan:
     """Return a plan with the experts on the NPU that a request asks for.
 
@@ -134,11 +128,11 @@ def with_expert_placements(
         model: The model on the profiled device.
         plan: The plan of the linear layers, with chunks one after the other.
         request: The request with its techniques.
-        routing: The routing of each layer; None without the technique.
+        routing: The routing of each layer.
     """
     longest = plan.chunk_length
     prices = model.expert_prices(longest) if NPU_EXPERTS in request.techniques else None
-    if prices is None or routing is None:
+    if prices is None:
         return plan
     left = npu_bytes_left(model, plan, request)
     loads = expert_loads(routing, longest)
@@ -166,8 +160,8 @@ def with_placements(
         forced: Whether whole chunks have them even if they do not gain.
     """
     ranges = list(_ranges(plan.chunk_length))
-    found = {tokens: model.expert_prices(tokens) for pair in ranges for tokens in pair}
-    prices = {tokens: own for tokens, own in found.items() if own is not None}
+    every = {tokens: model.expert_prices(tokens) for pair in ranges for tokens in pair}
+    prices = {tokens: own for tokens, own in every.items() if own is not None}
     loads = {tokens: expert_loads(routing, tokens) for tokens in prices}
     for shrinks in (True, False):  # smaller capacities take memory, too
         entries = [
@@ -180,13 +174,13 @@ def with_placements(
                 shrinks=shrinks,
             )
         ]
-        placed = structs.replace(plan, experts=tuple(entries))
-        if left is None or placed.npu_expert_bytes(model.every_spec, model.profile.graph_memory) <= left:
+        found = PlannedExperts(tuple(entries))
+        if left is None or found.npu_bytes(model.every_spec, model.profile.graph_memory) <= left:
             break
-    return placed
+    return plan.with_technique(found)
 
 
-def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
+def notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
     """Return notes on experts that are not where the user may expect them, with the reason.
 
     Args:
@@ -200,17 +194,12 @@ def expert_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tupl
         return (ON_GPU,) if model.limits is not None else ()
     if model.expert_prices(plan.chunk_length) is None:
         return (UNMEASURED.format(model.precision),)
-    if not plan.has_npu_experts:
+    if not plan.technique(PlannedExperts).is_active:
         return (
             "Experts stay on the GPU: by the profile and the calibrated loads the NPU gains too little in "
             f"passes of up to {plan.chunk_length} tokens.",
         )
-    return drop_notes(plan)
-
-
-def drop_notes(plan: Plan) -> tuple[str, ...]:
-    """Return a note if a plan drops tokens of experts."""
-    return (DROPS,) if plan.drops_tokens else ()
+    return ()
 
 
 # -- helpers -----------------------------------------------------------------------------------------

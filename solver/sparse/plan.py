@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 from msgspec import structs
 
 from heterollm.kernels.formats import BucketCount
-from heterollm.solver.attention import (
+from heterollm.solver.sparse.attention import (
     FUSED_HEADS,
     AttentionEntry,
     Estimator,
@@ -23,8 +23,8 @@ from heterollm.solver.attention import (
     Pipeline,
     SparseAttention,
 )
-from heterollm.solver.attention_times import AttentionCosts, attention_times, graph_times, mean_keeps
-from heterollm.solver.head_pipeline import fused_heads, plan_pipeline
+from heterollm.solver.sparse.attention_times import AttentionCosts, attention_times, graph_times, mean_keeps
+from heterollm.solver.sparse.head_pipeline import fused_heads, plan_pipeline
 from heterollm.solver.standard_lengths import LEAST_SCORE_TOKENS, score_keys
 
 FUSED_BY: Final[Mapping[Pipeline, tuple[int, ...]]] = {

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import CalibrationError, OptionError, Progress, format_bytes
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import DeviceMemory, ExpertShape, GpuLinear, packed_bytes
+from heterollm.kernels.gpu import DeviceMemory, ExpertShape, GroupedLinear, packed_bytes
 from heterollm.kernels.ops import OpSpec
 from heterollm.model import ExpertReader, ModelWeights
 from heterollm.solver import ExpertsPlacement
@@ -137,8 +137,8 @@ class ExpertResidency:
         self._experts = first.experts.experts
         self._layers = len(weights.experts)
 
-        def reserved(spec: OpSpec) -> GpuLinear:
-            return GpuLinear.reserve(
+        def reserved(spec: OpSpec) -> GroupedLinear:
+            return GroupedLinear.reserve(
                 device.gpu,
                 spec.member_rows,
                 spec.columns,

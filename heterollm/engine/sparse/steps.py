@@ -8,7 +8,7 @@ through in units: while the NPU estimates a unit, the GPU works on the one befor
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -17,9 +17,10 @@ import numpy as np
 
 from heterollm.base import PlanError
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.placed import Memory, codes_of
-from heterollm.engine.score_slots import score_memory, sparse_shape
+from heterollm.engine.placed import Memory, PlacedOp, codes_of
+from heterollm.engine.sparse.slots import score_memory, sparse_shape
 from heterollm.engine.step import NOT_RUN, Buffer, Call, Operator, operator_name
+from heterollm.engine.techniques.technique import Around, TechniqueSteps
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import BucketCount, ScoreScale, buckets
 from heterollm.kernels.gpu import (
@@ -37,8 +38,8 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.npu import NpuGraph, ScoresShard
 from heterollm.kernels.operators import attend_selected, estimate_scores, select_positions, write_score_codes
-from heterollm.model import ModelConfig
-from heterollm.solver import Plan, SparseAttention
+from heterollm.model import AttentionBlock, ModelConfig
+from heterollm.solver import Plan, PlannedAttention, SparseAttention
 
 ScoreScales: TypeAlias = Mapping[BucketCount, Mapping[int, tuple[ScoreScale, ...]]]
 """Scales of each key head, by number of buckets and layer."""
@@ -99,7 +100,7 @@ class _Layer:
         return f"{operator_name(operator, self.number)} of {unit}"
 
 
-class SparseAttentionEmitter:
+class SparseAttentionSteps(TechniqueSteps):
     """Emits the sparse attention of layers, whose graphs and bindings serve all layers.
 
     On coherent memory the GPU takes up each unit behind its graph. Mapped memory is handed over as a whole:
@@ -120,14 +121,14 @@ class SparseAttentionEmitter:
         self, device: Device, config: ModelConfig, plan: Plan, context: int, scales: ScoreScales
     ) -> None:
         self._device = device
-        own = config.attention
+        self._blocks, own = config.blocks(AttentionBlock), config.attention
         self._heads = HeadShape(own.heads, own.kv_heads, own.head_dim, context)
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._graphs: dict[tuple[ScoresShard, int], NpuGraph] = {}
         self._runs: dict[tuple[SharedArray, ScoresShard, int, int], Call] = {}
         self._tables = {
             (layer, entry.placement): self._table(layer, entry.placement, scales)
-            for entry in plan.attention
+            for entry in plan.technique(PlannedAttention).entries
             if isinstance(entry.placement, SparseAttention)
             for layer in range(entry.layers[0], entry.layers[1] + 1)
         }
@@ -137,12 +138,24 @@ class SparseAttentionEmitter:
         self._graphs.clear()
         self._runs.clear()
 
+    def around(
+        self, builder: PassBuilder, operator: Operator, layer: int, op: PlacedOp | None
+    ) -> SparseAround | None:
+        """Return sparse attention in place of the dense one of a layer."""
+        if operator != "attention" or builder.phase != "prefill":
+            return None
+        planned = builder.plan.technique(PlannedAttention)
+        placement = planned.of(builder.tokens, builder.bucket, layer)
+        if not isinstance(placement, SparseAttention):
+            return None
+        assert op is not None  # of the linear behind attention
+        return SparseAround(self, builder, layer, placement, op.rounded)
+
     def attention(
         self,
         builder: PassBuilder,
         layer: int,
         placement: SparseAttention,
-        scores: Scores,
         rounded: RoundedInputs | None,
     ) -> None:
         """Append the attention of a layer.
@@ -151,15 +164,14 @@ class SparseAttentionEmitter:
             builder: The pass so far.
             layer: Decoder layer.
             placement: The keys to keep, and the units of the estimate.
-            scores: Scale, window and soft cap.
             rounded: Buffers for int8 codes of the output, or None.
         """
-        units = list(_units(placement))
+        units, block = list(_units(placement)), self._blocks[layer]
         one = _Layer(
             builder,
             layer,
             sparse_shape(self._heads, builder.tokens, builder.bucket),
-            scores,
+            Scores(block.scale, block.window, block.soft_cap),
             self._tables[layer, placement],
             *score_memory(builder.lane),
             builder.layer_cache(layer),
@@ -326,6 +338,22 @@ class SparseAttentionEmitter:
             one.builder.on_host(op, "release", slot.release, reads=(slot,))
         slot = one.memory.scores
         one.builder.on_host(op, "release", slot.release, writes=(slot,))
+
+
+@dataclass(frozen=True)
+class SparseAround(Around):
+    """Sparse attention of a layer of a pass; arguments as for :meth:`SparseAttentionSteps.attention`."""
+
+    steps: SparseAttentionSteps
+    builder: PassBuilder
+    layer: int
+    placement: SparseAttention
+    rounded: RoundedInputs | None
+
+    def run(self, default: Callable[[], None]) -> None:
+        """Append sparse attention."""
+        del default
+        self.steps.attention(self.builder, self.layer, self.placement, self.rounded)
 
 
 def _units(placement: SparseAttention) -> Iterator[_Unit]:

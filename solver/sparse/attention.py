@@ -6,12 +6,14 @@ one; decode is dense.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias, get_args
+from typing import Annotated, ClassVar, Final, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
 from heterollm.base import Amount, Count, OptionError, PlanError, Positive
 from heterollm.kernels.formats import BucketCount
+from heterollm.solver.standard_lengths import score_keys
+from heterollm.solver.techniques.record import PlanTarget, TechniqueRecord
 
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 
@@ -28,7 +30,7 @@ Pipeline: TypeAlias = Literal["heads", "fused", "ordered"]
 the best order, and fused as far as that pays."""
 
 KeepBy: TypeAlias = Literal["mass", "importance", "uniform"]
-"""Rules by which :func:`heterollm.solver.keep.keep_ratios` shares a ratio out over layers and heads."""
+"""Rules by which :func:`.keep.keep_ratios` shares a ratio out over layers and heads."""
 
 FUSED_HEADS: Final = (4, 2, 1)
 """Key heads that one launch of the NPU can estimate, most first."""
@@ -161,8 +163,79 @@ class AttentionEntry(Struct, frozen=True, forbid_unknown_fields=True):
     layers: tuple[Count, Count]
     placement: AttentionPlacement
 
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of lengths, keys and layers."""
+        return (self.lengths, self.keys, self.layers)
+
     def serves(self, tokens: int, keys: int, layer: int) -> bool:
         """Whether the entry is for a pass of so many tokens and keys, and for a layer."""
         asked = (tokens, keys, layer)
-        ranges = (self.lengths, self.keys, self.layers)
-        return all(low <= value <= high for value, (low, high) in zip(asked, ranges, strict=True))
+        return all(low <= value <= high for value, (low, high) in zip(asked, self.ranges, strict=True))
+
+
+class PlannedAttention(TechniqueRecord, frozen=True):
+    """The attention of prefill; cases without an entry are dense."""
+
+    KEY: ClassVar[str] = "attention"
+    TITLE: ClassVar[str] = "Sparse attention"
+
+    entries: tuple[AttentionEntry, ...] = ()
+
+    def of(self, tokens: int, keys: int, layer: int) -> AttentionPlacement:
+        """Return the attention of a layer in a pass.
+
+        Args:
+            tokens: Tokens of the pass.
+            keys: Tokens of the session after the pass.
+            layer: The layer.
+        """
+        serving = (entry.placement for entry in self.entries if entry.serves(tokens, keys, layer))
+        return next(serving, DENSE_ATTENTION)
+
+    @property
+    def sparse(self) -> tuple[SparseAttention, ...]:
+        """The sparse placements."""
+        return tuple(
+            entry.placement for entry in self.entries if isinstance(entry.placement, SparseAttention)
+        )
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any attention is sparse."""
+        return bool(self.sparse)
+
+    @property
+    def uses_npu(self) -> bool:
+        """Whether the NPU estimates any scores."""
+        return any(one.estimator == "npu" for one in self.sparse)
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether the GPU alone would attend densely."""
+        return self.uses_npu
+
+    def borders(self, context: int) -> set[int]:
+        """Return the ends of ranges of keys, and of the standard numbers of keys."""
+        if not self.is_active:
+            return set()
+        changes = (border for entry in self.entries for border in (entry.keys[0] - 1, entry.keys[1]))
+        return {min(border, context) for border in (*changes, *score_keys(context), context)} - {0}
+
+    def check(self, target: PlanTarget) -> None:
+        """Refuse sparse attention that is not the model's, or that the device cannot estimate."""
+        last = max((spec.layer for spec in target.specs), default=-1)
+        for entry in self.entries:
+            placement, layers = entry.placement, f"layers {entry.layers[0]} to {entry.layers[1]}"
+            if entry.layers[1] > last:
+                raise PlanError(
+                    f"Attention of {layers} is planned, and layer {last} is the last.",
+                    fix="Name the model's layers.",
+                )
+            if isinstance(placement, SparseAttention):
+                placement.check(*target.heads, entry.layers)
+                if placement.estimator == "npu" and target.npu is None:
+                    raise PlanError(
+                        f"Sparse attention of {layers} needs an NPU, and the device was opened without one.",
+                        fix="Plan with --estimator gpu, or give the NPU at least one thread.",
+                    )

@@ -7,7 +7,7 @@ import functools
 from heterollm.base import ProfileError
 from heterollm.profiler.records import Profile
 from heterollm.solver.profile_costs import ProfileCosts
-from heterollm.solver.sparse_costs import SparseTimes
+from heterollm.solver.sparse.costs import SparseTimes
 
 
 class ProfileAttentionCosts:
