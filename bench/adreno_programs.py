@@ -24,6 +24,7 @@ from heterollm.kernels.gpu import (
     GlueKernels,
     GpuLinear,
     GpuRuntime,
+    GroupedLinear,
     HeadShape,
     HeadTable,
     KernelParameters,
@@ -285,12 +286,12 @@ def _record_experts(runtime: ProgramRecorder, slot: SharedArray) -> None:
     )
     for tokens, rounds, style in grouped:
         options = {"activation_dtype": np.float16, "integer_inputs": rounds, "experts": routing.experts}
-        layer = GpuLinear.pack(runtime, [_weight(4)] * routing.experts, **options)
+        layer = GroupedLinear.pack(runtime, [_weight(4)] * routing.experts, **options)
         shape = ExpertShape(routing, tokens)
         lists = ExpertLists.allocate(runtime, shape)
         half = " half" if style == "half" else ""
         runtime.label = f"experts w4{'a8' if rounds else ''} f16 T{shape.step}{half}"
-        layer.grouped_launch(slot, slot, lists, shape=shape, style=style, label="experts")
+        layer.launch(slot, slot, lists, shape=shape, style=style, label="experts")
     experts = GpuExperts(runtime, np.float16, np.float16, style="simt")
     for own in (
         Routing(128, 8),

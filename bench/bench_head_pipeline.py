@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from conditions import append_rows, conditions, script_parser
 
-from heterollm.solver.head_pipeline import (
+from heterollm.solver.sparse.head_pipeline import (
     PipelineUnit,
-    greedy_order,
     johnson_order,
     plan_pipeline,
-    three_lanes_us,
     two_lanes_us,
 )
 
@@ -34,6 +34,71 @@ ROUNDS: Final = 50
 LAYERS: Final = 200
 LAUNCH_US: Final = {1: 2000.0, 2: 3000.0, 4: 4000.0}
 """Launches of 1, 2 and 4 heads (shadowAttn, section 3.4)."""
+
+
+def three_lanes_us(order: Sequence[PipelineUnit]) -> float:
+    """Return the time of units in an order, where selection has a lane of its own and heads go one by one."""
+    npu_us = select_us = attend_us = 0.0
+    for unit in order:
+        npu_us += unit.npu_us
+        for own_select_us, own_attend_us in zip(unit.select_us, unit.attend_us, strict=True):
+            select_us = max(npu_us, select_us) + own_select_us
+            attend_us = max(attend_us, select_us) + own_attend_us
+    return attend_us
+
+
+def greedy_order(units: Sequence[PipelineUnit]) -> list[PipelineUnit]:
+    """Return the order by the paper's greedy search (algorithm 1), with the heads of each unit in order, too.
+
+    Each step appends the unit after which the lane of attention is free first.
+    """
+    left = [(unit, min(unit.select_us), sum(unit.attend_us)) for unit in units]
+    order = list[PipelineUnit]()
+    npu_us = select_us = attend_us = 0.0
+    while left:
+        place, heads, selected_us, attended_us = 0, [0], 0.0, math.inf
+        for number, (unit, least_us, own_us) in enumerate(left):
+            scored_us = npu_us + unit.npu_us
+            # No order of its heads ends before this, so that most units need no search.
+            if max(attend_us, max(scored_us, select_us) + least_us) + own_us < attended_us:
+                order_of_heads, free_us, end_us = _greedy_heads(unit, scored_us, select_us, attend_us)
+                if end_us < attended_us:
+                    place, heads, selected_us, attended_us = number, order_of_heads, free_us, end_us
+        unit, *_ = left.pop(place)
+        npu_us, select_us, attend_us = npu_us + unit.npu_us, selected_us, attended_us
+        order.append(unit if len(heads) == 1 else _with_order(unit, heads))
+    return order
+
+
+def _with_order(unit: PipelineUnit, heads: Sequence[int]) -> PipelineUnit:
+    """Return a unit with its heads in another order."""
+    return replace(
+        unit,
+        heads=tuple(unit.heads[head] for head in heads),
+        select_us=tuple(unit.select_us[head] for head in heads),
+        attend_us=tuple(unit.attend_us[head] for head in heads),
+    )
+
+
+def _greedy_heads(
+    unit: PipelineUnit, npu_us: float, select_us: float, attend_us: float
+) -> tuple[list[int], float, float]:
+    """Return the order of a unit's heads, and when the lanes of selection and attention are free then.
+
+    The next head is always the one after which the lane of attention is free first.
+    """
+    left, order = list(range(len(unit.heads))), list[int]()
+    while left:
+        begin_us = max(npu_us, select_us)
+        best, best_us = left[0], math.inf
+        for head in left:
+            end_us = max(attend_us, begin_us + unit.select_us[head]) + unit.attend_us[head]
+            if end_us < best_us:
+                best, best_us = head, end_us
+        left.remove(best)
+        order.append(best)
+        select_us, attend_us = begin_us + unit.select_us[best], best_us
+    return order, select_us, attend_us
 
 
 def spread(what: str, layer: str, times_ms: list[float]) -> dict[str, Any]:

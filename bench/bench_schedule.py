@@ -18,7 +18,7 @@ import numpy as np
 from conditions import append_rows, conditions, script_parser
 
 from heterollm.profiler.records import Processor
-from heterollm.solver.schedule import LAGS, Stage, schedule_chunks
+from heterollm.solver.flights.schedule import LAGS, Stage, schedule_chunks
 
 LAYER: Final[tuple[tuple[Processor, bool], ...]] = (
     ("npu", False),

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from rungs import RUNGS, RungRequest, run_rung
+from simulated_rows import NAIVE, view
+
+from heterollm.benchmarks import run_sweep
 from heterollm.cli.simulate import parse_load
-from heterollm.simulate import SimulatedRow, SimulationRequest, run_sweep
 from heterollm.solver import AttentionRequest, ExpertsRequest
 
 FAST: Final = ("simulated_path", "simulated_contexts", "simulated_prior")
@@ -30,41 +33,40 @@ FIGURES: Final = (
 DIGITS: Final = 3
 """Significant digits of a figure that must be the same: as many as a table shows."""
 
+SAME: Final = (
+    *("model", "soc", "plan_for", "in_flight", "sync", "head_bits", "every_form", "calibrated", "pruned"),
+    *("imbalance", "resolve"),
+)
+"""Values that a row and its request have by the same names."""
+
 Row = Mapping[str, Any]
 
 
-def request_of(row: SimulatedRow) -> SimulationRequest:
+def request_of(row: Row) -> RungRequest:
     """Return the request of a row."""
-    return SimulationRequest(
-        row.model,
-        soc=row.soc,
-        prompt=row.prompt_tokens,
-        decode=row.decode_tokens,
-        level=row.plan_level,
-        plan_for=row.plan_for,  # type: ignore[arg-type]
-        length_policy=row.length_policy,  # type: ignore[arg-type]
-        in_flight=row.in_flight,
-        sync=row.sync,  # type: ignore[arg-type]
-        resolve=row.resolve,
-        load=None if row.gpu_load is None else parse_load(row.gpu_load),
-        overrides=row.what_if,
-        head_bits=row.head_bits,
-        every_form=row.every_form,
-        left_out=row.left_out,
-        calibrated=row.calibrated,
-        techniques=row.passes,  # type: ignore[arg-type]
-        attention=AttentionRequest() if row.attention is None else AttentionRequest(**row.attention),
-        experts=ExpertsRequest(row.overflow or "gpu"),  # type: ignore[arg-type]
-        imbalance=row.imbalance,
-        pruned=row.pruned,
-        **({} if row.outlier_share is None else {"outlier_share": row.outlier_share}),
+    rung = next((name for name in row["techniques"] if name in RUNGS), "")
+    names = () if rung == NAIVE else (name.partition(":")[0] for name in row["techniques"])
+    return RungRequest(
+        **{name: row[name] for name in SAME},
+        prompt=row["prompt_tokens"],
+        decode=row["decode_tokens"],
+        level=row["plan_level"],
+        length_policy="online" if rung == NAIVE else row["length_policy"],
+        load=None if row["gpu_load"] is None else parse_load(row["gpu_load"]),
+        overrides=row["what_if"],
+        rung=rung,
+        left_out=tuple(row["left_out"]),
+        techniques=tuple(names),  # type: ignore[arg-type]
+        attention=AttentionRequest(**(row["attention"] or {})),
+        experts=ExpertsRequest(row["overflow"] or "gpu"),
+        **({} if row["outlier_share"] is None else {"outlier_share": row["outlier_share"]}),
     )
 
 
 def rows_again(rows: Sequence[Row], jobs: int, progress: Callable[[str, int, int], None]) -> list[Row]:
     """Return the rows of the same requests by this version of the program."""
-    requests = [request_of(SimulatedRow.from_dict(row)) for row in rows]
-    return [row.to_dict() for row in run_sweep(requests, jobs=jobs, progress=progress)]
+    requests = [request_of(row) for row in rows]
+    return [view(row) for row in run_sweep(requests, jobs=jobs, progress=progress, run=run_rung)]
 
 
 def row_differences(name: str, old: Sequence[Row], new: Sequence[Row]) -> Iterator[str]:

@@ -22,17 +22,17 @@ from conditions import script_parser
 from paper_cases import PAPER_MODELS, PAPER_SOC, PaperRows, paper_cases
 from paper_published import comparisons
 from paper_tables import paper_page, paper_tables
+from rungs import run_rung
+from simulated_rows import Simulated, lines, read
 
 from heterollm.base import HeteroLLMError, check_target, labelled
 from heterollm.base.output_file import save_file
-from heterollm.benchmarks import to_jsonl
+from heterollm.benchmarks import run_sweep
 from heterollm.kernels.sim.soc.parameters import load_soc
 from heterollm.kernels.threads import allowed_cores
 from heterollm.model import find_model
 from heterollm.report import console
 from heterollm.report.simulate import sections_report
-from heterollm.report.tables_sweep import read_simulated
-from heterollm.simulate import SimulatedRow, run_sweep
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -60,16 +60,19 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 def simulated(
     models: Sequence[str], soc: str, jobs: int, cluster: Literal["dask", "ray"] | None = None
-) -> list[SimulatedRow]:
+) -> list[Simulated]:
     """Simulate the evaluation, after a check of all names."""
     for name in models:
         find_model(name)
     load_soc(soc)
     with console.progress_bars() as progress:
-        return run_sweep(paper_cases(models, soc), jobs=jobs, cluster=cluster, progress=progress)
+        rows = run_sweep(
+            paper_cases(models, soc), jobs=jobs, cluster=cluster, progress=progress, run=run_rung
+        )
+    return [Simulated.of(row) for row in rows]
 
 
-def text(rows: Sequence[SimulatedRow], *, as_json: bool) -> str:
+def text(rows: Sequence[Simulated], *, as_json: bool) -> str:
     """Return all tables, or everything as JSON."""
     found = PaperRows(rows)
     if not as_json:
@@ -78,7 +81,7 @@ def text(rows: Sequence[SimulatedRow], *, as_json: bool) -> str:
         "simulated": True,
         "time": "simulated",
         "comparisons": [one.to_dict() for one in comparisons(found)],
-        "rows": [row.to_dict() for row in rows],
+        "rows": [row.raw for row in rows],
     }
     return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -90,9 +93,9 @@ def main(given: Sequence[str] | None = None) -> int:
         if asked.read is None:
             rows = simulated(asked.model.split(","), asked.soc, asked.jobs, asked.cluster)
         else:
-            rows = read_simulated(asked.read)
+            rows = read(asked.read)
         if asked.out is not None:
-            save_file(asked.out, to_jsonl(rows).encode())
+            save_file(asked.out, lines(row.raw for row in rows).encode())
             print(f"Wrote {len(rows)} simulated rows to {asked.out}.", file=sys.stderr)
         if asked.page is not None:
             save_file(asked.page, paper_page(rows).encode())

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rungs import RungRequest
+from simulated_rows import Simulated
+
 from heterollm.kernels.sim import GpuLoad
-from heterollm.simulate import SimulatedRow, SimulationRequest
 from heterollm.simulate.request import SimulatedLengthPolicy, SimulatedSync
-from heterollm.simulate.row import load_text
 
 PAPER_MODELS: Final = ("llama-3-8b", "llama-2-7b", "llama-3.2-3b", "internlm2-1.8b")
 PAPER_SOC: Final = "snapdragon-8gen3-paper"
@@ -45,11 +46,9 @@ class Way:
     resolve: bool = False
     left_out: tuple[str, ...] = ()
 
-    def request(
-        self, model: str, prompt: int, decode: int, load: GpuLoad | None, soc: str
-    ) -> SimulationRequest:
+    def request(self, model: str, prompt: int, decode: int, load: GpuLoad | None, soc: str) -> RungRequest:
         """Return the case of a model and a prompt run this way."""
-        return SimulationRequest(
+        return RungRequest(
             model,
             soc=soc,
             prompt=prompt,
@@ -87,7 +86,7 @@ RESOLVED: Final = Way("tensor, driver, solved for it", "tensor", sync="finish", 
 GAME_WAYS: Final = (GPU, LAYER, TENSOR)
 
 
-def paper_cases(models: Sequence[str] = PAPER_MODELS, soc: str = PAPER_SOC) -> tuple[SimulationRequest, ...]:
+def paper_cases(models: Sequence[str] = PAPER_MODELS, soc: str = PAPER_SOC) -> tuple[RungRequest, ...]:
     """Return every case, in an order in which neighbours share profiles and plans.
 
     Args:
@@ -97,7 +96,7 @@ def paper_cases(models: Sequence[str] = PAPER_MODELS, soc: str = PAPER_SOC) -> t
     return tuple(case for model in models for case in _cases_of(model, soc))
 
 
-def _cases_of(model: str, soc: str) -> Iterator[SimulationRequest]:
+def _cases_of(model: str, soc: str) -> Iterator[RungRequest]:
     for length in LENGTHS:
         decode = DECODED if length == DECODE_AFTER else 0
         for way in (*PAPER_WAYS, *OWN_WAYS, DRIVER):
@@ -118,14 +117,14 @@ class PaperRows:
         rows: Rows of a sweep over :func:`paper_cases`.
     """
 
-    def __init__(self, rows: Sequence[SimulatedRow]) -> None:
+    def __init__(self, rows: Sequence[Simulated]) -> None:
         self.rows = tuple(rows)
         self.models = tuple(dict.fromkeys(row.model for row in rows))
-        self._found: dict[tuple[object, ...], SimulatedRow] = {_key_of(row): row for row in rows}
+        self._found: dict[tuple[object, ...], Simulated] = {_key_of(row): row for row in rows}
 
-    def get(self, model: str, prompt: int, way: Way, load: GpuLoad | None = None) -> SimulatedRow | None:
+    def get(self, model: str, prompt: int, way: Way, load: GpuLoad | None = None) -> Simulated | None:
         """Return a row; None if it is missing or failed."""
-        text = None if load is None else load_text(load.frames_per_s, load.frame_us)
+        text = None if load is None else str(load)
         key = model, prompt, way.level, way.every_form, way.left_out, way.length_policy, way.sync
         row = self._found.get((*key, way.resolve, text))
         return None if row is None or row.error is not None else row
@@ -151,9 +150,9 @@ class PaperRows:
         return None if row is None else row.decode_tokens_per_second
 
 
-def _key_of(row: SimulatedRow) -> tuple[object, ...]:
+def _key_of(row: Simulated) -> tuple[object, ...]:
     return (
-        *(row.model, row.prompt_tokens, row.plan_level, row.every_form, row.left_out),
+        *(row.model, row.prompt_tokens, row.plan_level, row.every_form, tuple(row.left_out)),
         *(row.length_policy, row.sync, row.resolve, row.gpu_load),
     )
 

@@ -26,8 +26,7 @@ from paper_cases import (
     PaperRows,
     ratio,
 )
-
-from heterollm.simulate import SimulatedRow
+from simulated_rows import Simulated
 
 Use: TypeAlias = Literal["fitted", "input", "chose a parameter", "power only", "predicted", "not simulated"]
 """Use of a number in the model: its parameters were fitted to it (``fitted``), it is a parameter (``input``),
@@ -255,7 +254,7 @@ def _mean(values: Iterator[float | None]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _row(rows: PaperRows, way: str, *, game: bool = False) -> SimulatedRow | None:
+def _row(rows: PaperRows, way: str, *, game: bool = False) -> Simulated | None:
     """Return the row of the 8B model and 256 tokens."""
     return rows.get(MODELS["8B"], DECODE_AFTER, WAYS[way], GAME if game else None)
 
@@ -299,9 +298,9 @@ def _waits(rows: PaperRows, lengths: str, way: str) -> float | None:
 
 def _watts(rows: PaperRows, way: str) -> float | None:
     row = _row(rows, way)
-    if row is None or row.prefill_joules is None or row.prefill_ms is None:
+    if row is None or row.prefill_joules is None or row.ttft_ms is None:
         return None
-    return row.prefill_joules / row.prefill_ms * 1e3
+    return row.prefill_joules / row.ttft_ms * 1e3
 
 
 def _more_watts(rows: PaperRows, one: str, other: str) -> float | None:

@@ -27,11 +27,9 @@ from paper_cases import (
     ratio,
 )
 from paper_published import comparisons
+from simulated_rows import Simulated
 
 from heterollm.base import Section
-from heterollm.report.tables_sweep import number
-from heterollm.simulate import SimulatedRow
-from heterollm.simulate.row import load_text
 
 PAGE_HEAD: Final = """\
 # HeteroLLM's evaluation, simulated
@@ -85,7 +83,12 @@ PUBLISHED_NOTES: Final = (
 )
 
 
-def paper_page(rows: Sequence[SimulatedRow]) -> str:
+def number(value: float | None, digits: int) -> str:
+    """Return a number with a fixed count of decimals; an empty text for None."""
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def paper_page(rows: Sequence[Simulated]) -> str:
     """Return the whole page as Markdown."""
     found = PaperRows(rows)
     socs = ", ".join(dict.fromkeys(row.soc for row in rows))
@@ -164,10 +167,10 @@ def _game(rows: PaperRows) -> Iterator[Cells]:
             found = [rows.get(model, DECODE_AFTER, way, load) for way in GAME_WAYS]
             for phase in ("prefill", "decode"):
                 cells = (cell for row in found for cell in _beside(row, phase))
-                yield model, load_text(load.frames_per_s, load.frame_us), phase, *cells
+                yield model, str(load), phase, *cells
 
 
-def _beside(row: SimulatedRow | None, phase: str) -> tuple[str, str]:
+def _beside(row: Simulated | None, phase: str) -> tuple[str, str]:
     """Return the slowdown of a phase by a game, and the fraction of frames in time."""
     slower = None if row is None or row.slowdown is None else row.slowdown.get(phase)
     if row is None or slower is None:

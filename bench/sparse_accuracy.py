@@ -40,7 +40,7 @@ from heterollm.calibration.head_records import MASSES, HeadCalibration
 from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.data import bundled_model
 from heterollm.model import ModelConfig
-from heterollm.solver.keep import HeadNeeds, KeepRule, keep_ratios
+from heterollm.solver.sparse.keep import HeadNeeds, KeepRule, keep_ratios
 
 KEEPS = (0.2, 0.3, 0.4, 0.5)
 LONG = 4096

@@ -33,8 +33,8 @@ from heterollm.calibration import calibrate, load_calibration
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales
 from heterollm.solver import Plan, SparseAttention
-from heterollm.solver.attention import AttentionEntry, Estimator
-from heterollm.solver.head_pipeline import fused_heads
+from heterollm.solver.sparse.attention import AttentionEntry, Estimator
+from heterollm.solver.sparse.head_pipeline import fused_heads
 from heterollm.trace import Span, Trace
 
 ATTENTION: Final = frozenset({"attention", "attention join", "score codes", "scores", "selection"})

@@ -15,7 +15,7 @@ from heterollm.calibration import calibrate, load_calibration
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales
 from heterollm.solver import Plan, keep_ratios
-from heterollm.solver.attention import AttentionEntry, SparseAttention
+from heterollm.solver.sparse.attention import AttentionEntry, SparseAttention
 
 KEEP = 0.2
 

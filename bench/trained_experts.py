@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 from accuracy import TEXTS
 from conditions import append_rows, origin, script_parser
+from expert_policies import capacity_tiers, experts_by_policy
 from msgspec import structs
 from numpy.typing import NDArray
 from perplexity import llm_surprises
@@ -35,9 +36,8 @@ from heterollm.engine import Step
 from heterollm.llm import LLM
 from heterollm.model import ModelShape, model_shape
 from heterollm.model.known import find_model
-from heterollm.solver import ExpertsEntry, ExpertsPlacement, Overflow, Plan
-from heterollm.solver.expert_policies import capacity_tiers, experts_by_policy
-from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
+from heterollm.solver import ExpertsEntry, ExpertsPlacement, Overflow, Plan, PlannedExperts
+from heterollm.solver.experts.prices import ExpertPrices, estimate_experts
 from heterollm.text.likelihood import perplexity
 
 WINDOW: Final = 512
@@ -143,7 +143,7 @@ def overflow_rows(folder: Path, texts: Sequence[str], done: Container[Case]) -> 
                     ExpertsEntry((1, WINDOW), (own.layer,) * 2, placement(own.loads(WINDOW), capacity, fate))
                     for own in (routing if capacity else ())
                 )
-                found = _perplexity(folder, structs.replace(plan, experts=entries), windows)
+                found = _perplexity(folder, plan.with_technique(PlannedExperts(entries)), windows)
                 yield {"kind": "overflow", "text": name, "capacity": capacity, "overflow": fate, **found}
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from conditions import script_parser
+from simulated_rows import Simulated, lines, read
 
 from heterollm.base import HeteroLLMError, check_target, labelled
 from heterollm.base.output_file import save_file
-from heterollm.benchmarks import to_jsonl
+from heterollm.benchmarks import run_sweep
 from heterollm.report import console
-from heterollm.report.tables_sweep import read_simulated
-from heterollm.simulate import SimulatedRow, SimulationRequest, run_sweep
+from heterollm.simulate import SimulationRequest
 
 MODEL: Final = "llama-3-8b"
 SOC: Final = "snapdragon-8gen3"
@@ -111,7 +111,7 @@ def _case(done: Sequence[Change]) -> tuple[tuple[tuple[str, float], ...], bool]:
     return tuple(sorted(overrides(done).items())), any(change.calibrated for change in done)
 
 
-def what_if_table(rows: Sequence[SimulatedRow]) -> list[tuple[str, ...]]:
+def what_if_table(rows: Sequence[Simulated]) -> list[tuple[str, ...]]:
     """Return the cells of each change: tokens a second of prompt and decode, alone and with all above it.
 
     Args:
@@ -127,9 +127,7 @@ def what_if_table(rows: Sequence[SimulatedRow]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _row(
-    rows: Sequence[SimulatedRow], changed: Sequence[tuple[str, float]], calibrated: bool
-) -> SimulatedRow:
+def _row(rows: Sequence[Simulated], changed: Sequence[tuple[str, float]], calibrated: bool) -> Simulated:
     for row in reversed(rows):
         found = dict(row.what_if), row.calibrated
         if found == (dict(changed), calibrated) and row.plan_level == LEVEL and row.error is None:
@@ -149,12 +147,15 @@ def main(given: Sequence[str] | None = None) -> int:
         if out is not None:
             check_target(out, "result")
         if asked.read is not None:
-            rows = read_simulated(asked.read)
+            rows = read(asked.read)
         else:
             with console.progress_bars() as progress:
-                rows = run_sweep(path_cases(), jobs=asked.jobs, progress=progress)
+                rows = [
+                    Simulated.of(row.to_dict())
+                    for row in run_sweep(path_cases(), jobs=asked.jobs, progress=progress)
+                ]
         if out is not None:
-            save_file(out, to_jsonl(rows).encode())
+            save_file(out, lines(row.raw for row in rows).encode())
     except HeteroLLMError as error:
         print(f"{error}\n{error.fix or ''}", file=sys.stderr)
         return 1

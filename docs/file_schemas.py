@@ -17,15 +17,16 @@ from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.sim.soc.parameters import soc_file
 from heterollm.profiler.records import LinearPoint
 from heterollm.profiler.records.profile import ProfileFile
-from heterollm.solver import PhaseSync, Plan, PlanRequest
-from heterollm.solver.plan import SCHEMA_VERSION
+from heterollm.solver import PhaseSync, PlanRequest
+from heterollm.solver.plan import OPTIONAL, PLAN_FILE, SCHEMA_VERSION
+from heterollm.solver.request import TECHNIQUE_OPTIONS
 from heterollm.trace.file import TraceFile
 
 FOLDER: Final = Path(__file__).parent / "schemas"
 
 FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
     "plan": (
-        Plan,
+        PLAN_FILE,
         "A plan of heterollm: who computes each group of linear layers, at every length",
         "docs/plan-format.md",
     ),
@@ -62,10 +63,10 @@ FILES: Final[dict[str, tuple[type[msgspec.Struct], str, str]]] = {
 }
 """The type of each file, its title, and the page (or module) about it."""
 
-STATED: Final = (KernelParameters, LinearPoint, PhaseSync, Plan, PlanRequest, WeightFormat)
+STATED: Final = (KernelParameters, LinearPoint, PhaseSync, PLAN_FILE, PlanRequest, WeightFormat)
 """Records of which a file must state every field, though Python gives some a default."""
 
-OPTIONAL: Final = ("schedule", "calibration", "attention", "experts", "threads")
+LEFT_OUT: Final = (*OPTIONAL, *TECHNIQUE_OPTIONS)
 """Fields of such records that a file leaves out where they have no value."""
 
 
@@ -82,9 +83,9 @@ def _schema(name: str, kind: type[msgspec.Struct], title: str, page: str) -> dic
     for stated in STATED:
         if stated.__name__ in records:
             named = records[stated.__name__]["properties"]
-            records[stated.__name__]["required"] = [name for name in named if name not in OPTIONAL]
+            records[stated.__name__]["required"] = [name for name in named if name not in LEFT_OUT]
     whole = records.pop(kind.__name__)
-    if kind is Plan:
+    if kind is PLAN_FILE:
         whole["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **whole["properties"]}
         whole["required"].insert(0, "schema_version")
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"{name}.schema.json"}

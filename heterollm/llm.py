@@ -336,7 +336,7 @@ class LLM:
     def session_bytes(self) -> int:
         """Memory of a session, and of the draft's session that belongs to it."""
         engines = (self._engine,) if self._draft is None else (self._engine, self._draft)
-        return self._thread.run(lambda: sum(engine.new_cache().size_bytes for engine in engines))
+        return sum(engine.state_bytes for engine in engines)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ from heterollm.planning import (
     make_plan,
     predicted_pass_s,
 )
-from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest
+from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlannedAttention, PlanRequest
 from heterollm.text import (
     CHOSEN_GUESSES,
     LOOKUP_PRIORS,
@@ -135,11 +135,11 @@ class PlannedModel:
         check_precision(device, asked.precision, inputs.specs)
         planned = thread.run(lambda: make_plan(inputs))
         plan = planned.plan
-        check_kv_bits(asked.kv_bits, is_sparse=bool(plan.sparse_attention))
+        check_kv_bits(asked.kv_bits, is_sparse=plan.technique(PlannedAttention).is_active)
         budget = _expert_budget(asked, config, inputs.specs)
         need = fitting_need(
             *(device, config, inputs.specs, plan, context),
-            hot_channels=inputs.hot_channels,
+            given=inputs.given,
             experts_bytes=None if budget is None else budget.size_bytes,
         )
         notes = (*planned.notes, *idle_notes(asked, device, plan))
@@ -176,8 +176,11 @@ class PlannedModel:
         ranges = calibrated_ranges(asked.weights_calibration, weights)
         scales = {
             buckets: calibrated_scales(asked.weights_calibration, buckets)
-            for buckets in {one.buckets for one in plan.sparse_attention}
+            for buckets in {one.buckets for one in plan.technique(PlannedAttention).sparse}
         }
+        # A late import: without an OpenCL binding, opening the device has raised the error that says so.
+        from heterollm.engine import MixtureOptions
+
         observer = thread.run(lambda: Tracer(device)) if asked.trace else None
         engine = thread.run(
             lambda: start_engine(
@@ -190,8 +193,8 @@ class PlannedModel:
                 allow_slow=asked.allow_slow,
                 observer=observer,
                 ranges=ranges,
-                score_scales=scales,
-                experts=self.experts,
+                techniques={"attention": scales},
+                mixture=MixtureOptions(self.experts),
             )
         )
         return weights, engine
@@ -224,8 +227,7 @@ def plan_for(model: str | Path, options: LoadOptions, profile: Path | None = Non
     inputs = inputs_of_load(options, config, context, device, chosen=cores.reason_for(device))
     inputs.profiled("The plan")  # a load would take the GPU alone
     planned = make_plan(inputs)
-    held = inputs.hot_channels
-    fitting_need(device, config, inputs.specs, planned.plan, context, hot_channels=held)
+    fitting_need(device, config, inputs.specs, planned.plan, context, given=inputs.given)
     return planned
 
 

@@ -16,7 +16,7 @@ from heterollm.profiler.records import (
     Profile,
 )
 from heterollm.solver.costs import Slowdown
-from heterollm.solver.expert_times import FLAT_FACTOR, MEMORY_BOUND_FRACTION
+from heterollm.solver.experts.times import FLAT_FACTOR, MEMORY_BOUND_FRACTION
 from heterollm.solver.ffn import first_group
 from heterollm.solver.profile_limits import limits_of
 

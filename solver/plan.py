@@ -12,11 +12,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
-from msgspec.structs import force_setattr, replace
+from msgspec import Meta, Struct, defstruct
+from msgspec.structs import asdict, fields, force_setattr, replace
 
 from heterollm.base import (
     Count,
@@ -31,14 +31,18 @@ from heterollm.base import (
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import GraphMemory, OpSpec, Phase, ffn_specs
 from heterollm.model import kinds_of_specs
-from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, AttentionPlacement, SparseAttention
-from heterollm.solver.expert_placements import EXPERTS_ON_GPU, ExpertsEntry, ExpertsPlacement
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
-from heterollm.solver.request import SHADOW_ATTENTION, PlanRequest, expert_technique
+from heterollm.solver.request import TECHNIQUE_OPTIONS, PlanRequest
+from heterollm.solver.techniques.record import TechniqueRecord
+from heterollm.solver.techniques.registry import RECORDS
 
 SCHEMA_VERSION: Final = 2
 
+Record = TypeVar("Record", bound=TechniqueRecord)
+
+OPTIONAL: Final = ("schedule", "calibration", *RECORDS, "threads")
+"""Fields that a file leaves out where they have no value."""
 
 LARGEST_PLAN: Final = 16_000_000
 """Most characters of a file; a plan of 100 layers with a range of its own for each length takes a tenth."""
@@ -61,10 +65,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         request: What it was asked to be; None for levels that follow a rule.
         schedule: How several chunks of a prompt run at once; None for one after the other.
         calibration: Identity of the calibration it was made with; None without one.
-        attention: The attention of prefill; the first entry that covers a case decides, and cases without one
-            are dense.
-        experts: The experts of prefill on the NPU; the first entry that covers a case decides, and the GPU
-            computes all in cases without one.
+        techniques: The records of techniques, one of each at most; a file has their entries in its fields
+            ``attention`` and ``experts``.
         threads: Threads of GPU and NPU that it was solved for, where both are cores of one CPU; a load takes
             them unless it is given others. None leaves them to the device.
 
@@ -83,8 +85,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     request: PlanRequest | None = None
     schedule: ChunkSchedule | None = None
     calibration: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
-    attention: tuple[AttentionEntry, ...] = ()
-    experts: tuple[ExpertsEntry, ...] = ()
+    techniques: tuple[TechniqueRecord, ...] = ()
     threads: tuple[Positive, Count] | None = None
 
     def __repr__(self) -> str:
@@ -151,25 +152,24 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             )
         return found
 
-    def attention_of(self, tokens: int, keys: int, layer: int) -> AttentionPlacement:
-        """Return the attention of a layer in a pass of prefill.
+    def technique(self, kind: type[Record]) -> Record:
+        """Return the record of a technique, which is empty where the plan has none."""
+        return next((one for one in self.techniques if isinstance(one, kind)), kind())
 
-        Args:
-            tokens: Tokens of the pass.
-            keys: Tokens of the session after the pass.
-            layer: The layer.
-        """
-        serving = (entry.placement for entry in self.attention if entry.serves(tokens, keys, layer))
-        return next(serving, DENSE_ATTENTION)
-
-    def experts_of(self, tokens: int, layer: int) -> ExpertsPlacement:
-        """Return the placement of a layer's experts in a pass of prefill of so many tokens."""
-        serving = (entry.placement for entry in self.experts if entry.serves(tokens, layer))
-        return next(serving, EXPERTS_ON_GPU)
+    def with_technique(self, record: TechniqueRecord) -> Plan:
+        """Return the plan with a record in place of that of its technique."""
+        own = {type(one): one for one in (*self.techniques, record)}
+        found = (own[kind] for kind in RECORDS.values() if kind in own)
+        return replace(self, techniques=tuple(one for one in found if one.entries))
 
     def longest_pass(self, entry: PlanEntry, head_rows: int) -> int:
         """Return the most tokens that an entry can be asked for: the head sees a few rows at a time."""
         return head_rows if entry.group == "head" else self.chunk_length
+
+    @property
+    def longest_flight(self) -> int:
+        """Most tokens of a prompt that run at once: the chunks of all lanes."""
+        return self.chunk_length * self.lanes
 
     def chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Yield ``(first token, length)`` of the passes that a prompt of ``tokens`` tokens runs in."""
@@ -221,33 +221,19 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             for spec in (*specs, *ffn_specs(specs))
             if held.holds(spec)
         )
-        return slices + self.npu_expert_bytes(specs, memory)
-
-    def npu_expert_bytes(self, specs: Sequence[OpSpec], memory: GraphMemory) -> int:
-        """Return the bytes that the NPU's graphs of experts take; arguments as for :meth:`npu_bytes`."""
-        found: dict[tuple[OpSpec, tuple[int, ...]], set[int]] = {}
-        for spec in specs:
-            for entry in self.experts if spec.group == "experts" else ():
-                for group in entry.placement.groups if entry.holds(spec.layer) else ():
-                    found.setdefault((spec, group.experts), set()).add(group.capacity)
-        return sum(
-            len(experts) * spec.graph_bytes(spec.member_rows, capacities, memory)
-            for (spec, experts), capacities in found.items()
-        )
+        return slices + sum(record.npu_bytes(specs, memory) for record in self.techniques)
 
     def without_npu(self) -> Plan:
-        """Return a plan that gives everything to the GPU and is else the same.
-
-        Attention becomes dense where the NPU estimates any scores, and stays as it is where the GPU does.
-        """
+        """Return a plan that gives everything to the GPU and is else the same."""
         entries = (
             replace(entry, group=group, placement=GPU_ONLY)
             for entry in self.entries
             for group in (("gate_up", "down") if entry.group == "ffn" else (entry.group,))
         )
-        attention = () if self.estimates_on_npu else self.attention
         kept = tuple(dict.fromkeys(entries))
-        return replace(self, entries=kept, slices=(), schedule=None, attention=attention, experts=())
+        own = (record.without_npu() for record in self.techniques)
+        techniques = tuple(record for record in own if record.entries)
+        return replace(self, entries=kept, slices=(), schedule=None, techniques=techniques)
 
     @property
     def has_ffn(self) -> bool:
@@ -258,29 +244,12 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     def uses_npu(self) -> bool:
         """Whether any placement needs the NPU."""
         linears = any(entry.placement.npu_lengths for entry in self.placed)
-        return linears or self.estimates_on_npu or self.has_npu_experts
+        return linears or any(record.uses_npu for record in self.techniques)
 
     @property
-    def has_npu_experts(self) -> bool:
-        """Whether the NPU computes experts of any layer."""
-        return any(entry.placement.groups for entry in self.experts)
-
-    @property
-    def drops_tokens(self) -> bool:
-        """Whether tokens beyond the capacity of an expert on the NPU are dropped."""
-        return any(own.placement.groups and own.placement.overflow == "drop" for own in self.experts)
-
-    @property
-    def estimates_on_npu(self) -> bool:
-        """Whether the NPU estimates scores of any attention."""
-        return any(one.estimator == "npu" for one in self.sparse_attention)
-
-    @property
-    def sparse_attention(self) -> tuple[SparseAttention, ...]:
-        """The sparse placements of attention."""
-        return tuple(
-            entry.placement for entry in self.attention if isinstance(entry.placement, SparseAttention)
-        )
+    def changes_values(self) -> bool:
+        """Whether a technique gives passes other results than the GPU alone, beyond rounding."""
+        return any(record.changes_values for record in self.techniques)
 
     @property
     def has_shadows(self) -> bool:
@@ -294,18 +263,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        data = {"schema_version": SCHEMA_VERSION, **msgspec.to_builtins(self, str_keys=True)}
-        for optional in ("schedule", "calibration", "threads"):
-            if data[optional] is None:
-                del data[optional]
-        for several in ("attention", "experts"):
-            if not data[several]:
-                del data[several]
+        data: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        for name, value in msgspec.to_builtins(self, str_keys=True).items():
+            if name == "techniques":
+                pairs = zip(self.techniques, value, strict=True)
+                data |= {record.KEY: own["entries"] for record, own in pairs}
+            elif value is not None or name not in OPTIONAL:
+                data[name] = value
         if self.request is not None:
-            if SHADOW_ATTENTION not in self.request.techniques:
-                del data["request"]["attention"]
-            if expert_technique(self.request.techniques) is None:
-                del data["request"]["experts"]
+            for option, names in TECHNIQUE_OPTIONS.items():
+                if not set(names).intersection(self.request.techniques):
+                    del data["request"][option]
         for entry in (*data["entries"], *data.get("schedule", {}).get("entries", ())):
             if not entry["placement"].get("shadow", True):
                 del entry["placement"]["shadow"]
@@ -332,7 +300,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         request = data.get("request")
         if isinstance(request, dict) and "passes" in request:  # the former name
             request.setdefault("techniques", request.pop("passes"))
-        plan = decode(data, cls, source=f"{source} is not a plan", error=PlanError)
+        file = decode(data, PLAN_FILE, source=f"{source} is not a plan", error=PlanError)
+        fields = asdict(file)
+        records = [kind(fields.pop(key)) for key, kind in RECORDS.items()]
+        plan = cls(**fields, techniques=tuple(record for record in records if record.entries))
         problem = _lacking(data) or next(filter(None, map(_mistake, plan.placed)), _empty_range(plan))
         if problem is not None:
             raise PlanError(f"{source} is not a plan: {problem}.")
@@ -358,15 +329,29 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return cls.from_json(text, source=str(path))
 
 
+def _file_type() -> type[Struct]:
+    """Return the type of a plan's file: a plan with the entries of each technique in a field of its own."""
+    found: list[Any] = []
+    for field in fields(Plan):
+        if field.name == "techniques":
+            found += [(key, fields(kind)[0].type, ()) for key, kind in RECORDS.items()]
+        else:
+            found.append((field.name, field.type, *(() if field.required else (field.default,))))
+    options: dict[str, Any] = {"frozen": True, "forbid_unknown_fields": True}
+    return defstruct("Plan", found, namespace={"__doc__": Plan.__doc__}, **options)
+
+
+PLAN_FILE: Final = _file_type()
+
+
 def _lacking(data: dict[str, Any]) -> str | None:
     """Name a field that a plan's file must state, though Python gives it a default."""
-    optional = {"schedule": None, "calibration": None, "attention": (), "experts": (), "threads": None}
-    if name := missing_field({**optional, **data}, Plan):
+    if name := missing_field({**dict.fromkeys(OPTIONAL), **data}, PLAN_FILE):
         return f"{name} is missing"
     if name := missing_field(data["sync"], PhaseSync):
         return f"sync.{name} is missing"
     if data["request"] is not None and (
-        name := missing_field({"attention": {}, "experts": {}, **data["request"]}, PlanRequest)
+        name := missing_field({**dict.fromkeys(TECHNIQUE_OPTIONS), **data["request"]}, PlanRequest)
     ):
         return f"request.{name} is missing"
     return None
@@ -385,9 +370,8 @@ def _mistake(entry: PlanEntry) -> str | None:
 
 
 def _empty_range(plan: Plan) -> str | None:
-    """Name the first range of attention or of experts that holds nothing."""
-    ranges = [("attention", own) for one in plan.attention for own in (one.lengths, one.keys, one.layers)]
-    ranges += [("experts", own) for one in plan.experts for own in (one.lengths, one.layers)]
+    """Name the first range of a technique that holds nothing."""
+    ranges = ((one.KEY, own) for one in plan.techniques for entry in one.entries for own in entry.ranges)
     empty = (f"range {low}..{high} of {what} is empty" for what, (low, high) in ranges if low > high)
     return next(empty, None)
 

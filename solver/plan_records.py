@@ -113,7 +113,7 @@ class ChunkSchedule(Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         policy: How stages of different chunks are ordered. No prompt of a model is small enough for the
-            exact search of :data:`heterollm.solver.schedule.SchedulePolicy`.
+            exact search of :data:`heterollm.solver.flights.schedule.SchedulePolicy`.
         in_flight: Most chunks at once, each with slots of its own.
         times: Predicted times of the groups of one layer of each kind in a whole chunk.
         entries: Placements of whole chunks while others are in flight; groups without one keep the plan's.

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
-import numpy as np
 from msgspec import structs
 
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.model import kinds_of_specs
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
-from heterollm.solver.expert_placements import EXPERTS_ON_GPU, ExpertsPlacement
-from heterollm.solver.expert_prices import ExpertPrices, ExpertsEstimate, estimate_experts
 from heterollm.solver.ffn import first_group
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, evaluate
@@ -172,56 +168,6 @@ def predict_pass(
     if len(mixed) > 1:
         experts_us = sum(kind.layers * kind.mixture_us for kind in mixed) / sum(kind.layers for kind in mixed)
     return PredictedPass(phase, tokens, tuple(kinds), next(iter(heads), None), time_us, experts_us=experts_us)
-
-
-def with_experts_time(
-    found: PredictedPass,
-    plan: Plan,
-    prices: ExpertPrices | None,
-    experts: Sequence[OpSpec],
-) -> PredictedPass:
-    """Return a predicted pass of prefill, in which the GPU computes all experts, with the planned ones.
-
-    The plan has the times of the shortest and of the longest pass of an entry, with calibrated loads; those
-    between lie on a line. In an entry without them all experts have equal loads.
-
-    Args:
-        found: The pass.
-        plan: The plan.
-        prices: Prices of passes of its length; None if the profile has no graphs of experts.
-        experts: The experts of each layer that has some.
-    """
-    routing = experts[0].experts
-    if routing is None or prices is None:
-        return found
-
-    touched = round(routing.touched(found.tokens))
-    each, more = divmod(found.tokens * routing.chosen, touched)
-    loads = np.zeros((1, routing.experts), np.int64)
-    loads[:, :touched] = each
-    loads[:, :more] += 1
-
-    def even(placement: ExpertsPlacement) -> ExpertsEstimate:
-        return estimate_experts(placement, loads, prices)
-
-    on_gpu_us = even(EXPERTS_ON_GPU).time_us
-    more_us = npu_us = 0.0
-    for spec in experts:
-        entry = next((one for one in plan.experts if one.serves(found.tokens, spec.layer)), None)
-        if entry is None or not entry.placement.groups:
-            continue
-        own, ends_us = even(entry.placement), (entry.shortest_us, entry.placement.predicted_us)
-        time_us = own.time_us
-        if None not in ends_us:
-            time_us = float(np.interp(found.tokens, entry.lengths, cast("tuple[float, float]", ends_us)))
-        more_us += time_us - on_gpu_us
-        npu_us += own.npu_us - prices.hand_over_us
-    return replace(
-        found,
-        time_us=found.time_us + more_us,
-        experts_us=found.experts_us + more_us / len(experts),
-        experts_npu_us=npu_us,
-    )
 
 
 def layer_cost(

@@ -27,12 +27,12 @@ from heterollm.profiler.records import (
 )
 from heterollm.solver.contention import Contention
 from heterollm.solver.costs import NO_SHADOW, Errors, ShadowTimes, Slowdown
-from heterollm.solver.expert_prices import ExpertPrices
-from heterollm.solver.expert_times import expert_times
+from heterollm.solver.experts.prices import ExpertPrices
+from heterollm.solver.experts.times import expert_times
 from heterollm.solver.profile_errors import ProfileErrors
 from heterollm.solver.profile_overheads import best_strategy, median_us, overheads_of
 from heterollm.solver.shadows import GroupShadow
-from heterollm.solver.sparse_costs import SparseTimes, sparse_times
+from heterollm.solver.sparse.costs import SparseTimes, sparse_times
 
 DECODE_POSITION: Final = 256
 """Default position of a decoded token: attention reads the tokens before it."""

@@ -9,9 +9,9 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 from msgspec import Meta, Struct
 
 from heterollm.base import Amount, OptionError, Positive
-from heterollm.solver.attention import AttentionRequest
-from heterollm.solver.expert_placements import ExpertsRequest
+from heterollm.solver.experts.placements import ExpertsRequest
 from heterollm.solver.placements import PLACEMENT_KINDS
+from heterollm.solver.sparse.attention import AttentionRequest
 
 SolvedLevel: TypeAlias = Literal["tensor", "block"]
 """Levels of the solver: ``tensor`` places every group of linears on its own, ``block`` may also place a
@@ -23,25 +23,20 @@ RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
 """A level of the solver, or ``auto``: ``block`` where the profile has times of the ffn and the solver uses it
 at any length, else ``tensor``."""
 
-LlmNpuTechnique: TypeAlias = Literal["llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu"]
-"""Techniques of llm.npu over a plan of weights of precision ``w8a8``, each with those before: graphs for each
-prompt, which only simulations build; graphs of chunks; outliers of the activations on the GPU (shadow);
-chunks out of order."""
+Technique: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe"]
+"""Techniques of a paper over a plan: llm.npu's chunks out of order with outliers of the activations on the
+GPU, over weights of precision ``w8a8``; shadowAttn's sparse attention; NPUMoE's experts of a mixture."""
 
-ExpertTechnique: TypeAlias = Literal["npumoe:each", "npumoe:tiers", "npumoe:groups", "npumoe"]
-"""Techniques of NPUMoE for the experts of a mixture, each with those before: all experts on the NPU, one in a
-graph; capacities by popularity; several experts in a graph; the solver may leave cold ones to the GPU."""
-
-Technique: TypeAlias = LlmNpuTechnique | Literal["shadowattn"] | ExpertTechnique
-"""Techniques of a paper over a plan: those of llm.npu, shadowAttn's sparse attention, or those of NPUMoE."""
-
+LLM_NPU: Final = "llm.npu"
 SHADOW_ATTENTION: Final = "shadowattn"
 NPU_EXPERTS: Final = "npumoe"
-TECHNIQUES: Final[tuple[Technique, ...]] = (
-    *get_args(LlmNpuTechnique),
-    SHADOW_ATTENTION,
-    *get_args(ExpertTechnique),
-)
+TECHNIQUES: Final[tuple[Technique, ...]] = get_args(Technique)
+
+TECHNIQUE_OPTIONS: Final[Mapping[str, tuple[Technique, ...]]] = {
+    "attention": (SHADOW_ATTENTION,),
+    "experts": (NPU_EXPERTS,),
+}
+"""Fields of a request with the options of a technique, and its names."""
 
 FORBIDDEN: Final = ("gpu", "npu", *PLACEMENT_KINDS[2:])
 """Processors that need not compute linear layers, and kinds of splits that a plan can avoid."""
@@ -80,38 +75,21 @@ def check_in_flight(given: InFlight) -> None:
 
 
 def check_techniques(given: Sequence[Technique]) -> None:
-    """Refuse names that are no technique, more than one step of llm.npu or of NPUMoE, and both together.
+    """Refuse names that are no technique, a name twice, and llm.npu together with NPUMoE.
 
     Raises:
-        OptionError: There is no such technique, there are several steps of one, or two do not combine.
+        OptionError: There is no such technique, it is there twice, or two do not combine.
     """
     for name in given:
         if name not in TECHNIQUES:
             raise OptionError(f"There is no technique {name!r:.40}.", fix=f"Choose {', '.join(TECHNIQUES)}.")
     if len(given) > len(set(given)):
         raise OptionError(f"The techniques {', '.join(given)} name one twice.", fix="Name each once.")
-    for steps in (LlmNpuTechnique, ExpertTechnique):
-        own = [name for name in given if name in get_args(steps)]
-        if len(own) > 1:
-            raise OptionError(
-                f"The techniques {', '.join(own)} are steps of one.",
-                fix="Give the last one: it has those before.",
-            )
-    if llm_npu_technique(given) and expert_technique(given):
+    if {LLM_NPU, NPU_EXPERTS}.issubset(given):
         raise OptionError(
             f"The techniques {', '.join(given)} do not combine: the chunks of llm.npu take turns on the NPU.",
             fix=f"Choose one; {SHADOW_ATTENTION} goes with both.",
         )
-
-
-def llm_npu_technique(given: Iterable[Technique]) -> Technique | None:
-    """Return the step of llm.npu among techniques; None without one."""
-    return next((name for name in given if name in get_args(LlmNpuTechnique)), None)
-
-
-def expert_technique(given: Iterable[Technique]) -> ExpertTechnique | None:
-    """Return the step of NPUMoE among techniques; None without one."""
-    return next((name for name in get_args(ExpertTechnique) if name in given), None)
 
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,8 +106,7 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
         in_flight: Chunks of a long prompt at once, or ``auto``.
-        techniques: Techniques of papers over the plan: at most one step of llm.npu or of NPUMoE, and
-            ``shadowattn``.
+        techniques: Techniques of papers over the plan: ``llm.npu`` or ``npumoe``, and ``shadowattn``.
         attention: Options of ``shadowattn``.
         experts: Options of ``npumoe``.
 

@@ -18,7 +18,7 @@ from typing import Final
 from heterollm.base import OptionError
 from heterollm.solver.candidates import Splits
 from heterollm.solver.costs import CachedCosts, Costs
-from heterollm.solver.flights import shortened
+from heterollm.solver.flights.plan import shortened
 from heterollm.solver.plan import Plan
 from heterollm.solver.predict import predict_pass
 from heterollm.solver.prompts import relative_time

@@ -264,7 +264,7 @@ def simulated_profile(session_cache):
 def test_quick_commands_run(words, simulated_profile, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     if words[0] == "simulate":
-        # tests/heterollm/simulate/test_sweep.py sweeps in processes, which import everything first.
+        # tests/heterollm/benchmarks/test_sweep.py sweeps in processes, which import everything first.
         monkeypatch.setattr("heterollm.kernels.threads.allowed_cores", lambda: (0,))
     assert main([str(BUNDLED) if word in CHECKPOINTS else word for word in words]) == 0, (
         capfd.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.solver.keep import HeadNeeds, keep_ratios
+from heterollm.solver.sparse.keep import HeadNeeds, keep_ratios
 from tables.table import Lines, Row, having, last, plain_table, rows_of, table, values_of
 
 PUBLISHED: Final = "SmolLM2-135M-Instruct"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -352,6 +353,11 @@ def kv_time() -> Lines:
 
 # -- techniques on host --------------------------------------------------------------------------------
 
+RUNG_PLANS: Final = {"shadow.plan.json": "auto llm.npu:shadow", "groups.plan.json": "tensor npumoe:groups"}
+"""Rungs by the names that the pages give the files of their plans."""
+
+PLANS: Final = re.compile("|".join(map(re.escape, RUNG_PLANS)))
+
 HOST_EXPERTS: Final = {
     "gpu w4a16, 1+1": "`gpu`, one core",
     "tensor w4a16, 1+1": "`tensor`, experts on the GPU, one core each",
@@ -359,7 +365,7 @@ HOST_EXPERTS: Final = {
     "tensor npumoe w4a16, 1+1": "`npumoe`, one core each",
     "gpu w4a16, 2+0": "`gpu`, both cores",
 }
-HOST_PASSES: Final = {
+HOST_TECHNIQUES: Final = {
     "gpu w8a8, 1+1": "`gpu`, one core",
     "layer padding w8a8, 1+1": "`layer`, one core each",
     "auto llm.npu:shadow w8a8, 1+1": "`llm.npu:shadow`, one core each",
@@ -373,7 +379,9 @@ def _on_host(page: str, name: str, file: str, words: Mapping[str, str]) -> None:
 
     @table(page, name, "configuration | tokens/s | over `gpu` on one core")
     def lines() -> Lines:
-        times = {row["label"]: row["times"] for row in rows_of(file)}
+        times = {
+            PLANS.sub(lambda own: RUNG_PLANS[own[0]], row["label"]): row["times"] for row in rows_of(file)
+        }
         base = times[next(iter(words))]["samples_ns"]
         for label, called in words.items():
             ratios = [first / one for first, one in zip(base, times[label]["samples_ns"], strict=True)]
@@ -381,7 +389,7 @@ def _on_host(page: str, name: str, file: str, words: Mapping[str, str]) -> None:
             yield called, f"{times[label]['median_ts']:.0f}", gain
 
 
-_on_host("llm-npu", "the pass on host", "llm_npu_host", HOST_PASSES)
+_on_host("llm-npu", "the technique on host", "llm_npu_host", HOST_TECHNIQUES)
 _on_host("mixture-of-experts", "mixture on host", "experts_host", HOST_EXPERTS)
 
 

@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any, Final
 
 import what_if
+from simulated_rows import Simulated
 
-from heterollm.simulate import SimulatedRow
 from tables.table import Lines, Row, last, rows_of, table
 
 SOCS: Final = {"snapdragon-8gen3-paper": "paper", "snapdragon-8gen3": "own path"}
@@ -94,7 +94,7 @@ def three_rows() -> Lines:
 )
 def what_ifs() -> Lines:
     """Yield the worth of each change to this program's path."""
-    return what_if.what_if_table([SimulatedRow.from_dict(row) for row in rows_of("simulated_path")])
+    return what_if.what_if_table([Simulated(**row) for row in rows_of("simulated_path")])
 
 
 @table(
@@ -180,8 +180,8 @@ NPU_PROMPTS: Final = (64, 256, 512, 1024, 1500)
 NPU_STEPS: Final = ("llm.npu:naive", "llm.npu:chunks", "llm.npu:shadow", "llm.npu")
 
 
-def _npu(model: str, soc: str, prompt: int, *passes: str, **asked: object) -> Row:
-    wanted = {"plan_level": "layer", "pruned": 0.85, "passes": list(passes)} | asked
+def _npu(model: str, soc: str, prompt: int, *techniques: str, **asked: object) -> Row:
+    wanted = {"plan_level": "layer", "pruned": 0.85, "techniques": list(techniques)} | asked
     return fitting("simulated_llm_npu", **wanted, model=model, soc=soc, prompt_tokens=prompt)
 
 
@@ -198,7 +198,7 @@ def _npu_rate(row: Row) -> str:
 def npu_steps() -> Lines:
     """Yield the steps of the technique."""
     for model, (soc, words) in NPU_MODELS:
-        rows = [_npu(model, soc, 1024, *passes) for passes in ((), *((name,) for name in NPU_STEPS))]
+        rows = [_npu(model, soc, 1024, *techniques) for techniques in ((), *((name,) for name in NPU_STEPS))]
         idle = (row["prefill"]["npu_idle_fraction"] for row in rows)
         cells = (
             f"{_npu_rate(row)} ({share:.0%}; {row['prefill_joules']:.1f})"
@@ -229,9 +229,9 @@ def npu_splits() -> Lines:
     """Yield the technique beside, and with, splits."""
     for model, (soc, words) in NPU_MODELS:
         found = (
-            _npu(model, soc, prompt, *passes, plan_level=level)
+            _npu(model, soc, prompt, *techniques, plan_level=level)
             for prompt in (256, 1024)
-            for level, *passes in (("tensor",), ("layer", "llm.npu"), ("tensor", "llm.npu"))
+            for level, *techniques in (("tensor",), ("layer", "llm.npu"), ("tensor", "llm.npu"))
         )
         yield f"{model}, {words}", *map(_npu_rate, found)
 
@@ -248,7 +248,7 @@ def npu_published() -> Lines:
         return f"{phase['busy_fraction']['npu'] * phase['milliseconds']:.0f} ms"
 
     def build_s(soc: str) -> str:
-        naive, chunks = (_npu("gemma-2b", soc, 256, step)["prefill_ms"] for step in NPU_STEPS[:2])
+        naive, chunks = (_npu("gemma-2b", soc, 256, step)["ttft_ms"] for step in NPU_STEPS[:2])
         return f"{(naive - chunks) / 1e3:.1f} s"
 
     def idle(soc: str, step: str) -> str:
@@ -269,7 +269,7 @@ def npu_published() -> Lines:
         (
             "Qwen1.5-1.8B, share of the time that shadows without pruning take",
             "29.7 % to synchronise",
-            lambda soc: shadow(soc, "prefill_ms"),
+            lambda soc: shadow(soc, "ttft_ms"),
         ),
         ("the same, of the energy", "20.1 %", lambda soc: shadow(soc, "prefill_joules")),
         ("Gemma-2B, building graphs for a prompt", "11.9 s", build_s),
@@ -289,7 +289,7 @@ SLOW: Final = {"gpu.attention_tflops": 0.02}
 def _attention(
     model: str, prompt: int, changed: Mapping[str, float], estimator: str | None, pipeline: str = "ordered"
 ) -> Row:
-    asked: dict[str, Any] = {"passes": [], "attention": None}
+    asked: dict[str, Any] = {"techniques": [], "attention": None}
     if estimator is not None:
         attention = {
             "keep": 0.2,
@@ -298,7 +298,7 @@ def _attention(
             "estimator": estimator,
             "pipeline": pipeline,
         }
-        asked = {"passes": ["shadowattn"], "attention": attention}
+        asked = {"techniques": ["shadowattn"], "attention": attention}
     file = "simulated_shadow_attention"
     return last(file, model=model, prompt_tokens=prompt, what_if=dict(changed), **asked)
 
@@ -320,8 +320,8 @@ def attention_lengths() -> Lines:
         cells = [f"{model}, {words}"]
         for prompt, estimator in product(LONG_PROMPTS, (None, "auto")):
             row = _attention(model, prompt, changed, estimator)
-            share = row["prefill"]["attention_ms"] / row["prefill_ms"]
-            cells.append(f"{row['prefill_ms'] / 1e3:.2f} ({share:.0%}; {row['prefill_joules']:.1f})")
+            share = row["prefill"]["attention_ms"] / row["ttft_ms"]
+            cells.append(f"{row['ttft_ms'] / 1e3:.2f} ({share:.0%}; {row['prefill_joules']:.1f})")
         yield cells
 
 
@@ -341,28 +341,15 @@ def attention_steps() -> Lines:
     )
     for model, (words, estimator, pipeline) in product(QWENS[1:], steps):
         row = _attention(model, 4096, SLOW, estimator, pipeline)
-        times_ms = row["prefill_ms"], row["prefill"]["attention_ms"]
+        times_ms = row["ttft_ms"], row["prefill"]["attention_ms"]
         seconds = (f"{time_ms / 1e3:.2f}" for time_ms in times_ms)
         idle = f"{row['prefill']['npu_idle_fraction']:.0%}"
         yield f"{model}: {words}", *seconds, f"{row['prefill_joules']:.1f}", idle
 
 
 # -- NPUMoE --------------------------------------------------------------------------------------------
-# The rows come from these commands, with ``-o bench/results/simulated_experts.jsonl`` and ``--decode 8
-# --plan-for prompt``. A case that does not fit is a row with the reason:
-#
-#     MODELS=qwen3-30b-a3b,olmoe-1b-7b,phi-3.5-moe,mixtral-8x7b
-#     STEPS=npumoe:each,npumoe:tiers,npumoe:groups,npumoe
-#     MORE='--what-if memory.available_gib=0'
-#     NO_LIMITS="$MORE --what-if npu.address_space_gib=0"
-#     heterollm simulate $MODELS --prompt 64,256,1024 --plan gpu,tensor
-#     heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --technique $STEPS
-#     heterollm simulate $MODELS --prompt 64,256,1024 --plan gpu,tensor $NO_LIMITS
-#     heterollm simulate $MODELS --prompt 64,256,1024 --plan tensor --technique $STEPS $NO_LIMITS
-#     heterollm simulate phi-3.5-moe,mixtral-8x7b --prompt 64,256,1024 --plan tensor \
-#         --technique none,npumoe $MORE
-#     heterollm simulate qwen3-30b-a3b,olmoe-1b-7b --prompt 1024 --plan tensor --technique none,npumoe \
-#         --imbalance 1.3    # and 2.7, 4
+# ``python bench/figures.py --run simulated_experts`` takes the rows again; bench/rungs.py has the steps.
+# A case that does not fit is a row with the reason.
 
 MOE_PROMPTS: Final = (64, 256, 1024)
 MOE_STEPS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
@@ -408,7 +395,7 @@ def moe_unlimited() -> Lines:
 @table(
     "mixture-of-experts",
     "simulated imbalance",
-    "simulated, 1024 tokens, tokens/s with the pass (without it; choices on the NPU) | "
+    "simulated, 1024 tokens, tokens/s with the technique (without it; choices on the NPU) | "
     + " | ".join("2, the default" if own is None else f"{own:g}" for own in IMBALANCES),
 )
 def moe_imbalances() -> Lines:
@@ -418,8 +405,8 @@ def moe_imbalances() -> Lines:
         for imbalance in IMBALANCES:
             asked = {"model": model, "prompt_tokens": 1024, "plan_level": "tensor", "what_if": {}}
             without, found = (
-                last("simulated_experts", **asked, passes=passes, imbalance=imbalance)
-                for passes in ([], ["npumoe"])
+                last("simulated_experts", **asked, techniques=techniques, imbalance=imbalance)
+                for techniques in ([], ["npumoe"])
             )
             share = f"{found['experts']['npu_pairs'] / found['experts']['pairs']:.0%}"
             cells.append(f"{_moe_rate(found)} ({_moe_rate(without)}; {share})")
@@ -430,8 +417,8 @@ def _moe_line(
     model: str, step: tuple[str, str, tuple[str, ...]], changed: Mapping[str, float]
 ) -> Iterator[str]:
     """Yield the cells of a line; a length that does not fit has the sum in place of its rate."""
-    words, level, passes = step
-    asked = {"plan_level": level, "passes": list(passes), "what_if": changed, "imbalance": None}
+    words, level, techniques = step
+    asked = {"plan_level": level, "techniques": list(techniques), "what_if": changed, "imbalance": None}
     found = [last("simulated_experts", model=model, prompt_tokens=n, **asked) for n in MOE_PROMPTS]
     row = found[-1]
     yield from (f"{model}: {words}", *map(_moe_rate, found))

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from simulated_rows import view
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 Row: TypeAlias = Mapping[str, Any]
 Line: TypeAlias = Iterable[str]
@@ -24,7 +26,8 @@ def rows_of(name: str) -> tuple[Row, ...]:
     if name in FRESH:
         return FRESH[name]
     path = ROOT / "bench" / "results" / f"{name}.jsonl"
-    return tuple(json.loads(line) for line in path.read_text("utf-8").splitlines())
+    rows = map(json.loads, path.read_text("utf-8").splitlines())
+    return tuple(view(row) if row.get("modelled") else row for row in rows)
 
 
 def having(rows: str | Iterable[Row], **asked: object) -> list[Row]:

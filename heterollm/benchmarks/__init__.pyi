@@ -10,12 +10,10 @@ from .demo import run_demo as run_demo
 from .evaluate import Evaluation as Evaluation
 from .evaluate import evaluate as evaluate
 from .formats import FORMATS as FORMATS
-from .formats import append_jsonl as append_jsonl
-from .formats import read_json_items as read_json_items
+from .formats import RIGHT as RIGHT
 from .formats import read_rows as read_rows
-from .formats import to_csv as to_csv
-from .formats import to_json as to_json
-from .formats import to_jsonl as to_jsonl
+from .formats import table_of as table_of
+from .modelled import modelled_row as modelled_row
 from .options import BenchOptions as BenchOptions
 from .profile_first import profile_splits as profile_splits
 from .profile_first import run_profile as run_profile
@@ -26,6 +24,8 @@ from .run import run_bench as run_bench
 from .stopping import Stop as Stop
 from .stopping import TerminatedInterrupt as TerminatedInterrupt
 from .stopping import signals_interrupt as signals_interrupt
+from .sweep import expand_simulated as expand_simulated
+from .sweep import run_sweep as run_sweep
 from .verdict import COMPARED as COMPARED
 from .verdict import best_of as best_of
 from .verdict import groups_of as groups_of

@@ -22,6 +22,8 @@ from heterollm.kernels.threads import split_threads
 from heterollm.planning import LOAD_EFFECTS, LOAD_OPTIONS, LoadKeywords, LoadOptions, Threads, load_facts
 from heterollm.solver import (
     LENGTH_POLICIES,
+    LLM_NPU,
+    NPU_EXPERTS,
     SHADOW_ATTENTION,
     TECHNIQUES,
     ExpertsRequest,
@@ -29,7 +31,6 @@ from heterollm.solver import (
     Overflow,
     PlanRequest,
     Technique,
-    expert_technique,
 )
 
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
@@ -46,8 +47,8 @@ FOREIGN: Final = Effect(
 """Options that other engines do not take."""
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-PASS_LEVELS: Final = ("auto", "tensor")
-"""Levels whose plan a pass makes."""
+LLM_NPU_LEVELS: Final = ("auto", "tensor")
+"""Levels whose plan llm.npu makes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,7 +99,7 @@ class Configuration:
         scales: Scales of 4-bit weights.
         power: Clocks and cores asked for; empty for other engines.
         calibration: File of a calibration; empty without NPU graphs of integers and techniques.
-        pass_name: A pass over the plan, such as ``llm.npu``; empty for none.
+        technique: A technique over the plan, such as ``llm.npu``; empty for none.
         experts_gib: Memory of a mixture's experts in GiB; None for all of them.
         overflow: Fate of tokens beyond an expert's capacity, with ``npumoe``.
         baseline: Whether the bench added the configuration for comparison.
@@ -115,7 +116,7 @@ class Configuration:
     scales: Scales = "free"
     power: Power | Literal[""] = "burst"
     calibration: str = ""
-    pass_name: Technique | Literal[""] = ""
+    technique: Technique | Literal[""] = ""
     experts_gib: float | None = None
     overflow: Overflow = "gpu"
     baseline: bool = False
@@ -132,7 +133,7 @@ class Configuration:
             weights = "4-bit" if self.precision == "w4a16" else self.precision
             threads = "" if self.threads is None else f", {self.n_threads} threads"
             return f"{self.engine} {weights}{threads}"
-        parts = [self.plan_level, *([self.pass_label] if self.pass_name else [])]
+        parts = [self.plan_level, *([self.technique_label] if self.technique else [])]
         if self.plan_level in COVERED:
             parts.append(self.length_policy)
         if self.sync != "auto":
@@ -146,9 +147,9 @@ class Configuration:
         return f"{' '.join(parts)} {self.precision}{kind}{split}"
 
     @property
-    def pass_label(self) -> str:
+    def technique_label(self) -> str:
         """Name of the technique, with the fate of tokens beyond capacities unless the GPU has them."""
-        return self.pass_name if self.overflow == "gpu" else f"{self.pass_name} {self.overflow}"
+        return self.technique if self.overflow == "gpu" else f"{self.technique} {self.overflow}"
 
     @property
     def load_keywords(self) -> LoadKeywords:
@@ -156,8 +157,8 @@ class Configuration:
         gpu_threads, npu_threads = self.threads or (None, None)
         policy = "padding" if self.length_policy == "auto" else self.length_policy
         request = None
-        if self.pass_name:
-            request = PlanRequest(techniques=(self.pass_name,), experts=ExpertsRequest(self.overflow))
+        if self.technique:
+            request = PlanRequest(techniques=(self.technique,), experts=ExpertsRequest(self.overflow))
         return {
             "device": self.device,
             "plan": self.plan_level,
@@ -237,8 +238,8 @@ def expand(
     Options that do not apply to a configuration stay at their defaults, so that no two are equal: length
     policies apply to ``npu`` and ``layer`` only, the default split of the cores to all levels but ``auto``,
     syncs to levels that use the NPU (``operator`` to all), a calibration to integers on the NPU and to
-    ``shadowattn``, steps of llm.npu to ``auto`` and ``tensor`` at ``w8a8``, ``shadowattn`` to all levels at
-    ``w8a8`` and stepped ``w4a16``, steps of NPUMoE to all levels but ``gpu`` (``none`` is no pass), and none
+    ``shadowattn``, ``llm.npu`` to ``auto`` and ``tensor`` at ``w8a8``, ``shadowattn`` to all levels at
+    ``w8a8`` and stepped ``w4a16``, ``npumoe`` to all levels but ``gpu`` (``none`` is no technique), and none
     of them to other engines. Levels that need an NPU skip splits without one. ``given`` has
     the values of options, by name, that must have an effect in some configuration.
 
@@ -285,12 +286,12 @@ def expand(
             f"No configuration is left: {', '.join(levels)} with threads {_words(splits)}.",
             fix="Levels other than gpu need at least one NPU thread.",
         )
-    if set(techniques) - {NONE} - {one.pass_name for one in unique}:
+    if set(techniques) - {NONE} - {one.technique for one in unique}:
         raise OptionError(
             f"No configuration has the technique {', '.join(techniques)}.",
-            fix="Give --calibration FILE. Steps of llm.npu need --plan auto or tensor, --precision w8a8 and "
+            fix="Give --calibration FILE. llm.npu needs --plan auto or tensor, --precision w8a8 and "
             f"an NPU thread; {SHADOW_ATTENTION} needs a level, and --precision w8a8 or --scales stepped; "
-            "steps of npumoe need a level other than gpu, and an NPU thread.",
+            "npumoe needs a level other than gpu, and an NPU thread.",
         )
     check_given(unique, given)
     return unique
@@ -333,7 +334,7 @@ def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuratio
             length_policy="auto",
             sync="auto",
             calibration="",
-            pass_name="",
+            technique="",
             overflow="gpu",
             threads=(sum(threads), 0),
             baseline=True,
@@ -349,7 +350,7 @@ def _own(
     level: str,
     policy: str,
     sync: str,
-    pass_name: str,
+    technique: str,
     calibration: str | Path | None,
     overflow: Overflow,
 ) -> Configuration | None:
@@ -360,15 +361,14 @@ def _own(
     uses_npu = level != "gpu" and not without_npu
     int8 = base.precision == "w8a8"
     calibrated = int8 or (base.precision == "w4a16" and base.scales == "stepped")
-    given: tuple[Technique, ...] = () if pass_name == NONE else (cast("Technique", pass_name),)
-    routed = expert_technique(given) is not None
-    if pass_name == SHADOW_ATTENTION:
+    routed = technique == NPU_EXPERTS
+    if technique == SHADOW_ATTENTION:
         passable = calibrated and level in LEVEL_NAMES
     elif routed:
         passable = uses_npu and level in LEVEL_NAMES
     else:
-        passable = bool(given) and uses_npu and int8 and level in PASS_LEVELS
-    integers = calibrated and (level != "gpu" or (passable and pass_name == SHADOW_ATTENTION))
+        passable = technique == LLM_NPU and uses_npu and int8 and level in LLM_NPU_LEVELS
+    integers = calibrated and (level != "gpu" or (passable and technique == SHADOW_ATTENTION))
     read = calibration is not None and (integers or (routed and passable))
     return replace(
         base,
@@ -376,7 +376,7 @@ def _own(
         length_policy=policy if level in COVERED else "auto",
         sync=sync if uses_npu or sync == "operator" else "auto",
         calibration=str(calibration) if read else "",
-        pass_name=cast("Technique", pass_name) if passable else "",
+        technique=cast("Technique", technique) if passable else "",
         overflow=overflow if routed and passable else "gpu",
     )
 

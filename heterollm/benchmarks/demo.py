@@ -256,7 +256,8 @@ def _sentences(rows: Sequence[BenchRow], device: str) -> Iterator[str]:
 
 def _simulated(soc: str, progress: Progress) -> tuple[tuple[DemoRow, ...], tuple[str, ...]]:
     """Return the rows of a modelled phone, and notes on them."""
-    from heterollm.simulate import SimulationRequest, expand, simulate
+    from heterollm.benchmarks.sweep import expand_simulated
+    from heterollm.simulate import SimulationRequest, simulate
 
     rows: list[DemoRow] = []
     notes: list[str] = []
@@ -264,7 +265,7 @@ def _simulated(soc: str, progress: Progress) -> tuple[tuple[DemoRow, ...], tuple
         PHONE_MODEL, soc, prompt=PREFILL_TOKENS, decode=DECODE_TOKENS, overrides=ANY_MEMORY
     )
     limit: float | None = None
-    for done, request in enumerate(expand(base, levels=tuple(ROWS))):
+    for done, request in enumerate(expand_simulated(base, levels=tuple(ROWS))):
         progress("Simulating a phone", done, len(ROWS))
         name = ROWS[request.level]
         try:

@@ -81,6 +81,7 @@ class SelfEngine:
         now_ns = self._llm.device.gpu.now_ns  # a simulated device has a clock of its own
 
         def timed() -> float:
+            session.restore()
             used = None if self._meter is None else self._meter.clock.totals.copy()
             before_ns = now_ns()
             if len(prompt):

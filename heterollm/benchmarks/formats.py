@@ -7,63 +7,56 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from heterollm.base import CacheError, InputError, format_bytes, markdown_table, parse_json, read_file
-from heterollm.benchmarks.rows import FIELD_NAMES, BenchRow, flat
+from heterollm.base import InputError, format_bytes, markdown_table, parse_json, read_file
+from heterollm.benchmarks.rows import BenchRow, Modelled, flat
 
-COLUMNS: Final = (
-    "model", "size", "params", "engine", "level", "lengths", "sync", "precision", "threads", "test", "t/s",
-)  # fmt: skip
-RIGHT: Final = {"size", "params", "threads", "test", "t/s"}
-NEVER_LEFT_OUT: Final = {"model", "engine", "level", "precision", "threads", "test", "t/s"}
+RATES: Final = ("ttft ms", "prefill t/s", "decode t/s", "prefill J", "J a token", "W")
+"""Columns of simulated rows alone, whose times share no column with measured ones."""
+
+RIGHT: Final = {"size", "params", "threads", "test", "t/s", *RATES}
+NEVER_LEFT_OUT: Final = {"model", "size", "params", "engine", "level", "precision", "threads", "test", "t/s"}
+"""Columns that tables with a measured row have even if they are empty."""
 
 
-class Row(Protocol):
-    """A row of any kind of result."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold, in the order of the fields."""
-        ...
+def table_of(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and cells like llama-bench's, of medians, without columns of defaults alone."""
+    cells = [_cells(row) for row in rows]
+    needed = set() if all(row.modelled is not None for row in rows) else NEVER_LEFT_OUT
+    columns = [
+        name
+        for name in (cells[0] if cells else ())
+        if name in needed or {line[name] for line in cells} - {"", "auto"}
+    ]
+    return columns, [[line[name] for name in columns] for line in cells]
 
 
 def to_markdown(rows: Sequence[BenchRow]) -> str:
-    """Return a table like llama-bench's, of medians, without columns that have only defaults."""
-    cells = [_cells(row) for row in rows]
-    columns = [
-        name
-        for name in COLUMNS
-        if name in NEVER_LEFT_OUT
-        or name in ("size", "params")
-        or {line[name] for line in cells} - {"", "auto"}
-    ]
-    return markdown_table(
-        columns, [[line[name] for name in columns] for line in cells], right=RIGHT & set(columns)
-    )
+    """Return the table of :func:`table_of`."""
+    columns, cells = table_of(rows)
+    return markdown_table(columns, cells, right=RIGHT & set(columns))
 
 
-def to_csv(rows: Sequence[Row], names: Sequence[str] = FIELD_NAMES) -> str:
-    """Return a header and a line for each row; lists and tables are JSON in their cells.
-
-    Args:
-        rows: The rows.
-        names: Names of their fields.
-    """
+def to_csv(rows: Sequence[BenchRow]) -> str:
+    """Return a header and a line for each row; lists and tables are JSON in their cells."""
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(names)
-    for row in rows:
-        data = flat(row) if isinstance(row, BenchRow) else row.to_dict()
-        writer.writerow([_plain(value) for value in data.values()])
+    lines = [flat(row) for row in rows]
+    if all(row.modelled is None for row in rows):
+        own = Modelled.__struct_fields__
+        lines = [{name: value for name, value in line.items() if name not in own} for line in lines]
+    writer = csv.DictWriter(buffer, list(lines[0]) if lines else (), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _plain(value) for name, value in line.items()} for line in lines)
     return buffer.getvalue()
 
 
-def to_json(rows: Sequence[Row]) -> str:
+def to_json(rows: Sequence[BenchRow]) -> str:
     """Return one JSON list."""
     return json.dumps([row.to_dict() for row in rows], indent=2, allow_nan=False) + "\n"
 
 
-def to_jsonl(rows: Sequence[Row]) -> str:
+def to_jsonl(rows: Sequence[BenchRow]) -> str:
     """Return one JSON object a line."""
     return "".join(json.dumps(row.to_dict(), allow_nan=False) + "\n" for row in rows)
 
@@ -77,32 +70,15 @@ FORMATS: Final[dict[str, Callable[[Sequence[BenchRow]], str]]] = {
 """Writers of rows by the value of ``--format``."""
 
 
-def append_jsonl(path: Path, rows: Sequence[Row]) -> None:
-    """Append rows to a file of JSON lines.
-
-    Raises:
-        CacheError: It cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(to_jsonl(rows))
-    except OSError as error:
-        raise CacheError(f"Cannot write {path}: {error.strerror or error}.") from error
-
-
 def read_rows(path: Path) -> list[BenchRow]:
-    """Read rows of ``heterollm bench``.
+    """Read rows of ``heterollm bench`` and ``heterollm simulate``.
 
     Raises:
-        InputError: It cannot be read, or a line is no row, such as one of a simulation.
+        InputError: It cannot be read, or a line is no row.
     """
     items = read_json_items(path)
     if any(isinstance(item, dict) and item.get("simulated") for item in items):
-        raise InputError(
-            f"{path} has rows of simulations: modelled times are never read as measured ones.",
-            fix="Give a file that `heterollm bench -o` wrote.",
-        )
+        raise InputError(f"{path} has rows that an older version simulated.", fix="Simulate them again.")
     return [BenchRow.from_dict(item, source=f"{path}: row {place}") for place, item in enumerate(items, 1)]
 
 
@@ -130,6 +106,7 @@ def read_json_items(path: Path) -> list[object]:
 
 
 def _cells(row: BenchRow) -> dict[str, str]:
+    own = row.modelled
     rate = (
         "failed"
         if row.times.median_ts is None
@@ -141,19 +118,41 @@ def _cells(row: BenchRow) -> dict[str, str]:
         rate += " (wrong logits)"
     elif row.interrupted is not None:
         rate += f" ({len(row.times.samples_ns)} of {row.asked.repetitions} samples)"
+    if own is not None and row.error is None:
+        rate = ""
     return {
         "model": row.setup.model_type or Path(row.setup.model_filename).name,
+        "time": "" if row.time_kind in (None, "real") else row.time_kind,
+        "soc": "" if own is None else Path(own.soc).stem,
         "size": "" if row.setup.model_size is None else format_bytes(row.setup.model_size),
         "params": "" if row.setup.model_n_params is None else f"{row.setup.model_n_params / 1e9:.2f} B",
-        "engine": row.engine,
+        "engine": row.engine if own is None else "",
         "level": row.plan_level,
+        "technique": row.asked.technique,
+        "at once": "" if own is None or own.lanes in (None, 1) else f"{own.lanes} of {own.chunk_tokens}",
+        "game": "" if own is None else own.gpu_load or "",
         "lengths": row.asked.length_policy,
         "sync": row.asked.sync,
         "precision": row.precision,
         "threads": row.asked.threads,
         "test": row.test,
         "t/s": rate,
+        **dict.fromkeys(RATES, ""),
+        **({} if own is None else _rates(own)),
     }
+
+
+def _rates(own: Modelled) -> dict[str, str]:
+    values = (
+        (own.ttft_ms, 1),
+        (own.prefill_tokens_per_second, 1),
+        (own.decode_tokens_per_second, 2),
+        (own.prefill_joules, 2),
+        (own.decode_joules_per_token, 3),
+        (own.average_watts, 2),
+    )
+    cells = ("" if value is None else f"{value:,.{digits}f}" for value, digits in values)
+    return dict(zip(RATES, cells, strict=True))
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any value of a row

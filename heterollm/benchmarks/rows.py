@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from heterollm.base import Amount, Count, InputError, Number, Positive, decode
+from heterollm.base import Amount, Count, InputError, Number, Positive, PositiveNumber, decode
 from heterollm.benchmarks.cases import Case, Configuration
 
 
@@ -42,7 +42,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_size: Count = 0
     scales: Literal["", "free", "stepped"] = ""
     power: str = ""
-    pass_name: str = ""
+    technique: str = ""
     experts_gib: Amount | None = None
     n_threads: Count | None = None
     gpu_threads: Count | None = None
@@ -168,6 +168,48 @@ class LogitsCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError("quality_passed is false without quality_gate_db")
 
 
+class Modelled(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Conditions and results of a simulated case: a prompt and the tokens after it, on a virtual clock.
+
+    Where the case failed, its results are None. The conditions are those of
+    :class:`heterollm.simulate.SimulationRequest`.
+    """
+
+    soc: str
+    plan_for: str
+    in_flight: Literal["auto"] | Count = 1
+    gpu_load: str | None = None
+    what_if: dict[str, float] = {}
+    head_bits: Count
+    every_form: bool
+    calibrated: bool = False
+    attention: dict[str, Any] | None = None
+    overflow: str | None = None
+    imbalance: Amount | None = None
+    pruned: Amount
+    outlier_share: Amount | None = None
+    lanes: Count | None = None
+    chunk_tokens: Count | None = None
+    npu_graphs: Count | None = None
+    npu_gib: Amount | None = None
+    npu_limit_gib: PositiveNumber | None = None
+    npu_opening_s: Amount | None = None
+    ttft_ms: PositiveNumber | None = None
+    prefill_tokens_per_second: PositiveNumber | None = None
+    decode_tokens_per_second: PositiveNumber | None = None
+    prefill_joules: PositiveNumber | None = None
+    decode_joules_per_token: PositiveNumber | None = None
+    average_watts: PositiveNumber | None = None
+    prefill: dict[str, Any] | None = None
+    decode: dict[str, Any] | None = None
+    predicted_npu_idle_fraction: Amount | None = None
+    in_order: dict[str, Any] | None = None
+    slowdown: dict[str, float] | None = None
+    experts: dict[str, Any] | None = None
+    cuts: dict[str, dict[str, str]] = {}
+    tokens: tuple[int, ...] = ()
+
+
 class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Results of a test with a configuration.
 
@@ -185,6 +227,7 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         account: Work of a sample.
         trace: Times of one traced run.
         quality: Distance of the logits from the reference's.
+        modelled: Conditions and results of a case of `heterollm simulate`; None for others.
         error: Why there are no more samples.
         interrupted: Why samples are missing, if no error is the cause.
         notes: Remarks on the numbers.
@@ -204,6 +247,7 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     account: Account = Account()
     trace: TraceTimes = TraceTimes()
     quality: LogitsCheck = LogitsCheck()
+    modelled: Modelled | None = None
     error: str | None = None
     interrupted: str | None = None
     notes: tuple[str, ...] = ()
@@ -249,6 +293,9 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             InputError: A field is missing, unknown, of the wrong type or out of range, with its path.
         """
         fix = "Give a file that -o wrote."
+        if isinstance(data, dict) and isinstance(asked := data.get("asked"), dict) and "pass_name" in asked:
+            former = dict(asked)
+            data = {**data, "asked": {"technique": former.pop("pass_name"), **former}}
         row = decode(data, cls, source=f"{source} is no row of `heterollm bench`", error=InputError, fix=fix)
         known = row.times.samples_disturbed
         disturbed = (*known, *(None for _ in row.times.samples_ns[len(known) :]))
@@ -258,21 +305,17 @@ class BenchRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 GROUPS: Final = {"asked": Asked, "setup": Setup, "times": Times, "account": Account, "trace": TraceTimes} | {
-    "quality": LogitsCheck
+    "quality": LogitsCheck,
+    "modelled": Modelled,
 }
-FIELD_NAMES: Final = tuple(
-    leaf
-    for name in BenchRow.__struct_fields__
-    for leaf in (GROUPS[name].__struct_fields__ if name in GROUPS else (name,))
-)
-"""Names of all fields, without the names of their records; all are different."""
 
 
 def flat(row: BenchRow) -> dict[str, Any]:
-    """Return the values of :data:`FIELD_NAMES`."""
+    """Return all values by the names of their fields, without the names of records; all are different."""
     found: dict[str, Any] = {}
     for name, value in row.to_dict().items():
-        found |= value if name in GROUPS else {name: value}
+        group = GROUPS.get(name)
+        found |= {name: value} if group is None else value or dict.fromkeys(group.__struct_fields__)
     return found
 
 
@@ -317,7 +360,7 @@ def asked_of(configuration: Configuration, case: Case, *, seed: int, repetitions
         group_size=configuration.group_size,
         scales=configuration.scales,
         power=configuration.power,
-        pass_name=configuration.pass_label,
+        technique=configuration.technique_label,
         experts_gib=configuration.experts_gib,
         n_threads=configuration.n_threads,
         gpu_threads=None if split is None else split[0],

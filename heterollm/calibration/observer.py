@@ -178,7 +178,10 @@ class ActivationObserver:
         return call
 
     def keys(self, cache: KvMemory, tokens: int, config: ModelConfig) -> Floats:
-        """Return the keys of a session's first tokens ``[layers, kv_heads, tokens * head_dim]``."""
+        """Return the keys of a session's first tokens ``[layers, kv_heads, tokens * head_dim]``.
+
+        Passes are as long as the context, so that windows leave no page of it.
+        """
         assert self._engine is not None
         self._engine.device.gpu.finish()
         parts = []

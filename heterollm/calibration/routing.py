@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from heterollm.base import CalibrationError, Count, OptionError
 from heterollm.kernels.ops import OpSpec
-from heterollm.solver import imbalance
 
 ROUTED_TOKENS: Final = 64
 """Tokens of a chunk of the records; chunks of a multiple are sums."""
@@ -69,7 +68,8 @@ class RoutingCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def imbalance(self) -> float:
         """The largest number of tokens of an expert over the mean one."""
-        return imbalance(self.loads(ROUTED_TOKENS))
+        counts = self.counts
+        return float(counts.max() / counts.mean()) if counts.any() else 1.0
 
     def most_popular(self, number: int) -> list[int]:
         """Return the experts with the most tokens, by falling popularity.

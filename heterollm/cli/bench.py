@@ -44,8 +44,6 @@ commands = command_group()
 
 ENGINES = ("self", "llama.cpp", "transformers")
 POLICIES = ("padding", "pipe", "auto")
-BENCH_TECHNIQUES = ("none", *(name for name in TECHNIQUES if name != "llm.npu:naive"))
-"""Passes that real devices run."""
 
 OF_SAVED = ("saved", "form", "as_json", "picture", "html")
 """Parameters of the output, which ``--from`` allows."""
@@ -108,9 +106,8 @@ class ConfigurationOptions:
         OverflowOption,
         several(
             "--technique",
-            help="none, llm.npu, llm.npu:chunks, llm.npu:shadow, shadowattn, npumoe, npumoe:each, "
-            "npumoe:tiers, npumoe:groups.",
-            names=BENCH_TECHNIQUES,
+            help="none, llm.npu, shadowattn, npumoe.",
+            names=("none", *TECHNIQUES),
         ),
     ] = ("none",)
     overflow: OverflowOption = "gpu"

@@ -132,25 +132,15 @@ InFlightOption = Annotated[
         parser=chunk_count,
     ),
 ]
-TechniqueChoice: TypeAlias = Literal[
-    "llm.npu:naive",
-    "llm.npu:chunks",
-    "llm.npu:shadow",
-    "llm.npu",
-    "shadowattn",
-    "npumoe:each",
-    "npumoe:tiers",
-    "npumoe:groups",
-    "npumoe",
-]
+TechniqueChoice: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe"]
 TECHNIQUES: tuple[TechniqueChoice, ...] = get_args(TechniqueChoice)
 TechniqueOption = Annotated[
     Sequence[TechniqueChoice],
     several(
         "--technique",
-        help="llm.npu, or its steps llm.npu:chunks and llm.npu:shadow: see docs/llm-npu.md; shadowattn: "
-        "sparse attention in prompts, see docs/shadow-attention.md; npumoe: a mixture's experts on the NPU, "
-        "see docs/mixture-of-experts.md.",
+        help="llm.npu: chunks out of order, see docs/llm-npu.md; shadowattn: sparse attention in prompts, "
+        "see docs/shadow-attention.md; npumoe: a mixture's experts on the NPU, see "
+        "docs/mixture-of-experts.md.",
         names=TECHNIQUES,
     ),
 ]

@@ -14,14 +14,14 @@ HELP: Final = ("-h", "--help")
 """Names of the short help."""
 
 PANELS: Final[Mapping[str, str]] = {
-    "Model": "precision group_size asymmetric scales calibration lora context kv_bits experts_gib head_bits "
+    "Model": "precision group_size asymmetric scales calibration lora context kv_bits experts_gib "
     "calibrated numerics",
     "Sampling": "max_new_tokens max_tokens temperature top_k top_p min_p repetition_penalty "
     "presence_penalty frequency_penalty seed stop json_schema grammar top_logprobs",
     "Device": "device soc gpu_threads npu_threads threads power sync allow_slow allow_fallback profile "
     "gpu_load what_if every_form",
     "Plan": "plan plan_for length_policy in_flight techniques keep keep_by score_buckets estimator overflow "
-    "speculative guesses resolve forbid gpu_share npu_gib energy_weight histogram build_budget pruned "
+    "speculative guesses forbid gpu_share npu_gib energy_weight histogram build_budget pruned "
     "outlier_share imbalance head_pipeline",
 }
 """Options by panel, in the order of the help; others follow under "Options"."""

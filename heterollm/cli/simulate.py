@@ -144,8 +144,7 @@ class CaseOptions:
         Names,
         several(
             "--technique",
-            help="none; llm.npu, or its steps llm.npu:naive, :chunks, :shadow: see docs/llm-npu.md; "
-            "shadowattn: see docs/shadow-attention.md; npumoe, or its steps npumoe:each, :tiers, :groups: "
+            help="none; llm.npu: see docs/llm-npu.md; shadowattn: see docs/shadow-attention.md; npumoe: see "
             "docs/mixture-of-experts.md; llm.npu+shadowattn, npumoe+shadowattn: both.",
             names=TECHNIQUE_SETS,
         ),
@@ -154,9 +153,6 @@ class CaseOptions:
         Sequence[Waits],
         several(help="finish (the driver's waits and copies), poll or predict.", names=get_args(Waits)),
     ] = ("predict",)
-    resolve: Annotated[
-        bool, typer.Option("--resolve", help="Solve the plan for --sync; else only the waits change.")
-    ] = False
     gpu_load: Annotated[
         Sequence[Any] | None,
         several(
@@ -176,9 +172,6 @@ class ModellingOptions:
             help="Change a parameter of the SoC, such as npu.execute_us=50.",
             parser=parse_parameter,
         ),
-    ] = None
-    head_bits: Annotated[
-        Literal[4, 8] | None, typer.Option(help="Bits of head and embedding; the papers have 4.")
     ] = None
     every_form: Annotated[
         bool, typer.Option("--every-form", help="Let graphs have forms that HeteroLLM lacks.")
@@ -275,11 +268,11 @@ def _requests(
     Raises:
         OptionError: An option is not legal.
     """
-    from heterollm.simulate import SimulationRequest, expand
+    from heterollm.benchmarks import expand_simulated
+    from heterollm.simulate import SimulationRequest
     from heterollm.solver import ExpertsRequest
 
     models = _names(cases.model, "MODEL")
-    bits = modelling.head_bits
     base = SimulationRequest(
         models[0],
         prompt=cases.prompt[0],
@@ -287,9 +280,8 @@ def _requests(
         plan_for=cases.plan_for,
         level=cases.plan[0],
         in_flight=cases.in_flight,
-        resolve=cases.resolve,
         overrides=dict(modelling.what_if or ()),
-        head_bits=(8 if modelling.numerics else 4) if bits is None else bits,
+        head_bits=8 if modelling.numerics else 4,
         every_form=True if modelling.every_form else None,
         calibrated=modelling.calibrated,
         pruned=modelling.pruned,
@@ -300,7 +292,7 @@ def _requests(
         numerics=modelling.numerics,
         trace=trace,
     )
-    return expand(
+    return expand_simulated(
         base,
         models=models,
         socs=_names(cases.soc, "--soc"),
@@ -343,6 +335,7 @@ def _one(
     request: SimulationRequest, timeline: Path | None, picture: Path | None, *, as_json: bool, explain: bool
 ) -> None:
     """Simulate one case and print its report."""
+    from heterollm.benchmarks import modelled_row
     from heterollm.report import console as report
     from heterollm.report import simulation_report
     from heterollm.simulate import simulate
@@ -351,7 +344,7 @@ def _one(
         result = simulate(request, progress)
     if timeline is not None and result.trace is not None:
         report.show(report.note(_write_timeline(result.trace, timeline, picture)))
-    data = result.to_dict() | ({"explained_ms": result.explained()} if explain else {})
+    data = modelled_row(request, result).to_dict() | ({"explained_ms": result.explained()} if explain else {})
     report.answer(simulation_report(result, explain=explain), data, as_json=as_json)
 
 
@@ -364,13 +357,13 @@ def _several(
 ) -> None:
     """Simulate a grid and print a row for each case."""
     from heterollm.base import write
+    from heterollm.benchmarks import FORMATS, RowFile, run_sweep
     from heterollm.kernels.threads import allowed_cores
-    from heterollm.report import SWEEP_FORMATS, append_simulated, sweep_report
     from heterollm.report import console as report
-    from heterollm.simulate import run_sweep
+    from heterollm.report import sweep_report
 
     # Row by row: an interrupted sweep keeps its rows.
-    keep = None if out is None else lambda row: append_simulated(out, [row])
+    keep = None if out is None else RowFile(out).add
     jobs = jobs or min(len(requests), len(allowed_cores()))
     with report.progress_bars() as progress:
         rows = run_sweep(requests, jobs=jobs, cluster=cluster, progress=progress, keep=keep)
@@ -379,7 +372,7 @@ def _several(
     if form == "table":
         report.present(sweep_report(rows))
     else:
-        write(SWEEP_FORMATS[form](rows))
+        write(FORMATS[form](rows))
     failed = sum(row.error is not None for row in rows)
     if failed:
         report.show(report.note(f"{failed} of {len(rows)} cases failed; their rows say why."))

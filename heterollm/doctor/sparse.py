@@ -38,11 +38,10 @@ FIX: Final = "Leave out the technique shadowattn, which alone runs this kernel, 
 
 def sparse_cases(device: Device) -> Iterator[DoctorCase]:
     """Yield codes, estimated scores, the selection of keys, and attention to some keys and to all."""
-    dtypes = device.activation_dtype, device.cache_dtype
-    kernels = GlueKernels(device.gpu, *dtypes)
+    kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
 
     def made(own: SparsePass = PASS) -> SparseCase:
-        return SparseCase(device.gpu, kernels, *dtypes, own, np.random.default_rng(SEED))
+        return SparseCase(device.gpu, kernels, device.activation_dtype, own, np.random.default_rng(SEED))
 
     yield DoctorCase("GPU", CODES, f"{TOKENS}, 1 bucket", lambda: _codes(made()))
     yield DoctorCase("GPU", CODES, f"{TOKENS}, 9 buckets", lambda: _codes(made(replace(PASS, buckets=9))))

@@ -1,7 +1,8 @@
 from .blocks.mixture import ExpertRows as ExpertRows
-from .expert_residency import ExpertBudget as ExpertBudget
-from .expert_residency import ExpertReads as ExpertReads
-from .expert_residency import expert_budget as expert_budget
+from .blocks.mixture import MixtureOptions as MixtureOptions
+from .experts.residency import ExpertBudget as ExpertBudget
+from .experts.residency import ExpertReads as ExpertReads
+from .experts.residency import expert_budget as expert_budget
 from .fit import check_runs as check_runs
 from .fit import fitting_need as fitting_need
 from .memory import MemoryNeed as MemoryNeed
@@ -11,7 +12,6 @@ from .memory import return_freed_memory as return_freed_memory
 from .npu_shards import PlannedGraph as PlannedGraph
 from .npu_shards import context_graphs as context_graphs
 from .npu_shards import planned_contexts as planned_contexts
-from .npu_shards import planned_expert_graphs as planned_expert_graphs
 from .npu_shards import planned_graphs as planned_graphs
 from .npu_shards import planned_shard as planned_shard
 from .observer import EngineActivity as EngineActivity
@@ -21,12 +21,12 @@ from .scheduler import TIERS as TIERS
 from .scheduler import PromptTask as PromptTask
 from .scheduler import Scheduler as Scheduler
 from .scheduler import ServiceTier as ServiceTier
-from .score_slots import score_graphs as score_graphs
 from .session import Session as Session
 from .session import check_ids as check_ids
-from .shadows import ColdProduct as ColdProduct
+from .shadow.cold import ColdProduct as ColdProduct
 from .slot_check import step_category as step_category
 from .slots import HEAD_ROWS as HEAD_ROWS
+from .sparse.slots import score_graphs as score_graphs
 from .speculators import DraftSpeculator as DraftSpeculator
 from .speculators import longest_guessed_pass as longest_guessed_pass
 from .speculators import measured_pass_s as measured_pass_s

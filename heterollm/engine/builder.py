@@ -48,8 +48,8 @@ class PassBuilder:
         names: The buffers of that memory and of the KV cache.
         runtime: The GPU.
         bucket: Positions that the grids of a decode pass must cover; in prefill the border of
-            :func:`heterollm.engine.score_slots.key_borders` at or behind the last position.
-        cache: A session's KV cache to bind first; None for a head.
+            :attr:`heterollm.engine.kept_passes.KeptPasses.key_borders` at or behind the last position.
+        cache: A session's memory to bind first; None for a head.
         after_every_operator: Whether to finish the queue after every operator.
         builds_graphs: Whether to build the NPU's graphs; steps without them are readable but cannot run.
 
@@ -92,7 +92,7 @@ class PassBuilder:
     def layer_cache(self, layer: int) -> KvLayer:
         """Return the keys and values of a layer."""
         assert self.cache is not None  # a pass through layers
-        return self.cache.layer(layer)
+        return self.cache.layers[layer]
 
     # -- GPU -----------------------------------------------------------------------------------------
 

@@ -14,26 +14,27 @@ import numpy as np
 from heterollm.base import Progress
 from heterollm.engine.blocks.attention import AttentionEmitter
 from heterollm.engine.blocks.ffn import FfnEmitter
-from heterollm.engine.blocks.mixture import ExpertRows, MixtureEmitter
+from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.expert_residency import ExpertBudget, ExpertResidency
-from heterollm.engine.expert_shares import ExpertCounts
+from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.lanes import Lane
 from heterollm.engine.linears import LinearEmitter
+from heterollm.engine.memory import NO_VALUES
 from heterollm.engine.merging import merge_steps
 from heterollm.engine.passes import CompiledPass
 from heterollm.engine.placed import Begun, Delta, segments_of
 from heterollm.engine.slot_check import SlotCheck
 from heterollm.engine.slots import is_private, lane_slot, pool_sizes
-from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales, SparseAttentionEmitter
 from heterollm.engine.splits import NO_RANGES
+from heterollm.engine.state import kv_groups
 from heterollm.engine.step import Buffer, Step
+from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, NpuCodes, RoundedInputs
+from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, NpuCodes, RoundedInputs, pages_of
 from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
@@ -53,9 +54,8 @@ class Compiler:
         progress: Progress,
         fences: Fences,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
-        score_scales: ScoreScales = NO_SCALES,
-        expert_rows: ExpertRows | None = None,
-        experts: ExpertBudget | None = None,
+        techniques: Mapping[str, Any] = NO_VALUES,
+        mixture: MixtureOptions = ALL_IN_MEMORY,
     ) -> None:
         self._device = device
         self._weights = weights
@@ -73,17 +73,17 @@ class Compiler:
             for slot, size in sizes.items()
             if is_private(slot)
         }
+        self.kv_groups = kv_groups(self._config, context, plan.longest_flight)
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
-        self._linears = LinearEmitter(device, weights, plan, progress, ranges)
+        self.techniques = Techniques(device, weights, plan, context, ranges, techniques)
+        self._linears = LinearEmitter(device, weights, plan, progress, self.techniques, ranges)
         self._splits = self._linears.splits
-        self._experts = MixtureEmitter(device, weights, plan, progress, expert_rows, experts)
-        self._splits.load_shadows(plan)
+        self._experts = MixtureEmitter(device, weights, plan, progress, self.techniques, mixture)
         tensors = GlueTensors(device.gpu, weights, context)
         self._glue = GlueEmitter(device, weights.config, tensors)
-        self._sparse = SparseAttentionEmitter(device, weights.config, plan, context, score_scales)
         self._emitters: dict[str, Any] = {
             AttentionBlock.NAME: AttentionEmitter(
-                device, weights.config, context, self._linears, tensors, self._sparse
+                device, weights.config, context, self._linears, tensors, self.techniques
             ),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors),
             MixtureBlock.NAME: self._experts,
@@ -97,23 +97,18 @@ class Compiler:
         shared = {slot: self.pool[name] for slot, name in own.items() if not is_private(slot)}
         private = {slot: self.private[name] for slot, name in own.items() if is_private(slot)}
         tokens = gpu.shared((self._plan.chunk_length,), np.int32)
-        step = gpu.shared((STEP_WORDS,), np.int32)
+        paged = sum(pages_of(group.positions) for group in self.kv_groups if group.is_paged)
+        step = gpu.shared((STEP_WORDS + paged,), np.int32)
         memories: dict[str, DeviceMemory] = {own[slot]: memory for slot, memory in (shared | private).items()}
         memories |= {lane_slot("tokens", number): tokens, lane_slot("step", number): step}
-        memories["code_counts"] = self._splits.saturation.memory
-        memories["expert_counts"] = self.expert_counts.memory
+        memories |= {"code_counts": self._splits.saturation.memory, **self.techniques.memories}
         names = {memory: Buffer(name) for name, memory in memories.items()}
         return Lane(number, shared, private, tokens, step, names)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on the integer graphs, and the experts on the NPU, of the passes so far."""
-        return (*self._splits.notes, *self.expert_counts.notes())
-
-    @property
-    def expert_counts(self) -> ExpertCounts:
-        """The counts of pairs of a token and an expert, of passes with experts on the NPU."""
-        return self._experts.shares.counts
+        """Sentences on the integer graphs and the techniques of the passes so far."""
+        return (*self._splits.notes, *self.techniques.notes)
 
     @property
     def residency(self) -> ExpertResidency | None:
@@ -121,9 +116,9 @@ class Compiler:
         return self._experts.residency
 
     def reset_counts(self) -> None:
-        """Count saturated values, pairs and reads of experts from 0 again."""
+        """Count all from 0 again."""
         self._splits.saturation.reset()
-        self.expert_counts.reset()
+        self.techniques.reset()
         if self.residency is not None:
             self.residency.reset_counts()
 
@@ -131,15 +126,14 @@ class Compiler:
         """Drop the packed weights; no compiled pass may run afterwards."""
         self._linears.clear()
         self._experts.clear()
-        self._sparse.clear()
+        self.techniques.clear()
         self._emitters.clear()
 
     def leave_npu(self) -> None:
         """Compile for the GPU alone from now on; no pass that was compiled before may run afterwards."""
         self._plan = self._plan.without_npu()
         self._splits.clear()
-        self._sparse.clear()
-        self._experts.shares.clear()
+        self.techniques.clear()
 
     # -- passes --------------------------------------------------------------------------------------
 
@@ -152,8 +146,8 @@ class Compiler:
             phase: Phase whose placements to use.
             tokens: Length of the pass.
             bucket: Positions that the grids of a decode pass must cover; in prefill the border of
-                :func:`heterollm.engine.score_slots.key_borders` at or behind the last position.
-            cache: A session's KV cache to bind first.
+                :attr:`heterollm.engine.kept_passes.KeptPasses.key_borders` at or behind the last position.
+            cache: A session's memory to bind first.
             builds_graphs: Whether to build the NPU's graphs; a pass without them is readable but cannot run.
         """
         builder = self._begin(phase, tokens, cache, bucket, builds_graphs=builds_graphs)
@@ -169,7 +163,7 @@ class Compiler:
             lengths: Tokens of each chunk.
             position: Position of the first chunk.
             bucket: Positions that the grids of a decode pass must cover.
-            cache: A session's KV cache to bind first.
+            cache: A session's memory to bind first.
         """
         schedule = self._plan.schedule
         assert schedule is not None  # the plan has lanes
@@ -284,4 +278,4 @@ class Compiler:
 
 
 def _cache_names(cache: KvMemory | None) -> dict[DeviceMemory, Buffer]:
-    return dict.fromkeys(cache.memories if cache else (), Buffer("kv_cache"))
+    return {memory: Buffer(name) for memory, name in cache.memories.items()} if cache else {}

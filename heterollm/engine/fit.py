@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from heterollm.base import PlanError, format_bytes
-from heterollm.engine.memory import NO_CHANNELS, MemoryNeed, memory_need
+from heterollm.engine.memory import NO_VALUES, MemoryNeed, memory_need
 from heterollm.model import expert_specs
 from heterollm.solver import check_plan
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
     from heterollm.kernels.npu import NpuBackend
-    from heterollm.kernels.ops import Group, OpSpec
+    from heterollm.kernels.ops import OpSpec
     from heterollm.model import ModelConfig
     from heterollm.solver import Plan
 
@@ -48,7 +48,7 @@ def fitting_need(
     plan: Plan,
     context: int,
     *,
-    hot_channels: Mapping[tuple[int, Group], int] = NO_CHANNELS,
+    given: Mapping[str, Any] = NO_VALUES,
     experts_bytes: int | None = None,
 ) -> MemoryNeed:
     """Return the memory of a model under a plan that the device runs.
@@ -62,7 +62,7 @@ def fitting_need(
         specs: Every group of it.
         plan: The plan.
         context: Positions of a session.
-        hot_channels: As of :func:`memory_need`.
+        given: As of :func:`memory_need`.
         experts_bytes: As of :func:`memory_need`.
 
     Raises:
@@ -77,7 +77,7 @@ def fitting_need(
         slots = pool_sizes(config, specs, plan, activation.itemsize, context)
         return memory_need(
             *(config, specs, plan, context, slots, cache, device.npu),
-            hot_channels=hot_channels,
+            given=given,
             item_bytes=activation.itemsize,
             experts_bytes=experts_bytes,
         )

@@ -1,4 +1,4 @@
-"""Keeps compiled passes, and the KV caches that are bound to them."""
+"""Keeps compiled passes, and the sessions' memory that is bound to them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from typing import Final, TypeAlias
 
 from heterollm.engine.compiler import Compiler
-from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.observer import Observer, during
 from heterollm.engine.passes import CompiledPass, compiling
-from heterollm.engine.score_slots import key_borders
+from heterollm.engine.state import SessionState
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import KvMemory
 from heterollm.kernels.ops import Join, Phase
-from heterollm.model import ModelConfig
 from heterollm.solver import Plan
 
 KEPT_PASSES: Final = 32
@@ -38,11 +36,12 @@ class KeptPasses:
         device: The device.
         compiler: Compiles missing passes.
         plan: The plan.
-        config: Sizes of the model.
         context: Positions of every session.
         observer: Replaces the calls of steps.
 
     Attributes:
+        key_borders: Numbers of keys between which passes of prefill are alike, ascending; none if keys do not
+            matter.
         compiled: The passes through the layers, the latest last.
         prepared_s: Time that compiling passes has taken.
     """
@@ -52,7 +51,6 @@ class KeptPasses:
         device: Device,
         compiler: Compiler,
         plan: Plan,
-        config: ModelConfig,
         context: int,
         observer: Observer | None,
     ) -> None:
@@ -61,28 +59,28 @@ class KeptPasses:
         self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool], CompiledPass] = {}
         self._device = device
         self._compiler = compiler
-        self._config = config
         self._context = context
         self._observer = observer
-        self._key_borders = key_borders(plan, context)
-        self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
+        borders = (record.borders(context) for record in plan.techniques)
+        self.key_borders = tuple(sorted(set().union(*borders)))
+        self._caches: weakref.WeakSet[SessionState] = weakref.WeakSet()
         self._no_cache: KvMemory | None = None
 
-    def new_cache(self) -> KvCache:
-        """Return an empty KV cache for a session; the caches of dropped sessions are freed first."""
+    def new_cache(self) -> SessionState:
+        """Return the state of an empty session; the memory of dropped sessions is freed first."""
         live = {id(cache.memory) for cache in self._caches}
         for compiled in self.compiled.values():
             if id(compiled.bound_cache) not in live:
                 assert self._no_cache is not None  # a pass was compiled for a cache
                 compiled.bind_cache(self._no_cache)
-        cache = KvCache(self._device, self._config, self._context)
+        cache = SessionState(self._device, self._compiler.kv_groups)
         if self._no_cache is None:
             self._no_cache = cache.stand_in()
         self._caches.add(cache)
         return cache
 
-    def find(self, phase: Phase, length: PassLength, position: int, cache: KvCache) -> CompiledPass:
-        """Return a pass of a length, or of several chunks at once, bound to a cache."""
+    def find(self, phase: Phase, length: PassLength, position: int, cache: SessionState) -> CompiledPass:
+        """Return a pass of a length, or of several chunks at once, bound to a session's memory."""
         with during(self._observer, "bind"):
             tokens = length if isinstance(length, int) else sum(length)
             bucket = self.bucket(phase, position + tokens)
@@ -124,8 +122,8 @@ class KeptPasses:
 
         They are the next border of the keys of sparse attention, or else the next power of two from 256 on.
         """
-        if phase == "prefill" and self._key_borders:
-            return self._key_borders[bisect.bisect_left(self._key_borders, positions)]
+        if phase == "prefill" and self.key_borders:
+            return self.key_borders[bisect.bisect_left(self.key_borders, positions)]
         bucket = SMALLEST_BUCKET
         while bucket < positions:
             bucket *= 2

@@ -12,6 +12,7 @@ from heterollm.engine.lanes import Lane
 from heterollm.engine.placed import PlacedOp
 from heterollm.engine.splits import NO_RANGES, SplitEmitter
 from heterollm.engine.step import LinearWork
+from heterollm.engine.techniques.registry import Techniques
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, RoundedInputs, Segments
 from heterollm.kernels.npu import StaticRanges
@@ -28,6 +29,7 @@ class LinearEmitter:
         weights: The model's weights.
         plan: The plan.
         progress: Called while weights are packed.
+        techniques: The techniques of the engine.
         ranges: Calibrated ranges of operators that the NPU computes in integers.
 
     Attributes:
@@ -41,6 +43,7 @@ class LinearEmitter:
         weights: ModelWeights,
         plan: Plan,
         progress: Progress,
+        techniques: Techniques,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
     ) -> None:
         self._packed: dict[tuple[int, Group], GpuLinear] = {}
@@ -56,7 +59,7 @@ class LinearEmitter:
             self.embedding = self._packed[-1, "head"]
         else:
             self.embedding = GpuLinear.pack(gpu, [weights.embedding], activation_dtype=dtype)
-        self.splits = SplitEmitter(device, weights, plan, ranges)
+        self.splits = SplitEmitter(device, weights, plan, techniques, ranges)
 
     def clear(self) -> None:
         """Drop the weights; no compiled pass may run afterwards."""
@@ -84,7 +87,6 @@ class LinearEmitter:
             gpu_output=lane.shared[gpu_output] if gpu_output == "logits" else lane.private[gpu_output],
             rounded=self.rounded(lane, spec, placement),
             codes=self.splits.codes(lane, spec, placement),
-            shadow=self.splits.shadow(lane, spec, placement),
         )
 
     def rounded(self, lane: Lane, spec: OpSpec, placement: Placement) -> RoundedInputs | None:

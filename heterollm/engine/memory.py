@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -17,9 +17,8 @@ import numpy as np
 import psutil
 
 from heterollm.base import DeviceError, format_bytes
-from heterollm.kernels.gpu import head_stride
 from heterollm.kernels.npu import graph_memory
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import OpSpec
 from heterollm.model import expert_specs
 from heterollm.solver import Plan
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 USABLE_FRACTION: Final = 0.95
 """Fraction of the available memory that a model may take; the rest is for libraries and the system."""
 
-NO_CHANNELS: Final[Mapping[tuple[int, Group], int]] = MappingProxyType({})
+NO_VALUES: Final[Mapping[str, Any]] = MappingProxyType({})
 
 CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -44,8 +43,7 @@ class MemoryNeed:
         npu_graphs: The NPU's graphs: copies of its shards, and inputs and outputs of their own.
         kv_cache: Keys and values of one session.
         slots: Buffers that the processors exchange.
-        hot_weights: Float weights of channels that often have outliers.
-        scores: Codes, estimated scores and selected positions of sparse attention.
+        techniques: Memory of techniques, by words for it.
         draft: All of a draft model.
     """
 
@@ -53,15 +51,14 @@ class MemoryNeed:
     npu_graphs: int
     kv_cache: int
     slots: int
-    hot_weights: int = 0
-    scores: int = 0
+    techniques: Mapping[str, int] = field(default_factory=dict)
     draft: int = 0
 
     @property
     def total(self) -> int:
         """The sum."""
         own = self.gpu_weights + self.npu_graphs + self.kv_cache
-        return own + self.slots + self.hot_weights + self.scores + self.draft
+        return own + self.slots + sum(self.techniques.values()) + self.draft
 
     def __str__(self) -> str:
         named = {
@@ -69,8 +66,7 @@ class MemoryNeed:
             "graphs on the NPU": self.npu_graphs,
             "KV cache": self.kv_cache,
             "activations": self.slots,
-            "weights of outliers": self.hot_weights,
-            "scores of attention": self.scores,
+            **self.techniques,
             "draft model": self.draft,
         }
         return " + ".join(f"{format_bytes(size)} {name}" for name, size in named.items() if size)
@@ -85,7 +81,7 @@ def memory_need(
     cache_dtype: np.dtype[Any],
     npu: NpuBackend | None = None,
     *,
-    hot_channels: Mapping[tuple[int, Group], int] = NO_CHANNELS,
+    given: Mapping[str, Any] = NO_VALUES,
     item_bytes: int = 4,
     experts_bytes: int | None = None,
 ) -> MemoryNeed:
@@ -99,21 +95,21 @@ def memory_need(
         slots: Bytes of the buffers that the processors exchange.
         cache_dtype: Element type of the KV cache.
         npu: The NPU, whose open graphs never take more than it can address; None counts each slice once.
-        hot_channels: Channels of operators with a shadow of outliers, whose float weights stay in memory.
+        given: Calibrated values by technique: ``shadow`` has the channels of operators whose float weights
+            stay in memory.
         item_bytes: Size of such a weight.
         experts_bytes: Memory budget of the experts on the GPU; None for all of them.
     """
     # A late import: without an OpenCL binding, opening the device has raised the error that says so.
-    from heterollm.engine.score_slots import SCORE_SLOTS, score_graph_bytes
+    from heterollm.engine.slots import TECHNIQUES
 
     head = next(spec for spec in specs if spec.group == "head")
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
-    head_bytes = head_stride(context, config.attention.head_dim, cache_dtype) * cache_dtype.itemsize
     experts = expert_specs(config, specs)
     graphs = plan.npu_bytes((*specs, *experts), graph_memory(npu))
     if npu is not None and npu.io_by_graph:
-        graphs += score_graph_bytes(config, plan, context)
+        graphs += sum(one.graph_bytes(config, plan, context) for one in TECHNIQUES)
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)
     if experts_bytes is None:
@@ -121,19 +117,14 @@ def memory_need(
     return MemoryNeed(
         gpu_weights=sum(spec.weight_bytes() for spec in specs) + embedding + experts_bytes,
         npu_graphs=graphs,
-        kv_cache=config.layers * 2 * config.attention.kv_heads * head_bytes,
-        slots=sum(size for slot, size in slots.items() if slot not in SCORE_SLOTS),
-        hot_weights=sum(
-            hot_channels.get((spec.layer, spec.group), 0) * spec.rows * item_bytes
-            for spec in specs
-            if _has_shadow(plan, spec)
-        ),
-        scores=sum(slots.get(slot, 0) for slot in SCORE_SLOTS),
+        kv_cache=config.state_bytes(context, plan.longest_flight, cache_dtype),
+        slots=sum(size for slot, size in slots.items() if not any(slot in one.APART for one in TECHNIQUES)),
+        techniques={
+            title: size
+            for one in TECHNIQUES
+            for title, size in one.memory(plan, specs, slots, given, item_bytes).items()
+        },
     )
-
-
-def _has_shadow(plan: Plan, spec: OpSpec) -> bool:
-    return any(entry.placement.shadow and entry.holds(spec) for entry in plan.placed)
 
 
 def check_memory(need: MemoryNeed, available: int | None = None) -> None:

@@ -27,7 +27,7 @@ from heterollm.kernels.npu import (
 )
 from heterollm.kernels.ops import Group, OpSpec, ffn_specs
 from heterollm.model import ModelWeights
-from heterollm.solver import ExpertGroup, ExpertsPlacement, Plan
+from heterollm.solver import ExpertGroup, ExpertsPlacement, Plan, PlannedExperts
 
 
 def shard_ranges(
@@ -106,7 +106,7 @@ def planned_graphs(
 
     Args:
         plan: The plan.
-        specs: Every group of the model.
+        specs: Every group of the model, and the experts of a mixture.
         ranges: Calibrated ranges by layer and group; without suitable ones the default takes the place of an
             integer form.
     """
@@ -121,20 +121,11 @@ def planned_graphs(
                     form, shadow = (None, False) if own is None else (form_of_ranges(form, own), shadow)
                 for length in placement.npu_lengths:
                     yield PlannedGraph(spec, rows, length, form, shadow)
-
-
-def planned_expert_graphs(plan: Plan, experts: Sequence[OpSpec]) -> Iterator[PlannedGraph]:
-    """Yield the graphs of experts that some pass of the plan runs, repeated ones included.
-
-    Args:
-        plan: The plan.
-        experts: The experts of each layer; none for a model without.
-    """
-    for spec in experts:
-        for entry in plan.experts:
-            if entry.holds(spec.layer) and entry.lengths[0] <= plan.chunk_length:
-                for group in entry.placement.groups:
-                    yield PlannedGraph.of_experts(spec, entry.placement, group)
+    for spec in (spec for spec in specs if spec.experts is not None):
+        for mixed in plan.technique(PlannedExperts).entries:
+            if mixed.holds(spec.layer) and mixed.lengths[0] <= plan.chunk_length:
+                for group in mixed.placement.groups:
+                    yield PlannedGraph.of_experts(spec, mixed.placement, group)
 
 
 def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[PlannedGraph, ...]]:

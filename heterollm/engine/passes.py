@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from heterollm.base import EngineError
 from heterollm.engine.pauses import Pause, find_pauses
 from heterollm.engine.placed import Delta
+from heterollm.engine.state import is_state
 from heterollm.engine.step import Buffer, Call, Step
 from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, OpenClError
 from heterollm.kernels.ops import Phase
@@ -21,9 +22,9 @@ class CompiledPass:
     Args:
         steps: The steps in order.
         calls: The calls of the steps, which the engine runs.
-        cache_launches: The kernels that use a session's KV cache.
+        cache_launches: The kernels that use a session's memory.
         output: The output of the last layer; None for a head.
-        bound_cache: The KV cache that is bound to the kernels; None for a head.
+        bound_cache: The session's memory that is bound to the kernels; None for a head.
         lane: The lane of the output.
         uses_npu: Whether it runs graphs.
         pauses: Places between layers; None until :meth:`find_pauses` looks for them.
@@ -51,13 +52,13 @@ class CompiledPass:
         launches = tuple(
             step.run
             for step in steps
-            if isinstance(step.run, Launch | MergedLaunch) and step.touches("kv_cache")
+            if isinstance(step.run, Launch | MergedLaunch) and any(map(is_state, (*step.reads, *step.writes)))
         )
         uses_npu = any(step.processor == "npu" for step in steps)
         return cls(steps, calls, launches, output, cache, lane, uses_npu)
 
     def bind_cache(self, cache: KvMemory) -> None:
-        """Bind a session's cache to the kernels, unless it is bound already."""
+        """Bind a session's memory to the kernels, unless it is bound already."""
         if self.bound_cache is not None and self.bound_cache is not cache:
             for old, new in zip(self.bound_cache.memories, cache.memories, strict=True):
                 for launch in self.cache_launches:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from heterollm.engine.shadows import OutlierShadow
 from heterollm.engine.step import Buffer, Operator, operator_name
 from heterollm.kernels.gpu import DeviceMemory, NpuCodes, RoundedInputs, Segments, SharedArray
 from heterollm.kernels.ops import OpSpec
@@ -52,7 +51,6 @@ class PlacedOp:
         gpu_output: Slot that the GPU writes.
         rounded: Buffers for the input's int8 codes; None without codes.
         codes: Codes of input and output, where the NPU computes in integers; None elsewhere.
-        shadow: Weights and lists of outliers, where the GPU multiplies them; None elsewhere.
     """
 
     spec: OpSpec
@@ -62,7 +60,6 @@ class PlacedOp:
     gpu_output: DeviceMemory
     rounded: RoundedInputs | None
     codes: NpuCodes | None = None
-    shadow: OutlierShadow | None = None
 
     @property
     def npu_source(self) -> SharedArray:

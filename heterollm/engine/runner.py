@@ -22,19 +22,19 @@ from heterollm.base import (
     OptionError,
     Progress,
 )
-from heterollm.engine.blocks.mixture import ExpertRows
+from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureOptions
 from heterollm.engine.compiler import Compiler
-from heterollm.engine.expert_residency import ExpertBudget, ExpertReads
-from heterollm.engine.expert_shares import ExpertPairs
+from heterollm.engine.experts.residency import ExpertReads
+from heterollm.engine.experts.shares import ExpertPairs
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
-from heterollm.engine.kv_cache import KvCache
 from heterollm.engine.lanes import Lane
+from heterollm.engine.memory import NO_VALUES
 from heterollm.engine.observer import UNOBSERVED, Observer, during
 from heterollm.engine.passes import CompiledPass, PassError, StalePassError
 from heterollm.engine.pauses import Pause, set_aside
 from heterollm.engine.slots import HEAD_ROWS
-from heterollm.engine.sparse_attention import NO_SCALES, ScoreScales
 from heterollm.engine.splits import NO_RANGES
+from heterollm.engine.state import SessionState
 from heterollm.engine.step import Call, Step
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
@@ -82,9 +82,9 @@ class Engine:
         observer: Follows the engine, for example to trace it.
         ranges: Calibrated ranges by layer and group, which integer NPU graphs need; other operators that the
             plan places in such graphs compute with float activations.
-        score_scales: Calibrated scales of each key head by layer, which sparse attention needs.
-        expert_rows: Assumed rows of experts, for a simulated device without values.
-        experts: Memory that the experts may take on the GPU; None for all of them.
+        techniques: Calibrated values by technique: ``attention`` has scales of key heads
+            (:data:`heterollm.engine.sparse.steps.ScoreScales`).
+        mixture: Options of a mixture of experts.
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
@@ -101,9 +101,8 @@ class Engine:
         allow_fallback: bool = False,
         observer: Observer | None = None,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
-        score_scales: ScoreScales = NO_SCALES,
-        expert_rows: ExpertRows | None = None,
-        experts: ExpertBudget | None = None,
+        techniques: Mapping[str, Any] = NO_VALUES,
+        mixture: MixtureOptions = ALL_IN_MEMORY,
     ) -> None:
         self.device = device
         self.plan = plan
@@ -118,9 +117,9 @@ class Engine:
         self._lost = ""
         self._compiler = Compiler(
             *(device, weights, plan, context, progress, self.fences),
-            *(ranges, score_scales, expert_rows, experts),
+            *(ranges, techniques, mixture),
         )
-        self._passes = KeptPasses(device, self._compiler, plan, weights.config, context, observer)
+        self._passes = KeptPasses(device, self._compiler, plan, context, observer)
         self._lanes = self._compiler.lanes
         # With a wait after every operator, or without the NPU, chunks at once would gain nothing.
         self._flies = plan.schedule is not None and not self.fences.after_every_operator
@@ -138,6 +137,11 @@ class Engine:
     def vocab_size(self) -> int:
         """Length of a row of logits."""
         return self._config.vocab_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of a session."""
+        return self._config.state_bytes(self.context, self.plan.longest_flight, self.device.cache_dtype)
 
     @property
     def private(self) -> Mapping[str, DeviceMemory]:
@@ -158,7 +162,7 @@ class Engine:
 
         Only the engine thread may read them.
         """
-        return () if self._lost else self._compiler.expert_counts.read()
+        return () if self._lost else self._compiler.techniques.experts.counts.read()
 
     @property
     def expert_reads(self) -> ExpertReads | None:
@@ -190,21 +194,27 @@ class Engine:
         """Whether the GPU's queue hangs and cannot be used any more."""
         return bool(self._lost)
 
-    def new_cache(self) -> KvCache:
-        """Return an empty KV cache for a session; the caches of dropped sessions are freed first."""
+    def new_cache(self) -> SessionState:
+        """Return the state of an empty session; the memory of dropped sessions is freed first."""
         return self._passes.new_cache()
 
     def prefill(
-        self, cache: KvCache, position: int, ids: NDArray[np.int32], phase: Phase, target: NDArray[Any] | None
+        self,
+        cache: SessionState,
+        position: int,
+        ids: NDArray[np.int32],
+        phase: Phase,
+        target: NDArray[Any] | None,
     ) -> None:
         """Run tokens through the model, in the plan's chunks.
 
         Where the GPU continues alone, and attention becomes dense or no token of an expert is dropped any
         more, all chunks of this call are computed again: the logits are those of the GPU behind what the
-        cache held before. Keys of earlier calls stay, also those that the NPU's part has changed.
+        cache held before. Keys of earlier calls stay, also those that the NPU's part has changed, and so do
+        those of this call's chunks if a sliding window has left its beginning.
 
         Args:
-            cache: The session's cache; written from ``position`` on.
+            cache: The state of the session; written from ``position`` on.
             position: Position of the first token.
             ids: int32 ``[m]``.
             phase: Phase whose placements to use.
@@ -219,7 +229,7 @@ class Engine:
 
     def prefill_in_turns(
         self,
-        cache: KvCache,
+        cache: SessionState,
         position: int,
         ids: NDArray[np.int32],
         phase: Phase,
@@ -232,7 +242,7 @@ class Engine:
         between the layers of a chunk that runs alone and without an observer.
 
         Args:
-            cache: The session's cache.
+            cache: The state of the session.
             position: Position of the first token.
             ids: int32 ``[m]``.
             phase: Phase whose placements to use.
@@ -244,7 +254,8 @@ class Engine:
             if flight[0][0] and wanted(flight[0][0] / len(ids)):
                 could_fall_back = self._may_fall_back
                 yield
-                if self._may_fall_back != could_fall_back and self.plan.estimates_on_npu:
+                lost = self._may_fall_back != could_fall_back and self.plan.changes_values
+                if lost and cache.can_truncate(position):
                     yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
                     return
             if len(flight) > 1 and self._flies and target is None and phase == "prefill":
@@ -261,15 +272,15 @@ class Engine:
                 try:
                     yield from self._chunk(cache, position + first, tokens, phase, rows, last, within)
                 except NPU_FAILURES as error:
-                    changed = self.plan.estimates_on_npu or self.plan.drops_tokens
-                    if first and phase == "prefill" and changed:
+                    changed = self.plan.changes_values
+                    if first and phase == "prefill" and changed and cache.can_truncate(position):
                         self._fall_back(error, position)
                         yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
                         return
                     self._fall_back(error, position + first)
                     yield from self._chunk(cache, position + first, tokens, phase, rows, last, within)
 
-    def decode(self, cache: KvCache, position: int, token: int) -> None:
+    def decode(self, cache: SessionState, position: int, token: int) -> None:
         """Run one token and leave its logits in :attr:`last_logits`; errors as for :meth:`prefill`."""
         try:
             self._one_token(cache, position, token)
@@ -277,7 +288,9 @@ class Engine:
             self._fall_back(error, position)
             self._one_token(cache, position, token)
 
-    def decode_several(self, cache: KvCache, position: int, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    def decode_several(
+        self, cache: SessionState, position: int, ids: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
         """Run up to :data:`HEAD_ROWS` tokens in one pass; errors as for :meth:`prefill`.
 
         Returns:
@@ -292,7 +305,7 @@ class Engine:
 
     def compile_ahead(
         self,
-        cache: KvCache,
+        cache: SessionState,
         chunks: Iterable[tuple[int, int]],
         progress: Progress,
         *,
@@ -301,7 +314,7 @@ class Engine:
         """Compile decode and passes of prefill, building or loading their NPU graphs.
 
         Args:
-            cache: A session's KV cache to bind first.
+            cache: The state of a session to bind first.
             chunks: Position and length of each pass of prefill.
             progress: Called with a stage's name, steps done and steps in all.
             decode: Tokens of each pass of decode.
@@ -359,7 +372,7 @@ class Engine:
 
     def _chunk(
         self,
-        cache: KvCache,
+        cache: SessionState,
         position: int,
         tokens: NDArray[np.int32],
         phase: Phase,
@@ -371,7 +384,7 @@ class Engine:
         with self._observed_pass(phase, len(tokens), position):
             compiled = self._pass(phase, len(tokens), position, cache)
             head_row = len(tokens) - (last or 1) if target is None else 0
-            self._write_inputs(self._lanes[0], tokens, position, head_row)
+            self._write_inputs(self._lanes[0], cache, tokens, position, head_row)
             begin = 0
             if wanted is not _never and self.observer is None:
                 pauses = compiled.find_pauses(self._lanes[0].names)
@@ -381,7 +394,7 @@ class Engine:
                     if wanted(done / (len(pauses) + 1)):
                         yield from self._paused(pause)
                         compiled.bind_cache(cache.memory)
-                        self._write_inputs(self._lanes[0], tokens, position, head_row)
+                        self._write_inputs(self._lanes[0], cache, tokens, position, head_row)
             self._call(compiled.calls[begin:] if begin else compiled.calls)
             if target is not None:
                 self._all_logits(compiled, phase, target)
@@ -389,8 +402,9 @@ class Engine:
                 self._head(compiled, phase, last)
             else:
                 self.device.gpu.finish()
+            cache.commit(position + len(tokens))
 
-    def _several(self, cache: KvCache, position: int, ids: NDArray[np.int32]) -> None:
+    def _several(self, cache: SessionState, position: int, ids: NDArray[np.int32]) -> None:
         for _ in self._chunk(cache, position, ids, "decode", None, len(ids), _never):
             raise AssertionError("a pass paused that nobody asked to")
 
@@ -407,7 +421,7 @@ class Engine:
 
     def _flight(
         self,
-        cache: KvCache,
+        cache: SessionState,
         position: int,
         ids: NDArray[np.int32],
         chunks: Sequence[tuple[int, int]],
@@ -418,19 +432,21 @@ class Engine:
         with self._observed_pass("prefill", sum(lengths), begin):
             compiled = self._pass("prefill", lengths, begin, cache)
             for lane, (first, length) in zip(self._lanes, chunks, strict=False):
-                self._write_inputs(lane, ids[first : first + length], position + first, length - 1)
+                self._write_inputs(lane, cache, ids[first : first + length], position + first, length - 1)
             self._call(compiled.calls)
             if sum(chunks[-1]) == len(ids):
                 self._head(compiled, "prefill", 1)
             else:
                 self.device.gpu.finish()
+            cache.commit(begin + sum(lengths))
 
-    def _one_token(self, cache: KvCache, position: int, token: int) -> None:
+    def _one_token(self, cache: SessionState, position: int, token: int) -> None:
         with self._observed_pass("decode", 1, position):
             compiled = self._pass("decode", 1, position, cache)
-            self._write_inputs(self._lanes[0], token, position, 0)
+            self._write_inputs(self._lanes[0], cache, token, position, 0)
             self._call(compiled.calls)
             self._head(compiled, "decode", 1)
+            cache.commit(position + 1)
 
     def _observed_pass(self, phase: Phase, tokens: int, position: int) -> AbstractContextManager[object]:
         observer = self.observer
@@ -453,7 +469,7 @@ class Engine:
             self._head(compiled, phase, rows)
             target[row : row + rows] = self._logits[:rows]
 
-    def _compile(self, phase: Phase, position: int, tokens: int, cache: KvCache) -> None:
+    def _compile(self, phase: Phase, position: int, tokens: int, cache: SessionState) -> None:
         compiled = self._pass(phase, self._lengths(phase, tokens), position, cache)
         self._passes.head(compiled, phase, _head_rows(phase, tokens))
 
@@ -463,8 +479,9 @@ class Engine:
             return tokens
         return tuple(length for _, length in next(self.plan.flights(tokens)))
 
-    def _pass(self, phase: Phase, length: PassLength, position: int, cache: KvCache) -> CompiledPass:
+    def _pass(self, phase: Phase, length: PassLength, position: int, cache: SessionState) -> CompiledPass:
         self._check_alive()
+        cache.reserve(position, length if isinstance(length, int) else sum(length))
         return self._passes.find(phase, length, position, cache)
 
     def _check_alive(self) -> None:
@@ -472,9 +489,14 @@ class Engine:
             raise EngineError(self._lost, fix="Load the model again.")
 
     def _write_inputs(
-        self, lane: Lane, tokens: NDArray[np.int32] | int, position: int, head_row: int
+        self,
+        lane: Lane,
+        cache: SessionState,
+        tokens: NDArray[np.int32] | int,
+        position: int,
+        head_row: int,
     ) -> None:
-        """Write the tokens and the step buffer of a lane."""
+        """Write the tokens and the step buffer of a lane, for a pass that has room in a session."""
         with during(self.observer, "step"):
             self._logits_slot.release()
             length = 1 if isinstance(tokens, int) else len(tokens)
@@ -486,6 +508,7 @@ class Engine:
             step[STEP_POSITION] = position
             step[STEP_LENGTH] = length
             step[STEP_HEAD_ROW] = head_row
+            cache.bind(step)
             lane.step.release()
 
     def _call(self, calls: Sequence[Call]) -> None:

@@ -1,4 +1,4 @@
-"""A session: KV cache and position of one conversation."""
+"""A session: tokens and state of one conversation."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.
 class Session:
     """The tokens of one conversation and their KV cache; made by :meth:`heterollm.LLM.session`.
 
+    Layers with a sliding window keep the last keys alone. After a truncation to a position whose window is
+    gone, the next call reads the tokens before it again.
+
     Sessions of one model share its engine: calls from several threads run one after the other.
     """
 
@@ -50,7 +53,7 @@ class Session:
         self._engine = engine
         self._thread = thread
         self._vocab_size = vocab_size
-        self._cache = thread.run(engine.new_cache)
+        self._state = thread.run(engine.new_cache)
         self._position = 0
         self._ids = np.empty(engine.context, np.int32)
 
@@ -80,7 +83,7 @@ class Session:
     @property
     def memory_bytes(self) -> int:
         """Size of the KV cache."""
-        return self._cache.size_bytes
+        return self._state.size_bytes
 
     @property
     def vocab_size(self) -> int:
@@ -141,6 +144,18 @@ class Session:
 
         self._thread.run(cut)
 
+    def reusable(self, position: int) -> int:
+        """Return how many of the tokens before a position need not be read again after a truncation to it.
+
+        For the engine thread.
+        """
+        return self._state.latest(min(position, self._position))
+
+    def restore(self) -> None:
+        """Read the tokens again whose state is lost, as the next call would; for the engine thread."""
+        if (begin := self._state.latest(self._position)) < self._position:
+            self._engine.prefill(self._state, begin, self._ids[begin : self._position], "prefill", None)
+
     def belongs_to(self, engine: Engine) -> bool:
         """Whether the session's cache is one of this engine's."""
         return self._engine is engine
@@ -150,7 +165,7 @@ class Session:
         other = Session(self._engine, self._thread, self._vocab_size)
 
         def copy() -> None:
-            other._cache.copy_from(self._cache, self._position)
+            other._state.copy_from(self._state, self._state.latest(self._position))
             other._ids[: self._position] = self.ids
             other._position = self._position
 
@@ -159,7 +174,8 @@ class Session:
 
     def prefill_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Prefill on the engine thread; the next call overwrites the returned row."""
-        self._engine.prefill(self._cache, self._position, ids, "prefill", None)
+        self.restore()
+        self._engine.prefill(self._state, self._position, ids, "prefill", None)
         self._append(ids)
         return self._engine.last_logits
 
@@ -176,7 +192,9 @@ class Session:
             wanted: Called between chunks and layers with the part of the prompt, 0 to 1, whose kernels are
                 enqueued; returns whether to pause.
         """
-        yield from self._engine.prefill_in_turns(self._cache, self._position, ids, "prefill", None, wanted)
+        begin = self._state.latest(self._position)
+        unread = np.concatenate([self._ids[begin : self._position], ids])
+        yield from self._engine.prefill_in_turns(self._state, begin, unread, "prefill", None, wanted)
         self._append(ids)
 
     def finish_kernels(self) -> None:
@@ -194,20 +212,22 @@ class Session:
         Returns:
             float32 ``[vocab]`` for one id, ``[n, vocab]`` for an array of n; the next call overwrites them.
         """
+        self.restore()
         if not isinstance(ids, int):
             several = ids.astype(np.int32)
-            rows = self._engine.decode_several(self._cache, self._position, several)
+            rows = self._engine.decode_several(self._state, self._position, several)
             self._append(several)
             return rows
-        self._engine.decode(self._cache, self._position, ids)
+        self._engine.decode(self._state, self._position, ids)
         self._ids[self._position] = ids
         self._position += 1
         return self._engine.last_logits
 
     def append_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Append tokens on the engine thread, few of them as decode does; return the last one's row."""
+        self.restore()
         phase: Phase = "decode" if len(ids) <= SHORT_PASS else "prefill"
-        self._engine.prefill(self._cache, self._position, ids, phase, None)
+        self._engine.prefill(self._state, self._position, ids, phase, None)
         self._append(ids)
         return self._engine.last_logits
 
@@ -225,7 +245,8 @@ class Session:
         # A call from another thread may have changed the position since the check.
         self._check_room(len(ids))
         target = np.empty((len(ids), self._vocab_size), np.float32) if all_logits else None
-        self._engine.prefill(self._cache, self._position, ids, phase, target)
+        self.restore()
+        self._engine.prefill(self._state, self._position, ids, phase, target)
         self._append(ids)
         return self._engine.last_logits.copy() if target is None else target
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from heterollm.engine.score_slots import PRIVATE_SCORE_SLOTS, longest_scored_pass, score_sizes
+from heterollm.engine.experts.slots import ExpertSlots
+from heterollm.engine.shadow.slots import ShadowSlots
+from heterollm.engine.sparse.slots import SparseSlots
+from heterollm.engine.techniques.slots import TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.operators import found_bytes, outlier_flag_bytes
 from heterollm.kernels.ops import OpSpec, ffn_specs
 from heterollm.model import AttentionBlock, FfnBlock, ModelConfig, expert_specs
 from heterollm.solver import Plan
+
+TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (ShadowSlots(), SparseSlots(), ExpertSlots())
 
 HEAD_ROWS: Final = 32
 """Positions whose logits are computed at once."""
@@ -19,20 +24,10 @@ HEAD_ROWS: Final = 32
 NPU_CODES, NPU_OUTPUT_CODES, NPU_FACTORS = "npu_codes_in", "npu_codes_out", "npu_factors"
 """Slots of integer graphs, see :class:`heterollm.kernels.gpu.NpuCodes`; all operators share them."""
 
-OUTLIER_FLAGS, OUTLIERS, OUTLIER_BATCH = "outlier_flags", "outliers", "outlier_batch"
-"""Slots of shadow outliers, see :class:`heterollm.kernels.gpu.OutlierList`; all operators share them."""
-
-COLD_WEIGHTS: Final = "cold_weights"
-COLD_CHANNELS: Final = 32
-"""Channels whose weights the slot ``cold_weights`` holds; more are read in several turns."""
-
 ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP = "router_logits", "expert_rows", "expert_gate_up"
 EXPERT_ACTIVATED, EXPERT_OUTPUT = "expert_activated", "expert_output"
 """Slots of a mixture of experts: the router's logits; rows in the order of experts, inputs and later outputs;
 their intermediate values; and the sum of each token."""
-
-EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT = "expert_npu_input", "expert_npu_output"
-"""Slots of the rows of experts that the NPU computes, in the order of its groups."""
 
 EXPERT_LISTS: Final[dict[str, str]] = {
     name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "places")
@@ -40,10 +35,10 @@ EXPERT_LISTS: Final[dict[str, str]] = {
 """Slots of the lists of :class:`heterollm.kernels.gpu.ExpertLists`."""
 
 PRIVATE_SLOTS: Final = (
-    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, OUTLIER_FLAGS),
+    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS),
     *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT),
     *EXPERT_LISTS.values(),
-    *PRIVATE_SCORE_SLOTS,
+    *(slot for own in TECHNIQUES for slot in own.PRIVATE),
 )
 """Slots that neither the host nor the NPU reads or writes."""
 
@@ -73,7 +68,6 @@ def pool_sizes(
     """
     tokens = plan.chunk_length
     padded = max(tokens, _npu_tokens(plan, head=False))
-    attended = max(tokens, longest_scored_pass(plan))
     head_npu = _npu_tokens(plan, head=True)
     head_rows = max(HEAD_ROWS, head_npu)
     widest = max(spec.rows for spec in specs if spec.group != "head")
@@ -85,8 +79,8 @@ def pool_sizes(
     sizes = {
         "residual": tokens * config.hidden_size * 4,
         "linear_input": padded * config.hidden_size * item_bytes,
-        "query": attended * heads * 4,
-        "attention_output": max(padded, attended) * heads * item_bytes,
+        "query": tokens * heads * 4,
+        "attention_output": padded * heads * item_bytes,
         # A mixture without shared experts has no other network; no memory is empty.
         "activated": padded * max(widths, default=1) * item_bytes,
         "npu_output": padded * widest * item_bytes,
@@ -99,15 +93,12 @@ def pool_sizes(
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
-    shadows, scores = _shadow_sizes(specs, plan, item_bytes), score_sizes(config, plan, context)
     experts = next(iter(expert_specs(config, specs)), None)
     if experts is not None:
         sizes |= _expert_sizes(experts, tokens, item_bytes)
-        rows = max((entry.placement.rows for entry in plan.experts if entry.lengths[0] <= tokens), default=0)
-        if rows:
-            row_bytes = config.hidden_size * item_bytes
-            sizes |= dict.fromkeys((EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT), rows * row_bytes)
-    for slot, size in (*_code_sizes(specs, attended), *_npu_code_sizes(specs, plan), *shadows, *scores):
+    own = itertools.chain(_code_sizes(specs, tokens), _npu_code_sizes(specs, plan))
+    added = (pair for one in TECHNIQUES for pair in one.sizes(config, specs, plan, item_bytes, context))
+    for slot, size in (*added, *own):
         sizes[slot] = max(size, sizes.get(slot, 0))
     return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}
 
@@ -147,16 +138,6 @@ def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, 
             yield NPU_CODES, tokens * spec.columns * LARGEST_CODE_BYTES
             yield NPU_OUTPUT_CODES, tokens * rows * LARGEST_CODE_BYTES
             yield NPU_FACTORS, tokens * FACTOR_BYTES
-
-
-def _shadow_sizes(specs: Sequence[OpSpec], plan: Plan, item_bytes: int) -> Iterator[tuple[str, int]]:
-    shadowed = [entry for entry in plan.placed if entry.placement.shadow]
-    for spec in specs:
-        if any(entry.holds(spec) for entry in shadowed):
-            yield OUTLIER_FLAGS, outlier_flag_bytes(spec.columns)
-            yield OUTLIERS, found_bytes(spec.columns)
-            yield OUTLIER_BATCH, 8
-            yield COLD_WEIGHTS, COLD_CHANNELS * spec.rows * item_bytes
 
 
 def _code_sizes(specs: Sequence[OpSpec], tokens: int) -> Iterator[tuple[str, int]]:

@@ -15,15 +15,12 @@ from heterollm.engine.npu_shards import (
     context_graphs,
     form_of_ranges,
     planned_contexts,
-    planned_expert_graphs,
     planned_graphs,
     planned_shard,
     shard_ranges,
 )
 from heterollm.engine.placed import PlacedOp, codes_of
 from heterollm.engine.saturation import SaturationCount
-from heterollm.engine.shadow_steps import ShadowEmitter
-from heterollm.engine.shadows import OutlierShadow
 from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
 from heterollm.engine.step import (
     NOT_RUN,
@@ -34,6 +31,8 @@ from heterollm.engine.step import (
     operator_name,
     shard_name,
 )
+from heterollm.engine.techniques.registry import NOTHING, Techniques
+from heterollm.engine.techniques.technique import Around
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     DeviceMemory,
@@ -74,21 +73,21 @@ class SplitEmitter:
         device: Device,
         weights: ModelWeights,
         plan: Plan,
+        techniques: Techniques,
         ranges: Mapping[tuple[int, Group], StaticRanges] = NO_RANGES,
     ) -> None:
         self._device = device
         self._weights = weights
         self._ranges = ranges
         self._layers = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._shadows = ShadowEmitter(device, weights, ranges)
+        self._techniques = techniques
         self._float_operators: dict[str, None] = {}
         self.saturation = SaturationCount(device.gpu, OPERATORS_OF_A_LAYER * weights.config.layers + 1)
         self._graphs: dict[PlannedGraph, NpuGraph] = {}
         packager = device.packager
         if packager is not None and packager.context_layers:
-            graphs = planned_graphs(plan, weights.specs, ranges)
-            experts = planned_expert_graphs(plan, weights.experts)
-            contexts = planned_contexts((*graphs, *experts), packager.context_layers)
+            graphs = planned_graphs(plan, (*weights.specs, *weights.experts), ranges)
+            contexts = planned_contexts(graphs, packager.context_layers)
             packager.package(context_graphs(contexts, self._shard))
 
     @property
@@ -96,27 +95,17 @@ class SplitEmitter:
         """Operators that keep float activations against the plan, and saturated values."""
         names = list(self._float_operators)
         if not names:
-            return *self.saturation.notes(), *self._shadows.notes()
+            return self.saturation.notes()
         shown = ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")
         return (
             f"The calibration has no ranges that suit {len(names)} operators, which compute with float "
             f"activations instead of integers: {shown}.",
             *self.saturation.notes(),
-            *self._shadows.notes(),
         )
 
     def clear(self) -> None:
         """Drop the graphs; no compiled pass may run afterwards."""
         self._graphs.clear()
-        self._shadows.clear()
-
-    def load_shadows(self, plan: Plan) -> None:
-        """Upload the float weights of hot channels, so that no pass is delayed by reading them."""
-        self._shadows.load(plan)
-
-    def shadow(self, lane: Lane, spec: OpSpec, placement: Placement) -> OutlierShadow | None:
-        """Return the shadow of an operator in a lane; None without one."""
-        return self._shadows.of(lane, spec, placement)
 
     def codes(self, lane: Lane, spec: OpSpec, placement: Placement) -> NpuCodes | None:
         """Return the codes in a lane of an operator that the NPU computes in integers; None for others."""
@@ -142,13 +131,14 @@ class SplitEmitter:
             builder.steps += self._rows(builder, op, launch, op.gpu_output, (0,) * len(rows))
             builder.end_operator(op.operator, op.layer)
             return Segments(op.gpu_output, op.gpu_output, rows, (0,) * len(rows))
+        around = self._techniques.around(builder, op.operator, spec.layer, op)
         if placement.npu_rows != rows:
             launch = linear.launch(
                 op.source,
                 op.gpu_output,
                 tokens=tokens,
                 kept=tuple(zip(placement.npu_rows, rows, strict=True)),
-                in_place=op.shadow is not None,
+                in_place=around.join == "sum",
                 rounded=op.rounded,
                 label=op.name,
             )
@@ -156,12 +146,10 @@ class SplitEmitter:
         else:
             # A sequence split has one segment: the GPU writes the rows after those of the NPU.
             own = self._tokens_left(builder, op, linear)
-        if op.shadow is not None:
-            self._split(builder, op, [self._shadows.product(builder, op, op.shadow), *own])
-            return Segments(op.npu_output, op.gpu_output, rows, placement.npu_rows, join="sum")
-        self._split(builder, op, own)
-        other = op.npu_output if placement.npu_rows == rows else op.gpu_output
-        return Segments(op.npu_output, other, rows, placement.npu_rows)
+        self._split(builder, op, [*around.beside(), *own], around)
+        whole = placement.npu_rows == rows and around.join == "concatenate"
+        other = op.npu_output if whole else op.gpu_output
+        return Segments(op.npu_output, other, rows, placement.npu_rows, join=around.join)
 
     def ffn(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> Segments:
         """Append the steps of an ffn operator and return the output: one array, or two that are to be added.
@@ -200,35 +188,38 @@ class SplitEmitter:
 
     # -- helpers -------------------------------------------------------------------------------------
 
-    def _split(self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step]) -> None:
+    def _split(
+        self, builder: PassBuilder, op: PlacedOp, gpu: Sequence[Step], around: Around = NOTHING
+    ) -> None:
         """Append the steps of both processors.
 
         Args:
             builder: The pass so far.
             op: The operator.
             gpu: Steps of the GPU's shard, if it has one.
+            around: Steps of a technique.
         """
         if op.codes is not None and not op.spec.follows_norm:
             tokens = min(sum(op.placement.npu_lengths), builder.tokens)
             launch = write_codes(self._layers, op.source, op.codes, tokens=tokens, columns=op.spec.columns)
             writes = codes_of(op.codes)
             builder.kernel("rounding of inputs", op.layer, launch, reads=(op.source,), writes=writes)
-        self._shadows.find(builder, op)
-        builder.hand_over(op, gpu, lambda: self._acquire(builder, op))
-        self._shadows.around(builder, op, lambda: self._graph_runs(builder, op))
+        around.before()
+        builder.hand_over(op, gpu, lambda: self._acquire(builder, op, around))
+        around.run(lambda: self._graph_runs(builder, op))
         if not op.npu_source.coherent:
             builder.release(op)
-            self._shadows.release(builder, op)
+            around.release()
         if op.codes is not None:
             self._read_codes(builder, op, op.codes)
         if gpu or op.codes is not None:
             builder.end_operator(op.operator, op.layer)
 
-    def _acquire(self, builder: PassBuilder, op: PlacedOp) -> None:
+    def _acquire(self, builder: PassBuilder, op: PlacedOp, around: Around) -> None:
         tokens, item = sum(op.placement.npu_lengths), self._npu_dtype(op).itemsize
         rows = _npu_rows(op.spec, op.placement)
         builder.acquire(op, tokens * op.spec.columns * item, tokens * rows * item)
-        self._shadows.acquire(builder, op)
+        around.acquire()
 
     def _read_codes(self, builder: PassBuilder, op: PlacedOp, codes: NpuCodes) -> None:
         """Append the kernel that writes the values of the output's codes to the NPU's slot."""

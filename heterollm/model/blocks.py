@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
+from heterollm.kernels.gpu import PAGE_POSITIONS, head_stride, pages_of
 from heterollm.kernels.ops import Activation, Group, Member, Routing
 from heterollm.model.rope import RopeConfig
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Norm = Literal[
     "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
@@ -19,6 +23,9 @@ Norm = Literal[
 
 NORM: Final = "rms_norm"
 """The norm before each block, by its name in profiles."""
+
+GOING_BACK: Final = 512
+"""Positions that a sliding window keeps beside those of a pass, to go back behind most answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,47 @@ class GroupShape:
     biased: bool = False
 
 
+class StateSpec(Protocol):
+    """The state that a session keeps for a layer between passes."""
+
+    def kept(self, context: int, longest: int) -> int:
+        """Return the positions that it keeps.
+
+        Args:
+            context: Positions of a session.
+            longest: Most positions that a pass writes.
+        """
+
+    def bytes(self, positions: int, dtype: np.dtype[Any]) -> int:
+        """Return the bytes of so many positions in a type of the KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """Keys and values, of all positions or of those in a window.
+
+    Args:
+        kv_heads: Key and value heads.
+        head_dim: Width of a head.
+        window: Positions that a token attends to, including its own; 0 for all.
+    """
+
+    kv_heads: int
+    head_dim: int
+    window: int
+
+    def kept(self, context: int, longest: int) -> int:
+        """Return the positions that are kept: with a window those of a pass, and :data:`GOING_BACK` more."""
+        if not self.window:
+            return context
+        # The first and the last page may hold a part each.
+        return min(context, PAGE_POSITIONS * (pages_of(self.window + longest + GOING_BACK) + 1))
+
+    def bytes(self, positions: int, dtype: np.dtype[Any]) -> int:
+        """Return the bytes of so many positions in a type of the KV cache."""
+        return 2 * self.kv_heads * head_stride(positions, self.head_dim, dtype) * dtype.itemsize
+
+
 class Block(Protocol):
     """A part of a layer: its linears, its other tensors, and numbers that decide what it computes."""
 
@@ -58,6 +106,9 @@ class Block(Protocol):
 
     def norms(self) -> Mapping[Norm, int]:
         """Return the widths of norms inside the block."""
+
+    def state(self) -> StateSpec | None:
+        """Return the state that a session keeps for the block; None for none."""
 
     def timed(self) -> Block:
         """Return the block without what no time of an operator depends on."""
@@ -120,6 +171,10 @@ class AttentionBlock:
         queries, keys = (self.heads, self.kv_heads) if self.joint_head_norms else (1, 1)
         return {"query_head": queries * self.head_dim, "key_head": keys * self.head_dim}
 
+    def state(self) -> KvSpec:
+        """Return the keys and values."""
+        return KvSpec(self.kv_heads, self.head_dim, self.window)
+
     def timed(self) -> AttentionBlock:
         """Return the block without window, RoPE and biases."""
         return replace(self, window=0, rope=None, qkv_bias=False, o_bias=False)
@@ -160,6 +215,9 @@ class FfnBlock:
         """Return no norms."""
         return {}
 
+    def state(self) -> None:
+        """Return nothing."""
+
     def timed(self) -> FfnBlock:
         """Return the block without biases."""
         return replace(self, biased=False)
@@ -192,6 +250,9 @@ class MixtureBlock:
         """Return no norms."""
         return {}
 
+    def state(self) -> None:
+        """Return nothing."""
+
     def timed(self) -> MixtureBlock:
         """Return the block."""
         return self
@@ -200,6 +261,9 @@ class MixtureBlock:
 BLOCKS: Final = (AttentionBlock, FfnBlock, MixtureBlock)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
+
+ALL_GROUPS: Final = (*LAYER_GROUPS, "head", "ffn")
+"""All groups, in the order of reports."""
 
 AnyBlock = TypeVar("AnyBlock", bound=Block)
 

@@ -16,7 +16,7 @@ import numpy as np
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Activation
 from heterollm.model.block_config import BlockFields, is_biased
-from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock
+from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock, StateSpec
 from heterollm.model.families import CONFIG_FIELDS, FAMILIES, SUPPORTED, unsupported
 from heterollm.model.family import Family
 from heterollm.model.fields import ROPE_FIELDS
@@ -89,6 +89,24 @@ class ModelConfig:
         """Return the blocks of a kind by layer."""
         found = ((number, layer.find(kind)) for number, layer in enumerate(self.per_layer))
         return {number: block for number, block in found if block is not None}
+
+    @property
+    def states(self) -> dict[int, StateSpec]:
+        """The state that a session keeps, by layer."""
+        found = (
+            (number, block.state()) for number, layer in enumerate(self.per_layer) for block in layer.blocks
+        )
+        return {number: state for number, state in found if state is not None}
+
+    def state_bytes(self, context: int, longest: int, dtype: np.dtype[Any]) -> int:
+        """Return the bytes that a session keeps between passes.
+
+        Args:
+            context: Positions of a session.
+            longest: Most positions that a pass writes.
+            dtype: Type of the KV cache.
+        """
+        return sum(spec.bytes(spec.kept(context, longest), dtype) for spec in self.states.values())
 
     @property
     def attention(self) -> AttentionBlock:

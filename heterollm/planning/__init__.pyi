@@ -6,8 +6,6 @@ from .calibrated import calibrated_ranges as calibrated_ranges
 from .calibrated import calibrated_scales as calibrated_scales
 from .core_split import CoreSplit as CoreSplit
 from .core_split import other_splits as other_splits
-from .experts import expert_loads as expert_loads
-from .experts import npu_bytes_left as npu_bytes_left
 from .inputs import PlanInputs as PlanInputs
 from .inputs import inputs_of_file as inputs_of_file
 from .inputs import inputs_of_load as inputs_of_load
@@ -28,8 +26,10 @@ from .profiled_model import ProfiledModel as ProfiledModel
 from .profiling import KeptRecords as KeptRecords
 from .profiling import ProfilingResult as ProfilingResult
 from .profiling import ProfilingSession as ProfilingSession
-from .sparse_attention import assumed_heads as assumed_heads
-from .sparse_attention import dense_prompt_notes as dense_prompt_notes
 from .speculation import predicted_pass_s as predicted_pass_s
+from .techniques.experts import expert_loads as expert_loads
+from .techniques.experts import npu_bytes_left as npu_bytes_left
+from .techniques.sparse_attention import assumed_heads as assumed_heads
+from .techniques.sparse_attention import dense_prompt_notes as dense_prompt_notes
 from .unused_options import check_source_effects as check_source_effects
 from .unused_options import idle_notes as idle_notes

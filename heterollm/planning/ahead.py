@@ -33,7 +33,6 @@ from heterollm.engine import (
     check_runs,
     context_graphs,
     planned_contexts,
-    planned_expert_graphs,
     planned_graphs,
     planned_shard,
     score_graphs,
@@ -50,7 +49,7 @@ from heterollm.kernels.npu import (
     chosen_context_layers,
 )
 from heterollm.kernels.ops import Group, Precision, Scales
-from heterollm.model import Checkpoint, ModelConfig, load_weights
+from heterollm.model import ALL_GROUPS, Checkpoint, ModelConfig, load_weights
 from heterollm.planning.calibrated import calibrated_ranges
 from heterollm.planning.inputs import inputs_of_file
 from heterollm.planning.load_options import LoadOptions, choose_context
@@ -221,10 +220,9 @@ def precompile(
         progress=lambda done, total: report("Quantising weights", done, total),
     )
     ranges = calibrated_ranges(options.weights_calibration, weights)
-    every = dict.fromkeys(planned_graphs(chosen, weights.specs, ranges))
-    graphs = [graph for graph in every if graph.length in wanted]
-    # Their capacities are no lengths of prompts.
-    graphs += dict.fromkeys(planned_expert_graphs(chosen, weights.experts))
+    every = dict.fromkeys(planned_graphs(chosen, (*weights.specs, *weights.experts), ranges))
+    # Capacities of experts are no lengths of prompts.
+    graphs = [graph for graph in every if graph.length in wanted or graph.experts]
     members = config.attention.heads // config.attention.kv_heads
     scores = [graph for graph in score_graphs(config, chosen, positions) if graph[1] // members in wanted]
     if not (graphs or scores):
@@ -339,11 +337,10 @@ def _build(
     """Build graphs by group and lengths, and yield the builds of each pair."""
     total_bytes = sum(graph.weight_bytes for context in contexts for graph in context)
     done_bytes = 0
-    order = list(dict.fromkeys(context[0].spec.group for context in contexts))
     kinds: dict[tuple[int, tuple[int, ...]], list[tuple[PlannedGraph, ...]]] = {}
     for context in contexts:
         lengths = tuple(sorted({graph.length for graph in context}))
-        kinds.setdefault((order.index(context[0].spec.group), lengths), []).append(context)
+        kinds.setdefault((ALL_GROUPS.index(context[0].spec.group), lengths), []).append(context)
     for (index, lengths), mine in sorted(kinds.items(), key=lambda item: item[0]):
         built = []
         for context in mine:
@@ -351,7 +348,7 @@ def _build(
             first = context[0]
             built.append((len(context), *_timed(npu, shard_of(first), first.length, first.form)))
             done_bytes += sum(graph.weight_bytes for graph in context)
-        yield _counted(order[index], lengths, built)
+        yield _counted(ALL_GROUPS[index], lengths, built)
     report("Compiling NPU graphs", total_bytes, total_bytes)
 
 

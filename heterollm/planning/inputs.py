@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from msgspec import structs
@@ -20,14 +20,11 @@ from heterollm.engine import Sync
 from heterollm.kernels.ops import Group, OpSpec, Precision
 from heterollm.model import ModelConfig, expert_specs, op_specs
 from heterollm.planning.calibrated import calibrated_shadows, calibration_key
-from heterollm.planning.experts import calibrated_routing
 from heterollm.planning.load_options import LoadOptions
-from heterollm.planning.sparse_attention import calibrated_heads
-from heterollm.planning.techniques import shadows_under
-from heterollm.solver import SOLVED_LEVELS, AttentionHeads, LengthPolicy, Plan, PlanRequest, ShadowChannels
+from heterollm.planning.techniques.registry import Evidence, calibrated_evidence
+from heterollm.solver import SOLVED_LEVELS, LengthPolicy, Plan, PlanRequest, ShadowChannels
 
 if TYPE_CHECKING:
-    from heterollm.calibration import RoutingCalibration
     from heterollm.kernels.device import Device
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.profiler.records import Profile
@@ -56,8 +53,7 @@ class PlanInputs:
         calibration: Identity of the calibration, whose ranges integer graphs need; None without one.
         calibration_file: Its file, with which a plan that has shadows is compared.
         shadows: Operators that get a shadow of outliers wherever the NPU computes them in integers.
-        heads: Attention heads, for the technique ``shadowattn``; None without it.
-        routing: Routing of each layer, for the technique ``npumoe``; None without it.
+        evidence: Heads, routing and the like, by the techniques that are asked for.
         length_policy: How ``npu`` and ``layer`` run lengths that the NPU has no graph for.
         sync: How the processors wait for each other, in place of the plan's strategy.
         longest: Longest pass of prompts; None for the default of the plan's level.
@@ -76,8 +72,7 @@ class PlanInputs:
     calibration: str | None = None
     calibration_file: str | Path | None = None
     shadows: Mapping[tuple[int, Group], ShadowChannels] = field(default_factory=dict)
-    heads: AttentionHeads | None = None
-    routing: Sequence[RoutingCalibration] | None = None
+    evidence: Evidence = field(default_factory=dict)
     length_policy: LengthPolicy = "padding"
     sync: Sync = "auto"
     longest: int | None = None
@@ -99,9 +94,9 @@ class PlanInputs:
         return (*self.specs, *expert_specs(self.config, self.specs))
 
     @property
-    def hot_channels(self) -> dict[tuple[int, Group], int]:
-        """Channels of each shadow, whose float weights stay in memory."""
-        return {key: one.held for key, one in self.shadows.items()}
+    def given(self) -> dict[str, Any]:
+        """Calibrated values on which the memory of techniques depends."""
+        return {"shadow": {key: one.held for key, one in self.shadows.items()}}
 
     def profiled(self, what: str) -> ProfiledModel:
         """Return the model on the profiled device, which something needs.
@@ -208,9 +203,8 @@ def _inputs(
         chosen,
         calibration=calibration_key(weights),
         calibration_file=weights,
-        shadows=shadows_under(request, calibrated_shadows(weights)),
-        heads=calibrated_heads(options.calibration, config, request),
-        routing=calibrated_routing(options.calibration, config, request),
+        shadows=calibrated_shadows(weights),
+        evidence=calibrated_evidence(options.calibration, config, request),
         length_policy=options.length_policy,
         sync=options.sync,
     )

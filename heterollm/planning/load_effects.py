@@ -11,7 +11,7 @@ from typing import Any, Final
 from heterollm.base import Effect, OptionFacts
 from heterollm.kernels.devices import option_devices
 from heterollm.kernels.sim import is_simulated
-from heterollm.solver import LEVELS, SHADOW_ATTENTION, SOLVED_LEVELS, expert_technique
+from heterollm.solver import LEVELS, NPU_EXPERTS, SHADOW_ATTENTION, SOLVED_LEVELS
 
 
 def _techniques(facts: OptionFacts) -> tuple[Any, ...]:
@@ -46,7 +46,7 @@ def takes_no_calibration(facts: OptionFacts) -> bool:
     """Return whether neither the weights nor a technique nor the memory of experts can read a calibration."""
     precision, stepped = facts.get("precision", "w4a16"), facts.get("scales", "free") == "stepped"
     weights = precision == "w8a8" or (precision == "w4a16" and stepped)
-    experts = expert_technique(_techniques(facts)) is not None or facts.get("experts_gib") is not None
+    experts = NPU_EXPERTS in _techniques(facts) or facts.get("experts_gib") is not None
     return not weights and not (experts and SHADOW_ATTENTION not in _techniques(facts))
 
 
@@ -59,7 +59,7 @@ LOAD_EFFECTS: Final = (
     ),
     Effect(
         "overflow",
-        lambda facts: expert_technique(_techniques(facts)) is not None,
+        lambda facts: NPU_EXPERTS in _techniques(facts),
         "experts have capacities with the technique npumoe alone",
         "Add --technique npumoe",
     ),

@@ -12,7 +12,7 @@ from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.ops import POWERS, Power, Precision, Scales
 from heterollm.model import ModelConfig
 from heterollm.planning.load_effects import LOAD_EFFECTS
-from heterollm.planning.techniques import check_technique
+from heterollm.planning.techniques.llm_npu import check_technique
 from heterollm.solver import (
     LENGTH_POLICIES,
     SHADOW_ATTENTION,

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from heterollm.base import format_moment
-from heterollm.planning.experts import expert_notes
-from heterollm.planning.sparse_attention import attention_notes
-from heterollm.planning.techniques import request_of_solver
+from heterollm.planning.techniques.llm_npu import request_of_solver
+from heterollm.planning.techniques.registry import technique_notes
 from heterollm.solver import Plan, PlanRequest
 
 if TYPE_CHECKING:
@@ -65,9 +64,7 @@ def _notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> Iterator[_
         yield _Note(f"{error.message} {claim} {error.fix}", not lacking & on_npu)
     several = request.in_flight != 1 or request_of_solver(request).in_flight != request.in_flight
     yield _Note(IN_ORDER, several and request_of_solver(request).in_flight == 1 and plan.schedule is None)
-    for text in attention_notes(model, plan, request):
-        yield _Note(text, True)
-    for text in expert_notes(model, plan, request):
+    for text in technique_notes(model, plan, request):
         yield _Note(text, True)
 
 

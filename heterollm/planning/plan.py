@@ -10,11 +10,10 @@ from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
 from heterollm.planning.calibrated import check_shadows
-from heterollm.planning.experts import drop_notes, expert_notes, with_expert_placements
 from heterollm.planning.inputs import PlanInputs
 from heterollm.planning.planned import Planned
-from heterollm.planning.sparse_attention import attention_notes, with_sparse_attention
-from heterollm.planning.techniques import fastest_in_flight
+from heterollm.planning.techniques.llm_npu import fastest_in_flight
+from heterollm.planning.techniques.registry import technique_notes, with_techniques
 from heterollm.solver import (
     LEVELS,
     SOLVED_LEVELS,
@@ -54,7 +53,7 @@ def make_plan(inputs: PlanInputs) -> Planned:
     plan, notes = found.plan, found.notes
     if inputs.sync != "auto" and (plan.uses_npu or inputs.sync == "operator"):
         plan = structs.replace(plan, sync=PhaseSync(inputs.sync, inputs.sync))
-    notes += tuple(note for note in drop_notes(plan) if note not in notes)
+    notes += tuple(note for record in plan.techniques for note in record.notes)
     return replace(found, plan=plan, notes=notes)
 
 
@@ -91,7 +90,7 @@ def _solved(inputs: PlanInputs) -> Planned:
     model = inputs.profiled(
         f"The technique {techniques[0]}" if techniques else f"Plan level {inputs.wanted!r}"
     )
-    found = solve_plan(model, inputs.request, inputs.heads, inputs.routing, inputs.longest)
+    found = solve_plan(model, inputs.request, inputs.evidence, inputs.longest)
     if not inputs.chosen:
         return found
     own = found.notes[1:] if inputs.request.level == "auto" else found.notes
@@ -128,13 +127,11 @@ def _by_rule(inputs: PlanInputs, level: PlanLevel) -> Planned:
     if plan.uses_npu:
         calibration = inputs.calibration if plan.has_integer_forms else None
         plan = structs.replace(plan, sync=_waits(inputs), calibration=calibration)
-    if inputs.heads is None and inputs.routing is None:
+    if not inputs.evidence:
         return Planned(plan)
     model = inputs.profiled(f"The technique {request.techniques[0]}")
-    plan = with_sparse_attention(model, plan, request, inputs.heads)
-    plan = with_expert_placements(model, plan, request, inputs.routing)
-    notes = (*attention_notes(model, plan, request), *expert_notes(model, plan, request))
-    return Planned(plan, notes, model, routing=inputs.routing)
+    plan = with_techniques(model, plan, request, inputs.evidence)
+    return Planned(plan, technique_notes(model, plan, request), model, evidence=inputs.evidence)
 
 
 def _waits(inputs: PlanInputs) -> PhaseSync:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from heterollm.calibration import RoutingCalibration
     from heterollm.planning.lengths import LengthChoice
     from heterollm.planning.profiled_model import ProfiledModel
+    from heterollm.planning.techniques.registry import Evidence
     from heterollm.solver import Plan
 
 
@@ -23,11 +22,11 @@ class Planned:
             the plan from the request.
         model: The model on the profiled device; None for a plan without times.
         length_choice: The standard lengths that are worth building; None without a build budget.
-        routing: The routing of each layer, by which experts were placed; None without.
+        evidence: Facts by which techniques placed their entries.
     """
 
     plan: Plan
     notes: tuple[str, ...] = ()
     model: ProfiledModel | None = None
     length_choice: LengthChoice | None = None
-    routing: Sequence[RoutingCalibration] | None = None
+    evidence: Evidence = field(default_factory=dict)

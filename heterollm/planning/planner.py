@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import structs
@@ -14,39 +15,42 @@ from heterollm.base import GIB, OptionError
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import ffn_specs
 from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, weights_of, words
-from heterollm.planning.experts import with_expert_placements
 from heterollm.planning.kept import kept_plan, plan_path
 from heterollm.planning.notes import plan_notes
 from heterollm.planning.planned import Planned
 from heterollm.planning.profiled_model import ProfiledModel
-from heterollm.planning.sparse_attention import with_sparse_attention
-from heterollm.planning.techniques import check_technique, faster_plan, llm_npu_plan, request_of_solver
+from heterollm.planning.techniques.llm_npu import (
+    check_technique,
+    faster_plan,
+    llm_npu_plan,
+    request_of_solver,
+)
+from heterollm.planning.techniques.registry import Evidence, with_techniques
 from heterollm.solver import (
     CHUNK_LENGTH,
-    AttentionHeads,
+    LLM_NPU,
     Objective,
     PhaseSync,
     Plan,
     PlanRequest,
     best_strategy,
     default_chunk_length,
-    llm_npu_technique,
     model_shape,
     power_of,
     with_shadows,
 )
 
 if TYPE_CHECKING:
-    from heterollm.calibration import RoutingCalibration
     from heterollm.planning.lengths import LengthChoice
     from heterollm.solver import Solver
+
+NO_EVIDENCE: Final[Evidence] = MappingProxyType({})
 
 
 def solve_plan(
     model: ProfiledModel,
     request: PlanRequest,
-    heads: AttentionHeads | None = None,
-    routing: Sequence[RoutingCalibration] | None = None,
+    evidence: Evidence = NO_EVIDENCE,
     longest: int | None = None,
 ) -> Planned:
     """Return the plan of a model by a profile; it is solved once for equal inputs, and kept.
@@ -54,8 +58,7 @@ def solve_plan(
     Args:
         model: The model on the profiled device.
         request: Options of the plan.
-        heads: The heads of the model, for the technique ``shadowattn``.
-        routing: The routing of each layer, for the technique ``npumoe``.
+        evidence: Facts of the model, by the techniques that are asked for.
         longest: Longest pass that attention and experts are placed for; None for the plan's.
 
     Raises:
@@ -63,7 +66,7 @@ def solve_plan(
         OptionError: The request is not legal.
         PlanError: No processor can compute a group.
     """
-    calibrated, routed = model.calibration is not None, routing is not None
+    calibrated, routed = model.calibration is not None, "experts" in evidence
     check_technique(request, model.precision, request.level, calibrated=calibrated, routed=routed)
     _check_level(model, request)
     every = solver_of(model, request)
@@ -81,8 +84,7 @@ def solve_plan(
         "head rows": HEAD_ROWS,
         "chunk length": CHUNK_LENGTH,
         "request": structs.replace(request, histogram=None),
-        "heads": heads,
-        "routing": None if routing is None else hashlib.sha256(msgspec.json.encode(routing)).hexdigest(),
+        "evidence": hashlib.sha256(msgspec.json.encode(dict(evidence), order="deterministic")).hexdigest(),
         "histogram": None if histogram is None else sorted(histogram.items()),
     }
     if model.shadows:
@@ -92,15 +94,13 @@ def solve_plan(
 
     def add(plan: Plan) -> Plan:
         chunk_length = min(plan.chunk_length, longest or plan.chunk_length)
-        plan = structs.replace(plan, chunk_length=chunk_length)
-        plan = with_sparse_attention(model, plan, request, heads)
-        return with_expert_placements(model, plan, request, routing)
+        return with_techniques(model, structs.replace(plan, chunk_length=chunk_length), request, evidence)
 
     plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, add))
     notes = plan_notes(model, plan, request)
     if request.level == "auto":
         notes = (words(_candidates(model, request, plan, solver)), *notes)
-    return Planned(plan, notes, model, choice, routing)
+    return Planned(plan, notes, model, choice, evidence)
 
 
 def _candidates(
@@ -145,7 +145,7 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
-    if llm_npu_technique(request.techniques) is None or model.limits is None:
+    if LLM_NPU not in request.techniques or model.limits is None:
         plan = _solved(model, request_of_solver(request), solver, prompts)
     else:
         plan = llm_npu_plan(model, request, prompts)

@@ -28,8 +28,7 @@ from heterollm.solver import (
     limits_of,
     predict_pass,
     predict_prompt,
-    with_attention_time,
-    with_experts_time,
+    with_technique_times,
 )
 
 
@@ -148,12 +147,7 @@ class ProfiledModel:
         found = predict_pass(plan, self.specs, costs, phase, tokens, limits=self.limits, logits=logits)
         if found is None or phase == "decode":
             return found
-        if self.experts and plan.has_npu_experts:
-            prices = self.expert_prices(tokens)
-            found = with_experts_time(found, plan, prices, self.experts)
-        if not plan.sparse_attention:
-            return found
-        return with_attention_time(found, plan, self.attention_costs, (position or 0) + tokens)
+        return with_technique_times(found, plan, self, (position or 0) + tokens)
 
     def prompt(self, plan: Plan, prompt: int, *, position: int = 0) -> PredictedPrompt | None:
         """Return the predicted time of a prompt, chunk by chunk or with chunks in flight; None as above.

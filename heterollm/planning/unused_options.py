@@ -38,8 +38,7 @@ def idle_notes(options: LoadOptions, device: Device, plan: Plan) -> Iterator[str
         "has_threads": bool(device.split.gpu_cores),
         "uses_npu": plan.uses_npu,
         "reads_calibration": plan.has_integer_forms
-        or bool(plan.sparse_attention)
-        or plan.has_npu_experts
+        or any(record.is_active for record in plan.techniques)
         or options.experts_gib is not None,
     }
     for name, effect in idle_options(CHOSEN_EFFECTS, given, facts | chosen):

@@ -19,6 +19,4 @@ from .steps import PassSteps as PassSteps
 from .steps import steps_json as steps_json
 from .steps import steps_report as steps_report
 from .tables_bench import runs_of as runs_of
-from .tables_sweep import SWEEP_FORMATS as SWEEP_FORMATS
-from .tables_sweep import append_simulated as append_simulated
 from .trace_plots import trace_png as trace_png

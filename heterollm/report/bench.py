@@ -13,6 +13,7 @@ from rich.text import Text
 
 from heterollm.benchmarks import best_of, groups_of, verdicts
 from heterollm.report.console import note, section_table
+from heterollm.report.simulate import sweep_report
 from heterollm.report.tables_bench import (
     LEGEND,
     bounds,
@@ -34,7 +35,9 @@ BAR_WIDTH: Final = 40
 
 def bench_report(result: BenchResult) -> RenderableType:
     """Return the report of a bench."""
-    rows = result.rows
+    rows = [row for row in result.rows if row.modelled is None]
+    if len(rows) < len(result.rows):
+        return sweep_report(result.rows)
     parts: list[RenderableType] = [Text(line) for line in heading(rows)]
     for (test, precision), group in groups_of(rows).items():
         parts += [Text(), rows_table(group, title=f"{test}, {precision}")]

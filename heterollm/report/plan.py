@@ -15,7 +15,7 @@ from heterollm.kernels.ops import ffn_specs
 from heterollm.planning import profile_words
 from heterollm.report.console import table
 from heterollm.report.plan_experts import experts_report
-from heterollm.solver import SHADOW_ATTENTION, break_even, describe
+from heterollm.solver import SHADOW_ATTENTION, PlannedAttention, break_even, describe
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
@@ -73,11 +73,11 @@ def plan_report(planned: Planned, prompts: Sequence[int], decode: int, *, explai
     if explain and plan.schedule is not None:
         parts.append(flights_table(model, plan, plan.schedule))
     if plan.request is not None and SHADOW_ATTENTION in plan.request.techniques:
-        if plan.sparse_attention:
+        if plan.technique(PlannedAttention).is_active:
             parts.append(Text(attention_words(model, plan)))
         if explain:
             parts.append(attention_table(model, plan, plan.request.context))
-    parts += experts_report(model, plan, planned.routing, explain=explain)
+    parts += experts_report(model, plan, planned.evidence.get("experts"), explain=explain)
     if explain and plan.uses_npu:
         parts.append(bubbles_table(model, plan, prompts))
         longest = max(prompts)
@@ -120,7 +120,7 @@ def slices_table(model: ProfiledModel, plan: Plan) -> Table:
     specs = (*model.specs, *ffn_specs(model.specs))
     for held in plan.slices:
         layers = sum(held.holds(spec) for spec in specs)
-        own = structs.replace(plan, slices=(held,), entries=(), schedule=None, experts=())
+        own = structs.replace(plan, slices=(held,), entries=(), schedule=None, techniques=())
         made.add_row(
             _in_kind(held.group, held.kind),
             " + ".join(map(str, held.npu_rows)),
@@ -168,8 +168,9 @@ def bubbles_table(model: ProfiledModel, plan: Plan, prompts: Sequence[int]) -> T
 
 def attention_words(model: ProfiledModel, plan: Plan) -> str:
     """Return a sentence about where the attention of prompts is sparse."""
-    layers = {layer for entry in plan.attention for layer in range(entry.layers[0], entry.layers[1] + 1)}
-    least = min(entry.keys[0] for entry in plan.attention)
+    entries = plan.technique(PlannedAttention).entries
+    layers = {layer for entry in entries for layer in range(entry.layers[0], entry.layers[1] + 1)}
+    least = min(entry.keys[0] for entry in entries)
     return (
         f"Attention of prompts is sparse in {len(layers)} of {model.config.layers} layers from {least} "
         "tokens of a session on, where it is predicted to pay; decode is dense."

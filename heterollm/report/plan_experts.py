@@ -15,9 +15,9 @@ from heterollm.report.console import table
 from heterollm.solver import (
     EXPERTS_ON_GPU,
     NPU_EXPERTS,
+    PlannedExperts,
     PlanRequest,
     estimate_experts,
-    expert_technique,
     place_experts,
 )
 
@@ -40,7 +40,9 @@ def experts_report(
     """
     if routing is None or (prices := model.expert_prices(plan.chunk_length)) is None:
         return []
-    parts: list[RenderableType] = [Text(experts_words(model, plan))] if plan.has_npu_experts else []
+    parts: list[RenderableType] = (
+        [Text(experts_words(model, plan))] if plan.technique(PlannedExperts).is_active else []
+    )
     if explain:
         parts += [experts_table(plan, routing, prices), Text(budget_words(model, plan, routing, prices))]
     return parts
@@ -48,15 +50,16 @@ def experts_report(
 
 def experts_words(model: ProfiledModel, plan: Plan) -> str:
     """Return a sentence about the experts on the NPU."""
-    least = min(entry.lengths[0] for entry in plan.experts)
-    overflow = plan.experts[0].placement.overflow
+    found = plan.technique(PlannedExperts)
+    least = min(entry.lengths[0] for entry in found.entries)
+    overflow = found.entries[0].placement.overflow
     beyond = {
         "gpu": "the GPU computes tokens beyond a capacity",
         "drop": "tokens beyond a capacity are dropped",
         "pad": "capacities hold all calibrated tokens",
     }[overflow]
-    layers = {layer for entry in plan.experts for layer in range(entry.layers[0], entry.layers[1] + 1)}
-    graphs = plan.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
+    layers = {layer for entry in found.entries for layer in range(entry.layers[0], entry.layers[1] + 1)}
+    graphs = found.npu_bytes(model.every_spec, model.profile.graph_memory)
     return (
         f"The NPU computes experts of {len(layers)} of {len(model.experts)} layers in passes of {least} to "
         f"{plan.chunk_length} tokens, in graphs of {format_bytes(graphs)}; {beyond}. The GPU computes the "
@@ -70,7 +73,7 @@ def experts_table(plan: Plan, routing: Sequence[RoutingCalibration], prices: Exp
     columns = ("layer", "experts @ capacity, by graph", ">of the tokens", ">padding", ">overflow")
     made = table(*columns, ">ms", ">all on GPU, ms", title=title)
     for layer, loads in expert_loads(routing, plan.chunk_length).items():
-        placement = plan.experts_of(plan.chunk_length, layer)
+        placement = plan.technique(PlannedExperts).of(plan.chunk_length, layer)
         found, alone = (estimate_experts(one, loads, prices) for one in (placement, EXPERTS_ON_GPU))
         held = [expert for group in placement.groups for expert in group.experts]
         share = loads[:, held].sum() / max(1, loads.sum())
@@ -91,7 +94,8 @@ def budget_words(
 ) -> str:
     """Return a sentence about the memory of linear layers and experts, and about what it leaves out."""
     request = plan.request or PlanRequest()
-    experts = plan.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
+    planned = plan.technique(PlannedExperts)
+    experts = planned.npu_bytes(model.every_spec, model.profile.graph_memory)
     linears, left = model.npu_bytes(plan) - experts, npu_bytes_left(model, plan, request)
     words = (
         f"NPU graphs take {format_bytes(linears)} for linear layers and {format_bytes(experts)} for experts"
@@ -99,7 +103,7 @@ def budget_words(
     if left is None:
         return f"{words}; there is no limit."
     words = f"{words}; linear layers leave {format_bytes(left)}"
-    if expert_technique(request.techniques) != NPU_EXPERTS:
+    if NPU_EXPERTS not in request.techniques:
         return f"{words}."
     loads = expert_loads(routing, plan.chunk_length)
     every = tuple(loads.values())
@@ -111,7 +115,7 @@ def budget_words(
     if most <= left:
         return f"{words}, and all experts that pay fit."
     now_us = sum(
-        estimate_experts(plan.experts_of(plan.chunk_length, layer), own, prices).time_us
+        estimate_experts(planned.of(plan.chunk_length, layer), own, prices).time_us
         for layer, own in loads.items()
     )
     return (

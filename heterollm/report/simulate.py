@@ -8,19 +8,34 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from heterollm.base import Section
+from heterollm.benchmarks import RIGHT, table_of
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
-from heterollm.report.tables_sweep import sweep_table
-from heterollm.solver import llm_npu_technique
+from heterollm.solver import LLM_NPU, SHADOW_ATTENTION, PlannedAttention
 
 if TYPE_CHECKING:
-    from heterollm.base import Section
-    from heterollm.simulate import ExpertUse, GraphUse, PhaseUse, SimulatedRow, SimulationResult, TimeUse
+    from heterollm.benchmarks import BenchRow
+    from heterollm.simulate import ExpertUse, GraphUse, PhaseUse, SimulationResult, TimeUse
 
 
-def sweep_report(rows: Sequence[SimulatedRow]) -> RenderableType:
-    """Return the rows of a sweep, and the reasons of failed cases."""
-    return sections_report([sweep_table(rows)])
+def sweep_report(rows: Sequence[BenchRow]) -> RenderableType:
+    """Return the rows of a sweep, values that all share in the title, and the reasons of failed cases."""
+    columns, cells = table_of([row for row in rows if row.error is None])
+    values = dict(zip(columns, zip(*cells, strict=True), strict=True))
+    alike = {name: own[0] for name, own in values.items() if name not in RIGHT and len(set(own)) == 1}
+    words = ", ".join(f"{name} {value}" for name, value in alike.items() if name != "time")
+    kept = [name for name in columns if name not in alike]
+    reasons = [row.error for row in rows if row.error is not None]
+    notes = [f"{reasons.count(one)} failed: {' '.join(one.split())}" for one in dict.fromkeys(reasons)]
+    notes += ["Times are modelled. Energy is the middle of a range between assumptions; JSON has its ends."]
+    section = Section(
+        f"Simulated, nothing here was measured{f': {words}' if words else ''}",
+        tuple(f">{name}" if name in RIGHT else name for name in kept),
+        tuple(zip(*(values[name] for name in kept), strict=True)),
+        tuple(notes),
+    )
+    return sections_report([section])
 
 
 def sections_report(sections: Sequence[Section]) -> RenderableType:
@@ -43,17 +58,17 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
         result: The result.
         explain: Whether to say where the time went.
     """
-    data = result.to_dict()
+    request = result.request
     head = (
-        f"{result.model} on {result.device}, plan level {result.plan.level}, sync {result.sync}: "
+        f"{result.model} on {result.device}, plan level {result.plan.level}, sync {request.sync}: "
         "simulated time, nothing here was measured"
     )
     parts: list[RenderableType] = [Text(head)]
     if result.note:
         parts.append(Text(result.note))
-    if result.calibrated:
+    if request.calibrated:
         parts.append(Text(ASSUMPTION))
-    if result.passes:
+    if request.techniques:
         parts.append(Text(_assumed(result)))
     if result.experts is not None:
         parts.append(Text(_routed(result.experts, result.prefill.tokens)))
@@ -77,7 +92,11 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
     rates.add_row("NPU time on padding", *_cells(phases, lambda use: f"{use.padding_us / 1e3:.1f} ms"))
     if result.prefill.frames is not None:
         rates.add_row("frames in time", *_cells(phases, _frames))
-    parts += [Text(), rates, Text(f"Time to the first token: {data['ttft_ms']:.1f} ms (simulated).")]
+    parts += [
+        Text(),
+        rates,
+        Text(f"Time to the first token: {result.prefill.elapsed_us / 1e3:.1f} ms (simulated)."),
+    ]
     if (before := result.in_order) is not None:
         parts.append(Text(_bubbles(result, before)))
     if not result.graphs.fits:
@@ -108,7 +127,7 @@ USES: Final[dict[TimeUse, str]] = {
 def _explanation(result: SimulationResult) -> Iterator[RenderableType]:
     """Yield a table for each phase with the time of each operator, and a line about the NPU's graphs."""
     graphs = result.graphs
-    for use in [result.prefill, *([result.decode] if result.decode else [])]:
+    for use in result.phases:
         shown = table(f"simulated {use.phase}, ms", *(f">{title}" for title in (*USES.values(), "all")))
         account = use.account
         for one in account:
@@ -138,15 +157,16 @@ def _ms(times_us: Sequence[float]) -> list[str]:
 
 def _assumed(result: SimulationResult) -> str:
     """Return a sentence about the assumptions under a technique."""
-    words = f"Technique {', '.join(result.passes)}."
-    if result.attention is not None:
+    request = result.request
+    words = f"Technique {', '.join(request.techniques)}."
+    if SHADOW_ATTENTION in request.techniques:
         words += (
-            f" Assumed: all heads need as many keys, keep {result.attention.keep:.0%} of them in the "
+            f" Assumed: all heads need as many keys, keep {request.attention.keep:.0%} of them in the "
             "mean, and share one exponent."
         )
-        if not result.plan.sparse_attention:
+        if not result.plan.technique(PlannedAttention).is_active:
             words += " Attention stays dense: sparse attention pays at no length."
-    if llm_npu_technique(result.passes) is None:
+    if LLM_NPU not in request.techniques:
         return words
     words += (
         " Assumed: weights of 8 bits with one scale for a tensor, static "
@@ -155,8 +175,8 @@ def _assumed(result: SimulationResult) -> str:
     if not result.plan.has_shadows:
         return f"{words}, and outliers without importance."
     return (
-        f"{words}, outliers in {result.outlier_share:.1%} of the inputs of an operator at once, and "
-        f"{result.pruned:.0%} of the layers, those in the middle, with their outliers pruned."
+        f"{words}, outliers in {request.outlier_share:.1%} of the inputs of an operator at once, and "
+        f"{request.pruned:.0%} of the layers, those in the middle, with their outliers pruned."
     )
 
 

@@ -31,7 +31,7 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
     """
     runs: list[tuple[tuple[object, ...], set[tuple[object, ...]], list[BenchRow]]] = []
     for row in rows:
-        key = (
+        key: tuple[object, ...] = (
             row.run,
             row.setup.model_filename,
             row.setup.cpu_info,
@@ -39,9 +39,11 @@ def runs_of(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
             row.setup.heterollm_version,
             row.asked.seed,
         )
+        if row.modelled is not None:  # a virtual clock does not drift
+            key = ("simulated",)
         test = (row.test, row.label)
         found = next((run for run in reversed(runs) if run[0] == key), None)
-        if found is None or test in found[1]:
+        if found is None or (test in found[1] and row.modelled is None):
             found = (key, set(), [])
             runs.append(found)
         found[1].add(test)

@@ -9,7 +9,7 @@ from typing import Final
 from msgspec import structs
 
 from heterollm.base import Section, format_bytes, format_duration, format_moment
-from heterollm.model import LAYER_GROUPS
+from heterollm.model import ALL_GROUPS
 from heterollm.profiler import GraphRow, LinearRow, ProfileSummary, RecordTimes, RunRow
 from heterollm.profiler.records import LinearPoint
 from heterollm.report.tables_npu import npu_sections
@@ -18,7 +18,6 @@ MOST_TOKEN_COLUMNS: Final = 8
 TOKEN_COLUMNS: Final = (1, 8, 32, 64, 128, 256, 512, 1024)
 LISTED_FAILURES: Final = 20
 PROCESSORS: Final = {"gpu": "GPU", "npu": "NPU"}
-ORDER: Final = (*LAYER_GROUPS, "head", "ffn")
 
 DOUBTFUL: Final = " !"
 """Mark of a figure whose samples lie far apart, or that lies far off its neighbours."""
@@ -157,9 +156,8 @@ def _matrix(title: str, rows: Sequence[LinearRow], splits: int) -> Section:
     lines: dict[tuple[int, LinearPoint], dict[int, str]] = defaultdict(dict)
     for row in rows:
         point = row.point
-        lines[ORDER.index(point.group), structs.replace(point, tokens=0)][point.tokens] = format_spread(
-            row.times
-        )
+        order = (*ALL_GROUPS, point.group).index(point.group)  # others last
+        lines[order, structs.replace(point, tokens=0)][point.tokens] = format_spread(row.times)
     forms = any(point.form for _, point in lines)
     ffns = any(point.is_ffn for _, point in lines)
     made = [

@@ -66,7 +66,7 @@ class Server:
         self._sessions = SessionCache(
             llm.session,
             most=places,
-            chunk=llm.plan.chunk_length * llm.plan.lanes,
+            chunk=llm.plan.longest_flight,
             failures=lambda: llm.failures,
         )
         self._activity = Activity()

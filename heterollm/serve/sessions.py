@@ -124,7 +124,9 @@ class SessionCache:
         own = held.session.ids[: len(ids)]
         different = np.flatnonzero(own != ids[: len(own)])
         length = int(different[0]) if len(different) else len(own)
-        return min(length, held.exact) // self._chunk * self._chunk if reproducible else length
+        if reproducible:
+            length = min(length, held.exact) // self._chunk * self._chunk
+        return held.session.reusable(length)
 
     def _empty(self, owner: str) -> CachedSession:
         if len(self._held) < self._most:

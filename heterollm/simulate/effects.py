@@ -11,21 +11,20 @@ from heterollm.kernels.sim import load_soc
 from heterollm.model import find_model
 from heterollm.simulate.request import SimulationRequest
 from heterollm.solver import (
+    LLM_NPU,
+    NPU_EXPERTS,
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
     AttentionRequest,
     ExpertsRequest,
-    expert_technique,
-    llm_npu_technique,
 )
 
-SHADOWS: Final = frozenset({"llm.npu:shadow", "llm.npu"})
 COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy has an effect."""
 
 
 def _is_solved(facts: OptionFacts) -> bool:
-    return facts["level"] in SOLVED_LEVELS or llm_npu_technique(facts["techniques"]) is not None
+    return facts["level"] in SOLVED_LEVELS or LLM_NPU in facts["techniques"]
 
 
 def _integer_graphs(facts: OptionFacts) -> bool:
@@ -41,13 +40,13 @@ CASE_EFFECTS: Final = (
     ),
     Effect(
         "pruned outlier_share",
-        lambda facts: bool(SHADOWS.intersection(facts["techniques"])),
-        "only the technique llm.npu:shadow and llm.npu have shadows of outliers",
+        lambda facts: LLM_NPU in facts["techniques"],
+        "only the technique llm.npu has shadows of outliers",
         "Add --technique llm.npu",
     ),
     Effect(
         "overflow",
-        lambda facts: expert_technique(facts["techniques"]) is not None,
+        lambda facts: NPU_EXPERTS in facts["techniques"],
         "experts have capacities with the technique npumoe alone",
         "Add --technique npumoe",
     ),
@@ -76,7 +75,7 @@ CASE_EFFECTS: Final = (
         "Choose snapdragon-8gen3, or add --what-if npu.integer_graphs=1",
     ),
     Effect(
-        "every_form left_out",
+        "every_form",
         lambda facts: facts["level"] != "gpu",
         "level gpu has no NPU graphs",
         "Choose another level",
@@ -94,14 +93,8 @@ CASE_EFFECTS: Final = (
         "Choose another level",
     ),
     Effect(
-        "resolve",
-        _is_solved,
-        "only the solver's levels are solved",
-        "Choose level tensor or block",
-    ),
-    Effect(
         "plan_for",
-        lambda facts: _is_solved(facts) or expert_technique(facts["techniques"]) is not None,
+        lambda facts: _is_solved(facts) or NPU_EXPERTS in facts["techniques"],
         "levels gpu, npu and layer follow a rule for all lengths",
         "Choose level tensor or block",
     ),

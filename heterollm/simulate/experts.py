@@ -11,7 +11,7 @@ import numpy as np
 from heterollm.base import GIB
 from heterollm.kernels.ops import GraphMemory, OpSpec, Phase
 from heterollm.simulate.routing import AssumedRouting, Ints
-from heterollm.solver import EXPERTS_ON_GPU, ExpertsPlacement, Plan
+from heterollm.solver import EXPERTS_ON_GPU, ExpertsPlacement, Plan, PlannedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,9 @@ class AssumedExperts:
             tokens: Tokens of the pass.
             position: Position of the first token.
         """
-        placement = self._plan.experts_of(tokens, layer) if phase == "prefill" else EXPERTS_ON_GPU
+        placement = (
+            self._plan.technique(PlannedExperts).of(tokens, layer) if phase == "prefill" else EXPERTS_ON_GPU
+        )
         loads = self._routing.loads(layer, position, tokens)
         on_gpu = _split(loads, placement)[1]
         return int(np.count_nonzero(on_gpu)), int(on_gpu.sum())
@@ -97,7 +99,7 @@ class AssumedExperts:
         passes = [(spec.layer, first, tokens) for first, tokens in chunks for spec in self._specs]
         npu = gpu = beyond = dropped = rows = held = graphs = hand_overs = 0
         for layer, first, tokens in passes:
-            placement = self._plan.experts_of(tokens, layer)
+            placement = self._plan.technique(PlannedExperts).of(tokens, layer)
             on_npu, on_gpu, over = _split(self._routing.loads(layer, first, tokens), placement)
             npu, gpu = npu + int(on_npu.sum()), gpu + int(on_gpu.sum())
             if placement.overflow == "drop":
@@ -119,7 +121,7 @@ class AssumedExperts:
             npu_experts=held / (len(passes) * self._routing.routing.experts),
             graphs_per_layer=graphs / len(passes),
             hand_overs=hand_overs,
-            npu_gib=self._plan.npu_expert_bytes(self._specs, memory) / GIB,
+            npu_gib=self._plan.technique(PlannedExperts).npu_bytes(self._specs, memory) / GIB,
         )
 
 

@@ -11,17 +11,17 @@ from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import MixtureBlock, ModelConfig
 from heterollm.planning import PlanInputs, assumed_heads, choose_context
-from heterollm.simulate.profile import profile_of, with_one_strategy
+from heterollm.simulate.profile import profile_of
 from heterollm.simulate.request import SYNC_CHOICES
 from heterollm.simulate.routing import IMBALANCE, AssumedRouting
 from heterollm.solver import (
     LEVELS,
+    LLM_NPU,
+    NPU_EXPERTS,
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
     PlanRequest,
     ShadowChannels,
-    expert_technique,
-    llm_npu_technique,
 )
 
 if TYPE_CHECKING:
@@ -54,18 +54,12 @@ def inputs_of_simulation(
     Raises:
         OptionError: The model cannot have what the case assumes.
     """
-    strategy = SYNC_CHOICES[request.sync]
     # llm.npu makes the plan of level layer.
-    paper = (
-        request.level == "layer" and llm_npu_technique(request.techniques) is not None and not request.naive
-    )
-    wanted = "auto" if paper else request.level
-    policy = "padding" if request.naive or request.length_policy == "online" else request.length_policy
+    wanted = "auto" if request.level == "layer" and LLM_NPU in request.techniques else request.level
     routing = _assumed_calibration(config, request)
 
     def profile() -> Profile:
-        found = profile_of(device, model, config, specs, progress, request.techniques)
-        return with_one_strategy(found, device, strategy) if request.resolve else found
+        return profile_of(device, model, config, specs, progress, request.techniques)
 
     longest = None
     if wanted in LEVELS:
@@ -73,6 +67,8 @@ def inputs_of_simulation(
     elif routing is not None and request.plan_for == "prompt":
         # Only a plan for all lengths needs capacities for the longest chunk.
         longest = request.prompt
+    heads = assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None
+    evidence = {"attention": heads, "experts": routing}
     return PlanInputs(
         config,
         tuple(specs),
@@ -80,15 +76,16 @@ def inputs_of_simulation(
         device.name,
         wanted,
         _plan_request(device, config, request, wanted),
-        (own_length(request),) if request.naive else device.standard_lengths,
+        device.standard_lengths,
         profile,
-        calibration=ASSUMED if request.calibrated or request.techniques else None,
+        calibration=ASSUMED
+        if request.calibrated or request.techniques or request.precision == "w8a8"
+        else None,
         shadows=assumed_shadows(specs, request),
-        heads=assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None,
-        routing=routing,
-        length_policy=policy,
-        sync=strategy,
-        longest=own_length(request) if request.naive else longest,
+        evidence={name: own for name, own in evidence.items() if own is not None},
+        length_policy="padding" if request.length_policy == "online" else request.length_policy,
+        sync=SYNC_CHOICES[request.sync],
+        longest=longest,
     )
 
 
@@ -99,7 +96,7 @@ def _plan_request(
     context, histogram = max(choose_context(config, None), request.prompt + request.decode), None
     if request.plan_for == "prompt":
         prompt = request.prompt
-        if request.in_flight == 1 and llm_npu_technique(request.techniques) is None:
+        if request.in_flight == 1 and LLM_NPU not in request.techniques:
             prompt = min(prompt, max(device.standard_lengths))
         context, histogram = config.max_positions, {1: float(max(1, request.decode)), prompt: 1.0}
     if wanted in LEVELS:
@@ -127,7 +124,7 @@ def assumed_shadows(
         request: The simulated case: its technique, the share of the layers without a shadow, and that of the
             channels with outliers.
     """
-    if not {"llm.npu:shadow", "llm.npu"}.intersection(request.techniques):
+    if LLM_NPU not in request.techniques:
         return {}
     layers = sorted({spec.layer for spec in specs if spec.layer >= 0})
     kept = round((1.0 - request.pruned) * len(layers))
@@ -157,16 +154,17 @@ def _assumed_calibration(
     Raises:
         OptionError: The model has no experts, or they cannot be so imbalanced.
     """
-    if (name := expert_technique(request.techniques)) is None:
+    if NPU_EXPERTS not in request.techniques:
         return None
     if (assumed := assumed_routing(config, request)) is None:
         raise OptionError(
-            f"The technique {name} is for mixtures of experts, and this model has none.", fix="Leave it out."
+            f"The technique {NPU_EXPERTS} is for mixtures of experts, and this model has none.",
+            fix="Leave it out.",
         )
     return assumed.calibrated(config.blocks(MixtureBlock))
 
 
 def own_length(request: SimulationRequest) -> int:
     """Return the length of graphs that are built for the prompt: its own, or whole tiles of integers."""
-    tile = 1 if llm_npu_technique(request.techniques) is None else TILE_OF_INTEGERS["static_int8"]
+    tile = TILE_OF_INTEGERS["static_int8"] if request.precision == "w8a8" else 1
     return -(-request.prompt // tile) * tile

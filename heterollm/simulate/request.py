@@ -9,10 +9,12 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from heterollm.base import OptionError
 from heterollm.kernels.gpu import Strategy
-from heterollm.kernels.npu import STANDARD_LENGTHS, GraphForm
+from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.sim import GpuLoad, load_soc
 from heterollm.solver import (
+    LLM_NPU,
+    NPU_EXPERTS,
     SHADOW_ATTENTION,
     AttentionRequest,
     ExpertsRequest,
@@ -20,8 +22,6 @@ from heterollm.solver import (
     Technique,
     check_in_flight,
     check_techniques,
-    expert_technique,
-    llm_npu_technique,
 )
 
 PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
@@ -67,7 +67,6 @@ class SimulationRequest:
         length_policy: How lengths without a graph run; the solver's levels need none.
         in_flight: Chunks of a long prompt at once, or ``auto``.
         sync: How the processors wait for each other.
-        resolve: Whether the plan is solved for ``sync``; otherwise for the fastest strategy.
         load: A game that uses the GPU at the same time.
         overrides: Parameters of the SoC by dotted name.
         head_bits: Bits of the head and the embedding.
@@ -75,7 +74,6 @@ class SimulationRequest:
             ``block``, and elsewhere as the SoC says.
         numerics: Whether values are computed, too, from a checkpoint with weights; its head has 8 bits.
         trace: Whether every pass is recorded.
-        left_out: Graph forms that the NPU does not offer, to measure their gain.
         calibrated: Whether weights have stepped scales, and every operator ranges that passed their check, so
             that the plan may use integer graphs: an assumption, since nothing is computed.
         techniques: Techniques of papers: llm.npu over levels ``layer`` and ``tensor``, with weights of
@@ -102,14 +100,12 @@ class SimulationRequest:
     length_policy: SimulatedLengthPolicy = "auto"
     in_flight: InFlight = 1
     sync: SimulatedSync = "predict"
-    resolve: bool = False
     load: GpuLoad | None = None
     overrides: Mapping[str, float] = field(default_factory=dict)
     head_bits: int = 4
     every_form: bool | None = None
     numerics: bool = False
     trace: bool = False
-    left_out: tuple[str, ...] = ()
     calibrated: bool = False
     techniques: tuple[Technique, ...] = ()
     attention: AttentionRequest = field(default_factory=AttentionRequest)
@@ -125,7 +121,6 @@ class SimulationRequest:
             ("length policy", self.length_policy, LENGTH_CHOICES),
             ("sync", self.sync, tuple(SYNC_CHOICES)),
             ("number of head bits", self.head_bits, (4, 8)),
-            *(("form", form, get_args(GraphForm)) for form in self.left_out),
         )
         for what, given, legal in choices:
             if given not in legal:
@@ -167,9 +162,9 @@ class SimulationRequest:
                 f"The technique {SHADOW_ATTENTION} assumes what a calibration would say of heads.",
                 fix="Leave out --numerics, or run `heterollm generate --device sim:SOC --calibration FILE`.",
             )
-        if (step := expert_technique(self.techniques)) is not None and (self.level == "gpu" or self.numerics):
+        if NPU_EXPERTS in self.techniques and (self.level == "gpu" or self.numerics):
             raise OptionError(
-                f"The technique {step} places experts on the NPU, by assumed loads.",
+                f"The technique {NPU_EXPERTS} places experts on the NPU, by assumed loads.",
                 fix="Choose another level than gpu, and leave out --numerics.",
             )
         if self.techniques and self.in_flight != 1:
@@ -177,32 +172,27 @@ class SimulationRequest:
                 f"The technique {self.techniques[0]} has its own number of chunks in flight.",
                 fix="Leave out --in-flight.",
             )
-        if (name := llm_npu_technique(self.techniques)) is not None:
-            if self.level not in (("layer",) if self.naive else ("layer", "tensor")):
+        if LLM_NPU in self.techniques:
+            if self.level not in ("layer", "tensor"):
                 raise OptionError(
-                    f"The technique {name} is none of level {self.level}.",
-                    fix=f"Choose level layer, the paper's{'' if self.naive else ', or tensor'}.",
+                    f"The technique {LLM_NPU} is none of level {self.level}.",
+                    fix="Choose level layer, the paper's, or tensor.",
                 )
             if self.calibrated or self.numerics:
                 raise OptionError(
-                    f"The technique {name} assumes weights and ranges of precision w8a8.",
+                    f"The technique {LLM_NPU} assumes weights and ranges of precision w8a8.",
                     fix="Leave out --calibrated and --numerics.",
                 )
 
     @property
-    def naive(self) -> bool:
-        """Whether graphs are built for the prompt by the technique ``llm.npu:naive``."""
-        return "llm.npu:naive" in self.techniques
-
-    @property
     def online(self) -> bool:
         """Whether graphs are built for the prompt, in its time."""
-        return self.naive or (self.length_policy == "online" and self.prompt not in STANDARD_LENGTHS)
+        return self.length_policy == "online" and self.prompt not in STANDARD_LENGTHS
 
     @property
     def precision(self) -> Precision:
         """Precision of the linears."""
-        return "w4a16" if llm_npu_technique(self.techniques) is None else "w8a8"
+        return "w8a8" if LLM_NPU in self.techniques else "w4a16"
 
     @property
     def forms(self) -> bool:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final, cast
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from heterollm.base import OptionError, Progress, silent
-from heterollm.engine import Engine, ExpertRows, fitting_need, start_engine
+from heterollm.engine import Engine, ExpertRows, MixtureOptions, fitting_need, start_engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
-    FewerForms,
     FfnRanges,
     LinearRanges,
-    NpuBackend,
     ShadowRanges,
     StaticRanges,
     graph_memory,
@@ -37,7 +35,7 @@ from heterollm.model import (
     op_specs,
     shape_only_weights,
 )
-from heterollm.planning import make_plan
+from heterollm.planning import PlanInputs, make_plan
 from heterollm.simulate.effects import check_case
 from heterollm.simulate.experts import AssumedExperts, ExpertUse
 from heterollm.simulate.inputs import (
@@ -51,17 +49,20 @@ from heterollm.simulate.profile import profile_of
 from heterollm.simulate.request import SimulationRequest
 from heterollm.simulate.result import SimulationResult, graphs_of, sharing_of
 from heterollm.solver import (
+    NPU_EXPERTS,
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
     Plan,
+    PlannedAttention,
     ShadowChannels,
     SparseAttention,
-    expert_technique,
     kind_counts,
 )
 from heterollm.trace import Trace, Tracer, take_trace
 
 GROUP_SIZE: Final = 128
+
+PlanOf: TypeAlias = Callable[[PlanInputs], Plan]
 
 
 def simulate(request: SimulationRequest, progress: Progress | None = None) -> SimulationResult:
@@ -79,8 +80,21 @@ def simulate(request: SimulationRequest, progress: Progress | None = None) -> Si
     return simulated(request, progress)
 
 
-def simulated(request: SimulationRequest, progress: Progress | None = None) -> SimulationResult:
-    """Simulate a case of a grid, whose options may be for other cases; see :func:`simulate`."""
+def planned(inputs: PlanInputs) -> Plan:
+    """Return the plan of a simulation."""
+    return make_plan(inputs).plan
+
+
+def simulated(
+    request: SimulationRequest, progress: Progress | None = None, plan_of: PlanOf = planned
+) -> SimulationResult:
+    """Simulate a case of a grid, whose options may be for other cases; see :func:`simulate`.
+
+    Args:
+        request: The case.
+        progress: As of :func:`simulate`.
+        plan_of: Makes the plan.
+    """
     found = find_model(request.model, closest=not request.numerics)
     positions = request.prompt + request.decode
     if positions > found.config.max_positions:
@@ -93,11 +107,11 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
     specs = _specs(found.config, request)
     report, alone = progress or silent, replace(request, load=None)
 
-    def planned(case: SimulationRequest) -> Plan:
+    def own_plan(case: SimulationRequest) -> Plan:
         device = _open(replace(case, load=None, numerics=False))
-        return make_plan(inputs_of_simulation(device, found.name, found.config, specs, case, report)).plan
+        return plan_of(inputs_of_simulation(device, found.name, found.config, specs, case, report))
 
-    plan = planned(request)
+    plan = own_plan(request)
     device, every = _open(request), (*specs, *expert_specs(found.config, specs))
     fitting_need(device, found.config, specs, plan, positions)
     run = _Run(device, found.config, specs, plan, request)
@@ -105,7 +119,7 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
     in_order = None
     if plan.lanes > 1:
         before = replace(request, in_flight=1, decode=0, numerics=False, trace=False)
-        in_order, _ = _Run(_open(before), found.config, specs, planned(before), before).measured(report)
+        in_order, _ = _Run(_open(before), found.config, specs, own_plan(before), before).measured(report)
     without = None
     if request.load is not None:
         quiet = replace(request, load=None, trace=False)
@@ -113,25 +127,16 @@ def simulated(request: SimulationRequest, progress: Progress | None = None) -> S
     first = next(length for _, length in plan.chunks(request.prompt))
     prefill, decode = phases
     return SimulationResult(
+        request=request,
         device=device.name,
         fingerprint=device.fingerprint(),
         model=found.name,
         note=found.note,
         plan=plan,
-        sync=request.sync,
-        plan_for=request.plan_for,
-        length_policy=request.length_policy,
-        in_flight=request.in_flight,
-        calibrated=request.calibrated,
-        passes=request.techniques,
-        attention=request.attention if SHADOW_ATTENTION in request.techniques else None,
-        pruned=request.pruned,
-        outlier_share=request.outlier_share,
         graphs=graphs_of(device, plan, every),
         sharing=sharing_of(device, plan, specs, request.prompt, block_norms(found.config)),
         prefill=prefill,
         decode=decode,
-        ttft_us=prefill.elapsed_us,
         tokens=tuple(run.tokens) if request.numerics else (),
         alone=without,
         trace=run.trace,
@@ -159,17 +164,14 @@ def profile_ahead(request: SimulationRequest) -> None:
 def needs_profile(request: SimulationRequest) -> bool:
     """Return whether the plan of a request needs a profile."""
     by_time = request.length_policy == "auto" and request.level != "gpu"
-    adds = SHADOW_ATTENTION in request.techniques or expert_technique(request.techniques) is not None
-    return adds or ((request.level in SOLVED_LEVELS or by_time) and not request.naive)
+    adds = bool({SHADOW_ATTENTION, NPU_EXPERTS}.intersection(request.techniques))
+    return adds or request.level in SOLVED_LEVELS or by_time
 
 
 def _open(request: SimulationRequest) -> Device:
     own = (own_length(request),) if request.online and request.level in ("npu", "layer") else ()
     how = Simulation(request.numerics, request.overrides, request.load, own, request.forms)
-    device = open_device(f"{SIMULATED}{request.soc}", simulation=how)
-    if request.left_out and device.npu is not None:
-        device.npu = cast("NpuBackend", FewerForms(device.npu, request.left_out))
-    return device
+    return open_device(f"{SIMULATED}{request.soc}", simulation=how)
 
 
 def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...]:
@@ -205,7 +207,7 @@ def _assumed_scales(plan: Plan, config: ModelConfig) -> dict[BucketCount, dict[i
     """Return scales of attention heads with the plan's exponents; no time depends on their steps."""
     steps = (1.0,) * (config.attention.heads // config.attention.kv_heads)
     found: dict[BucketCount, dict[int, tuple[ScoreScale, ...]]] = {}
-    for entry in plan.attention:
+    for entry in plan.technique(PlannedAttention).entries:
         placement = entry.placement
         if isinstance(placement, SparseAttention):
             units = zip(placement.units, placement.exponents, strict=True)
@@ -285,8 +287,8 @@ class _Run:
             ahead=[(flight[0][0], sum(length for _, length in flight)) for flight in flights],
             observer=Tracer(self.device) if request.trace else None,
             ranges=_assumed_ranges(self.specs, assumed_shadows(self.specs, request)),
-            score_scales=_assumed_scales(self.plan, self.config),
-            expert_rows=self._expert_rows,
+            techniques={"attention": _assumed_scales(self.plan, self.config)},
+            mixture=MixtureOptions(assumed=self._expert_rows),
         )
 
     def _choose(self, engine: Engine) -> None:

@@ -5,7 +5,9 @@ from .attention_tuning import TunedAttention as TunedAttention
 from .attention_tuning import suits_coalesced as suits_coalesced
 from .binding import OpenClError as OpenClError
 from .cache_layout import KV_CODES as KV_CODES
+from .cache_layout import PAGE_POSITIONS as PAGE_POSITIONS
 from .cache_layout import head_stride as head_stride
+from .cache_layout import pages_of as pages_of
 from .cache_layout import position_bytes as position_bytes
 from .cache_layout import scales_start as scales_start
 from .codes import COUNT_WORDS as COUNT_WORDS
@@ -20,6 +22,7 @@ from .flags import FlagWord as FlagWord
 from .glue_kernels import Defines as Defines
 from .glue_kernels import GlueKernels as GlueKernels
 from .glue_kernels import Segments as Segments
+from .grouped_linear import GroupedLinear as GroupedLinear
 from .heads import HeadShape as HeadShape
 from .heads import KvLayer as KvLayer
 from .heads import KvMemory as KvMemory

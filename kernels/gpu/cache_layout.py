@@ -14,10 +14,18 @@ KV_CODES: Final = np.dtype(np.int8)
 
 SCALE_BYTES: Final = 4
 
+PAGE_POSITIONS: Final = 64
+"""Positions of a page of the KV cache, as in glue.h."""
+
 
 def head_stride(capacity: int, head_dim: int, kv_dtype: DTypeLike) -> int:
     """Return the elements between the starts of two heads in the KV cache; each head starts on a page."""
     return round_up(head_end(capacity, head_dim, kv_dtype), PAGE_BYTES // np.dtype(kv_dtype).itemsize)
+
+
+def pages_of(positions: int) -> int:
+    """Return the pages of that many positions from the first on."""
+    return -(-positions // PAGE_POSITIONS)
 
 
 def position_bytes(head_dim: int, kv_dtype: DTypeLike) -> int:

@@ -8,7 +8,7 @@ pass of its length.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -101,7 +101,7 @@ class GlueKernels:
         self.variants = variants_for(is_cpu=runtime.traits.is_cpu, style=style)
         self._defines: dict[str, str | int] = {"ACT_HALF": 1} if self.item_bytes == 2 else {}
         self._scratch: dict[int, Any] = {}
-        self.kv_defines = _cache_defines(self.kv_dtype)
+        self._cache_defines = _cache_defines(self.kv_dtype)
 
     def kernel(
         self,
@@ -198,12 +198,18 @@ class GlueKernels:
 
         return self.runtime.variants.first(ROUNDING, self.variants, build)
 
-    def cache_offsets(self, cache: KvLayer, shape: HeadShape) -> tuple[np.uint64, ...]:
+    def cache_offsets(self, cache: KvLayer, shape: HeadShape) -> tuple[np.uint64 | np.int32, ...]:
         """Return the arguments of a kernel that say where the keys and values of a layer lie."""
-        keys, values, stride, end = shape.layer_offsets(cache.layer, self.kv_dtype)
+        stored = replace(shape, capacity=cache.places or shape.capacity)
+        keys, values, stride, end = stored.layer_offsets(cache.layer, self.kv_dtype)
         cache.memory.require(end * self.kv_dtype.itemsize, f"KV cache of layer {cache.layer}")
-        scales = (scales_start(shape.capacity, shape.head_dim),) if self.kv_dtype == KV_CODES else ()
-        return tuple(map(np.uint64, (keys, values, stride, *scales)))
+        scales = (scales_start(stored.capacity, shape.head_dim),) if self.kv_dtype == KV_CODES else ()
+        table = (np.int32(cache.table),) if cache.places else ()
+        return (*map(np.uint64, (keys, values, stride, *scales)), *table)
+
+    def cache_defines(self, cache: KvLayer) -> Defines:
+        """Return the defines of a kernel that reads or writes the keys and values of a layer."""
+        return self._cache_defines | ({"PAGED": 1} if cache.places else {})
 
     def position_bytes(self, shape: HeadShape) -> int:
         """Return the bytes of the cache for one position of a head."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from numpy.typing import DTypeLike
@@ -69,27 +70,27 @@ class KvLayer:
             :func:`head_stride` elements per head. In 8 bits the scales ``[capacity]`` lie behind a head's
             codes (:func:`scales_start`).
         layer: Index of the layer in it.
+        places: Positions in memory, whole pages, where these are fewer than the session has; 0 for all.
+        table: First word of the step buffer that says which page of memory holds each page of positions.
     """
 
     memory: DeviceMemory
     layer: int
+    places: int = 0
+    table: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KvMemory:
-    """The keys and values of all layers of a session, in one memory or, beyond a driver's limit, in several.
+    """The keys and values of all layers of a session.
 
     Args:
-        memories: Memories of consecutive layers.
-        layers_each: Layers of each memory; the last may have fewer.
+        memories: The memories, with the names of their buffers in steps.
+        layers: The place of each layer in them.
     """
 
-    memories: tuple[DeviceMemory, ...]
-    layers_each: int
-
-    def layer(self, index: int) -> KvLayer:
-        """Return the keys and values of one layer."""
-        return KvLayer(self.memories[index // self.layers_each], index % self.layers_each)
+    memories: Mapping[DeviceMemory, str]
+    layers: Mapping[int, KvLayer]
 
 
 @dataclass(frozen=True, slots=True)

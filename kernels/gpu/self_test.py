@@ -37,7 +37,11 @@ class Launches(Protocol):
     def launch(self, x: SharedArray, y: SharedArray, *, tokens: int, style: Variant, label: str) -> Launch:
         """Return a launch."""
 
-    def grouped_launch(
+
+class GroupedLaunches(Protocol):
+    """A packed linear layer of experts."""
+
+    def launch(
         self,
         x: SharedArray,
         y: SharedArray,
@@ -85,7 +89,7 @@ def try_linear(
 
 
 def try_experts(
-    pack: Callable[..., Launches],
+    pack: Callable[..., GroupedLaunches],
     runtime: GpuRuntime,
     variant: Variant,
     number_format: WeightFormat,
@@ -114,9 +118,7 @@ def try_experts(
         lists = replace(ExpertLists.allocate(runtime, shape), places=places)
         seen = round_inputs(exact, number_format.block) if integer_inputs else exact
         right = np.concatenate([linear(seen[:last], weights[:1]), linear(seen[last:], weights[1:])])
-        make = functools.partial(
-            layer.grouped_launch, x, y, lists, shape=shape, style=variant, label="self-test"
-        )
+        make = functools.partial(layer.launch, x, y, lists, shape=shape, style=variant, label="self-test")
         _check(runtime, make, y, right, variant)
 
 

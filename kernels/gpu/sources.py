@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 
 
 def read_sources(files: Sequence[str]) -> str:
@@ -24,15 +25,24 @@ def kernel_source_hash() -> str:
 
 
 def source_hash(package: str, endings: tuple[str, ...]) -> str:
-    """Return a short hash of the files of a package, names and contents.
+    """Return a short hash of the files of a package and its folders, names and contents.
 
     Args:
         package: Dotted name of the package.
         endings: File name endings to include.
     """
     digest = hashlib.sha256()
-    for entry in sorted(resources.files(package).iterdir(), key=lambda entry: entry.name):
-        if entry.name.endswith(endings):
+    for name, entry in _files(resources.files(package)):
+        if name.endswith(endings):
             content = entry.read_bytes().replace(b"\r\n", b"\n")
-            digest.update(f"{entry.name} {len(content)}\n".encode() + content)
+            digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]
+
+
+def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        name = f"{prefix}{entry.name}"
+        if entry.is_dir():
+            yield from _files(entry, f"{name}/")
+        else:
+            yield name, entry

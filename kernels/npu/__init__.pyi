@@ -1,6 +1,5 @@
 from .contexts import ContextGraph as ContextGraph
 from .contexts import ContextPackager as ContextPackager
-from .fewer_forms import FewerForms as FewerForms
 from .forms import every_form as every_form
 from .graphs import GRAPH_VERSION as GRAPH_VERSION
 from .host import HostNpu as HostNpu

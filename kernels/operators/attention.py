@@ -132,7 +132,7 @@ def _first(
 
     def defines(style: KernelStyle) -> Defines:
         capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style != "vector" else {}
-        return grid.defines(style) | on.kv_defines | capped
+        return grid.defines(style) | on.cache_defines(cache) | capped
 
     files = ("attention.h", "attention_{style}.cl")
     widths = (grid.shape.head_dim,)
@@ -299,7 +299,8 @@ class AttentionCase:
 
     ``spread`` counts decades between the queries of the first head and those of the last. By default the
     kernel is made for the capacity of the cache (``bucket``), and chooses its parts and style. ``rounds`` is
-    the format of a linear that reads int8 codes.
+    the format of a linear that reads int8 codes, ``pages`` are those of
+    :meth:`heterollm.kernels.operators.data.Data.cache`.
     """
 
     tokens: int
@@ -311,6 +312,7 @@ class AttentionCase:
     parts: int | None = None
     style: KernelStyle | None = None
     rounds: WeightFormat | None = None
+    pages: tuple[int, ...] = ()
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch, ...]:
         shape, tokens, columns = self.shape, self.tokens, self.shape.query_columns
@@ -318,7 +320,7 @@ class AttentionCase:
         return attend(
             on,
             data.floats("queries", tokens, columns, scale=2.0 * sizes),
-            data.cache(shape, self.position + tokens),
+            data.cache(shape, self.position + tokens, pages=self.pages),
             data.output("attended", tokens, columns),
             data.step(self.position, tokens),
             shape=shape,
@@ -345,10 +347,12 @@ class AttentionCase:
 
 
 _HEADS: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=80)
+_PAGED: Final = AttentionCase(3, 75, _HEADS, Scores(_HEADS.head_dim**-0.5, window=30), pages=(2, 1))
 _CAPPED: Final = AttentionCase(1, 70, _HEADS, Scores(_HEADS.head_dim**-0.5, soft_cap=0.5))
 CHECKS: Final = (
     OperatorCheck("attention, prefill", "37 tokens at 11", AttentionCase(37, 11, _HEADS), "attended"),
     OperatorCheck("attention, decode", "1 token at 70", AttentionCase(1, 70, _HEADS), "attended"),
+    OperatorCheck("attention, decode", "3 tokens at 75, window of two pages", _PAGED, "attended"),
     OperatorCheck("attention, decode", "1 token at 70, capped", _CAPPED, "attended"),
 )
 

@@ -6,6 +6,7 @@ Outputs have a guard pattern behind them, inputs have NaN where a kernel must no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -17,6 +18,7 @@ from heterollm.kernels.formats import CodeGrid, LinearWeight, random_weight, ref
 from heterollm.kernels.gpu import (
     COUNT_WORDS,
     KV_CODES,
+    PAGE_POSITIONS,
     STEP_HEAD_ROW,
     STEP_LENGTH,
     STEP_POSITION,
@@ -183,6 +185,7 @@ class Data:
         self.dtype = np.dtype(np.float16 if on.item_bytes == 2 else np.float32)
         self.values: dict[str, NDArray[Any]] = {}
         self._outputs: dict[str, Callable[[], NDArray[Any]]] = {}
+        self._pages = np.empty(0, np.int32)
 
     def put(self, name: str, values: NDArray[Any]) -> SharedArray:
         """Return memory with these values, which a kernel may change in place."""
@@ -223,32 +226,53 @@ class Data:
         self.values["linear"] = values.astype(np.float64)
         return split_segments(self._gpu, values, rows, splits)
 
-    def cache(self, shape: HeadShape, known: int, written: range = range(0)) -> KvLayer:
-        """Return ``keys`` and ``values`` of ``known`` positions, and of those that an operator writes."""
-        content = slot_values(empty_cache(self._gpu, shape, self.on.kv_dtype))
-        seen = cache_view(content, shape)[1, :, :, :known]
-        scales: NDArray[Any] = np.ones(1)
+    def cache(
+        self, shape: HeadShape, known: int, written: range = range(0), pages: Sequence[int] = ()
+    ) -> KvLayer:
+        """Return ``keys`` and ``values`` of ``known`` positions, and of those that an operator writes.
+
+        Args:
+            shape: Sizes of the heads.
+            known: Positions with values.
+            written: Positions that the operator writes.
+            pages: Page of memory of each page of positions, -1 for none; by default all lie in order. Page 0
+                holds no position.
+        """
+        table = np.array(pages, np.int32)
+        self._pages = np.maximum(table, 0)
+        if pages:
+            stored = replace(shape, capacity=PAGE_POSITIONS * (int(table.max()) + 1))
+            places = (table[:, None] * PAGE_POSITIONS + np.arange(PAGE_POSITIONS)).ravel()
+        else:
+            stored, places = shape, np.arange(shape.capacity)
+        held = places[:known] >= 0
+        content = slot_values(empty_cache(self._gpu, stored, self.on.kv_dtype))
+        values = np.zeros((2, shape.kv_heads, known, shape.head_dim))
+        rows = (slice(None), slice(None), places[:known][held])
         if self.on.kv_dtype == KV_CODES:
-            all_scales = scales_view(content, shape)
-            scales = all_scales[1, :, :, :known]
+            all_scales = scales_view(content, stored)
             if known:
                 all_scales[...] = np.nan
-            seen[...] = self._generator.integers(-127, 128, seen.shape)
-            scales[...] = self._generator.uniform(0.005, 0.02, scales.shape)
-            scales = scales[..., None]
+            codes = self._generator.integers(-127, 128, values.shape)
+            scales = self._generator.uniform(0.005, 0.02, values.shape[:-1]).astype(np.float32)
+            cache_view(content, stored)[1][rows] = codes[:, :, held]
+            all_scales[1][rows] = scales[:, :, held]
+            values[...] = codes * scales[..., None].astype(np.float64)
         else:
-            seen[...] = self._generator.standard_normal(seen.shape)
-        self.values["keys"], self.values["values"] = seen * scales.astype(np.float64)
+            values[...] = self._generator.standard_normal(values.shape).astype(self.on.kv_dtype)
+            cache_view(content, stored)[1][rows] = values[:, :, held]
+        self.values["keys"], self.values["values"] = values
         memory = fill_slot(self._gpu, content)
         for place, name in enumerate(("keys", "values")):
-            self._outputs[name] = partial(_written, memory, shape, written, place)
-        return KvLayer(memory, 1)
+            own = places[written.start : written.stop]
+            self._outputs[name] = partial(_written, memory, stored, own, place)
+        return KvLayer(memory, 1, stored.capacity if pages else 0, STEP_WORDS)
 
     def step(self, position: int, length: int, head_row: int = 0) -> SharedArray:
         """Return the step buffer of a pass."""
         words = np.zeros(STEP_WORDS, np.int32)
         words[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, length, head_row
-        return self.put("step", words)
+        return self.put("step", np.concatenate([words, self._pages]))
 
     def int8(self, weight: WeightFormat | None, tokens: int, columns: int) -> RoundedInputs | None:
         """Return memory for the int8 codes that a linear of that format reads, if there is one."""
@@ -276,17 +300,17 @@ class Data:
         return output.slot
 
 
-def _written(memory: SharedArray, shape: HeadShape, written: range, place: int) -> NDArray[Any]:
-    """Return keys (0) or values (1) ``[tokens, heads * head_dim]`` of the positions that were written."""
-    content, own = slot_values(memory), slice(written.start, written.stop)
-    view, unused = cache_view(content, shape)[1, :, :, own], _unused(memory.array.dtype)
-    stored = view.copy()
-    view[...] = unused
+def _written(memory: SharedArray, shape: HeadShape, places: NDArray[Any], place: int) -> NDArray[Any]:
+    """Return keys (0) or values (1) ``[tokens, heads * head_dim]`` of the places that were written."""
+    content, own = slot_values(memory), (slice(None), slice(None), places)
+    view, unused = cache_view(content, shape)[1], _unused(memory.array.dtype)
+    stored = view[own]
+    view[own] = unused
     if memory.array.dtype == KV_CODES:
-        scales = scales_view(content, shape)[1, :, :, own]
-        stored = stored * scales[..., None]
-        scales.view(np.int8)[...] = unused
+        scales = scales_view(content, shape)[1]
+        stored = stored * scales[own][..., None]
+        scales[own] = np.full(4, unused).view(np.float32)
     if not np.array_equal(content, np.full_like(content, unused), equal_nan=unused != unused):
         raise KernelError("A kernel wrote other positions of the cache.")
-    found: NDArray[Any] = stored[place].swapaxes(0, 1).reshape(len(written), -1)
+    found: NDArray[Any] = stored[place].swapaxes(0, 1).reshape(len(places), -1)
     return found

@@ -2,7 +2,7 @@
 
 In the order of a pass: :meth:`GpuExperts.route` chooses experts from the router's logits;
 :meth:`GpuExperts.sort` gives the chosen pairs the order of the experts; :meth:`GpuExperts.gather` copies rows
-into this order, in which :meth:`heterollm.kernels.gpu.GpuLinear.grouped_launch` multiplies them; and
+into this order, in which :meth:`heterollm.kernels.gpu.GroupedLinear.launch` multiplies them; and
 :meth:`GpuExperts.combine` adds up the rows of each token. Where another processor takes some rows
 (:class:`TakenRows`), :meth:`GpuExperts.gather_taken` copies them for it. The device alone reads what was
 chosen, so the launches serve every pass of their length.
@@ -27,7 +27,7 @@ from heterollm.kernels.gpu import (
     ExpertLists,
     ExpertShape,
     GlueKernels,
-    GpuLinear,
+    GroupedLinear,
     Launch,
     RoundedInputs,
     Segments,
@@ -283,7 +283,7 @@ class MixtureCase:
         gates, ups, downs = self._weights()
         options: dict[str, Any] = {"activation_dtype": data.dtype, "experts": experts}
         pairs = [member for pair in zip(gates, ups, strict=True) for member in pair]
-        gate_up, down = (GpuLinear.pack(on.runtime, members, **options) for members in (pairs, downs))
+        gate_up, down = (GroupedLinear.pack(on.runtime, members, **options) for members in (pairs, downs))
         shape = ExpertShape(self.routing, tokens)
         lists, kernels = (
             ExpertLists.allocate(on.runtime, shape),
@@ -296,9 +296,9 @@ class MixtureCase:
         yield kernels.route(logits, lists, shape=shape)
         yield kernels.sort(lists, shape=shape)
         yield kernels.gather(x, rows, lists, shape=shape, columns=hidden)
-        yield gate_up.grouped_launch(rows, inner, lists, shape=shape, label="experts")
+        yield gate_up.launch(rows, inner, lists, shape=shape, label="experts")
         yield activate(on, members, activated, tokens=shape.pairs, intermediate=width)
-        yield down.grouped_launch(activated, rows, lists, shape=shape, label="experts")
+        yield down.launch(activated, rows, lists, shape=shape, label="experts")
         yield kernels.combine(rows, lists, data.output("sum", tokens, hidden), shape=shape, columns=hidden)
 
     def exact(self, data: Values) -> Exact:

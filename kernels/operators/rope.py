@@ -86,7 +86,7 @@ def rope_and_store(
     def defines(style: KernelStyle) -> Defines:
         own: Defines = {"PIECES": pieces} if style == "simt" else {}
         own |= {"JOINT_NORM": 1} if rotation.joint else {}
-        return on.kv_defines | own | ({"LIMITED": 1} if rotation.limit else {})
+        return on.cache_defines(cache) | own | ({"LIMITED": 1} if rotation.limit else {})
 
     widths = (head_dim // 2, turned // 2, *qkv.splits)
     kernel, style, items = on.kernel(("rope.cl",), "rope_and_store", defines, widths=widths, segments=qkv)
@@ -136,7 +136,8 @@ class RopeCase:
     """RoPE and the KV write.
 
     ``splits`` are the columns of each member that lie in the first segment, ``rotary`` those of a head that
-    turn (None for all). One norm may span all heads of queries, another all of keys (``joint``).
+    turn (None for all), and ``pages`` those of :meth:`heterollm.kernels.operators.data.Data.cache`. One norm
+    may span all heads of queries, another all of keys (``joint``).
     """
 
     tokens: int
@@ -149,6 +150,7 @@ class RopeCase:
     normed: bool = False
     joint: bool = False
     limit: float = 0.0
+    pages: tuple[int, ...] = ()
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         shape, tokens, position = self.shape, self.tokens, self.position
@@ -160,7 +162,7 @@ class RopeCase:
             data.linear(tokens, shape.rows, self.splits, self.join),
             data.floats("bias", sum(shape.rows)) if self.biased else None,
             data.output("queries", tokens, shape.query_columns, dtype=np.float32),
-            data.cache(shape, 0, range(position, position + tokens)),
+            data.cache(shape, 0, range(position, position + tokens), self.pages),
             data.step(position, tokens),
             shape=shape,
             rotation=Rotation(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit),
@@ -201,6 +203,7 @@ CHECKS: Final = (
         OperatorCheck(TITLE, f"normed heads, {name}", replace(_SPLIT, normed=True), name)
         for name in ("queries", "keys")
     ),
+    OperatorCheck(TITLE, "7 tokens over two pages", RopeCase(7, 60, _HEADS, (0, 0, 0), pages=(2, 1)), "keys"),
     OperatorCheck(TITLE, "7 tokens, sum", replace(_SPLIT, join="sum", biased=False), "queries"),
 )
 

@@ -49,6 +49,7 @@ def write_score_codes(
     step: SharedArray,
     *,
     shape: SparseShape,
+    window: int = 0,
     tokens: int | None = None,
 ) -> tuple[Launch, ...]:
     """Return the launches that write the codes of all queries and visible keys, and the score steps.
@@ -66,6 +67,7 @@ def write_score_codes(
         table: Constants of the layer.
         step: The step buffer.
         shape: OperatorSizes of the pass.
+        window: Positions visible to a token, 0 for all; those before may be in no page of the cache.
         tokens: Rows of ``q``; by default those of the shape, its padding included.
     """
     heads = shape.heads
@@ -73,10 +75,11 @@ def write_score_codes(
     memory.require(shape)
     if on.kv_dtype == KV_CODES:
         raise KernelError("Sparse attention reads no KV cache of 8 bits.")
-    keys, _, stride = on.cache_offsets(cache, heads)
+    keys, _, stride, *pages = on.cache_offsets(cache, heads)
     buckets: Defines = {"BUCKETS": table.buckets} if table.buckets > 1 else {}
-    defines = sparse_defines(shape) | on.kv_defines | buckets
-    sizes = keys, stride, np.int32(shape.tokens), np.int32(shape.keys)
+    defines = sparse_defines(shape) | on.cache_defines(cache) | buckets
+    paged = (*pages, np.int32(window)) if pages else ()
+    sizes = keys, stride, *paged, np.int32(shape.tokens), np.int32(shape.keys)
     inputs = q, cache.memory, step, table.order, table.numbers
     position_bytes = on.position_bytes(heads)
     work = functools.partial(score_codes_work, heads, step.array, shape.tokens, position_bytes)

@@ -41,14 +41,12 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.operators.attention import LOG2_E, visible
 from heterollm.kernels.operators.data import (
+    Data,
     GuardedOutput,
     Numbers,
-    cache_view,
-    empty_cache,
     fill_slot,
     run_launches,
     slot_values,
-    step_slot,
 )
 from heterollm.kernels.operators.score_codes import (
     estimate_scores,
@@ -105,7 +103,7 @@ def attend_selected(
         gathered: Defines = {"GATHERED": 1, "BLOCK": shape.block, "MEMBERS": heads.group}
         capped: Defines = {"SOFT_CAP": 1} if cap and style != "vector" else {}
         own = AttentionGrid(heads, 2, shape.keys, 1, 1, None).defines(style)
-        return own | ({"GROUP": 1} if style != "vector" else {}) | gathered | capped | on.kv_defines
+        return own | ({"GROUP": 1} if style != "vector" else {}) | gathered | capped | on.cache_defines(cache)
 
     files, widths = ("attention.h", "attention_{style}.cl"), (heads.head_dim,)
     variants = None if style is None else (Variant(style),)
@@ -214,6 +212,7 @@ class SparsePass:
         keep: Share of the positions that each query head keeps.
         exponent: Of the graph's constant.
         buckets: Number of buckets.
+        pages: Those of :meth:`heterollm.kernels.operators.data.Data.cache`.
     """
 
     shape: SparseShape
@@ -224,6 +223,12 @@ class SparsePass:
     keep: tuple[float, ...]
     exponent: int = 5
     buckets: BucketCount = 1
+    pages: tuple[int, ...] = ()
+
+    @property
+    def begin(self) -> int:
+        """First position whose key counts."""
+        return max(0, self.position - self.scores.window + 1) if self.pages and self.scores.window else 0
 
 
 class SparseCase:
@@ -233,7 +238,6 @@ class SparseCase:
         gpu: The device.
         sparse: Its launches.
         dtype: Type of activations.
-        kv_dtype: Type of the KV cache.
         own: The pass.
         generator: Makes the data.
     """
@@ -243,7 +247,6 @@ class SparseCase:
         gpu: GpuRuntime,
         sparse: GlueKernels,
         dtype: DTypeLike,
-        kv_dtype: DTypeLike,
         own: SparsePass,
         generator: np.random.Generator,
     ) -> None:
@@ -251,13 +254,12 @@ class SparseCase:
         shape, heads, rng = own.shape, own.shape.heads, generator
         sizes = np.exp2(rng.uniform(-1.5, 1.5, heads.heads)).astype(np.float32)[:, None]
         self.queries = rng.standard_normal((own.length, heads.heads, heads.head_dim), np.float32) * sizes
-        content = np.full_like(slot_values(empty_cache(gpu, heads, kv_dtype)), np.nan)
-        seen = cache_view(content, heads)[1][:, :, : own.position + own.length]
-        seen[...] = rng.standard_normal(seen.shape)
-        self.keys, self.values = seen.copy()
-        self.cache = KvLayer(fill_slot(gpu, content), 1)
+        data = Data(sparse, rng)
+        self.cache = data.cache(heads, own.position + own.length, pages=own.pages)
+        self.keys, self.values = data.values["keys"], data.values["values"]
         self.q = fill_slot(gpu, self.queries.reshape(own.length, -1))
-        self.step = step_slot(gpu, own.position, own.length)
+        data.step(own.position, own.length)
+        self.step = fill_slot(gpu, data.values["step"])
         self.scales = [
             ScoreScale(tuple(rng.uniform(0.01, 0.04, heads.group).tolist()), step, own.exponent)
             for step in rng.uniform(0.01, 0.04, heads.kv_heads).tolist()
@@ -273,6 +275,7 @@ class SparseCase:
     def quantise(self) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]:
         """Return the codes of queries and keys and the score steps, and those of the oracle."""
         options: dict[str, Any] = {"shape": self.own.shape, "tokens": self.own.length}
+        options["window"] = self.own.scores.window
         run_launches(
             self.gpu,
             write_score_codes(self.sparse, self.q, self.cache, self.memory, self.table, self.step, **options),
@@ -370,11 +373,12 @@ class SparseCase:
             scale = self.scales[head]
             members = self.queries[:, head * heads.group : (head + 1) * heads.group]
             largest = (np.abs(members).max(axis=(0, 2)) / np.array(scale.query_steps)).max()
-            largest_key = float(np.abs(self.keys[head]).max()) / scale.key_step
+            seen = self.keys[head, own.begin :]
+            largest_key = float(np.abs(seen).max()) / scale.key_step
             pairs = buckets(own.buckets)
             factors = nearest_bucket(float(largest), largest_key, pairs)
             known = own.position + own.length
-            keys[slot, :known] = exact_codes(self.keys[head], 1 / scale.key_step / factors[1])
+            keys[slot, own.begin : known] = exact_codes(seen, 1 / scale.key_step / factors[1])
             for member, step in enumerate(scale.query_steps):
                 codes = exact_codes(members[:, member], 1 / step / factors[0])
                 queries[slot, member, : own.length] = codes

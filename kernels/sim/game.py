@@ -50,6 +50,10 @@ class GpuLoad:
                 fix=f"Give at most {MOST_FRAMES_PER_S:g}.",
             )
 
+    def __str__(self) -> str:
+        """Return the game as ``--gpu-load`` takes it, such as ``60fps:5ms``."""
+        return f"{self.frames_per_s:g}fps:{self.frame_us / 1e3:g}ms"
+
     @property
     def period_us(self) -> float:
         """Time from one frame to the next."""

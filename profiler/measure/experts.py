@@ -21,6 +21,7 @@ from heterollm.kernels.gpu import (
     ExpertShape,
     GlueKernels,
     GpuLinear,
+    GroupedLinear,
     Launch,
     RoundedInputs,
     Segments,
@@ -99,8 +100,8 @@ class _Packed:
     """Weights of some experts on the GPU."""
 
     spec: OpSpec
-    gate_up: GpuLinear
-    down: GpuLinear
+    gate_up: GroupedLinear
+    down: GroupedLinear
 
 
 class _ExpertBench:
@@ -168,7 +169,7 @@ class _ExpertBench:
             codes, inner = self._codes(spec, shape.pairs), self._codes(spec.then, shape.pairs)
         label = "profiling of experts"
         return [
-            own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=codes, label=label),
+            own.gate_up.launch(rows, gate_up, lists, shape=shape, rounded=codes, label=label),
             activate(
                 self._glue,
                 Segments(gate_up, gate_up, (width, width), (0, 0)),
@@ -177,7 +178,7 @@ class _ExpertBench:
                 intermediate=width,
                 rounded=inner,
             ),
-            own.down.grouped_launch(activated, rows, lists, shape=shape, rounded=inner, label=label),
+            own.down.launch(activated, rows, lists, shape=shape, rounded=inner, label=label),
         ]
 
     def _weights(self, spec: OpSpec, experts: int) -> _Packed:
@@ -186,7 +187,7 @@ class _ExpertBench:
             self._packed = None
             assert spec.then is not None  # of an ``experts`` group
             pack = partial(
-                GpuLinear.pack,
+                GroupedLinear.pack,
                 self._runtime,
                 activation_dtype=self._device.activation_dtype,
                 integer_inputs=spec.integer_inputs,

@@ -264,6 +264,12 @@ class _SharedData(Data):
         first = self.output("first segment", tokens, sum(splits))
         return Segments(first, self.output("second segment", tokens, second), rows, splits, join)
 
-    def cache(self, shape: HeadShape, known: int, written: range = range(0)) -> KvLayer:  # noqa: ARG002
+    def cache(
+        self,
+        shape: HeadShape,
+        known: int,  # noqa: ARG002
+        written: range = range(0),  # noqa: ARG002
+        pages: Sequence[int] = (),  # noqa: ARG002
+    ) -> KvLayer:
         stride = head_stride(shape.capacity, shape.head_dim, self.on.kv_dtype)
         return KvLayer(self.output("cache", 2 * shape.kv_heads * stride, dtype=self.on.kv_dtype), 0)

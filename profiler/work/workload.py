@@ -12,8 +12,8 @@ HEAD_TOKENS: Final = 32
 """Most positions that the head computes at a time; more than one only where all logits are asked for."""
 
 GPU_ROW_ALIGNMENT: Final = 64
-"""Multiple at which the GPU's rows may begin: ``heterollm.kernels.gpu.linear.ROW_ALIGNMENT``, which cannot be
-imported without OpenCL."""
+"""Multiple at which the GPU's rows may begin: ``ROW_ALIGNMENT`` of ``heterollm.kernels.gpu.tiled_weights``,
+which cannot be imported without OpenCL."""
 
 
 def split_rows(member_rows: Sequence[int], fraction: float, alignment: int) -> tuple[int, ...]:

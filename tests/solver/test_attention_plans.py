@@ -8,12 +8,24 @@ from msgspec import structs
 
 from heterollm.base import PlanError
 from heterollm.kernels.npu import TILE_OF_INTEGERS
-from heterollm.solver import ChunkSchedule, Plan, SparseAttention, check_plan, level_plan, score_keys
-from heterollm.solver.attention import DENSE_ATTENTION, AttentionEntry, DenseAttention
+from heterollm.solver import (
+    ChunkSchedule,
+    Plan,
+    PlannedAttention,
+    SparseAttention,
+    check_plan,
+    level_plan,
+    score_keys,
+)
+from heterollm.solver.sparse.attention import DENSE_ATTENTION, AttentionEntry, DenseAttention
 
 SPARSE = SparseAttention(
     keep=(0.2, 0.3, 0.1, 0.2, 0.2, 0.2), units=((2, 0), (1,)), exponents=(7, 9), estimator="gpu"
 )
+
+
+def attention(plan):
+    return plan.technique(PlannedAttention)
 
 
 def entry(placement=SPARSE, **changes):
@@ -26,7 +38,7 @@ def plan(made):
     plan = level_plan(
         "gpu", made.model(), device="d", precision="w4a16", standard_lengths=(), chunk_length=64
     )
-    return structs.replace(plan, attention=(entry(),))
+    return plan.with_technique(PlannedAttention((entry(),)))
 
 
 def check(plan, made, heads=(6, 3)):
@@ -41,26 +53,28 @@ def test_a_file_without_attention_is_dense(plan):
     data = json.loads(plan.to_json())
     del data["attention"]
     read = Plan.from_json(json.dumps(data))
-    assert read.attention == ()
+    assert attention(read).entries == ()
     assert "attention" not in json.loads(read.to_json())
-    assert read.attention_of(64, 512, 1) == DENSE_ATTENTION
+    assert attention(read).of(64, 512, 1) == DENSE_ATTENTION
 
 
 def test_the_first_entry_that_covers_a_case_decides(plan):
     for tokens, keys, layer, sparse in ((64, 512, 1, True), (1, 100, 1, True), (65, 512, 1, False)):
-        assert (plan.attention_of(tokens, keys, layer) == SPARSE) is sparse
-    assert plan.attention_of(64, 99, 1) == plan.attention_of(64, 512, 0) == DENSE_ATTENTION
-    first = structs.replace(plan, attention=(entry(DenseAttention(1.0), keys=(100, 200)), *plan.attention))
-    assert first.attention_of(8, 200, 1) == DenseAttention(1.0)
-    assert first.attention_of(8, 201, 1) == SPARSE
+        assert (attention(plan).of(tokens, keys, layer) == SPARSE) is sparse
+    assert attention(plan).of(64, 99, 1) == attention(plan).of(64, 512, 0) == DENSE_ATTENTION
+    first = plan.with_technique(
+        PlannedAttention((entry(DenseAttention(1.0), keys=(100, 200)), *attention(plan).entries))
+    )
+    assert attention(first).of(8, 200, 1) == DenseAttention(1.0)
+    assert attention(first).of(8, 201, 1) == SPARSE
 
 
 def test_sparse_attention_uses_the_npu_where_it_estimates_and_goes_with_it(plan):
     assert not plan.uses_npu
-    npu = structs.replace(plan, attention=(entry(structs.replace(SPARSE, estimator="npu")),))
+    npu = plan.with_technique(PlannedAttention((entry(structs.replace(SPARSE, estimator="npu")),)))
     assert npu.uses_npu
-    assert npu.without_npu().attention == ()
-    assert plan.without_npu().attention == plan.attention
+    assert attention(npu.without_npu()).entries == ()
+    assert attention(plan.without_npu()).entries == attention(plan).entries
 
 
 def test_a_plan_that_fits_the_model_passes(plan, made):
@@ -79,7 +93,7 @@ def test_a_plan_that_fits_the_model_passes(plan, made):
     ],
 )
 def test_sparse_attention_of_another_model_is_refused(plan, made, changes, message):
-    edited = structs.replace(plan, attention=(entry(structs.replace(SPARSE, **changes)),))
+    edited = plan.with_technique(PlannedAttention((entry(structs.replace(SPARSE, **changes)),)))
     with pytest.raises(PlanError, match=message):
         check(edited, made)
 
@@ -87,7 +101,7 @@ def test_sparse_attention_of_another_model_is_refused(plan, made, changes, messa
 def test_layers_beyond_the_model_and_chunks_in_flight_are_refused(plan, made):
     last = max(spec.layer for spec in made.model())
     with pytest.raises(PlanError, match=f"layer {last} is the last"):
-        check(structs.replace(plan, attention=(entry(layers=(0, last + 1)),)), made)
+        check(plan.with_technique(PlannedAttention((entry(layers=(0, last + 1)),))), made)
     flown = structs.replace(plan, schedule=ChunkSchedule("in_order", 2, ()))
     with pytest.raises(PlanError, match="are not combined"):
         check(flown, made)

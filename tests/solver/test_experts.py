@@ -9,10 +9,9 @@ import pytest
 
 from heterollm.base import PlanError
 from heterollm.solver.costs import Slowdown, joint_time_us
-from heterollm.solver.expert_placements import ExpertGroup, ExpertsPlacement
-from heterollm.solver.expert_policies import capacity_tiers, experts_by_policy, imbalance
-from heterollm.solver.expert_prices import ExpertPrices, estimate_experts
-from heterollm.solver.experts import EXHAUSTED, LayerExperts, place_experts
+from heterollm.solver.experts.placements import ExpertGroup, ExpertsPlacement
+from heterollm.solver.experts.prices import ExpertPrices, estimate_experts
+from heterollm.solver.experts.search import EXHAUSTED, LayerExperts, place_experts
 
 EXPERT_BYTES = 1000
 TOKENS, CHOSEN = 256, 2
@@ -100,9 +99,9 @@ def test_larger_layers_are_near_the_optimum(monkeypatch):
     gaps = []
     for seed in range(12):
         loads, prices = random_case(seed, 6, (32, 64, 128, 256), most=(2, 4, None)[seed % 3])
-        monkeypatch.setattr("heterollm.solver.experts.EXHAUSTED", 10**6)
+        monkeypatch.setattr("heterollm.solver.experts.search.EXHAUSTED", 10**6)
         exact_us = LayerExperts(loads, prices).costs.min()
-        monkeypatch.setattr("heterollm.solver.experts.EXHAUSTED", 0)
+        monkeypatch.setattr("heterollm.solver.experts.search.EXHAUSTED", 0)
         gaps.append(LayerExperts(loads, prices).best().predicted_us / exact_us - 1)
     assert min(gaps) > -1e-9
     assert sum(gap < 1e-9 for gap in gaps) >= 10
@@ -175,53 +174,11 @@ def test_the_npu_takes_nothing_that_it_cannot_run_or_does_not_gain():
         assert found.groups == ()
     none_fits = ExpertPrices(prices.npu_us, prices.gpu_us, (32, 64), EXPERT_BYTES, most_weight_bytes=999)
     assert place_experts([loads], none_fits)[0].groups == ()
-    with pytest.raises(PlanError, match="1000 bytes exceeds a graph of 999"):
-        experts_by_policy(loads, none_fits, "tiers")
 
 
 def test_equal_inputs_give_equal_placements():
     loads, prices = random_case(5, 16, (32, 64, 128))
     assert place_experts([loads] * 2, prices, 9000) == place_experts([loads.copy()] * 2, prices, 9000)
-
-
-def test_the_papers_example_of_capacities():
-    """Section 4.1: 256 tokens, 8 experts, imbalance 2 give the busiest one 64 rows."""
-    loads = np.array([[64, 16, 16, 32, 32, 32, 32, 32]])
-    assert imbalance(loads) == 2
-    assert capacity_tiers(loads, (16, 32, 64, 128)) == (64, 32, 16)
-    assert capacity_tiers(loads, (32, 64)) == (64, 32)
-    assert capacity_tiers(2 * loads, (32, 64)) == (64, 32)
-    assert imbalance(np.zeros((2, 4), int)) == 1
-
-
-def test_each_rule_adds_to_the_one_before():
-    loads = np.array([[64, 16, 16, 32, 32, 32, 30, 34]])
-    prices = ExpertPrices(
-        lambda size, capacity: 50.0 + size * capacity,
-        3.0 * np.arange(300),
-        (16, 32, 64),
-        EXPERT_BYTES,
-        most_weight_bytes=3 * EXPERT_BYTES,
-    )
-    found = {
-        name: experts_by_policy(loads, prices, name) for name in ("each", "tiers", "groups", "residency")
-    }
-    assert {group.capacity for group in found["each"].groups} == {64}
-    assert [len(group.experts) for group in found["tiers"].groups] == [1] * 8
-    assert sorted(group.capacity for group in found["tiers"].groups) == [16, 16, 32, 32, 32, 32, 64, 64]
-    assert found["groups"].groups == (
-        ExpertGroup((0, 7), 64),
-        ExpertGroup((3, 4, 5), 32),
-        ExpertGroup((6,), 32),
-        ExpertGroup((1, 2), 16),
-    )
-    seen = {name: estimate_experts(own, loads, prices) for name, own in found.items()}
-    times = [seen[name].time_us for name in found]
-    assert times == sorted(times, reverse=True)
-    assert len(set(times)) == 4
-    assert (seen["each"].graphs, seen["groups"].graphs) == (8, 4)
-    assert seen["each"].padding_share == pytest.approx(1 - 256 / 512)
-    assert seen["tiers"].padding_share == pytest.approx(1 - 256 / 288)
 
 
 def test_costs_of_tokens_beyond_a_capacity():

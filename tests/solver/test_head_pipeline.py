@@ -1,19 +1,15 @@
-"""The pipeline over heads: Johnson's order against every order, and the paper's greedy search beside it."""
+"""The pipeline over heads: Johnson's order against every order."""
 
 import itertools
-import math
 import random
-import statistics
 
 import pytest
 
-from heterollm.solver.head_pipeline import (
+from heterollm.solver.sparse.head_pipeline import (
     PipelineUnit,
     fused_heads,
-    greedy_order,
     johnson_order,
     plan_pipeline,
-    three_lanes_us,
     two_lanes_us,
 )
 
@@ -39,68 +35,11 @@ def best_us(units, time_us):
     return min(map(time_us, itertools.permutations(units)))
 
 
-def shortest_us(units):
-    """Time of the shortest order of single heads in three lanes, by all that could be shorter."""
-    best = math.inf
-
-    def visit(left, npu_us, select_us, attend_us):
-        nonlocal best
-        if not left:
-            best = min(best, attend_us)
-        elif attend_us + sum(unit.attend_us[0] for unit in left) < best:
-            for unit in left:
-                npu = npu_us + unit.npu_us
-                select = max(npu, select_us) + unit.select_us[0]
-                attend = max(select, attend_us) + unit.attend_us[0]
-                visit([other for other in left if other is not unit], npu, select, attend)
-
-    visit(units, 0.0, 0.0, 0.0)
-    return best
-
-
-def of_one_head(seed):
-    """Up to seven heads, each alone."""
-    draw = random.Random(seed)
-    scale = [draw.choice((0.3, 1.0, 3.0)) for _ in range(3)]
-    return [
-        PipelineUnit(
-            (head,), 8, scale[0] * draw.random(), (scale[1] * draw.random(),), (scale[2] * draw.random(),)
-        )
-        for head in range(draw.randint(2, 7))
-    ]
-
-
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_johnsons_order_is_as_short_as_the_shortest(first):
     for seed in range(first, first + 20):
         units = units_of(seed, most=6)
         assert two_lanes_us(johnson_order(units)) == pytest.approx(best_us(units, two_lanes_us), rel=1e-12)
-
-
-def test_the_greedy_search_is_near_the_shortest_order_of_three_lanes():
-    """Layers of up to 7 heads with lanes of any lengths: it loses 11 % in the mean, 56 % at most."""
-    losses = []
-    for seed in range(200):
-        units = of_one_head(seed)
-        losses.append(three_lanes_us(greedy_order(units)) / shortest_us(units) - 1.0)
-    assert min(losses) >= -1e-12
-    assert statistics.mean(losses) < 0.12
-    assert max(losses) < 0.60
-
-
-def test_both_brute_forces_agree():
-    for seed in range(20):
-        units = of_one_head(seed)[:5]
-        assert shortest_us(units) == pytest.approx(best_us(units, three_lanes_us), rel=1e-12)
-
-
-def test_the_greedy_search_orders_heads_within_a_unit():
-    """Both heads wait for one launch: the short selection before the long attention goes first."""
-    unit = PipelineUnit((0, 1), 8, 10.0, (9.0, 1.0), (1.0, 8.0))
-    (ordered,) = greedy_order([unit])
-    assert ordered.heads == (1, 0)
-    assert three_lanes_us([ordered]) == 10.0 + 1.0 + 9.0 + 1.0
-    assert three_lanes_us([unit]) == 10.0 + 9.0 + 1.0 + 8.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterollm.base import OptionError
-from heterollm.solver.keep import FLOOR, LEFT, HeadNeeds, KeepRule, keep_ratios
+from heterollm.solver.sparse.keep import FLOOR, LEFT, HeadNeeds, KeepRule, keep_ratios
 
 MASSES = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 

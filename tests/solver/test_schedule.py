@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from heterollm.base import PlanError
 from heterollm.solver.costs import Slowdown, joint_time_us
-from heterollm.solver.schedule import (
+from heterollm.solver.flights.schedule import (
     EXACT_STAGES,
     POLICIES,
     Schedule,

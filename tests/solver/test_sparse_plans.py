@@ -5,21 +5,21 @@ import math
 import random
 
 import pytest
-from msgspec import structs
 
 from heterollm.solver import (
     AttentionHeads,
+    PlannedAttention,
     SparseAttention,
     break_even,
     level_plan,
     plan_attention,
     score_keys,
 )
-from heterollm.solver.attention import DENSE_ATTENTION
-from heterollm.solver.attention_times import attention_times, with_attention_time
 from heterollm.solver.costs import Slowdown
 from heterollm.solver.predict import PredictedPass
-from heterollm.solver.sparse_costs import SparseTimes
+from heterollm.solver.sparse.attention import DENSE_ATTENTION
+from heterollm.solver.sparse.attention_times import attention_times, with_attention_time
+from heterollm.solver.sparse.costs import SparseTimes
 
 CONTEXT = 4096
 UNDISTURBED = Slowdown()
@@ -64,7 +64,7 @@ def plan(made, attention):
     found = level_plan(
         "gpu", made.model(), device="d", precision="w4a16", standard_lengths=(), chunk_length=CHUNK
     )
-    return structs.replace(found, attention=tuple(attention))
+    return found.with_technique(PlannedAttention(tuple(attention)))
 
 
 def planned(costs, own=None, **options):
@@ -93,7 +93,8 @@ def test_short_sessions_stay_dense_and_long_ones_become_sparse(made):
     firsts = []
     for launch_us in (5.0, 200.0, 1000.0):
         found = plan(made, planned(FakeCosts(launch_us), estimators=("npu",)))
-        placed = {keys: found.attention_of(CHUNK, keys, 1) for keys in score_keys(CONTEXT) if keys >= CHUNK}
+        attention = found.technique(PlannedAttention)
+        placed = {keys: attention.of(CHUNK, keys, 1) for keys in score_keys(CONTEXT) if keys >= CHUNK}
         kinds = [placement != DENSE_ATTENTION for placement in placed.values()]
         assert kinds == sorted(kinds), "sparse from one length on"
         firsts.append(min((keys for keys, own in placed.items() if own != DENSE_ATTENTION), default=math.inf))
@@ -195,7 +196,10 @@ def test_predictions_count_attention_by_the_session(made):
     costs = FakeCosts(5.0)
     found = plan(made, planned(costs))
     dense = PredictedPass("prefill", CHUNK, (), None, 1e6)
-    short, long = (with_attention_time(dense, found, costs, keys) for keys in (CHUNK, CONTEXT))
+    short, long = (
+        with_attention_time(dense, found.technique(PlannedAttention), costs, keys)
+        for keys in (CHUNK, CONTEXT)
+    )
     assert long.time_us < dense.time_us
     assert long.scores_us > 0
     assert long.npu_us == long.scores_us
@@ -204,4 +208,4 @@ def test_predictions_count_attention_by_the_session(made):
         row = rows[keys]
         assert row.planned_us - row.dense_us == pytest.approx(own.time_us - dense.time_us)
         assert row.sparse_layers in (0, LAYERS - 1)
-    assert with_attention_time(dense, plan(made, ()), costs, CONTEXT) is dense
+    assert with_attention_time(dense, PlannedAttention(), costs, CONTEXT) is dense

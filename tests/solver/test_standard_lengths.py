@@ -11,7 +11,7 @@ from heterollm.kernels.ops import GraphMemory
 from heterollm.solver import Budget, Solver, choose_lengths
 from heterollm.solver.candidates import npu_lengths_for
 from heterollm.solver.costs import Overheads
-from heterollm.solver.flights import shortened
+from heterollm.solver.flights.plan import shortened
 from heterollm.solver.predict import predict_pass
 from heterollm.solver.shorter_chunks import best_chunk, plan_chunks
 

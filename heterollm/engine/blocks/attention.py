@@ -7,21 +7,20 @@ import functools
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
-from heterollm.engine.sparse_attention import SparseAttentionEmitter
 from heterollm.engine.step import Buffer
+from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import ROUNDING, GlueKernels, HeadShape, Rotation, RoundedInputs, Scores, Segments
 from heterollm.kernels.operators import attend, rope_and_store
 from heterollm.model import AttentionBlock, ModelConfig
-from heterollm.solver import SparseAttention
 
 PARTIAL = Buffer("attention_partial")
 """GPU memory for the results of attention over each part of the context, before they are joined."""
 
 
 class AttentionEmitter:
-    """Emits blocks of attention; only prefill attends sparsely."""
+    """Emits blocks of attention."""
 
     def __init__(
         self,
@@ -30,11 +29,11 @@ class AttentionEmitter:
         context: int,
         linears: LinearEmitter,
         tensors: GlueTensors,
-        sparse: SparseAttentionEmitter,
+        techniques: Techniques,
     ) -> None:
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._epsilon, self._context = config.rms_norm_eps, context
-        self._linears, self._tensors, self._sparse = linears, tensors, sparse
+        self._linears, self._tensors, self._techniques = linears, tensors, techniques
 
     def begin(self, builder: PassBuilder, layer: int, block: AttentionBlock) -> Begun:
         """Return a layer's attention, whose norm comes next."""
@@ -44,12 +43,8 @@ class AttentionEmitter:
     def _emit(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp) -> Delta:
         self._rope(builder, layer, block, self._linears.linear(builder, qkv))
         o = self._linears.placed(builder, layer, "o")
-        placement = builder.plan.attention_of(builder.tokens, builder.bucket, layer)
-        scores = Scores(block.scale, block.window, block.soft_cap)
-        if builder.phase == "prefill" and isinstance(placement, SparseAttention):
-            self._sparse.attention(builder, layer, placement, scores, o.rounded)
-        else:
-            self._attention(builder, layer, block, scores, o.rounded)
+        dense = functools.partial(self._attention, builder, layer, block, o.rounded)
+        self._techniques.around(builder, "attention", layer, o).run(dense)
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
 
     def _shape(self, block: AttentionBlock) -> HeadShape:
@@ -84,7 +79,6 @@ class AttentionEmitter:
         builder: PassBuilder,
         layer: int,
         block: AttentionBlock,
-        scores: Scores,
         rounded: RoundedInputs | None,
     ) -> None:
         """Append attention over the cache; a long context has several parts, whose results are joined."""
@@ -97,7 +91,7 @@ class AttentionEmitter:
             out,
             lane.step,
             shape=self._shape(block),
-            scores=scores,
+            scores=Scores(block.scale, block.window, block.soft_cap),
             tokens=builder.tokens,
             bucket=builder.bucket,
             rounded=rounded,

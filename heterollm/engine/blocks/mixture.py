@@ -6,17 +6,16 @@ the routing: kernels read it on the device.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.expert_residency import ExpertBudget, ExpertResidency
-from heterollm.engine.expert_shares import ExpertShares
+from heterollm.engine.experts.residency import ExpertBudget, ExpertResidency
+from heterollm.engine.experts.shares import SharedExperts
 from heterollm.engine.lanes import Lane
 from heterollm.engine.placed import Begun, Delta, codes_of
 from heterollm.engine.slots import (
@@ -28,6 +27,7 @@ from heterollm.engine.slots import (
     ROUTER_LOGITS,
 )
 from heterollm.engine.step import LinearWork, Step, operator_name
+from heterollm.engine.techniques.registry import Techniques
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     STEP_POSITION,
@@ -35,6 +35,7 @@ from heterollm.kernels.gpu import (
     ExpertShape,
     GlueKernels,
     GpuLinear,
+    GroupedLinear,
     RoundedInputs,
     Segments,
 )
@@ -48,13 +49,29 @@ ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureOptions:
+    """Options of a mixture of experts.
+
+    Args:
+        budget: Memory that the experts may take on the GPU; None for all of them.
+        assumed: Assumed rows of experts, for a simulated device without values.
+    """
+
+    budget: ExpertBudget | None = None
+    assumed: ExpertRows | None = None
+
+
+ALL_IN_MEMORY: Final = MixtureOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     """The weights of a layer's mixture: its router, and gate, up and down of all experts or of slots."""
 
     spec: OpSpec
     router: GpuLinear
-    gate_up: GpuLinear
-    down: GpuLinear
+    gate_up: GroupedLinear
+    down: GroupedLinear
 
 
 class MixtureEmitter:
@@ -68,11 +85,10 @@ class MixtureEmitter:
         weights: The model's weights.
         plan: The plan.
         progress: Called while weights are packed.
-        assumed: Assumed rows of experts, for a simulated device without values.
-        budget: Memory that the experts may take; None for all of them.
+        techniques: The techniques of the engine.
+        options: The budget, and assumed rows.
 
     Attributes:
-        shares: The NPU's shares.
         residency: The experts in memory under a budget; None without one.
     """
 
@@ -82,13 +98,13 @@ class MixtureEmitter:
         weights: ModelWeights,
         plan: Plan,
         progress: Progress,
-        assumed: ExpertRows | None = None,
-        budget: ExpertBudget | None = None,
+        techniques: Techniques,
+        options: MixtureOptions,
     ) -> None:
-        self._assumed = assumed
+        self._assumed, budget = options.assumed, options.budget
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GlueKernels(*kinds)
-        self.shares = ExpertShares(device, weights)
+        self._techniques = techniques
         self.residency: ExpertResidency | None = None
         if budget is not None:
             self.residency = ExpertResidency(device, weights, budget, plan.chunk_length)
@@ -102,23 +118,17 @@ class MixtureEmitter:
         self._layers.clear()
         if self.residency is not None:
             self.residency.close()
-        self.shares.clear()
 
     def begin(self, builder: PassBuilder, layer: int, block: MixtureBlock) -> Begun:
         """Return a layer's mixture, whose norm comes next."""
-        placement = EXPERTS_ON_GPU
-        if builder.phase == "prefill":
-            placement = builder.plan.experts_of(builder.tokens, layer)
         codes = _codes(builder.lane, "linear_input", self._layers[layer].spec)
-        return Begun(codes, lambda: Delta(self._emit(builder, layer, block, placement)))
+        return Begun(codes, lambda: Delta(self._emit(builder, layer, block)))
 
-    def _emit(
-        self, builder: PassBuilder, layer: int, block: MixtureBlock, placement: ExpertsPlacement
-    ) -> Segments:
+    def _emit(self, builder: PassBuilder, layer: int, block: MixtureBlock) -> Segments:
         own = self._layers[layer]
         routing = own.spec.experts
         assert routing is not None  # by expert_specs
-        lane, hidden, shares = builder.lane, own.spec.columns, self.shares
+        lane, hidden = builder.lane, own.spec.columns
         shape = ExpertShape(routing, builder.tokens)
         slots = lane.private
         x, rows, out, logits = (
@@ -127,8 +137,10 @@ class MixtureEmitter:
         )
         memory = {name: slots[slot] for name, slot in EXPERT_LISTS.items()}
         lists = ExpertLists(**memory, counted=self._counted(builder, layer))
-        op = shares.of(lane, own.spec, placement)
+        around = self._techniques.around(builder, "experts", layer)
+        op = around if isinstance(around, SharedExperts) else None
         taken = None if op is None else op.taken
+        placement = EXPERTS_ON_GPU if op is None else op.placement
 
         label = f"{layer}.router"
         launch = own.router.launch(x, logits, tokens=builder.tokens, output_dtype=np.float32, label=label)
@@ -148,8 +160,8 @@ class MixtureEmitter:
             reads, written = (x, lists.position), (op.npu_source,)
             builder.kernel("gathering of rows", layer, launch, reads=reads, writes=written, ends=False)
             steps = self._own_rows(builder, block, own, shape, lists, placement)
-            builder.hand_over(op, steps, functools.partial(shares.acquire, builder, op))
-            shares.graphs(builder, op)
+            builder.hand_over(op, steps, op.acquire)
+            op.graphs()
         other = None if op is None else op.npu_target
         launch = self._kernels.combine(
             rows, lists, out, shape=shape, columns=hidden, other=other, taken=taken
@@ -204,7 +216,7 @@ class MixtureEmitter:
         width = then.columns
 
         name = f"{layer}.experts"
-        launch = own.gate_up.grouped_launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
+        launch = own.gate_up.launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
         work, reads = _work(own.spec, shape), (*(codes_of(row_codes) or (rows,)), lists.places)
         steps = [builder.prepared("experts", layer, launch, reads, (gate_up,), work=work)]
         launch = activate(
@@ -218,7 +230,7 @@ class MixtureEmitter:
         )
         writes = activated, *codes_of(inner_codes)
         steps.append(builder.prepared("activation", layer, launch, (gate_up,), writes))
-        launch = own.down.grouped_launch(
+        launch = own.down.launch(
             activated, rows, lists, shape=shape, rounded=inner_codes, label=f"{name} down"
         )
         work, reads = _work(then, shape), (*(codes_of(inner_codes) or (activated,)), lists.places)
@@ -237,8 +249,8 @@ def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: Expe
     gpu, dtype, routing = device.gpu, device.activation_dtype, spec.experts
     assert routing is not None  # by expert_specs
 
-    def packed(members: Sequence[str]) -> GpuLinear:
-        return GpuLinear.pack(
+    def packed(members: Sequence[str]) -> GroupedLinear:
+        return GroupedLinear.pack(
             gpu,
             weights.expert_members(spec.layer, members),
             activation_dtype=dtype,

@@ -50,7 +50,8 @@ static inline attention_tile find_tile(__global const int *step, int number, int
 #define GATHER_ARGUMENTS                                                                                               \
   , __global const int *order, __global const int *positions, __global const int *counts, int first_slot, int blocks,  \
       int most, int all_heads
-#define PLACE(list, key) ((list)[key])
+// Where a key of the list lies.
+#define PLACE(pages, list, key) STORED_AT(pages, (list)[key])
 
 // The query head of a work-group, counted in slots of key heads.
 static inline int gathered_head(__global const int *order, int first_slot, uint number) {
@@ -68,7 +69,7 @@ static inline attention_tile find_gathered_tile(__global const int *step, int nu
 }
 #else
 #define GATHER_ARGUMENTS
-#define PLACE(list, key) (key)
+#define PLACE(pages, list, key) STORED_AT(pages, key)
 #endif
 
 #ifdef CODE_BITS

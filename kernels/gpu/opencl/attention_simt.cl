@@ -122,8 +122,8 @@
 
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
-                                   ulong v_offset, ulong head_stride SCALES_ARGUMENT, int group, int window,
-                                   int part_keys, float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
+                                   ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT, int group,
+                                   int window, int part_keys, float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
   __local float4 queries[ROWS * QUERY_VECTORS], scores[WG * SCORE_VECTORS], decays[ROW_VECTORS];
   __local float *query_slots = (__local float *)queries, *score_slots = (__local float *)scores;
   __local float *decay = (__local float *)decays;
@@ -144,6 +144,9 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   int lane = get_local_id(0), row_of_lane = (uint)lane / TEAM, teammate = (uint)lane % TEAM;
   bool reduces = row_of_lane < ROWS;
   int parts = PARTS;
+#ifdef PAGED
+  __global const int *pages = PAGES_OF(step);
+#endif
   __global const kv_t *keys = cache + k_offset + key_head * head_stride;
   __global const kv_t *values = cache + v_offset + key_head * head_stride;
   // A tile without rows sees no keys and writes nothing. With a return here and a barrier behind the last store
@@ -175,7 +178,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     const int place = list[min(key, tile.stop - 1)];
 #endif
 #ifdef KV_CODES
-    const float key_scale = SCALES_OF(keys)[min(key, tile.stop - 1)];
+    const float key_scale = SCALES_OF(keys)[PLACE(pages, list, min(key, tile.stop - 1))];
 #endif
     REPEAT(ROWS, CLEAR_SCORE)
 #ifdef COALESCED
@@ -183,7 +186,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     for (uint run = 0; run < HEAD_DIM; run += KEY_RUN) {
       UNROLL for (uint turn = 0; turn < RUN_PIECES; ++turn) {
         const uint i = turn * WG + lane, staged_key = i / RUN_PIECES, piece = i % RUN_PIECES;
-        const uint row = PLACE(list, min(first + (int)staged_key, tile.stop - 1));
+        const uint row = PLACE(pages, list, min(first + (int)staged_key, tile.stop - 1));
         staged[staged_key * STAGED_ROW + piece] =
             *(__global const uint4 *)(keys + (row * HEAD_DIM + run + piece * PIECE));
       }
@@ -199,7 +202,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #else
     // With few rows no compiler knows the end, so none reads the whole key at once, which would take most registers.
     const uint whole = ROWS > 2 ? HEAD_DIM / 8 * 8 : HEAD_DIM / 8 * 8 * (uint)group / GROUP;
-    __global const kv_t *key_row = keys + (uint)PLACE(list, min(key, tile.stop - 1)) * HEAD_DIM;
+    __global const kv_t *key_row = keys + (uint)PLACE(pages, list, min(key, tile.stop - 1)) * HEAD_DIM;
     for (uint step = 0; step < whole; step += KEY_STEP)
       UNROLL for (uint d = step; d < step + KEY_STEP; d += 8) {
         const float8 piece = load_kv8(key_row, d);
@@ -253,12 +256,13 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
       UNROLL for (int c = 0; c < COLUMNS; ++c) sums[v * COLUMNS + c] *= decays[v];
     __global const kv_t *value_row = values + (uint)first * HEAD_DIM;
     for (int i = 0; i < count; ++i, value_row += HEAD_DIM) {
-#ifdef GATHERED
-      value_row = values + (uint)list[first + i] * HEAD_DIM;
+#if defined(GATHERED) || defined(PAGED)
+      value_row = values + (uint)PLACE(pages, list, first + i) * HEAD_DIM;
 #endif
       UNROLL for (int c = 0; c < COLUMNS; ++c) {
         // Work-items past the head's end read its last element and write nothing.
-        const float4 value = SCALED(load_kv(value_row, min(lane + c * WG, HEAD_DIM - 1)), SCALES_OF(values), first + i);
+        const float4 value = SCALED(load_kv(value_row, min(lane + c * WG, HEAD_DIM - 1)), SCALES_OF(values),
+                                    PLACE(pages, list, first + i));
         UNROLL for (int v = 0; v < ROW_VECTORS; ++v)
           sums[v * COLUMNS + c] = FMA(scores[i * ROW_VECTORS + v], value, sums[v * COLUMNS + c]);
       }

@@ -68,13 +68,13 @@ static inline void transpose8(const float8 *r, float8 *to, int step) {
 
 // Reads the keys [first, stop) of a block, transposed: keys[d * KEY_VECTORS + key / 8]. Behind stop the last
 // key is repeated. With GATHERED they are keys of the list.
-static inline void load_keys(__global const kv_t *source, __global const float *scales, __global const int *list,
-                             int first, int stop, float8 *keys) {
+static inline void load_keys(__global const kv_t *source, __global const float *scales, __global const int *pages,
+                             __global const int *list, int first, int stop, float8 *keys) {
   for (int block = 0; block < KEY_VECTORS && first + block * 8 < stop; ++block) {
     for (int d = 0; d < HEAD_DIM; d += 8) {
       float8 r[8];
       UNROLL for (int i = 0; i < 8; ++i) {
-        const int place = PLACE(list, min(first + block * 8 + i, stop - 1));
+        const int place = PLACE(pages, list, min(first + block * 8 + i, stop - 1));
         __global const kv_t *key = source + (size_t)place * HEAD_DIM;
         if (d % LINE_ELEMENTS == 0)
           PREFETCH(key + d);
@@ -90,10 +90,10 @@ static inline void load_keys(__global const kv_t *source, __global const float *
   }
 }
 
-static inline void load_values(__global const kv_t *source, __global const float *scales, __global const int *list,
-                               int first, int stop, float8 *values) {
+static inline void load_values(__global const kv_t *source, __global const float *scales, __global const int *pages,
+                               __global const int *list, int first, int stop, float8 *values) {
   for (int key = 0; key < min(KEYS, stop - first); ++key) {
-    const int place = PLACE(list, first + key);
+    const int place = PLACE(pages, list, first + key);
     __global const kv_t *value_row = source + (size_t)place * HEAD_DIM;
     UNROLL for (int d = 0; d < HEAD_DIM; d += LINE_ELEMENTS) PREFETCH(value_row + d);
     UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = SCALED(load_kv8(value_row, d * 8), scales, place);
@@ -183,8 +183,8 @@ static inline int places_up_to(__global const int *list, int count, int position
 
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
-                                   ulong v_offset, ulong head_stride SCALES_ARGUMENT, int group, int window,
-                                   int part_keys, float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
+                                   ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT, int group,
+                                   int window, int part_keys, float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
   // The row tiles that see most keys come first.
 #ifdef GATHERED
   // Rows are tokens of one head, as if it shared its key head with no other.
@@ -214,6 +214,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     return;
   const int kv_head = get_group_id(1), heads = get_num_groups(1) * group, key_head = kv_head;
 #endif
+  __global const int *pages = PAGES_OF(step);
   __global const kv_t *key_source = cache + k_offset + key_head * head_stride;
   __global const kv_t *value_source = cache + v_offset + key_head * head_stride;
   float8 queries[ROWS * WIDE];
@@ -240,8 +241,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 
   for (int first = tile.start; first < tile.stop; first += KEYS) {
     int count = min(KEYS, tile.stop - first);
-    load_keys(key_source, SCALES_OF(key_source), list, first, tile.stop, keys);
-    load_values(value_source, SCALES_OF(value_source), list, first, tile.stop, values);
+    load_keys(key_source, SCALES_OF(key_source), pages, list, first, tile.stop, keys);
+    load_values(value_source, SCALES_OF(value_source), pages, list, first, tile.stop, values);
     for (int r = 0; r < tile.rows; r += MICRO) {
       for (int v = 0; v < KEY_VECTORS; v += VECTORS)
         if (v * 8 < count)

@@ -4,6 +4,7 @@
 //   KV_HALF     the KV cache stores half instead of float
 //   KV_CODES    it stores int8, and for each position of a head a float scale: value = code * scale. The scales of a head
 //               lie `scales_at` elements behind its start, which is an argument behind `head_stride`.
+//   PAGED       positions lie in pages of 64, wherever the step buffer says from word `pages_at` on, an argument behind those
 //   SUM         the segments of a linear's output are added (member_row)
 //
 // The step buffer, written by the host once a pass:
@@ -44,6 +45,16 @@ typedef float kv_t;
 #define SCALES_ARGUMENT
 #define SCALES_OF(head) 0
 #define SCALED(value, scales, position) (value)
+#endif
+// The place of a position in a head. The pages of positions before a window may have been given away.
+#ifdef PAGED
+#define PAGES_ARGUMENT , int pages_at
+#define PAGES_OF(step) ((step) + pages_at)
+#define STORED_AT(pages, position) (((pages)[(position) >> 6] << 6) + ((position) & 63))
+#else
+#define PAGES_ARGUMENT
+#define PAGES_OF(step) 0
+#define STORED_AT(pages, position) (position)
 #endif
 
 #ifdef WHOLE_EIGHTS

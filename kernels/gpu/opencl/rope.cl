@@ -45,7 +45,8 @@ GROUP_SIZE __kernel void rope_and_store(
     __global const act_t *a, __global const act_t *b, __global const float *bias,
     __global const float *norms, __global const float *cosines, __global const float *sines,
     __global float *q_out, __global kv_t *cache,
-    __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride SCALES_ARGUMENT, int q_split,
+    __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT,
+    int q_split,
     int k_split, int v_split, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
     int has_norm, float epsilon LIMIT_ARGUMENT) {
   int token = get_global_id(1);
@@ -149,11 +150,12 @@ GROUP_SIZE __kernel void rope_and_store(
       STORE_PART(store_float8, store_float, high, target, high_at, count)
     } else {
       __global kv_t *head_start = cache + (is_v ? v_offset : k_offset) + member_head * head_stride;
-      __global kv_t *target = head_start + (size_t)position * head_dim;
+      const int place = STORED_AT(PAGES_OF(step), position);
+      __global kv_t *target = head_start + (size_t)place * head_dim;
 #ifdef KV_CODES
       const float size = as_float(largest), inverse = size > 1e-30f ? 127.0f / size : 0.0f;
       if (piece == 0)
-        ((__global float *)(head_start + scales_at))[position] = size / 127.0f;
+        ((__global float *)(head_start + scales_at))[place] = size / 127.0f;
       low *= inverse;
       high *= inverse;
 #endif

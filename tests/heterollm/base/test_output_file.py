@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from heterollm.base import OptionError, check_folder, check_target, labelled
-from heterollm.benchmarks import append_jsonl, read_rows
+from heterollm.benchmarks import RowFile, read_rows
 from heterollm.cli import generate as cli_generate
-from heterollm.report.tables_sweep import read_simulated
 from heterollm.trace import load_trace, save_trace
 
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
@@ -79,7 +78,7 @@ def test_simulate_names_its_files(run, here):
     code, _, err = run("simulate", *MODEL, "--decode", "0", "-o", "rows.jsonl")
     assert code == 0, err
     assert "Wrote 1 simulated rows to rows.simulated.jsonl." in err
-    assert len(read_simulated(here / "rows.simulated.jsonl")) == 1
+    assert len(read_rows(here / "rows.simulated.jsonl")) == 1
 
 
 def test_without_matplotlib_a_timeline_has_no_picture(run, here, monkeypatch):
@@ -115,7 +114,7 @@ def test_profiles_are_named(run, here, sample_profile):
 def test_saved_rows_of_a_bench_are_named(run, here):
     row = next(row for row in read_rows(RESULTS / "ablation.jsonl") if row.usable)
     for kind, label in (("real", ""), ("simulated", ".simulated")):
-        append_jsonl(here / f"{kind}.jsonl", [type(row).from_dict({**row.to_dict(), "time_kind": kind})])
+        RowFile(here / f"{kind}.jsonl").add(type(row).from_dict({**row.to_dict(), "time_kind": kind}))
         page, picture = here / f"page{label}.html", here / f"picture{label}.svg"
         code, _, err = run(
             "bench", "--from", f"{kind}.jsonl", "--html", "page.html", "--picture", "picture.svg"

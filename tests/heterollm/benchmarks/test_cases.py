@@ -97,16 +97,15 @@ def test_passes_and_calibrations_count_where_the_npu_computes_in_integers():
         precisions=["w8a8"],
         threads=[(1, 1)],
         calibration="ranges.json",
-        techniques=["none", "llm.npu:chunks", "llm.npu"],
+        techniques=["none", "llm.npu"],
     )
     assert [one.label for one in found] == [
         "gpu w8a8, 1+1",
         "layer padding w8a8, 1+1",
         "auto w8a8, 1+1",
-        "auto llm.npu:chunks w8a8, 1+1",
         "auto llm.npu w8a8, 1+1",
     ]
-    assert [one.calibration for one in found] == ["", *["ranges.json"] * 4]
+    assert [one.calibration for one in found] == ["", *["ranges.json"] * 3]
     assert found[-1].load_keywords["request"] == PlanRequest(techniques=("llm.npu",))
     [whole] = with_baseline(found[-1:])[1:]
     assert whole.label == "gpu w8a8, 2+0"
@@ -128,7 +127,7 @@ def test_sparse_attention_runs_at_any_level_with_its_calibration():
         ("layer padding w4a16 stepped, 1+1", "heads.json"),
         ("layer shadowattn padding w4a16 stepped, 1+1", "heads.json"),
     ]
-    assert not any(one.pass_name or one.calibration for one in found if one.precision == "fp16")
+    assert not any(one.technique or one.calibration for one in found if one.precision == "fp16")
     assert found[1].load_keywords["request"] == PlanRequest(techniques=("shadowattn",))
 
 
@@ -139,10 +138,6 @@ def test_sparse_attention_runs_at_any_level_with_its_calibration():
         ({"levels": ["auto"], "techniques": ["llm.npu"]}, "--calibration FILE"),
         ({"levels": ["layer"], "techniques": ["llm.npu"], "calibration": "c.json"}, "--plan auto or tensor"),
         ({"levels": ["auto"], "techniques": ["shadowattn"]}, "--calibration FILE"),
-        (
-            {"levels": ["auto"], "techniques": ["llm.npu:naive"], "calibration": "c.json"},
-            "heterollm simulate",
-        ),
     ],
 )
 def test_what_a_pass_lacks_is_told_before_anything_is_loaded(options, fix):

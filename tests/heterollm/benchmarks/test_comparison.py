@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from heterollm.base import InputError
-from heterollm.benchmarks import to_jsonl
+from heterollm.benchmarks.formats import to_jsonl
 
 SCRIPT = Path(__file__).resolve().parents[3] / "bench" / "compare.py"
 
@@ -19,7 +19,9 @@ def compare():
     spec = importlib.util.spec_from_file_location("compare", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["compare"] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        spec.loader.exec_module(module)
     yield module
     del sys.modules["compare"]
 

@@ -9,7 +9,7 @@ from html import escape
 import pytest
 
 from heterollm.base import OptionError, check_folder, save_file
-from heterollm.benchmarks import append_jsonl
+from heterollm.benchmarks import RowFile
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.engine import Facts
 from heterollm.benchmarks.rows import OperatorRow
@@ -136,7 +136,8 @@ def test_runs_are_told_apart(rows, changed):
 def test_saved_rows_become_a_page(rows, tmp_path, capsys):
     saved, page = tmp_path / "rows é.jsonl", tmp_path / "page é x.simulated.html"
     asked = page.with_name("page é x.html")  # one of its rows is of a simulated device
-    append_jsonl(saved, rows)
+    for row in rows:
+        RowFile(saved).add(row)
     assert main(["bench", "--from", str(saved), "--html", str(asked), "--json"]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(json.dumps(one.to_dict())) for one in rows] == json.loads(out)

@@ -12,16 +12,13 @@ from heterollm.benchmarks import (
     FORMATS,
     BenchResult,
     BenchRow,
-    append_jsonl,
+    RowFile,
     read_rows,
-    to_csv,
-    to_json,
-    to_jsonl,
 )
 from heterollm.benchmarks.assemble import TRACED
 from heterollm.benchmarks.cases import Case
-from heterollm.benchmarks.formats import to_markdown
-from heterollm.benchmarks.rows import FIELD_NAMES, GROUPS, flat
+from heterollm.benchmarks.formats import to_csv, to_json, to_jsonl, to_markdown
+from heterollm.benchmarks.rows import GROUPS, Modelled, flat
 from heterollm.report import bench_page
 from heterollm.report.bench import bench_report
 from heterollm.report.console import render
@@ -37,6 +34,14 @@ OURS = (
     "overlap_fraction", "hand_over_ms", "achieved_gbps", "achieved_gflops", "gbps_fraction",
     "gflops_fraction", "energy", "logits_sqnr_db", "samples_disturbed", "error",
 )  # fmt: skip
+
+
+FIELD_NAMES = tuple(
+    leaf
+    for name in BenchRow.__struct_fields__
+    for leaf in (GROUPS[name].__struct_fields__ if name in GROUPS else (name,))
+)
+MEASURED_NAMES = tuple(name for name in FIELD_NAMES if name not in Modelled.__struct_fields__)
 
 
 def test_names_are_those_of_llama_bench_with_ours_beside(make_rows):
@@ -81,8 +86,8 @@ def test_rows_survive_a_file(make_rows, tmp_path, write):
 
 def test_lines_are_appended(make_rows, tmp_path):
     path = tmp_path / "new" / "rows.jsonl"
-    append_jsonl(path, [make_rows([1.0])])
-    append_jsonl(path, [make_rows([2.0])])
+    RowFile(path).add(make_rows([1.0]))
+    RowFile(path).add(make_rows([2.0]))
     assert [row.times.samples_ns for row in read_rows(path)] == [(1000,), (2000,)]
 
 
@@ -114,7 +119,7 @@ def with_field(row, name, value):
     return data
 
 
-@pytest.mark.parametrize("name", [*FIELD_NAMES, *GROUPS])
+@pytest.mark.parametrize("name", [*MEASURED_NAMES, *GROUPS])
 def test_fields_of_other_types_are_refused_by_name(make_rows, name):
     """Whatever is let through can be shown: a file of rows comes from anywhere."""
     row = make_rows([1.0, 2.0])
@@ -192,7 +197,7 @@ def test_csv_has_every_field_of_every_row(make_rows):
     lines = list(csv.DictReader(io.StringIO(to_csv(rows))))
     assert [line["error"] for line in lines] == ["", 'A "quoted", broken\nline']
     assert json.loads(lines[0]["samples_ns"]) == [1000, 2000]
-    assert tuple(lines[0]) == FIELD_NAMES
+    assert tuple(lines[0]) == MEASURED_NAMES
 
 
 def test_markdown_is_a_table_with_the_columns_that_tell_rows_apart(make_rows):

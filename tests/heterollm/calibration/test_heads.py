@@ -15,7 +15,7 @@ from heterollm.calibration.head_importance import measure_importance
 from heterollm.calibration.head_records import HeadCalibration
 from heterollm.calibration.run import BUILT_IN_CHARACTERS, IMPORTANCE_WINDOWS
 from heterollm.cli import main
-from heterollm.solver.keep import keep_ratios
+from heterollm.solver.sparse.keep import keep_ratios
 
 torch = pytest.importorskip("torch")
 

@@ -61,7 +61,7 @@ class FakeModel:
 
     def __init__(self):
         self.device = Named(name="host", time_kind="real", reason="because")
-        self.plan = Named(level="gpu", precision="w4a16", attention=())
+        self.plan = Named(level="gpu", precision="w4a16", technique=lambda kind: kind())
         self.notes = ("a note",)
         self.plan_notes = ("a note on the plan",)
         self.failures = self.pass_notes = ("The NPU part failed.",)
@@ -532,7 +532,6 @@ def test_one_option_has_one_word_in_every_command():
         ["simulate", "--length-policy", "none"],
         ["simulate", "--gpu-load", "60fps"],
         ["simulate", "--what-if", "npu.execute_us"],
-        ["simulate", "--head-bits", "5"],
         ["bench", "MODEL", "-p", "x"],
         ["bench", "MODEL", "-pg", "5"],
         ["bench", "MODEL", "--sync", "event,often"],

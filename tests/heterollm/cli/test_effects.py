@@ -8,11 +8,12 @@ import pytest
 import typer
 
 from heterollm.base import OptionError
+from heterollm.benchmarks import expand_simulated
 from heterollm.cli import main
 from heterollm.cli.command_line import app
 from heterollm.cli.effects import command_effects
 from heterollm.planning import LOAD_EFFECTS, LoadOptions
-from heterollm.simulate import SimulationRequest, expand, simulate
+from heterollm.simulate import SimulationRequest, simulate
 from heterollm.solver import AttentionRequest, ExpertsRequest, PlanRequest
 
 MODEL = "tiny-python-lm"
@@ -22,12 +23,12 @@ class Recorded(Exception):
     """The end of a command at the call that does its work."""
 
 
-PASS = "--technique shadowattn --scales stepped --calibration FILE"
+TECHNIQUE = "--technique shadowattn --scales stepped --calibration FILE"
 SPARSE = {
-    "keep": f"{PASS} --keep 0.5",
-    "keep_by": f"{PASS} --keep-by uniform",
-    "score_buckets": f"{PASS} --score-buckets 5",
-    "estimator": f"{PASS} --estimator gpu",
+    "keep": f"{TECHNIQUE} --keep 0.5",
+    "keep_by": f"{TECHNIQUE} --keep-by uniform",
+    "score_buckets": f"{TECHNIQUE} --score-buckets 5",
+    "estimator": f"{TECHNIQUE} --estimator gpu",
 }
 WEIGHTS = {
     "precision": "--precision fp16",
@@ -43,7 +44,7 @@ LOADED = {
     **SPARSE,
     "lora": "--lora FOLDER",
     "context": "--context 64",
-    "techniques": PASS,
+    "techniques": TECHNIQUE,
     "overflow": "--technique npumoe --calibration FILE --overflow drop",
     "gpu_threads": "--gpu-threads 1",
     "npu_threads": "--npu-threads 0",
@@ -126,7 +127,7 @@ ROWS = {
         "npu_gib": "--npu-gib 1",
         "histogram": "--histogram 64:1",
         "in_flight": "--in-flight 2",
-        "techniques": PASS,
+        "techniques": TECHNIQUE,
         "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "build_budget": "--histogram 64:1 --build-budget 30s",
         "gpu_threads": "--gpu-threads 1",
@@ -140,7 +141,7 @@ ROWS = {
         "soc": "--soc 69",
         "plan": "--plan npu",
         "profile": "--plan tensor --profile FILE",
-        "techniques": PASS,
+        "techniques": TECHNIQUE,
         "overflow": "--technique npumoe --calibration FILE --overflow drop",
         "prompt": "--prompt 64",
         "decode": "--decode 0",
@@ -244,10 +245,8 @@ ROWS = {
         "in_flight": "--in-flight 2",
         "techniques": "--technique shadowattn",
         "sync": "--sync finish",
-        "resolve": "--resolve",
         "gpu_load": "--gpu-load 60fps:5ms",
         "what_if": "--what-if npu.execute_us=9",
-        "head_bits": "--head-bits 8",
         "every_form": "--soc snapdragon-8gen3-paper --every-form",
         "calibrated": "--calibrated",
         "pruned": "--plan layer --technique llm.npu --pruned 0.5",
@@ -460,7 +459,7 @@ def test_an_option_without_effect_is_refused_with_the_reason(command, arguments,
 SIMULATED_IDLE = [
     ("--pruned 0.5", "llm.npu"),
     ("--outlier-share 0.1", "llm.npu"),
-    ("--technique llm.npu:chunks --plan layer --pruned 0.85", "llm.npu"),
+    ("--technique shadowattn --plan layer --pruned 0.5", "llm.npu"),
     ("--keep 0.2", "shadowattn"),
     ("--head-pipeline ordered", "shadowattn"),
     ("--overflow drop", "npumoe"),
@@ -469,7 +468,6 @@ SIMULATED_IDLE = [
     ("--plan gpu --calibrated", "no integer NPU graphs"),
     ("--plan block --every-form", "every form"),
     ("--plan gpu --sync finish", "never waits"),
-    ("--plan layer --resolve", "solver"),
     ("--plan gpu,npu --plan-for prompt", "follow a rule"),
     ("--plan tensor --length-policy pipe", "npu and layer"),
     ("--plan gpu --in-flight 2", "level gpu"),
@@ -489,7 +487,7 @@ def test_an_option_without_effect_in_any_simulated_case_is_refused(arguments, re
 
 def test_an_option_of_a_grid_has_an_effect_in_one_case():
     base = SimulationRequest("qwen1.5-0.5b", attention=AttentionRequest(keep=0.5), pruned=0.5)
-    found = expand(
+    found = expand_simulated(
         base,
         levels=["gpu", "tensor"],
         syncs=["finish"],
@@ -576,7 +574,7 @@ def test_defaults_of_a_file_apply_only_where_they_have_an_effect(call, tmp_path,
     assert "power" in options["defaults"]
     code, _ = call("simulate qwen1.5-0.5b --prompt 32 --decode 0 --plan gpu --json")
     assert code == 0
-    assert json.loads(capsys.readouterr().out)["pruned"] == SimulationRequest("x").pruned
+    assert json.loads(capsys.readouterr().out)["modelled"]["pruned"] == SimulationRequest("x").pruned
 
 
 def test_a_default_of_a_file_is_left_alone_where_the_model_has_no_use_for_it():

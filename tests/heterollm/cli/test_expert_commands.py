@@ -5,7 +5,7 @@ import json
 import pytest
 
 from heterollm.cli import main
-from heterollm.solver import Plan
+from heterollm.solver import Plan, PlannedExperts
 
 TEXT = "def main(argument):\n    return argument + 1\n" * 8
 SIZES = {
@@ -34,7 +34,7 @@ def test_a_saved_plan_of_experts_answers_as_the_gpu(checkpoint, tmp_path, monkey
     calibration, saved, text = tmp_path / "cal.json", tmp_path / "plan.json", tmp_path / "text.txt"
     text.write_text(TEXT * 20)
     host = ("--device", "host")
-    asked = ("--technique", "npumoe:groups", "--calibration", calibration)
+    asked = ("--technique", "npumoe", "--calibration", calibration)
     plan = ("plan", folder, *host, *asked, "--prompt", "128", "--explain", "-o", saved)
     calibrate = ("calibrate", folder, text, "-o", calibration, "--gpu-threads", 1)
     code, _, shown = call(capsys, *calibrate, "--windows", 2, "--window", 128)
@@ -47,7 +47,7 @@ def test_a_saved_plan_of_experts_answers_as_the_gpu(checkpoint, tmp_path, monkey
     assert "Experts on the NPU in passes of 128 tokens" in shown
     assert "2 of 2 layers" in shown
     read = Plan.load(saved)
-    assert read.has_npu_experts
+    assert read.technique(PlannedExperts).is_active
     assert read.calibration is None  # its weights have free scales, and run with none
 
     data = json.loads(saved.read_text())

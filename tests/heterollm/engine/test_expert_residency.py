@@ -19,8 +19,8 @@ from msgspec import structs
 
 from heterollm.base import CheckpointError, OptionError
 from heterollm.engine import check_memory, expert_budget
-from heterollm.engine.blocks.mixture import MixtureEmitter
-from heterollm.engine.expert_residency import ExpertResidency
+from heterollm.engine.blocks.mixture import MixtureEmitter, MixtureOptions
+from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.ops import Routing
@@ -219,8 +219,8 @@ def test_a_load_reads_the_first_residents_and_those_of_its_warm_up(
     loaded.clear()
     budget = expert_budget(llm._weights.experts, 5.5 * SLOT_GIB, {})
     plan = structs.replace(llm.plan, chunk_length=4)
-    make = functools.partial(MixtureEmitter, llm.device, llm._weights, plan, lambda *_: None, None, budget)
-    llm.on_engine_thread(make)
+    given = lambda *_: None, llm._engine._compiler.techniques, MixtureOptions(budget)
+    llm.on_engine_thread(functools.partial(MixtureEmitter, llm.device, llm._weights, plan, *given))
     assert not loaded
 
 

@@ -26,7 +26,7 @@ from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.operators.gated_activation import exact_gated_activation
 from heterollm.llm import LLM
 from heterollm.model import ModelWeights
-from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan
+from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan, PlannedExperts
 
 CHUNK = 64
 CONTEXT = 256
@@ -52,7 +52,7 @@ def with_experts(plan: Plan, *groups: Groups, layers: int = 2, **options: Any) -
         ExpertsEntry((1, CHUNK), (layer, layer), placement(groups[min(layer, len(groups) - 1)], **options))
         for layer in range(layers)
     )
-    return structs.replace(plan, chunk_length=CHUNK, experts=entries)
+    return structs.replace(plan.with_technique(PlannedExperts(entries)), chunk_length=CHUNK)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_random_groups_for_each_length(
         for length in lengths
         for layer in (0, 1)
     )
-    plan = structs.replace(on_gpu.plan, chunk_length=CHUNK, experts=entries)
+    plan = structs.replace(on_gpu.plan.with_technique(PlannedExperts(entries)), chunk_length=CHUNK)
     llm, seen = host_llm(folder, plan=plan, **OPTIONS), set()
     for length in lengths:
         found = llm.session().prefill(ids[:length], all_logits=True)

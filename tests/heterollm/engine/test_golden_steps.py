@@ -27,6 +27,7 @@ from heterollm.solver import (
     ExpertsPlacement,
     Placement,
     Plan,
+    PlannedExperts,
     level_plan,
     model_shape,
 )
@@ -90,8 +91,8 @@ def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts
     mixtures = ()
     if experts:
         placed = ExpertsPlacement((ExpertGroup((1, 0), 32), ExpertGroup((3,), 64)))
-        mixtures = (ExpertsEntry((1, CHUNK), (0, last), placed),)
-    return Plan(level, "sim", precision, model_shape(specs), CHUNK, tuple(entries), experts=mixtures)
+        mixtures = (PlannedExperts((ExpertsEntry((1, CHUNK), (0, last), placed),)),)
+    return Plan(level, "sim", precision, model_shape(specs), CHUNK, tuple(entries), techniques=mixtures)
 
 
 def ranges_of(specs: tuple[OpSpec, ...]) -> dict[tuple[int, Group], StaticRanges]:

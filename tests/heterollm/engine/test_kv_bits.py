@@ -98,7 +98,7 @@ def test_other_bits_are_refused(bits):
         LoadOptions(kv_bits=bits)
 
 
-def test_the_pass_of_sparse_attention_is_refused():
+def test_sparse_attention_is_refused():
     sparse = PlanRequest(techniques=("shadowattn",))
     with pytest.raises(OptionError, match="Sparse attention reads no KV cache of 8 bits"):
         LoadOptions(

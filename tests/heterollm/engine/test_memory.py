@@ -51,9 +51,9 @@ def test_the_weights_of_hot_channels_count_where_a_plan_has_shadows(bundled_mode
     config, rest = ModelConfig.from_folder(bundled_model), (100, {}, np.dtype(np.float32))
     for shadows, weights in ((set(), 0), ({(0, "qkv"), (1, "o")}, 5 * 512 + 3 * 256)):
         made = with_shadows(plan, shadows)
-        need = memory_need(config, specs, made, *rest, hot_channels=hot, item_bytes=4)
-        assert need.hot_weights == 4 * weights
-        assert need.total - need.hot_weights == memory_need(config, specs, made, *rest).total
+        need = memory_need(config, specs, made, *rest, given={"shadow": hot}, item_bytes=4)
+        assert need.techniques["weights of outliers"] == 4 * weights
+        assert need.total - 4 * weights == memory_need(config, specs, made, *rest).total
         assert ("weights of outliers" in str(need)) is bool(weights)
 
 

@@ -26,13 +26,15 @@ from heterollm.solver import (
     ExpertsPlacement,
     GroupTimes,
     Plan,
+    PlannedAttention,
+    PlannedExperts,
     SparseAttention,
     model_shape,
     with_shadows,
 )
-from heterollm.solver.attention import AttentionEntry
 from heterollm.solver.placements import GPU_ONLY, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
+from heterollm.solver.sparse.attention import AttentionEntry
 
 CHUNK = 64
 CONTEXT = 320
@@ -153,7 +155,8 @@ def sparse(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Tec
             placement = SparseAttention(keep, units, exponents, "npu", buckets=1)
             entries.append(AttentionEntry((1, CHUNK), (1, CONTEXT), (layer, layer), placement))
         key = load_calibration(path).key
-        plan = structs.replace(llm.plan, chunk_length=CHUNK, attention=tuple(entries), calibration=key)
+        plan = llm.plan.with_technique(PlannedAttention(tuple(entries)))
+        plan = structs.replace(plan, chunk_length=CHUNK, calibration=key)
     return Technique(bundled_model, plan, options, "graph of scores of 1 head", exact=False)
 
 
@@ -162,7 +165,8 @@ def mixture(folder: Path, overflow: str) -> Technique:
     placement = ExpertsPlacement(groups, overflow=overflow)  # type: ignore[arg-type]
     with LLM.load(folder, device="host", plan="gpu", context=CONTEXT) as llm:
         entry = ExpertsEntry((1, CHUNK), (0, llm.config.layers - 1), placement)
-        plan = structs.replace(llm.plan, chunk_length=CHUNK, experts=(entry,))
+        plan = llm.plan.with_technique(PlannedExperts((entry,)))
+        plan = structs.replace(plan, chunk_length=CHUNK)
     return Technique(folder, plan, {}, "experts .*of layer [01]", exact=overflow == "gpu")
 
 
@@ -273,7 +277,7 @@ def test_with_leave_the_gpu_answers(
     assert "the DSP restarted" in note
     assert re.search(technique.operator, note)
     # What the NPU has left in the cache stays, unless its chunks are computed again.
-    computed_again = when == "first" or technique.plan.estimates_on_npu or technique.plan.drops_tokens
+    computed_again = when == "first" or technique.plan.changes_values
     if technique.exact or computed_again:
         assert same(found, expected)
     else:

@@ -151,7 +151,7 @@ def test_padding_is_not_written_to_the_cache(
     length: int, llm: LLM, token_ids: Callable[[int], list[int]]
 ) -> None:
     session = llm.session()
-    (memory,), gpu = session._cache.memory.memories, llm.device.gpu
+    (memory,), gpu = session._state.memory.memories, llm.device.gpu
     content = np.full(memory.size_bytes, 0xFF, np.uint8)
     gpu.copy(memory.buffer, content)
     session.prefill(token_ids(length))

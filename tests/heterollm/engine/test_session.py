@@ -453,7 +453,7 @@ def test_a_forgotten_session_gives_its_memory_back(models: Callable[..., LLM]) -
     def use(session: Session, length: int = 30) -> weakref.ref[DeviceMemory]:
         session.prefill(make_ids(length))
         session.decode(1)
-        return weakref.ref(session._cache.memory)
+        return weakref.ref(session._state.memory)
 
     # Each in a pass of its own, which nothing else will bind again.
     gone = [use(llm.session(), length) for length in (41, 42, 43)]

@@ -18,7 +18,7 @@ from heterollm.base import PlanError
 from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.calibration.int8_records import ChannelOutliers
 from heterollm.calibration.records import Calibration, LinearCalibration
-from heterollm.engine import shadows
+from heterollm.engine.shadow import cold
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.ops import Member, OpSpec, Phase, WeightFormat
@@ -205,7 +205,7 @@ def test_every_split_has_its_shadow(
     assert sqnr_db(got, exact) > sqnr_db(answers(host_llm(injected, plan=without, **options), ids), exact) + 8
 
 
-@pytest.mark.parametrize("room", [2, shadows.COLD_CHANNELS])
+@pytest.mark.parametrize("room", [2, cold.COLD_CHANNELS])
 def test_channels_that_are_not_in_memory_count_too(
     room: int,
     injected: Path,
@@ -216,7 +216,7 @@ def test_channels_that_are_not_in_memory_count_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With one hot channel, and with all of them, in batches that one reading fills or many."""
-    monkeypatch.setattr(shadows, "COLD_CHANNELS", room)
+    monkeypatch.setattr(cold, "COLD_CHANNELS", room)
     results, counts = [], []
     for hot in (1, 10**6):
         path = with_hot(calibrated, tmp_path / f"{hot}.json", hot)

@@ -29,8 +29,8 @@ from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales
-from heterollm.solver import Plan, SparseAttention
-from heterollm.solver.attention import AttentionEntry
+from heterollm.solver import Plan, PlannedAttention, SparseAttention
+from heterollm.solver.sparse.attention import AttentionEntry
 
 OPTIMISED = True
 """Long prompts take longer than compilers."""
@@ -89,7 +89,8 @@ def plans(dense: LLM, file: Path) -> Callable[..., Plan]:
             )
             entries.append(AttentionEntry(lengths, keys, (layer, layer), placement))
         key = load_calibration(file).key
-        return structs.replace(base, chunk_length=CHUNK, attention=tuple(entries), calibration=key)
+        plan = base.with_technique(PlannedAttention(tuple(entries)))
+        return structs.replace(plan, chunk_length=CHUNK, calibration=key)
 
     return make
 
@@ -174,7 +175,7 @@ def test_what_lies_behind_a_session_is_never_read(
     session.prefill(ids[:500])
 
     def spoil() -> None:
-        for memory in session._cache.memory.memories:
+        for memory in session._state.memory.memories:
             llm.device.gpu.copy(memory.buffer, np.full(memory.size_bytes // 4, np.nan, np.float32))
 
     session.reset()
@@ -186,7 +187,7 @@ def test_the_plans_ranges_decide(
     plans: Callable[..., Plan], load: Callable[..., LLM], dense: LLM, ids: list[int]
 ) -> None:
     plan = plans(lengths=(64, CHUNK), keys=(150, 300))
-    plan = structs.replace(plan, attention=plan.attention[1:])
+    plan = plan.with_technique(PlannedAttention(plan.technique(PlannedAttention).entries[1:]))
     llm = load(plan=plan)
     session, exact = llm.session(), dense.session()
     places = {}
@@ -214,7 +215,7 @@ def test_rounded_outputs_are_those_of_dense_attention(
 
     def prefill(keep: float) -> np.ndarray:
         plan = plans(keep=keep, base=exact.plan)
-        engine = Engine(exact.device, exact._weights, plan, CONTEXT, silent, score_scales=scales)
+        engine = Engine(exact.device, exact._weights, plan, CONTEXT, silent, techniques={"attention": scales})
         logits = np.empty_like(expected)
         engine.prefill(engine.new_cache(), 0, np.array(ids[:150], np.int32), "prefill", logits)
         return logits
@@ -302,7 +303,7 @@ def test_the_gpu_attends_to_a_unit_while_the_npu_estimates_the_next(
     plans: Callable[..., Plan], load: Callable[..., LLM], ids: list[int]
 ) -> None:
     plan = plans(lengths=(100, CHUNK))
-    assert {len(entry.placement.units) for entry in plan.attention} == {UNITS}
+    assert {len(entry.placement.units) for entry in plan.technique(PlannedAttention).entries} == {UNITS}
     llm = load(plan=plan, trace=True, sync="event")
     RUNTIMES.append(llm.device.gpu)
     llm.take_trace()
@@ -328,7 +329,7 @@ def test_layers_share_graphs_and_their_bindings(plans: Callable[..., Plan], load
     assert len(steps) == UNITS * llm.config.layers
     places = {
         (sum(map(len, one.units[:place])), len(unit), exponent)
-        for one in llm.plan.sparse_attention
+        for one in llm.plan.technique(PlannedAttention).sparse
         for place, (unit, exponent) in enumerate(zip(one.units, one.exponents, strict=True))
     }
     assert len({step.run for step in steps}) == len(places) < len(steps)
@@ -375,11 +376,11 @@ def test_without_its_calibration_a_plan_is_refused(
     with pytest.raises(CalibrationError, match="other weights"):
         load(plan=plan, group_size=64)
     # As if the file were that of the plan.
-    first = plan.attention[0]
+    first = plan.technique(PlannedAttention).entries[0]
     exponents = tuple(exponent + 1 for exponent in first.placement.exponents)
     wrong = structs.replace(first, placement=structs.replace(first.placement, exponents=exponents))
     with pytest.raises(PlanError, match="Make the plan again") as caught:
-        load(plan=structs.replace(plan, attention=(wrong,)))
+        load(plan=plan.with_technique(PlannedAttention((wrong,))))
     assert "layer 0" in str(caught.value)
     assert load(plan=plan).plan == plan
 
@@ -480,10 +481,11 @@ def test_the_memory_of_scores_is_counted(plans: Callable[..., Plan], dense: LLM)
         memory_need(config, specs, plan, CONTEXT, size, np.dtype(np.float32))
         for plan, size in zip((few, more, dense.plan), sizes, strict=True)
     ]
-    assert needs[2].scores == 0
-    assert needs[0].scores > sizes[0]["scores"]
+    scores = [need.techniques["scores of attention"] for need in needs]
+    assert scores[2] == 0
+    assert scores[0] > sizes[0]["scores"]
     assert "scores of attention" in str(needs[0])
-    assert needs[0].total - needs[0].scores == needs[0].slots + needs[0].gpu_weights + needs[0].kv_cache
+    assert needs[0].total - scores[0] == needs[0].slots + needs[0].gpu_weights + needs[0].kv_cache
 
 
 def test_passes_are_kept_by_standard_numbers_of_keys(

@@ -84,7 +84,7 @@ def answer(
 
 def cache_bytes(llm: LLM, session: Session, positions: int) -> bytes:
     """Return the keys and values of the first positions of all heads."""
-    cache = session._cache
+    cache = session._state
     gpu, head_dim, dtype = llm.device.gpu, llm.config.attention.head_dim, llm.device.cache_dtype
     stride_bytes = head_stride(llm.context, head_dim, dtype) * dtype.itemsize
 

@@ -5,7 +5,6 @@ import json
 import shutil
 
 import pytest
-from msgspec import structs
 
 from heterollm.base import CacheError, GraphError, OptionError, PlanError
 from heterollm.cli import main
@@ -17,8 +16,8 @@ from heterollm.model import ModelConfig, op_specs
 from heterollm.planning import Precompiled, precompile
 from heterollm.planning.ahead import GroupBuild
 from heterollm.report import console as report
-from heterollm.solver import SparseAttention, level_plan
-from heterollm.solver.attention import AttentionEntry
+from heterollm.solver import PlannedAttention, SparseAttention, level_plan
+from heterollm.solver.sparse.attention import AttentionEntry
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 needs_qnn = pytest.mark.skipif(not USABLE, reason=REASON)
@@ -143,7 +142,7 @@ class TestTheBundledModel:
         specs = op_specs(config, "w4a16", 32, True)
         lengths = {"standard_lengths": (1, 32, 64), "chunk_length": 64}
         plan = level_plan("gpu", specs, device="snapdragon", precision="w4a16", **lengths)
-        sparse = structs.replace(plan, attention=(entry,))
+        sparse = plan.with_technique(PlannedAttention((entry,)))
         result = precompile(bundled_model, soc="57", plan=sparse, context=512)
         # One for each number of keys, for all layers and heads.
         assert [(build.group, build.lengths, build.graphs) for build in result.builds] == [

@@ -15,12 +15,12 @@ from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.profiler.measure.layers import layer_cases
 from heterollm.profiler.measure.sparse_cases import sparse_cases
 from heterollm.profiler.records import Profile, Record, profile_path
-from heterollm.solver import Plan
+from heterollm.solver import Plan, PlannedAttention
 from heterollm.trace import load_trace
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 WEIGHTS = ("--scales", "stepped")
-PASS = ("--technique", "shadowattn", "--estimator", "npu")
+TECHNIQUE = ("--technique", "shadowattn", "--estimator", "npu")
 
 
 def time_us(key):
@@ -95,7 +95,7 @@ def test_a_long_prompt_runs_in_a_pipeline_and_a_saved_plan_repeats_it(
 ):
     asked = ("generate", bundled_model, text[:4500], *weights, "--max-new-tokens", "4", "--json")
     trace_file, plan_file = files / "trace.json", files / "plan.json"
-    code, out, err = run(*asked, *PASS, "--trace", trace_file)
+    code, out, err = run(*asked, *TECHNIQUE, "--trace", trace_file)
     assert code == 0, err
     found = json.loads(out)
     assert not [note for note in found["notes"] if "dense" in note]
@@ -108,8 +108,8 @@ def test_a_long_prompt_runs_in_a_pipeline_and_a_saved_plan_repeats_it(
         for graph in graphs
         for kernel in kernels
     )
-    assert run("plan", bundled_model, *weights, *PASS, "-o", plan_file)[0] == 0
-    assert Plan.load(plan_file).sparse_attention
+    assert run("plan", bundled_model, *weights, *TECHNIQUE, "-o", plan_file)[0] == 0
+    assert Plan.load(plan_file).technique(PlannedAttention).sparse
     code, out, err = run(*asked, "--plan", plan_file)
     assert code == 0, err
     assert json.loads(out)["token_ids"] == found["token_ids"]
@@ -126,7 +126,7 @@ def test_both_turns_of_a_dialogue_are_sparse(run, weights, text, bundled_model, 
 
     turns = [text[at : at + 2400].replace("\n", " ") for at in (0, 2400)]
     monkeypatch.setattr(sys, "stdin", Lines("\n".join([*turns, ""])))
-    code, _, err = run("chat", bundled_model, *weights, *PASS, "--max-new-tokens", "2")
+    code, _, err = run("chat", bundled_model, *weights, *TECHNIQUE, "--max-new-tokens", "2")
     assert code == 0, err
     first, second, end = counts
     assert 0 == first < second < end
@@ -135,7 +135,7 @@ def test_both_turns_of_a_dialogue_are_sparse(run, weights, text, bundled_model, 
 
 def test_a_short_prompt_is_dense_and_the_user_learns_why(run, weights, bundled_model, estimates):
     asked = ("generate", bundled_model, "import os", *weights, "--max-new-tokens", "2")
-    code, _, err = run(*asked, *PASS)
+    code, _, err = run(*asked, *TECHNIQUE)
     assert code == 0
     words = " ".join(err.split())
     assert "Attention in this prompt of" in words
@@ -146,7 +146,7 @@ def test_a_short_prompt_is_dense_and_the_user_learns_why(run, weights, bundled_m
 
 
 def test_a_plan_without_any_gain_says_what_to_do(run, files, weights, bundled_model):
-    words = ("plan", bundled_model, *weights[:-2], "--profile", files / "profile.json", *PASS)
+    words = ("plan", bundled_model, *weights[:-2], "--profile", files / "profile.json", *TECHNIQUE)
     code, out, err = run(*words, "--keep", "1.0")
     assert code == 0, err
     shown = " ".join(out.split())
@@ -173,15 +173,15 @@ def snapdragon(bundled_model, keep_even_profile, files, tmp_path):
 @pytest.mark.emulator
 @pytest.mark.skipif(not USABLE, reason=REASON)
 def test_graphs_of_scores_are_compiled_ahead_by_a_profile(run, files, weights, bundled_model, snapdragon):
-    asked = ("compile", bundled_model, "--soc", "57", "--plan", "gpu", *weights[:-2], *PASS, "--json")
+    asked = ("compile", bundled_model, "--soc", "57", "--plan", "gpu", *weights[:-2], *TECHNIQUE, "--json")
     code, out, err = run(*asked, "--profile", snapdragon, "--context", "1024")
     assert code == 0, err
     assert {build["group"] for build in json.loads(out)["builds"]} == {"scores"}
 
 
 @pytest.mark.skipif(not USABLE, reason=REASON)
-def test_compile_needs_a_profile_of_a_snapdragon_for_the_pass(run, files, weights, bundled_model):
-    asked = ("compile", bundled_model, "--soc", "57", "--plan", "gpu", *weights[:-2], *PASS)
+def test_compile_needs_a_profile_of_a_snapdragon_for_the_technique(run, files, weights, bundled_model):
+    asked = ("compile", bundled_model, "--soc", "57", "--plan", "gpu", *weights[:-2], *TECHNIQUE)
     for options, said in (
         ((), "needs a profile of the device"),
         (("--profile", files / "profile.json"), "'host'"),

@@ -6,21 +6,14 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from heterollm.base import CalibrationError, OptionError, PlanError
+from heterollm.base import CalibrationError, OptionError
 from heterollm.calibration import RoutingCalibration
 from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, op_specs
 from heterollm.planning import LoadOptions, ProfiledModel, expert_loads
-from heterollm.planning.experts import (
-    DROPS,
-    ON_GPU,
-    UNMEASURED,
-    calibrated_routing,
-    expert_notes,
-    npu_bytes_left,
-    with_expert_placements,
-)
-from heterollm.planning.techniques import check_technique
+from heterollm.planning.techniques import experts
+from heterollm.planning.techniques.experts import ON_GPU, UNMEASURED, npu_bytes_left
+from heterollm.planning.techniques.llm_npu import check_technique
 from heterollm.profiler.records import Profile
 from heterollm.report import console
 from heterollm.report.plan_experts import experts_report
@@ -29,6 +22,7 @@ from heterollm.solver import (
     ExpertPrices,
     ExpertsRequest,
     Plan,
+    PlannedExperts,
     PlanRequest,
     check_plan,
     estimate_experts,
@@ -55,6 +49,10 @@ CONFIG = {
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
 }
+
+
+def experts_in(plan):
+    return plan.technique(PlannedExperts)
 
 
 def prices(tokens, *, launch_us=30.0, npu_row_us=0.2):
@@ -115,14 +113,14 @@ def routing(seed=0, layers=2, chunks=4, experts=EXPERTS):
 
 
 def placed(model, linears, request=REQUEST, seed=0):
-    return with_expert_placements(model, linears, request, routing(seed))
+    return experts.placed(model, linears, request, routing(seed))
 
 
 def groups_of(plan, tokens=CHUNK):
     return [
         {
             expert: group.capacity
-            for group in plan.experts_of(tokens, layer).groups
+            for group in experts_in(plan).of(tokens, layer).groups
             for expert in group.experts
         }
         for layer in range(2)
@@ -138,21 +136,22 @@ def test_loads_of_any_length_keep_the_shares(tokens):
             assert (loads == own.loads(tokens)).all()
 
 
-def test_without_the_pass_nothing_changes(model, linears):
+def test_without_the_technique_nothing_changes(model, linears):
     request = PlanRequest()
-    assert with_expert_placements(model, linears, request, routing()) is linears
-    assert with_expert_placements(model, linears, REQUEST, None) is linears
-    assert calibrated_routing("no file", model.config, request) is None
+    assert experts.placed(model, linears, request, routing()) is linears
+    assert experts.calibrated("no file", model.config, request) is None
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_experts_are_placed_where_they_gain(model, linears, seed):
     plan = placed(model, linears, seed=seed)
-    assert plan.has_npu_experts
-    assert structs.replace(plan, experts=()) == linears
+    assert experts_in(plan).is_active
+    assert plan.with_technique(PlannedExperts(())) == linears
     assert Plan.from_json(plan.to_json()) == plan
     check_plan(plan, model.every_spec, open_device("sim:snapdragon-8gen3").npu, longest=1024, head_rows=1)
-    for layer, entry in [(layer, e) for layer in range(2) for e in plan.experts if e.holds(layer)]:
+    for layer, entry in [
+        (layer, e) for layer in range(2) for e in experts_in(plan).entries if e.holds(layer)
+    ]:
         for tokens in entry.lengths:
             loads = expert_loads(routing(seed), tokens)[layer]
             own, alone = (
@@ -179,28 +178,17 @@ def test_the_budget_counts_linear_layers_first_and_graphs_of_all_lengths(model, 
     free = placed(model, linears)
     for share in (0.0, 0.3, 0.7, 1.0):
         taken = model.npu_bytes(linears)
-        wanted = free.npu_expert_bytes(model.every_spec, model.profile.graph_memory)
+        wanted = experts_in(free).npu_bytes(model.every_spec, model.profile.graph_memory)
         request = structs.replace(REQUEST, npu_gib=(taken + share * wanted) / 2**30)
         plan = placed(model, linears, request)
         left = npu_bytes_left(model, linears, request)
         assert left == pytest.approx(share * wanted, abs=2)
-        assert plan.npu_expert_bytes(model.every_spec, model.profile.graph_memory) <= left
-        assert plan.has_npu_experts is (share > 0)
+        assert experts_in(plan).npu_bytes(model.every_spec, model.profile.graph_memory) <= left
+        assert experts_in(plan).is_active is (share > 0)
 
 
-def test_a_step_with_all_experts_on_the_npu_needs_the_memory(model, linears):
-    for step in ("npumoe:each", "npumoe:tiers", "npumoe:groups"):
-        plan = placed(model, linears, PlanRequest(techniques=(step,)))
-        assert [own.keys() for own in groups_of(plan)] == [set(range(EXPERTS))] * 2
-    small = PlanRequest(techniques=("npumoe:each",), npu_gib=1e-6)
-    with pytest.raises(PlanError, match=r"npumoe:each needs NPU graphs of .* leave 0 B") as caught:
-        placed(model, linears, small)
-    assert "npumoe" in caught.value.fix
-
-
-@pytest.mark.parametrize("step", ["npumoe", "npumoe:each", "npumoe:tiers", "npumoe:groups"])
-def test_padded_capacities_hold_all_calibrated_loads(model, linears, step):
-    request = PlanRequest(techniques=(step,), experts=ExpertsRequest("pad"))
+def test_padded_capacities_hold_all_calibrated_loads(model, linears):
+    request = structs.replace(REQUEST, experts=ExpertsRequest("pad"))
     plan = placed(model, linears, request)
     for tokens in (CHUNK, 192, 128, 64):
         for own, loads in zip(groups_of(plan, tokens), expert_loads(routing(), tokens).values(), strict=True):
@@ -210,35 +198,36 @@ def test_padded_capacities_hold_all_calibrated_loads(model, linears, step):
 def test_notes_say_why_experts_are_not_on_the_npu(model, linears):
     unmeasured = dataclasses.replace(model, measured=False)
     note = UNMEASURED.format("w4a16")
-    assert expert_notes(unmeasured, placed(unmeasured, linears), REQUEST) == (note,)
-    (note,) = expert_notes(model, linears, REQUEST)
+    assert experts.notes(unmeasured, placed(unmeasured, linears), REQUEST) == (note,)
+    (note,) = experts.notes(model, linears, REQUEST)
     assert "gains too little in passes of up to 256 tokens" in note
-    assert expert_notes(model, placed(model, linears), REQUEST) == ()
+    assert experts.notes(model, placed(model, linears), REQUEST) == ()
     drop = structs.replace(REQUEST, experts=ExpertsRequest("drop"))
-    assert expert_notes(model, placed(model, linears, drop), drop) == (DROPS,)
+    (note,) = experts_in(placed(model, linears, drop)).notes
+    assert "dropped" in note
     if model.limits is not None:
-        assert expert_notes(model, linears, PlanRequest()) == (ON_GPU,)
+        assert experts.notes(model, linears, PlanRequest()) == (ON_GPU,)
 
 
 @pytest.mark.parametrize("overflow", ["gpu", "drop"])
 def test_the_report_says_which_experts_live_where_and_why(model, linears, overflow):
     request = structs.replace(REQUEST, experts=ExpertsRequest(overflow))
     free = placed(model, linears, request)
-    half = free.npu_expert_bytes(model.every_spec, model.profile.graph_memory) / 2
+    half = experts_in(free).npu_bytes(model.every_spec, model.profile.graph_memory) / 2
     tight = structs.replace(request, npu_gib=(model.npu_bytes(linears) + half) / 2**30)
     for asked, fits in ((request, True), (tight, False)):
         plan = structs.replace(placed(model, linears, asked), request=asked)
         parts = experts_report(model, plan, routing(), explain=True)
         text = " ".join(" ".join(console.render(part, width=200).split()) for part in parts)
         for layer in range(2):
-            for group in plan.experts_of(CHUNK, layer).groups:
+            for group in experts_in(plan).of(CHUNK, layer).groups:
                 assert f"{', '.join(map(str, group.experts))} @ {group.capacity}" in text
         assert ("dropped" in text) is (overflow == "drop")
         assert ("all experts that pay fit" in text or "there is no limit" in text) is fits
         assert ("Without the limit" in text) is not fits
 
 
-def test_the_pass_needs_a_calibration_and_a_level_with_the_npu():
+def test_the_technique_needs_a_calibration_and_a_level_with_the_npu():
     for level in ("auto", "tensor", "block", "layer", "npu"):
         check_technique(REQUEST, "w4a16", level, calibrated=False, routed=True)
         with pytest.raises(OptionError, match="needs calibrated loads of experts") as caught:
@@ -265,17 +254,17 @@ def test_dense_layers_have_no_experts_to_place(model, monkeypatch):
     given = {"device": "d", "precision": "w4a16", "standard_lengths": (32, 64, 128, 256)}
     linears = level_plan("layer", model.specs, chunk_length=CHUNK, **given)
     records = tuple(structs.replace(one, layer=2 * one.layer) for one in routing())
-    plan = with_expert_placements(model, linears, REQUEST, records)
-    assert {layer for entry in plan.experts for layer in entry.layers} == {0, 2}
+    plan = experts.placed(model, linears, REQUEST, records)
+    assert {layer for entry in experts_in(plan).entries for layer in entry.layers} == {0, 2}
     plan = structs.replace(plan, shape=model_shape(model.every_spec), request=REQUEST)
     check_plan(plan, model.every_spec, open_device("sim:snapdragon-8gen3").npu, longest=1024, head_rows=1)
     parts = experts_report(model, plan, records, explain=True)
     assert "experts of 2 of 2 layers" in " ".join(console.render(parts[0], width=200).split())
-    monkeypatch.setattr("heterollm.planning.experts.routing_of", lambda _path: records)
-    assert calibrated_routing("file", config, REQUEST) == records
-    monkeypatch.setattr("heterollm.planning.experts.routing_of", lambda _path: routing())
+    monkeypatch.setattr("heterollm.planning.techniques.experts.routing_of", lambda _path: records)
+    assert experts.calibrated("file", config, REQUEST) == records
+    monkeypatch.setattr("heterollm.planning.techniques.experts.routing_of", lambda _path: routing())
     with pytest.raises(CalibrationError, match="8 experts in 2 layers"):
-        calibrated_routing("file", config, REQUEST)
+        experts.calibrated("file", config, REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +277,11 @@ def test_dense_layers_have_no_experts_to_place(model, monkeypatch):
     ],
 )
 def test_a_calibration_of_another_model_is_refused(monkeypatch, changes, found, error, message):
-    monkeypatch.setattr("heterollm.planning.experts.routing_of", lambda _path: found)
+    monkeypatch.setattr("heterollm.planning.techniques.experts.routing_of", lambda _path: found)
     config = dict(CONFIG)
     if changes:
         words = ("moe", "expert", "topk")
         dense = {key: value for key, value in CONFIG.items() if not any(word in key for word in words)}
         config = {**dense, "model_type": "qwen3"}
     with pytest.raises(error, match=message):
-        calibrated_routing("file", ModelConfig.from_dict(config), REQUEST)
+        experts.calibrated("file", ModelConfig.from_dict(config), REQUEST)

@@ -17,7 +17,7 @@ from heterollm.profiler.predict import mark
 from heterollm.profiler.records import LinearKey, Profile, Record
 from heterollm.report.console import render
 from heterollm.report.plan import plan_report
-from heterollm.solver import PlanRequest
+from heterollm.solver import PlannedAttention, PlannedExperts, PlanRequest
 
 CONFIG = ModelConfig.from_folder(bundled_model())
 
@@ -62,11 +62,11 @@ def check(text, plan):
         named = set(re.findall(r"qkv|gate_up|down|\bo\b", text.partition(" of its NPU")[0]))
         assert not on_npu & (named or {"qkv", "o", "gate_up", "down"})
     if "computes all" in text or "Experts stay on the GPU" in text:
-        assert not plan.has_npu_experts
+        assert not plan.technique(PlannedExperts).is_active
     if "one after the other" in text:
         assert plan.schedule is None
     if "Attention stays dense" in text:
-        assert not plan.sparse_attention
+        assert not plan.technique(PlannedAttention).sparse
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -13,17 +13,21 @@ from heterollm.kernels.sim import Simulation
 from heterollm.model import ModelConfig, find_model, op_specs
 from heterollm.planning import ProfiledModel, assumed_heads
 from heterollm.planning.planner import solve_plan
-from heterollm.planning.sparse_attention import calibrated_heads, with_sparse_attention
-from heterollm.planning.techniques import check_technique
+from heterollm.planning.techniques import sparse_attention
+from heterollm.planning.techniques.llm_npu import check_technique
 from heterollm.profiler.records import Profile, SparseKey
 from heterollm.report import console, plan_report
 from heterollm.simulate.profile import profile_of
-from heterollm.solver import AttentionRequest, Plan, PlanRequest, SparseAttention
+from heterollm.solver import AttentionRequest, Plan, PlannedAttention, PlanRequest, SparseAttention
 
 CONTEXT = 4096
 REQUEST = PlanRequest(
     context=CONTEXT, level="tensor", techniques=("shadowattn",), attention=AttentionRequest(estimator="gpu")
 )
+
+
+def attention(plan):
+    return plan.technique(PlannedAttention)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def model(tmp_path_factory):
         config = dataclasses.replace(found.config, per_layer=found.config.per_layer[:2])
         device = open_device("sim:snapdragon-8gen3", simulation=Simulation())
         specs = op_specs(config, "w4a16", 128, True, float_bits=16)
-        profile = profile_of(device, "small", config, specs, silent, sparse=True)
+        profile = profile_of(device, "small", config, specs, silent, ("shadowattn",))
         yield ProfiledModel(profile, config, specs, "w4a16", "assumed")
 
 
@@ -48,7 +52,7 @@ def heads(model):
 def solved(model, heads, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("plans")))
-        yield solve_plan(model, REQUEST, heads)
+        yield solve_plan(model, REQUEST, {"attention": heads})
 
 
 def without_sparse_times(model):
@@ -58,10 +62,10 @@ def without_sparse_times(model):
 
 
 @pytest.mark.slow
-def test_the_pass_adds_attention_and_changes_nothing_else(model, solved):
+def test_the_technique_adds_attention_and_changes_nothing_else(model, solved):
     plain = solve_plan(model, structs.replace(REQUEST, techniques=(), attention=AttentionRequest())).plan
-    assert plain.attention == ()
-    assert solved.plan.sparse_attention
+    assert not attention(plain).entries
+    assert attention(solved.plan).sparse
     assert solved.plan.entries == plain.entries
     assert Plan.from_json(solved.plan.to_json()) == solved.plan
     assert solved.notes == ()
@@ -69,7 +73,7 @@ def test_the_pass_adds_attention_and_changes_nothing_else(model, solved):
 
 @pytest.mark.slow
 def test_long_prompts_gain_and_short_ones_lose_nothing(model, solved):
-    dense = structs.replace(solved.plan, attention=())
+    dense = solved.plan.with_technique(PlannedAttention(()))
     for prompt in (64, 256, 1024, 2048, CONTEXT):
         own, other = (model.prompt(plan, prompt).time_us for plan in (solved.plan, dense))
         assert own <= other
@@ -79,7 +83,7 @@ def test_long_prompts_gain_and_short_ones_lose_nothing(model, solved):
 
 @pytest.mark.slow
 def test_heads_keep_what_was_asked_in_the_mean(model, heads, solved):
-    assert all(one.estimator == "gpu" for one in solved.plan.sparse_attention)
+    assert all(one.estimator == "gpu" for one in attention(solved.plan).sparse)
     assert sum(map(sum, heads.keep)) / (2 * model.config.attention.heads) == pytest.approx(0.2, rel=0.01)
 
 
@@ -94,19 +98,20 @@ def test_plan_explains_where_sparse_attention_pays(solved, capsys):
 @pytest.mark.slow
 def test_chunks_run_one_after_the_other_and_a_note_says_so(model, heads):
     several = structs.replace(REQUEST, in_flight=4)
-    solved = solve_plan(model, several, heads)
+    solved = solve_plan(model, several, {"attention": heads})
     assert solved.plan.schedule is None
-    assert solved.plan.sparse_attention
-    assert any("not combined with several at once" in note for note in solved.notes)
+    assert attention(solved.plan).sparse
+    assert any("combined with several at once" in note for note in solved.notes)
 
 
 @pytest.mark.slow
 def test_profiles_without_its_times_are_refused_by_name(model, heads, solved):
     lacking = without_sparse_times(model)
     with pytest.raises(ProfileError, match="no times of sparse attention"):
-        with_sparse_attention(lacking, solved.plan, REQUEST, heads)
-    # Without the pass nothing is missing.
-    assert solve_plan(lacking, PlanRequest(context=CONTEXT, level="tensor")).plan.attention == ()
+        sparse_attention.placed(lacking, solved.plan, REQUEST, heads)
+    # Without the technique nothing is missing.
+    plain = solve_plan(lacking, PlanRequest(context=CONTEXT, level="tensor")).plan
+    assert not attention(plain).entries
 
 
 @pytest.mark.slow
@@ -120,8 +125,8 @@ def test_devices_whose_npu_estimates_no_scores_are_refused_by_name(model, heads,
     lacking = dataclasses.replace(model, profile=Profile(profile.description, records, profile.runs))
     on_npu = structs.replace(REQUEST, attention=AttentionRequest(estimator="npu"))
     with pytest.raises(OptionError, match="has no NPU with graphs of attention scores"):
-        with_sparse_attention(lacking, solved.plan, on_npu, heads)
-    assert with_sparse_attention(lacking, solved.plan, REQUEST, heads).sparse_attention
+        sparse_attention.placed(lacking, solved.plan, on_npu, heads)
+    assert sparse_attention.placed(lacking, solved.plan, REQUEST, heads).technique(PlannedAttention).sparse
 
 
 @pytest.mark.parametrize(
@@ -131,13 +136,13 @@ def test_devices_whose_npu_estimates_no_scores_are_refused_by_name(model, heads,
         ("of a file", True, "adds attention to a plan that is made"),
     ],
 )
-def test_what_the_pass_cannot_have_is_refused(level, calibrated, message):
+def test_what_the_technique_cannot_have_is_refused(level, calibrated, message):
     with pytest.raises(OptionError, match=message):
         check_technique(REQUEST, "w4a16", level, calibrated=calibrated)
 
 
 @pytest.mark.parametrize("level", ["auto", "gpu", "npu", "layer", "tensor", "block"])
-def test_every_level_can_have_the_pass(level):
+def test_every_level_can_have_the_technique(level):
     check_technique(REQUEST, "w4a16", level, calibrated=True)
 
 
@@ -158,7 +163,7 @@ def test_options_out_of_range_are_refused(changes, message):
 
 
 @pytest.mark.parametrize("command", [["plan", "MODEL"], ["generate", "MODEL", "text"]])
-def test_commands_refuse_the_pass_without_a_calibration(command, capsys):
+def test_commands_refuse_the_technique_without_a_calibration(command, capsys):
     assert main([*command, "--device", "host", "--technique", "shadowattn"]) != 0
     assert "needs calibrated attention heads" in " ".join(capsys.readouterr().err.split())
 
@@ -169,21 +174,21 @@ def test_a_calibration_gives_ratios_and_exponents_of_its_own_model_alone(bundled
     calibrate(bundled_model, output=path, windows=2, gpu_threads=1)
     config = ModelConfig.from_folder(bundled_model)
     request = structs.replace(REQUEST, attention=AttentionRequest(keep=0.3))
-    heads = calibrated_heads(path, config, request)
+    heads = sparse_attention.calibrated(path, config, request)
     assert [len(own) for own in heads.keep] == [config.attention.heads] * config.layers
     assert [len(own) for own in heads.exponents] == [config.attention.kv_heads] * config.layers
     assert sum(map(sum, heads.keep)) / (config.layers * config.attention.heads) == pytest.approx(
         0.3, rel=0.05
     )
-    assert calibrated_heads(path, config, PlanRequest()) is None
+    assert sparse_attention.calibrated(path, config, PlanRequest()) is None
     with pytest.raises(CalibrationError, match="no attention heads of this model"):
-        calibrated_heads(
+        sparse_attention.calibrated(
             path, dataclasses.replace(config, per_layer=(*config.per_layer, config.per_layer[0])), request
         )
 
 
 @pytest.mark.slow
 def test_sparse_placements_hold_every_key_head(model, solved):
-    for one in solved.plan.sparse_attention:
+    for one in attention(solved.plan).sparse:
         assert isinstance(one, SparseAttention)
         one.check(model.config.attention.heads, model.config.attention.kv_heads, (1, 1))

@@ -12,7 +12,7 @@ from heterollm.cli import main
 from heterollm.kernels.devices import open_device
 from heterollm.llm import LLM
 from heterollm.planning import LoadOptions
-from heterollm.planning.techniques import check_technique
+from heterollm.planning.techniques.llm_npu import check_technique
 from heterollm.solver import Plan, PlanRequest
 
 CONTEXT = 600
@@ -58,30 +58,29 @@ def test_plans_have_one_chunk_length_and_the_shadows_of_the_calibration(bundled_
     linears = load_calibration(calibration).linears
     shadowed = {(one.layer, one.group) for one in linears if one.int8.activations == "shadow"}
     assert shadowed
-    for name in ("llm.npu:chunks", "llm.npu:shadow", "llm.npu"):
-        with load(bundled_model, calibration, name) as llm:
-            plan = llm.plan
-        entries = prefill_placements(plan)
-        assert {entry.placement.npu_lengths for entry in entries} == {(256,)}
-        assert {entry.placement.form for entry in entries} == {"static_int8"}
-        assert plan.chunk_length == 256
-        assert plan.request.techniques == (name,)
-        found = {
-            (layer, entry.group)
-            for entry in entries
-            if entry.placement.shadow
-            for layer in range(entry.layers[0], entry.layers[1] + 1)
-        }
-        assert found == (set() if name == "llm.npu:chunks" else shadowed)
+    with load(bundled_model, calibration, "llm.npu") as llm:
+        plan = llm.plan
+    entries = prefill_placements(plan)
+    assert {entry.placement.npu_lengths for entry in entries} == {(256,)}
+    assert {entry.placement.form for entry in entries} == {"static_int8"}
+    assert plan.chunk_length == 256
+    assert plan.request.techniques == ("llm.npu",)
+    assert shadowed == {
+        (layer, entry.group)
+        for entry in entries
+        if entry.placement.shadow
+        for layer in range(entry.layers[0], entry.layers[1] + 1)
+    }
 
 
 @pytest.mark.slow
 def test_chunks_in_flight_with_shadows_answer_as_one_after_the_other(bundled_model, calibration, tmp_path):
     ids = np.random.default_rng(0).integers(1, 400, 560).tolist()
     path = tmp_path / "plan.json"
-    with load(bundled_model, calibration, "llm.npu:shadow") as llm:
+    with load(bundled_model, calibration, "llm.npu") as llm:
+        plan = structs.replace(llm.plan, schedule=None)
+    with load(bundled_model, calibration, plan=plan) as llm:
         before = llm.session().prefill(ids).copy()
-        plan = llm.plan
     times = tuple(
         {"group": group, "before_us": 50.0, "before_us_per_position": 0.1, "gpu_us": 10.0, "npu_us": 100.0}
         for group in ("qkv", "o", "gate_up", "down")
@@ -101,10 +100,9 @@ def test_chunks_in_flight_with_shadows_answer_as_one_after_the_other(bundled_mod
 @pytest.mark.parametrize(
     ("request_of", "precision", "level", "calibrated", "message"),
     [
-        ("llm.npu:naive", "w8a8", "auto", True, "only simulations do"),
         ("llm.npu", "w4a16", "auto", True, "precision w8a8, and these have w4a16"),
         ("llm.npu", "w8a8", "auto", False, "needs calibrated ranges"),
-        ("llm.npu:shadow", "w8a8", "gpu", True, "makes the plan, and plan 'gpu' is given"),
+        ("llm.npu", "w8a8", "gpu", True, "makes the plan, and plan 'gpu' is given"),
         ("llm.npu", "w8a8", "block", True, "makes the plan, and plan 'block' is given"),
     ],
 )

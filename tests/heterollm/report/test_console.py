@@ -11,6 +11,8 @@ from heterollm.doctor.run import Problem
 from heterollm.kernels.device import DeviceStatus
 from heterollm.report import console as report
 from heterollm.report import demo_heading, demo_report, diagnosis_report
+from heterollm.report.plan import pass_tables
+from heterollm.solver import PredictedKind, PredictedPass
 from heterollm.text import GenerationResult
 
 WIDTH = 80
@@ -208,3 +210,13 @@ def test_progress_ends_with_an_error_too(monkeypatch):
         load()
     assert "A stage [x]" in console.file.getvalue()
     assert console.file.getvalue().endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
+
+
+def test_each_kind_of_layer_has_a_table():
+    dense, sparse = PredictedKind("dense", 1, (), 5.0), PredictedKind("sparse", 2, (), 9.0, mixture_us=7.0)
+    found = PredictedPass("prefill", 33, (sparse, dense), None, 23.0, experts_us=7.0)
+    first, second = map(words_of, pass_tables(found, explain=False))
+    assert "2 layers of kind sparse" in first
+    assert "experts on the GPU 7" in first
+    assert "1 layer of kind dense" in second
+    assert "experts" not in second

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from heterollm.base import silent
 from heterollm.calibration.routing import RoutingCalibration
-from heterollm.engine import Engine, ExpertRows
+from heterollm.engine import Engine, ExpertRows, MixtureOptions
 from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs, shape_only_weights
 from heterollm.planning import ProfiledModel
@@ -20,7 +19,7 @@ from heterollm.profiler import SessionOptions, profile_device
 from heterollm.profiler.records import ExpertsKey, Profile
 from heterollm.simulate.experts import AssumedExperts
 from heterollm.simulate.routing import AssumedRouting
-from heterollm.solver import Plan, PlanRequest, Technique
+from heterollm.solver import Plan, PlannedExperts, PlanRequest
 
 SOC = "sim:snapdragon-8gen3"
 PROMPTS = (16, 64, 300, 1024)
@@ -72,7 +71,7 @@ def simulated_us(
     """Times of passes, 1 being decode."""
     device = open_device(SOC)
     weights = shape_only_weights(CONFIG, model.specs)
-    engine = Engine(device, weights, plan, 2048, silent, expert_rows=rows)
+    engine = Engine(device, weights, plan, 2048, silent, mixture=MixtureOptions(assumed=rows))
     cache = engine.new_cache()
 
     def time_us(run: Callable[[], object]) -> float:
@@ -94,16 +93,15 @@ def predicted_us(plan: Plan, model: ProfiledModel, prompts: Sequence[int] = PROM
     return {tokens: found.time_us for tokens, found in passes.items()}
 
 
-@pytest.mark.parametrize("step", ["npumoe:groups", "npumoe"])
 def test_predicted_passes_with_experts_on_the_npu_take_as_long_on_the_simulated_clock(
-    model: ProfiledModel, step: Technique, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ProfiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loads of the passes are as imbalanced as the calibrated ones, and not the same."""
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     loads = AssumedRouting(ROUTING, 2.0)
-    request = PlanRequest(level="tensor", techniques=(step,), npu_gib=100)
-    plan = solve_plan(model, request, routing=loads.calibrated(range(CONFIG.layers))).plan
-    assert all(plan.experts_of(tokens, 0).groups for tokens in NPU_PROMPTS)
+    request = PlanRequest(level="tensor", techniques=("npumoe",), npu_gib=100)
+    plan = solve_plan(model, request, {"experts": loads.calibrated(range(CONFIG.layers))}).plan
+    assert all(plan.technique(PlannedExperts).of(tokens, 0).groups for tokens in NPU_PROMPTS)
     rows = AssumedExperts(plan, model.experts, loads).rows_on_gpu
     taken, predicted = simulated_us(plan, model, NPU_PROMPTS, rows), predicted_us(plan, model, NPU_PROMPTS)
     ratios = {tokens: predicted[tokens] / time_us for tokens, time_us in taken.items()}
@@ -136,14 +134,16 @@ def test_predicted_passes_have_the_planned_time_of_experts_on_the_npu(model: Pro
     routing = tuple(
         RoutingCalibration(layer, (((each,) * ROUTING.experts,) * 16,)) for layer in range(CONFIG.layers)
     )
-    plan = solve_plan(model, PlanRequest(level="tensor", techniques=("npumoe",)), routing=routing).plan
-    assert plan.has_npu_experts
+    plan = solve_plan(model, PlanRequest(level="tensor", techniques=("npumoe",)), {"experts": routing}).plan
+    assert plan.technique(PlannedExperts).is_active
     longest = plan.chunk_length
-    planned_us = [plan.experts_of(longest, layer).predicted_us for layer in range(CONFIG.layers)]
+    planned_us = [
+        plan.technique(PlannedExperts).of(longest, layer).predicted_us for layer in range(CONFIG.layers)
+    ]
     gpu_us = sum(model.costs.experts.kernels_us(longest))
     planned_us = [gpu_us if time_us is None else time_us for time_us in planned_us]
     found, without = (
-        model.predict(one, "prefill", longest) for one in (plan, structs.replace(plan, experts=()))
+        model.predict(one, "prefill", longest) for one in (plan, plan.with_technique(PlannedExperts(())))
     )
     gained_us = CONFIG.layers * gpu_us - sum(planned_us)
     assert gained_us > 0

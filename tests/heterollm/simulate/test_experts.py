@@ -4,18 +4,24 @@ import json
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from heterollm.base import OptionError, PlanError
+from heterollm.benchmarks import BenchRow
+from heterollm.benchmarks.sweep import run_case
 from heterollm.kernels.ops import GraphMemory, Routing
 from heterollm.model import expert_specs, find_model, op_specs
-from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
+from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.experts import AssumedExperts
 from heterollm.simulate.routing import AssumedRouting
-from heterollm.simulate.sweep import run_case
-from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, ExpertsRequest, level_plan
+from heterollm.solver import (
+    ExpertGroup,
+    ExpertsEntry,
+    ExpertsPlacement,
+    ExpertsRequest,
+    PlannedExperts,
+    level_plan,
+)
 
-STEPS = ("npumoe:each", "npumoe:tiers", "npumoe:groups", "npumoe")
 SMALL = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -57,8 +63,8 @@ def simulated(model, step=None, **options):
 
 
 @pytest.fixture(scope="module")
-def steps(small):
-    return {step: simulated(small, step) for step in (None, *STEPS)}
+def result(small):
+    return simulated(small, "npumoe")
 
 
 @pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (16, 2), (8, 2), (64, 8)])
@@ -106,7 +112,7 @@ def test_no_row_is_lost(small, overflow, capacity):
     )
     groups = ExpertGroup((3, 5, 0), capacity), ExpertGroup((7,), 64)
     entry = ExpertsEntry((2, 256), (0, 0), ExpertsPlacement(groups, overflow))
-    plan = structs.replace(plan, experts=(entry,))
+    plan = plan.with_technique(PlannedExperts((entry,)))
     assumed = AssumedExperts(plan, experts, AssumedRouting(config.mixture.routing, 2.0))
     use = assumed.use(plan.chunks(300), GraphMemory())
     assert use.pairs == 300 * 4 * 2
@@ -122,31 +128,21 @@ def test_no_row_is_lost(small, overflow, capacity):
     assert assumed.rows_on_gpu(0, "decode", 1, 300) == (4, 4)
 
 
-def test_each_step_of_the_pass_gains(steps):
-    times_us = {step: result.prefill.elapsed_us for step, result in steps.items()}
-    assert times_us["npumoe"] <= times_us["npumoe:groups"] < times_us["npumoe:each"]
-    assert times_us["npumoe:tiers"] <= times_us["npumoe:each"]
-    assert times_us["npumoe"] < times_us[None]
-    uses = {step: result.experts for step, result in steps.items()}
-    assert uses[None].npu_rows == 0
-    assert uses["npumoe:each"].graphs_per_layer == SMALL["num_experts"]
-    assert uses["npumoe:groups"].graphs_per_layer < SMALL["num_experts"] / 2
-    assert uses["npumoe:tiers"].padding_share < uses["npumoe:each"].padding_share
-    for use in uses.values():
+def test_experts_on_the_npu_gain(small, result):
+    without = simulated(small)
+    assert result.prefill.elapsed_us < without.prefill.elapsed_us
+    assert without.experts.npu_rows == 0
+    for use in (result.experts, without.experts):
         assert use.npu_pairs + use.gpu_pairs == use.pairs == 256 * 4 * 2
     # Decode runs on the GPU alone.
-    assert len({round(result.decode.elapsed_us, 3) for result in steps.values()}) == 1
+    assert result.decode.elapsed_us == pytest.approx(without.decode.elapsed_us, abs=1e-3)
 
 
-def test_graphs_run_as_often_as_the_plan_says(steps):
-    for step in STEPS:
-        result = steps[step]
-        runs = [
-            span
-            for span in result.prefill.spans
-            if span.processor == "npu" and span.name.startswith("experts")
-        ]
-        assert len(runs) == result.experts.graphs_per_layer * SMALL["num_hidden_layers"]
+def test_graphs_run_as_often_as_the_plan_says(result):
+    runs = [
+        span for span in result.prefill.spans if span.processor == "npu" and span.name.startswith("experts")
+    ]
+    assert len(runs) == result.experts.graphs_per_layer * SMALL["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("level", ["tensor", "block"])
@@ -167,11 +163,10 @@ def test_dense_layers_are_planned_and_run_beside_sparse_ones(tmp_path, level):
     assert operators & {"ffn", "gate_up", "down"}
 
 
-def test_imbalance_changes_times(small, steps):
-    even = simulated(small, "npumoe:tiers", imbalance=1.0)
+def test_imbalance_changes_times(small, result):
+    even = simulated(small, "npumoe", imbalance=1.0)
     assert even.experts.imbalance == 1.0
-    assert even.prefill.elapsed_us != pytest.approx(steps["npumoe:tiers"].prefill.elapsed_us, rel=0.01)
-    assert even.experts.padding_share != steps["npumoe:tiers"].experts.padding_share
+    assert even.prefill.elapsed_us != pytest.approx(result.prefill.elapsed_us, rel=0.01)
 
 
 def test_equal_cases_have_equal_rows(small):
@@ -181,14 +176,14 @@ def test_equal_cases_have_equal_rows(small):
     row, again = run_case(request), run_case(request)
     assert row.error is None
     assert row == again
-    assert row.experts["loads"] == "assumed"
-    assert (row.overflow, row.imbalance, row.experts["imbalance"]) == ("gpu", None, 2.0)
-    assert SimulatedRow.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+    own = row.modelled
+    assert own.experts["loads"] == "assumed"
+    assert (own.overflow, own.imbalance, own.experts["imbalance"]) == ("gpu", None, 2.0)
+    assert BenchRow.from_dict(json.loads(json.dumps(row.to_dict()))) == row
 
 
 def test_dropped_tokens_are_counted(small):
-    result = simulated(small, "npumoe:tiers", experts=ExpertsRequest("drop"))
-    use = result.experts
+    use = simulated(small, "npumoe", experts=ExpertsRequest("drop")).experts
     assert use.dropped_pairs > 0
     assert use.npu_pairs + use.gpu_pairs + use.dropped_pairs == use.pairs
 
@@ -196,8 +191,6 @@ def test_dropped_tokens_are_counted(small):
 def test_what_does_not_fit_is_refused_with_the_sum(small):
     with pytest.raises(PlanError, match=r"takes 22\.7 GiB \(22\.4 GiB weights .*\), .* can have 20\.0 GiB"):
         simulated("mixtral-8x7b", level="gpu", plan_for="all", prompt=32)
-    with pytest.raises(PlanError, match=r"needs NPU graphs of .* leave"):
-        simulated(small, "npumoe:each", overrides={"npu.address_space_gib": 0.03})
 
 
 @pytest.mark.parametrize(
@@ -208,6 +201,6 @@ def test_what_does_not_fit_is_refused_with_the_sum(small):
         ("olmoe-1b-7b", {"imbalance": 9.0}, "at most 8 times"),
     ],
 )
-def test_the_pass_is_refused_where_it_has_no_meaning(model, options, said):
+def test_the_technique_is_refused_where_it_has_no_meaning(model, options, said):
     with pytest.raises(OptionError, match=said):
         simulated(model, "npumoe", **options)

@@ -1,7 +1,6 @@
-"""The technique llm.npu on simulated SoCs: its steps, its assumptions, and what it refuses."""
+"""The technique llm.npu on simulated SoCs: its assumptions, and what it refuses."""
 
 import json
-from typing import get_args
 
 import pytest
 
@@ -11,7 +10,6 @@ from heterollm.model import find_model, op_specs
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.inputs import assumed_shadows
 from heterollm.solver import Plan, level_plan, with_shadows
-from heterollm.solver.request import LlmNpuTechnique
 
 SMALL, PAPER = "qwen1.5-0.5b", "snapdragon-8gen3-paper"
 
@@ -29,56 +27,8 @@ def case(name, **options):
     )
 
 
-@pytest.fixture(scope="module")
-def steps():
-    return {name: simulate(case(name)) for name in get_args(LlmNpuTechnique)}
-
-
-def npu_lengths(result):
-    return {length for entry in result.plan.entries for length in entry.placement.npu_lengths}
-
-
-def test_every_step_runs_integer_graphs_and_says_so(steps):
-    for name, result in steps.items():
-        data = json.loads(json.dumps(result.to_dict()))
-        assert data["simulated"] is True
-        assert data["passes"] == [name]
-        integer_us, npu_us = result.prefill.npu_us
-        assert integer_us == npu_us > 0
-        assert result.plan.precision == "w8a8"
-
-
-def test_graphs_for_each_prompt_are_built_in_its_time(steps):
-    naive, chunks = steps["llm.npu:naive"], steps["llm.npu:chunks"]
-    assert npu_lengths(naive) == {512}
-    assert npu_lengths(chunks) == {256}
-    built = [span for span in naive.prefill.spans if span.name == "build"]
-    assert built
-    assert naive.prefill.elapsed_us > chunks.prefill.elapsed_us
-    assert not [span for span in chunks.prefill.spans if span.name == "build"]
-
-
-def test_graphs_for_a_prompt_have_whole_tiles():
-    assert npu_lengths(simulate(case("llm.npu:naive", prompt=70))) == {128}
-
-
-def test_shadows_cost_a_little_and_chunks_out_of_order_gain(steps):
-    chunks, shadow, whole = (steps[name] for name in ("llm.npu:chunks", "llm.npu:shadow", "llm.npu"))
-    assert not chunks.plan.has_shadows
-    assert shadow.plan.has_shadows
-    assert whole.plan.has_shadows
-    assert chunks.prefill.elapsed_us < shadow.prefill.elapsed_us < 1.1 * chunks.prefill.elapsed_us
-    assert whole.plan.lanes > 1
-    assert whole.prefill.elapsed_us < shadow.prefill.elapsed_us
-    assert whole.prefill.npu_idle_fraction < shadow.prefill.npu_idle_fraction
-    assert any("outliers" in span.name for span in shadow.prefill.spans)
-    assert not any("outliers" in span.name for span in chunks.prefill.spans)
-
-
 def test_pruning_makes_shadows_cheaper():
-    times = [
-        simulate(case("llm.npu:shadow", prompt=256, pruned=share)).prefill.elapsed_us for share in (0, 0.5, 1)
-    ]
+    times = [simulate(case("llm.npu", prompt=256, pruned=share)).prefill.elapsed_us for share in (0, 0.5, 1)]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
 
@@ -89,7 +39,6 @@ def test_the_outermost_layers_keep_their_shadows():
     assert {layer for layer, _ in found} == {0, 1, 22, 23}
     assert {group for _, group in found} == {"qkv", "o", "gate_up", "down"}
     assert not assumed_shadows(specs, case("llm.npu", pruned=1.0))
-    assert not assumed_shadows(specs, case("llm.npu:chunks", pruned=0.0))
     assert len(assumed_shadows(specs, case("llm.npu", pruned=0.0))) == 24 * 4
     # Channels with outliers are a share of the inputs.
     wide = assumed_shadows(specs, case("llm.npu", outlier_share=0.01))
@@ -124,16 +73,15 @@ def test_splits_of_heterollm_run_with_integers_of_llm_npu():
     [
         ({"level": "gpu"}, "none of level gpu"),
         ({"level": "block"}, "none of level block"),
-        ({"techniques": ("llm.npu:naive",), "level": "tensor"}, "none of level tensor"),
         ({"calibrated": True}, "assumes weights"),
         ({"in_flight": 4}, "number of chunks in flight"),
         ({"pruned": 1.5}, "is pruned"),
         ({"outlier_share": -0.1}, "of the channels has outliers"),
-        ({"techniques": ("llm.npu", "llm.npu:chunks")}, "are steps of one"),
+        ({"techniques": ("llm.npu", "npumoe")}, "do not combine"),
         ({"techniques": ("other",)}, "no technique 'other'"),
     ],
 )
-def test_what_a_pass_cannot_have_is_refused(changed, message):
+def test_what_a_technique_cannot_have_is_refused(changed, message):
     with pytest.raises(OptionError, match=message):
         case("llm.npu", **changed)
 
@@ -142,7 +90,6 @@ def test_what_a_pass_cannot_have_is_refused(changed, message):
     ("options", "message"),
     [
         (["--technique", "llm.npu"], "needs weights of precision w8a8"),
-        (["--technique", "llm.npu:naive", "--precision", "w8a8"], "only simulations do"),
         (["--technique", "llm.npu", "--precision", "w8a8"], "needs calibrated ranges"),
     ],
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from heterollm.base import OptionError, PlanError
+from heterollm.benchmarks import modelled_row
 from heterollm.cli import main
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation, clock_of, load_soc, soc_of
@@ -17,8 +18,7 @@ from heterollm.kernels.sim.clock import SimulatedJob
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.profiler.records import Profile
-from heterollm.report.tables_sweep import read_simulated
-from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
+from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.account import USES
 from heterollm.solver.profile_overheads import overheads_of
 
@@ -196,7 +196,6 @@ def test_calibrated_models_have_integer_graphs_where_the_profile_has_them_faster
     for calibrated in (False, True):
         case = asked(level="block", calibrated=calibrated)
         found = forms[calibrated] = simulate(replace(case, decode=2))
-        assert found.to_dict()["calibrated"] == calibrated
         assert found.plan.calibration == ("assumed" if calibrated else None)
         assert found.plan.has_integer_forms == (found.prefill.npu_us[0] > 0) == calibrated
     assert forms[True].prefill.elapsed_us < forms[False].prefill.elapsed_us
@@ -232,7 +231,7 @@ def test_the_command_says_where_the_time_goes(capfd):
     assert main([*given, "--explain", "--json"]) == 0
     data = json.loads(capfd.readouterr().out)
     operators = data["explained_ms"]["prefill"].values()
-    assert sum(sum(one.values()) for one in operators) == pytest.approx(data["prefill_ms"])
+    assert sum(sum(one.values()) for one in operators) == pytest.approx(data["modelled"]["ttft_ms"])
     assert main([*given, "--plan", "tensor", "--calibrated", "--explain"]) == 0
     shown = " ".join(capfd.readouterr().out.split())
     assert "Assumed: weights have stepped scales" in shown
@@ -254,13 +253,16 @@ def test_the_rows_of_the_what_ifs_are_those_of_the_committed_model():
     sys.path.insert(0, str(BENCH))
     try:
         what_if = importlib.import_module("what_if")
+        from simulated_rows import Simulated, read
     finally:
         sys.path.remove(str(BENCH))
-    rows = read_simulated(BENCH / "results" / "simulated_path.jsonl")
+    rows = read(BENCH / "results" / "simulated_path.jsonl")
     cases = what_if.path_cases()
     named = ("model", "soc", "plan_level", "plan_for", "what_if", "calibrated", "prompt_tokens")
     stated = [[getattr(row, name) for name in named] for row in rows]
-    assert stated == [[getattr(SimulatedRow.of(case), name) for name in named] for case in cases]
+    assert stated == [
+        [getattr(Simulated.of(modelled_row(case).to_dict()), name) for name in named] for case in cases
+    ]
     for row, case in zip(rows, cases, strict=True):
         refused = case.level == what_if.REFUSED_LEVEL and case.overrides != what_if.NO_LIMITS
         assert ("needs NPU graphs" in (row.error or "")) == (row.error is not None) == refused

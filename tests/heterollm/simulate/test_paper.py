@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from heterollm.base import InputError
+from heterollm.benchmarks import modelled_row
 from heterollm.kernels.devices import open_device
-from heterollm.report import append_simulated
-from heterollm.report.tables_sweep import read_simulated
-from heterollm.simulate import SimulatedRow
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -35,6 +32,8 @@ try:
     )
     from paper_published import PUBLISHED, comparisons
     from paper_tables import paper_page, paper_tables
+    from rungs import rung_row
+    from simulated_rows import Simulated, lines, read, view
 finally:
     sys.path.remove(str(BENCH))
 
@@ -45,7 +44,7 @@ AGAIN = "python bench/paper.py --out bench/results/simulated_paper.jsonl --page 
 
 @pytest.fixture(scope="module")
 def committed():
-    return read_simulated(ROWS)
+    return read(ROWS)
 
 
 def test_the_page_is_what_its_rows_render_to(committed):
@@ -62,8 +61,8 @@ def test_the_rows_are_those_of_the_committed_model(committed):
 
 
 def test_every_case_is_there_once_and_none_failed(committed):
-    assert [SimulatedRow.of(case).to_dict() | FOUND for case in paper_cases()] == [
-        row.to_dict() | FOUND for row in committed
+    assert [view(rung_row(case, modelled_row(case))) | FOUND for case in paper_cases()] == [
+        view(row.raw) | FOUND for row in committed
     ]
     assert not [row.error for row in committed if row.error]
     for model in PAPER_MODELS:
@@ -75,7 +74,7 @@ def test_every_case_is_there_once_and_none_failed(committed):
 
 FOUND = dict.fromkeys(
     [
-        *("device", "fingerprint", "note", "ttft_ms", "prefill_ms", "prefill_tokens_per_second", "prefill"),
+        *("device", "fingerprint", "note", "ttft_ms", "prefill_tokens_per_second", "prefill"),
         *("decode_tokens_per_second", "prefill_joules", "decode_joules_per_token", "average_watts", "decode"),
         *("npu_graphs", "npu_gib", "npu_limit_gib", "npu_opening_s", "slowdown", "cuts"),
         "outlier_share",  # without shadows no time depends on it, and older rows do not name it
@@ -152,29 +151,10 @@ def test_every_table_says_that_it_is_simulated(committed):
 
 def test_rows_that_are_missing_or_failed_leave_cells_empty(committed):
     some = [row for row in committed if row.model == PAPER_MODELS[0] and row.plan_level == "gpu"]
-    failed = SimulatedRow.of(paper_cases()[3], error="no reason")
+    failed = Simulated.of(modelled_row(paper_cases()[3], error="no reason").to_dict())
     for rows in ([], some, [*some, failed]):
         assert "# HeteroLLM's evaluation, simulated" in paper_page(rows)
     assert "1 of which failed" in paper_page([*some, failed])
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [
-        {"drawn": 3, "in_time": 3, "slowest_ms": 1.0},
-        {"due": 2, "drawn": 3, "in_time": 3, "slowest_ms": 1.0},
-        {"due": 4, "drawn": 3, "in_time": -1, "slowest_ms": 1.0},
-        {"due": 4, "drawn": "3", "in_time": 3, "slowest_ms": 1.0},
-        [4, 3, 3],
-    ],
-)
-def test_frames_that_do_not_say_what_was_due_are_refused(frames):
-    case = next(case for case in paper_cases() if case.load is not None)
-    row = SimulatedRow.of(case).to_dict()
-    whole = {"due": 4, "drawn": 3, "in_time": 3, "slowest_ms": 1.0}
-    assert SimulatedRow.from_dict(row | {"prefill": {"frames": whole}}).prefill == {"frames": whole}
-    with pytest.raises(InputError, match="frames"):
-        SimulatedRow.from_dict(row | {"decode": {"frames": frames}})
 
 
 def test_frames_beside_a_game_are_told_by_phase():
@@ -184,7 +164,7 @@ def test_frames_beside_a_game_are_told_by_phase():
         "decode": {"frames": {"due": 0, "drawn": 0, "in_time": 0, "slowest_ms": 0.0}},
         "slowdown": {"prefill": 1.05, "decode": 1.2},
     }
-    row = SimulatedRow.from_dict(SimulatedRow.of(case).to_dict() | phases)
+    row = Simulated(**view(modelled_row(case).to_dict()) | phases)
     table = next(table for table in paper_tables(PaperRows([row])) if "with a game" in table.title)
     assert [line[2:5] for line in table.rows[:2]] == [("prefill", "5.0 %", "25 %"), ("decode", "20.0 %", "")]
 
@@ -192,7 +172,7 @@ def test_frames_beside_a_game_are_told_by_phase():
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_the_script_shows_committed_rows(committed, form, capfd, tmp_path):
     path = tmp_path / "simulated_few.jsonl"
-    append_simulated(path, committed[:8])
+    path.write_text(lines(row.raw for row in committed[:8]), "utf-8")
     page = tmp_path / "page.md"
     assert paper.main(["--from", str(path), "--page", str(page), *form]) == 0
     assert (tmp_path / "page.simulated.md").read_text("utf-8") == paper_page(committed[:8])
@@ -226,7 +206,7 @@ def test_bad_input_gives_one_error(options, capfd):
 
 def test_failed_cases_are_counted(tmp_path, capfd):
     path = tmp_path / "simulated.jsonl"
-    append_simulated(path, [SimulatedRow.of(paper_cases()[0], error="no reason")])
+    path.write_text(lines([modelled_row(paper_cases()[0], error="no reason").to_dict()]), "utf-8")
     assert paper.main(["--from", str(path)]) == 1
     assert "1 failed: no reason" in capfd.readouterr().err
 
@@ -237,5 +217,5 @@ def test_the_script_simulates(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(paper, "paper_cases", lambda *_: tuple(cases))
     out = tmp_path / "simulated_one.jsonl"
     assert paper.main(["--jobs", "1", "--out", str(out), "--json"]) == 0
-    assert len(read_simulated(out)) == 1
-    assert json.loads(capfd.readouterr().out)["rows"][0]["prefill_tokens_per_second"] > 0
+    assert len(read(out)) == 1
+    assert json.loads(capfd.readouterr().out)["rows"][0]["modelled"]["prefill_tokens_per_second"] > 0

@@ -5,13 +5,14 @@ import json
 import pytest
 
 from heterollm.base import OptionError, silent
+from heterollm.benchmarks import BenchRow, modelled_row
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
 from heterollm.planning import ProfiledModel
-from heterollm.simulate import SimulatedRow, SimulationRequest, simulate
+from heterollm.simulate import SimulationRequest, simulate
 from heterollm.simulate.profile import profile_of
-from heterollm.solver import AttentionRequest
+from heterollm.solver import AttentionRequest, PlannedAttention
 
 MODEL = "qwen1.5-0.5b"
 LITTLE_GPU = {"gpu.attention_tflops": 0.02}
@@ -47,7 +48,7 @@ def overlap_us(result):
 @pytest.mark.slow
 def test_long_prompts_gain_where_little_of_the_gpu_is_left(dense, sparse):
     assert sparse.prefill.attention_us < dense.prefill.attention_us
-    assert sparse.ttft_us < dense.ttft_us
+    assert sparse.prefill.elapsed_us < dense.prefill.elapsed_us
     # What is no attention takes as long as before.
     others = [one.prefill.elapsed_us - one.prefill.attention_us for one in (dense, sparse)]
     assert others[1] == pytest.approx(others[0], rel=0.02)
@@ -76,12 +77,12 @@ def test_whole_gpus_estimate_themselves():
     """By the fitted numbers the GPU attends to all keys faster than the NPU estimates their scores."""
     asked = {"level": "tensor", "prompt": 2048, "overrides": {}}
     plain, npu, auto = (
-        simulate(case(passes, estimator=estimator, **asked))
-        for passes, estimator in (((), "auto"), (("shadowattn",), "npu"), (("shadowattn",), "auto"))
+        simulate(case(techniques, estimator=estimator, **asked))
+        for techniques, estimator in (((), "auto"), (("shadowattn",), "npu"), (("shadowattn",), "auto"))
     )
-    assert npu.plan.attention == ()
+    assert npu.plan.technique(PlannedAttention).entries == ()
     assert npu.prefill.elapsed_us == plain.prefill.elapsed_us
-    assert {one.estimator for one in auto.plan.sparse_attention} <= {"gpu"}
+    assert {one.estimator for one in auto.plan.technique(PlannedAttention).sparse} <= {"gpu"}
     assert auto.prefill.elapsed_us <= plain.prefill.elapsed_us
 
 
@@ -91,19 +92,20 @@ def test_sparse_attention_needs_no_npu(dense):
     own = simulate(case(overrides={"gpu.attention_tflops": 0.02}))
     assert own.plan.level == "gpu"
     assert not own.plan.uses_npu
-    assert {one.estimator for one in own.plan.sparse_attention} == {"gpu"}
-    assert own.ttft_us < dense.ttft_us
+    assert {one.estimator for one in own.plan.technique(PlannedAttention).sparse} == {"gpu"}
+    assert own.prefill.elapsed_us < dense.prefill.elapsed_us
 
 
 @pytest.mark.slow
 def test_rows_name_the_options(sparse):
-    row = SimulatedRow.of(case(estimator="npu"), sparse)
+    row = modelled_row(case(estimator="npu"), sparse)
     data = json.loads(json.dumps(row.to_dict()))
-    assert data["attention"]["keep"] == 0.2
-    assert data["passes"] == ["shadowattn"]
-    assert data["prefill"]["attention_ms"] == pytest.approx(sparse.prefill.attention_us / 1e3)
-    assert SimulatedRow.from_dict(data) == row
-    assert SimulatedRow.of(case(())).attention is None
+    assert data["modelled"]["attention"]["keep"] == 0.2
+    assert data["asked"]["technique"] == "shadowattn"
+    attention_ms = data["modelled"]["prefill"]["attention_ms"]
+    assert attention_ms == pytest.approx(sparse.prefill.attention_us / 1e3)
+    assert BenchRow.from_dict(data) == row
+    assert modelled_row(case(())).modelled.attention is None
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,6 @@ def test_rows_name_the_options(sparse):
         ({"techniques": ("shadowattn", "shadowattn")}, "name one twice"),
     ],
 )
-def test_what_the_pass_cannot_have_is_refused(changed, message):
+def test_what_the_technique_cannot_have_is_refused(changed, message):
     with pytest.raises(OptionError, match=message):
         case(**changed)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from heterollm.base import silent
 from heterollm.kernels.devices import open_device
 from heterollm.model import find_model, op_specs
-from heterollm.planning import ProfiledModel
+from heterollm.planning import ProfiledModel, make_plan
 from heterollm.profiler.records import LayerKey, Profile
-from heterollm.simulate import SimulationRequest, simulate
+from heterollm.simulate import SimulationRequest
 from heterollm.simulate.inputs import assumed_shadows
 from heterollm.simulate.profile import profile_of
+from heterollm.simulate.run import simulated
 
 MODEL, SOC = "qwen1.5-0.5b", "snapdragon-8gen3"
 KERNELS = {
@@ -33,9 +35,14 @@ def cache(tmp_path_factory):
         yield
 
 
-def case(name="llm.npu:shadow", **options):
+def simulate(request):
+    """Simulate chunks one after the other."""
+    return simulated(request, plan_of=lambda inputs: structs.replace(make_plan(inputs).plan, schedule=None))
+
+
+def case(**options):
     chosen = {"prompt": 256, "decode": 0, "level": "layer", "head_bits": 8, "pruned": 0.0} | options
-    return SimulationRequest(MODEL, soc=SOC, techniques=(name,), **chosen)
+    return SimulationRequest(MODEL, soc=SOC, techniques=("llm.npu",), **chosen)
 
 
 def model_of(request, lacking=frozenset()):
@@ -68,15 +75,15 @@ def test_predicted_prompts_with_shadows_take_as_long_on_the_simulated_clock(prun
 
 def test_more_channels_with_outliers_keep_the_gpu_busier_in_predictions_and_simulations():
     """The product is hidden behind the NPU's graph as long as it is short."""
-    predicted, simulated = [], []
+    predicted, taken = [], []
     for share in (0.0, 0.02, 0.1):
         request = case(outlier_share=share)
         found = simulate(request)
         own = model_of(request).predict(found.plan, "prefill", 256)
         predicted.append(sum(item.option.gpu_us for item in own.operators))
-        simulated.append(found.prefill.busy_fraction["gpu"] * found.prefill.elapsed_us)
+        taken.append(found.prefill.busy_fraction["gpu"] * found.prefill.elapsed_us)
     assert predicted == sorted(set(predicted))
-    assert simulated == sorted(set(simulated))
+    assert taken == sorted(set(taken))
 
 
 def test_the_solver_counts_shadows_in_every_operator():

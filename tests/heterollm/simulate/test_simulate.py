@@ -48,15 +48,9 @@ def parts_of(spans, part):
 def test_every_level_runs_and_is_labelled(results):
     for level, result in results.items():
         data = json.loads(json.dumps(result.to_dict()))
-        assert data["simulated"] is True
-        assert (data["plan_level"], data["time"], data["device"]) == (
-            level,
-            "simulated",
-            f"sim:{PAPER}",
-        )
+        assert (result.plan.level, result.device) == (level, f"sim:{PAPER}")
         for name in (
             "ttft_ms",
-            "prefill_ms",
             "prefill_tokens_per_second",
             "decode_tokens_per_second",
             "prefill_joules",
@@ -64,7 +58,7 @@ def test_every_level_runs_and_is_labelled(results):
             "average_watts",
         ):
             assert data[name] > 0, (level, name)
-        assert data["prefill_tokens_per_second"] == pytest.approx(256e3 / data["prefill_ms"])
+        assert data["prefill_tokens_per_second"] == pytest.approx(256e3 / data["ttft_ms"])
 
 
 def test_the_numbers_of_json_follow_from_each_other_and_from_the_spans(results):
@@ -77,7 +71,7 @@ def test_the_numbers_of_json_follow_from_each_other_and_from_the_spans(results):
             assert phase["milliseconds"] == pytest.approx((end_us - begin_us) / 1e3)
             assert phase["joules_low"] <= phase["joules"] <= phase["joules_high"]
         prefill, decode = phases
-        assert data["ttft_ms"] == data["prefill_ms"] == prefill["milliseconds"]
+        assert data["ttft_ms"] == prefill["milliseconds"]
         assert data["prefill_tokens_per_second"] == pytest.approx(256e3 / prefill["milliseconds"])
         assert data["decode_tokens_per_second"] == pytest.approx(8e3 / decode["milliseconds"])
         assert data["prefill_joules"] == prefill["joules"]
@@ -179,13 +173,8 @@ def test_the_driver_costs_what_fast_synchronisation_saves(results):
     fast = results["tensor"]
     slow = simulate(case(SMALL, prompt=256, decode=8, level="tensor", sync="finish"))
     assert slow.plan.entries == fast.plan.entries  # the plan is kept
-    assert slow.ttft_us > fast.ttft_us
+    assert slow.prefill.elapsed_us > fast.prefill.elapsed_us
     assert slow.decode.elapsed_us > 2 * fast.decode.elapsed_us
-    solved = simulate(case(SMALL, prompt=256, decode=8, level="tensor", sync="finish", resolve=True))
-    assert solved.ttft_us <= slow.ttft_us
-    # Solved for what it costs, decode is left to the GPU where that is faster.
-    assert solved.decode.elapsed_us < slow.decode.elapsed_us
-    assert solved.decode.tokens_per_second > 0.8 * results["gpu"].decode.tokens_per_second
 
 
 @pytest.mark.slow
@@ -224,7 +213,7 @@ def test_length_policies_of_an_odd_length():
     ttft = {}
     for policy in ("auto", "padding", "pipe", "online"):
         result = simulate(case(SMALL, prompt=300, decode=0, level="layer", length_policy=policy))
-        ttft[policy] = result.ttft_us
+        ttft[policy] = result.prefill.elapsed_us
         assert (result.prefill.padding_us > 0) == (policy != "online"), policy
         assert result.decode is None
     # A graph of the exact length wastes nothing, but is built while the user waits.
@@ -277,7 +266,7 @@ def test_a_large_model_is_simulated_in_few_calls(calls_of):
 
 def test_what_if_changes_a_parameter(results):
     slow = simulate(case(SMALL, prompt=256, decode=0, level="layer", overrides={"npu.array_tflops": 1.0}))
-    assert slow.ttft_us > 2 * results["layer"].ttft_us
+    assert slow.prefill.elapsed_us > 2 * results["layer"].prefill.elapsed_us
     with pytest.raises(OptionError, match="no parameter"):
         simulate(case(SMALL, level="gpu", overrides={"npu.warp": 1.0}))
 
@@ -310,9 +299,8 @@ def test_the_command_prints_json_with_the_promised_keys(capfd):
     ]
     assert main(given) == 0
     data = json.loads(capfd.readouterr().out)
-    assert data["simulated"] is True
-    assert data["plan_level"] == "layer"
-    assert data["ttft_ms"] >= data["prefill_ms"] > 0
+    assert (data["time_kind"], data["plan_level"]) == ("simulated", "layer")
+    assert data["modelled"]["ttft_ms"] == data["modelled"]["prefill"]["milliseconds"] > 0
 
 
 def test_the_command_shows_a_table_and_writes_a_timeline(capfd, tmp_path):
@@ -337,7 +325,6 @@ def test_the_command_shows_a_table_and_writes_a_timeline(capfd, tmp_path):
         ["--prompt", "0"],
         ["--decode", "-1"],
         ["--prompt", "200000"],
-        ["--head-bits", "5"],
         ["--gpu-load", "60fps"],
         ["--gpu-load", "60fps:50ms"],
         ["--gpu-load", "nanfps:5ms"],
@@ -369,7 +356,7 @@ def flown():
 
 
 def test_chunks_in_flight_leave_fewer_bubbles_than_one_after_the_other(flown):
-    assert flown.in_flight == "auto"
+    assert flown.request.in_flight == "auto"
     assert flown.plan.lanes > 1
     data = json.loads(json.dumps(flown.to_dict()))
     before, after = data["in_order"], data["prefill"]

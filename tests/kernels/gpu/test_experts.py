@@ -16,6 +16,7 @@ from heterollm.kernels.gpu import (
     ExpertShape,
     GlueKernels,
     GpuLinear,
+    GroupedLinear,
     MergedLaunch,
     OpenClRuntime,
     RoundedInputs,
@@ -444,8 +445,8 @@ class Layer:
         self.gates, self.routing, self.dtype, self.rounds = gates, routing, dtype, rounds
         self.runtime, self.hidden, self.width, self.format = runtime, hidden, width, weight
         options = {"activation_dtype": dtype, "integer_inputs": rounds, "experts": count}
-        self.gate_up = GpuLinear.pack(runtime, list(itertools.chain(*gates)), **options)
-        self.down = GpuLinear.pack(runtime, self.downs, **options)
+        self.gate_up = GroupedLinear.pack(runtime, list(itertools.chain(*gates)), **options)
+        self.down = GroupedLinear.pack(runtime, self.downs, **options)
 
     def product(self, linear, members, shape, style, chosen, taken=None, seed=1):
         """The rows of one grouped launch, the exact rows, and which of them the launch computes."""
@@ -459,7 +460,7 @@ class Layer:
         out = GuardedOutput(self.runtime, (shape.pairs, sum(linear.member_rows)), self.dtype)
         launches = [
             experts.sort(lists, shape=shape, taken=table),
-            linear.grouped_launch(slot, out.slot, lists, shape=shape, style=style, label="test"),
+            linear.launch(slot, out.slot, lists, shape=shape, style=style, label="test"),
         ]
         run_launches(self.runtime, launches)
         seen = reference.round_inputs(x, self.format.block) if self.rounds else x
@@ -569,11 +570,11 @@ def test_slots_of_some_experts_give_the_same_bits(runtime, make, style, weight, 
     routing, rows, columns, tokens = Routing(5, 2), (96, 96), 64, 40
     generator, options = np.random.default_rng(8), {"activation_dtype": np.float32}
     members = [random_weight(generator, count, columns, weight) for _ in range(5) for count in rows]
-    whole = GpuLinear.pack(runtime, members, experts=5, **options)
+    whole = GroupedLinear.pack(runtime, members, experts=5, **options)
     with monkeypatch.context() as patch:
         most = 2 * packed_bytes(weight, rows, columns)
         patch.setattr(runtime, "traits", replace(runtime.traits, max_buffer_bytes=most))
-        some = GpuLinear.reserve(runtime, rows, columns, weight, slots=3, **options)
+        some = GroupedLinear.reserve(runtime, rows, columns, weight, slots=3, **options)
     assert len(some._pieces) == 2
     assert some.size_bytes == 3 * packed_bytes(weight, rows, columns)
     shape, chosen = ExpertShape(routing, tokens), choices(generator, "even", tokens, routing)
@@ -582,7 +583,7 @@ def test_slots_of_some_experts_give_the_same_bits(runtime, make, style, weight, 
     outputs = [fill_slot(runtime, np.full((shape.pairs, sum(rows)), np.nan, np.float32)) for _ in range(2)]
     keywords = {"shape": shape, "style": style, "label": "experts"}
     run_launches(runtime, [experts.sort(lists, shape=shape)])
-    run_launches(runtime, [whole.grouped_launch(x, outputs[0], lists, **keywords)])
+    run_launches(runtime, [whole.launch(x, outputs[0], lists, **keywords)])
     rounds = ((4, 0, 2), (3, 1))
     table = np.full((len(rounds), 5), -1, np.int32)
     for number, own in enumerate(rounds):
@@ -593,7 +594,7 @@ def test_slots_of_some_experts_give_the_same_bits(runtime, make, style, weight, 
             some.fill(slot, members[2 * expert : 2 * expert + 2])
         launches = [
             experts.place_in_slots(lists, slots, number, shape=shape),
-            some.grouped_launch(x, outputs[1], lists, **keywords),
+            some.launch(x, outputs[1], lists, **keywords),
         ]
         run_launches(runtime, launches)
     np.testing.assert_array_equal(*map(slot_values, outputs))
@@ -632,9 +633,9 @@ def test_a_whole_layer_is_that_of_its_experts(runtime, within_gate, make, style,
             experts.route(logits, lists, shape=shape),
             experts.sort(lists, shape=shape),
             experts.gather(given_x, rows, lists, shape=shape, columns=hidden),
-            layer.gate_up.grouped_launch(rows, both, lists, **grouped),
+            layer.gate_up.launch(rows, both, lists, **grouped),
             activate(glue, members, active, tokens=shape.pairs, intermediate=width),
-            layer.down.grouped_launch(active, rows, lists, **grouped),
+            layer.down.launch(active, rows, lists, **grouped),
             experts.combine(rows, lists, out.slot, shape=shape, columns=hidden),
         ]
         run_launches(runtime, launches)
@@ -763,13 +764,11 @@ def test_what_does_not_fit_is_refused(runtime, make):
     with pytest.raises(KernelError, match="gathering for the NPU output slot has 48 bytes, 320"):
         experts.gather_taken(logits, logits, lists, given, shape=shape, columns=4)
     layer = Layer(runtime, np.float32, WeightFormat(32), Routing(4, 2))
-    with pytest.raises(KernelError, match="of a layer with 4 experts"):
-        layer.down.launch(logits, logits, tokens=1, label="test")
     with pytest.raises(KernelError, match="4 experts have weights, not 5"):
-        layer.down.grouped_launch(logits, logits, lists, shape=ExpertShape(Routing(5, 2), 3), label="test")
+        layer.down.launch(logits, logits, lists, shape=ExpertShape(Routing(5, 2), 3), label="test")
     weights = [np.zeros((rows, 32), np.float32) for rows in (96, 64, 64)]
     with pytest.raises(KernelError, match=r"Members with \[64, 96\] rows are not those of 3 equal experts"):
-        GpuLinear.pack(runtime, weights, activation_dtype=np.float32, experts=3)
+        GroupedLinear.pack(runtime, weights, activation_dtype=np.float32, experts=3)
     with pytest.raises(KernelError, match="0 tokens"):
         ExpertShape(Routing(4, 2), 0)
     for wrong in ({"chosen": 5}, {"chosen": 0}, {"chosen": 2, "scoring": "sparsemixer"}):

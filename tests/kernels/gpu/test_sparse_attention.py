@@ -52,7 +52,7 @@ def make(runtime):
         more.setdefault("keep", tuple(rng.uniform(0.05, 0.6, heads[0]).tolist()))
         shape = SparseShape(HeadShape(*heads, position + tokens + 5), tokens, keys)
         own = SparsePass(shape, position, tokens if length is None else length, **more)
-        return SparseCase(runtime, LAYERS[key], dtype, kv, own, rng)
+        return SparseCase(runtime, LAYERS[key], dtype, own, rng)
 
     return get
 
@@ -102,6 +102,20 @@ def test_estimates_are_those_of_the_oracle(make, style, heads, exponent):
         np.testing.assert_array_equal(actual, exact)
 
     holds()
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("count", [1, 9])
+def test_pages_that_a_window_has_left_have_no_codes(make, check, style, count):
+    """They lie in no page; those that queries see lie in any order."""
+    sizes = {"scores": Scores(0.25, 40), "buckets": count, "pages": (-1, 3, 1, 2)}
+    made = make(style, (4, 2, 16), 70, 110, **sizes)
+    (queries, key_codes, steps), exact = made.quantise()
+    np.testing.assert_array_equal(queries, exact[0])
+    np.testing.assert_array_equal(key_codes, exact[1])
+    np.testing.assert_allclose(steps, exact[2], rtol=1e-6)
+    made.put_scores(made.generator.integers(60, 200, made.memory.scores.array.shape, np.uint8), steps)
+    check(made.attend(made.select()))
 
 
 def check_selection(made, selected, codes, steps):

@@ -34,6 +34,7 @@ from heterollm.kernels.gpu import (
     ExpertShape,
     GlueKernels,
     GpuLinear,
+    GroupedLinear,
     HeadShape,
     KernelStyle,
     KvLayer,
@@ -136,6 +137,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS",
         "-DWG=1 -DKV_CODES -DJOINT_NORM",
         "-DWG=64 -DPIECES=4 -DKV_CODES -DWHOLE_EIGHTS",
+        "-DWG=1 -DKV_CODES -DPAGED",
+        "-DWG=64 -DPIECES=4 -DPAGED -DWHOLE_EIGHTS",
         "-DWG=64 -DSUM",
     ],
     (*LAYERS, "outliers.cl"): [
@@ -163,6 +166,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DHEAD_DIM=36 -DROWS=8 -DMICRO=4 -DVECTORS=2 -DKV_CODES",
         "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DGATHERED -DBLOCK=32 -DMEMBERS=3",
+        "-DWG=1 -DHEAD_DIM=80 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DGATHERED -DBLOCK=32 -DMEMBERS=3 -DPAGED",
+        "-DWG=1 -DHEAD_DIM=64 -DROWS=7 -DMICRO=7 -DVECTORS=1 -DKV_CODES -DPAGED",
     ],
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
@@ -172,6 +177,9 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=80 -DROWS=4 -DGROUP=4 -DCODE_BITS=8 -DCODE_BLOCK=64 -DCODE_HEADS=4",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=1 -DGATHERED -DBLOCK=32 -DMEMBERS=3 -DWHOLE_EIGHTS",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=1 -DGATHERED -DBLOCK=32 -DMEMBERS=3 -DWHOLE_EIGHTS -DPAGED",
+        "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_CODES -DPAGED",
+        "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS -DPAGED",
     ],
     (*ATTENTION, "attention_join.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
@@ -181,6 +189,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8 -DBUCKETS=9",
         "-DWG=1 -DHEAD_DIM=20 -DGROUP=1 -DNPU_CODES=8 -DKV_HALF",
         "-DWG=64 -DHEAD_DIM=128 -DGROUP=6 -DNPU_CODES=8 -DKV_HALF -DWHOLE_EIGHTS -DBUCKETS=5",
+        "-DWG=1 -DHEAD_DIM=20 -DGROUP=1 -DNPU_CODES=8 -DBUCKETS=9 -DPAGED",
+        "-DWG=64 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8 -DPAGED",
     ],
     (*SPARSE, "score_estimate.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8",
@@ -523,7 +533,7 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
         experts = GpuExperts(runtime, dtype, dtype, style=style)
         weights = [random_weight(rng, width, hidden, weight) for _ in range(routing.experts)]
         options = {"activation_dtype": dtype, "integer_inputs": rounds}
-        layer = GpuLinear.pack(runtime, weights, experts=routing.experts, **options)
+        layer = GroupedLinear.pack(runtime, weights, experts=routing.experts, **options)
         for tokens in (1, 5, 30):
             shape = ExpertShape(routing, tokens)
             lists = ExpertLists(
@@ -543,7 +553,7 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
                 experts.sort(lists, shape=shape, taken=given),
                 experts.gather_taken(x, inputs, lists, given, **sizes),
                 experts.gather(x, rows, lists, **sizes),
-                layer.grouped_launch(rows, y, lists, shape=shape, style=style, label="experts"),
+                layer.launch(rows, y, lists, shape=shape, style=style, label="experts"),
                 experts.combine(
                     y, lists, out, shape=shape, columns=width, other=other, taken=given, adds=True
                 ),
@@ -578,7 +588,7 @@ def sparse_launches(runtime: OpenClRuntime) -> Iterator[None]:
         shape = SparseShape(HeadShape(4, 2, 20, 115), 40, 112)
         scores, keep = Scores(0.2, window, 3.0 if window else 0.0), (0.1, 0.7, 0.9, 1.0)
         own = SparsePass(shape, 75, 35, scores, (1, 0), keep, exponent=3, buckets=9)
-        case = SparseCase(runtime, sparse, dtype, dtype, own, np.random.default_rng(0))
+        case = SparseCase(runtime, sparse, dtype, own, np.random.default_rng(0))
         for actual, exact in zip(*case.quantise(), strict=True):
             np.testing.assert_allclose(actual, exact, rtol=1e-6)
         yield

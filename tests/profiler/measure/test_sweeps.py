@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from heterollm.kernels.devices import open_device
-from heterollm.kernels.npu import STANDARD_LENGTHS, FewerForms, LinearShard, QnnNpu, qnn_available
+from heterollm.kernels.npu import STANDARD_LENGTHS, LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.known import ModelSize
 from heterollm.profiler import SessionOptions, profile_device
@@ -71,9 +71,12 @@ def test_the_sweep_of_k_keeps_the_size_of_the_weight_and_shows_the_limit(found):
     assert chunked == {columns for columns in plain if columns > 4096}
 
 
-def test_a_form_that_is_not_offered_is_not_measured(simulated):
-    fewer = replace(simulated, npu=FewerForms(simulated.npu, ("activation_first",)))
-    forms = {key.point.form for task in sweep_tasks(fewer) for key in task.keys}
+def test_a_form_that_is_not_offered_is_not_measured(simulated, monkeypatch):
+    offered = simulated.npu.forms
+    monkeypatch.setattr(
+        simulated.npu, "forms", lambda *of: tuple(form for form in offered(*of) if form != "activation_first")
+    )
+    forms = {key.point.form for task in sweep_tasks(simulated) for key in task.keys}
     assert forms == {"weight_first", "matmul_nbits", "k_chunked"}
     assert sweep_tasks(replace(simulated, npu=None)) == []
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from heterollm.base import MIB, ProfileError
-from heterollm.kernels.gpu.linear import ROW_ALIGNMENT
+from heterollm.kernels.gpu.tiled_weights import ROW_ALIGNMENT
 from heterollm.kernels.npu import (
     K_SPLIT_COLUMNS,
     STANDARD_LENGTHS,

@@ -1,0 +1,1 @@
+"""Sparse attention: its slots, and its steps (shadowAttn)."""

@@ -1,0 +1,242 @@
+"""The state of a session between passes: keys and values of its layers, in the GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.engine.step import Buffer
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import (
+    PAGE_POSITIONS,
+    STEP_WORDS,
+    DeviceMemory,
+    KvLayer,
+    KvMemory,
+    head_stride,
+    pages_of,
+    position_bytes,
+    scales_start,
+)
+from heterollm.model import KvSpec, ModelConfig
+
+KV_CACHE: Final = "kv_cache"
+"""Name of the buffer of keys and values; those of a window have its positions behind a dot."""
+
+
+def is_state(buffer: Buffer) -> bool:
+    """Return whether a buffer holds the state of a session."""
+    return buffer.name.partition(".")[0] == KV_CACHE
+
+
+class LayerState(Protocol):
+    """The state of a session for layers that need the same.
+
+    A pass at a position forgets the tokens from that position on.
+    """
+
+    @property
+    def memories(self) -> dict[DeviceMemory, str]:
+        """Its memory, with the names of buffers in steps."""
+
+    def reserve(self, position: int, tokens: int) -> None:
+        """Make room for the tokens of a pass."""
+
+    def bind(self, words: NDArray[np.int32]) -> None:
+        """Write the words of the step buffer from which kernels read where it lies."""
+
+    def commit(self, position: int) -> None:
+        """Note that the passes before a position have run."""
+
+    def latest(self, position: int) -> int:
+        """Return the last position up to this one at which it holds all that a pass needs; 0 at worst."""
+
+    def copy_from(self, other: Any, position: int, /) -> None:  # noqa: ANN401 - a state of the same kind
+        """Copy the state of the tokens before a position, which is a latest one of the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose keys and values lie in the same memory.
+
+    Args:
+        spec: Their sizes.
+        layers: Their numbers.
+        positions: Positions of a session.
+        places: Positions in memory; as many, unless a window needs fewer.
+        table: First word of their pages in the step buffer.
+    """
+
+    spec: KvSpec
+    layers: tuple[int, ...]
+    positions: int
+    places: int
+    table: int
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether positions have no fixed places."""
+        return self.places < self.positions
+
+
+def kv_groups(config: ModelConfig, context: int, longest: int) -> tuple[KvGroup, ...]:
+    """Return the memories of a session's keys and values; without a shorter window one for all layers.
+
+    Args:
+        config: The model.
+        context: Positions of a session.
+        longest: Most positions that a pass writes.
+    """
+    found: dict[tuple[KvSpec, int], list[int]] = {}
+    for layer, spec in config.states.items():
+        assert isinstance(spec, KvSpec)
+        places = spec.kept(context, longest)
+        whole = KvSpec(spec.kv_heads, spec.head_dim, spec.window if places < context else 0)
+        found.setdefault((whole, places), []).append(layer)
+    groups, table = [], STEP_WORDS
+    for (spec, places), layers in found.items():
+        groups.append(KvGroup(spec, tuple(layers), context, places, table))
+        table += pages_of(context) if groups[-1].is_paged else 0
+    return tuple(groups)
+
+
+class KvState:
+    """Keys and values ``[layer][k|v][kv_head][place][head_dim]`` of the device's cache type.
+
+    Each head begins on a page of memory. In 8 bits the scales of a head's places lie behind its codes. Layers
+    that exceed the GPU's largest buffer together are in several memories.
+
+    A token's place is its position, unless layers with a sliding window keep fewer: there the page of later
+    positions takes the place of one that the window has left.
+    """
+
+    def __init__(self, device: Device, group: KvGroup) -> None:
+        self._group, self._gpu, spec, dtype = group, device.gpu, group.spec, device.cache_dtype
+        code_bytes = spec.head_dim * dtype.itemsize
+        # Where the parts of a head's places begin, and their bytes: elements, and scales of codes.
+        self._parts = [(0, code_bytes)]
+        if scale_bytes := position_bytes(spec.head_dim, dtype) - code_bytes:
+            self._parts.append((scales_start(group.places, spec.head_dim), scale_bytes))
+        self._stride_bytes = head_stride(group.places, spec.head_dim, dtype) * dtype.itemsize
+        layer_bytes, count = spec.bytes(group.places, dtype), len(group.layers)
+        each = min(count, max(1, self._gpu.traits.max_buffer_bytes // layer_bytes))
+        sizes = [min(each, count - first) * layer_bytes for first in range(0, count, each)]
+        memories = [DeviceMemory(self._gpu.scratch(size), size) for size in sizes]
+        name = f"{KV_CACHE}.{spec.window}" if group.is_paged else KV_CACHE
+        self.memories = dict.fromkeys(memories, name)
+        places = group.places if group.is_paged else 0
+        self.layers = {
+            layer: KvLayer(memories[at // each], at % each, places, group.table)
+            for at, layer in enumerate(group.layers)
+        }
+        pages = np.arange(pages_of(group.positions), dtype=np.int32)
+        self._pages = pages % pages_of(group.places)
+        # The pages that are held, ascending and without a gap, and the position behind the last pass.
+        self._first = self._stop = self._end = 0
+
+    def reserve(self, position: int, tokens: int) -> None:
+        """Make room for the tokens of a pass."""
+        first, stop = self._first_seen(position), pages_of(position + tokens)
+        if not self._first <= first <= self._stop:
+            self._first = first
+        self._first, self._stop = max(self._first, stop - pages_of(self._group.places)), stop
+        self._end = min(self._end, position)
+
+    def bind(self, words: NDArray[np.int32]) -> None:
+        """Write the words of the step buffer from which kernels read where it lies."""
+        if self._group.is_paged:
+            words[self._group.table : self._group.table + len(self._pages)] = self._pages
+
+    def commit(self, position: int) -> None:
+        """Note that the passes before a position have run."""
+        self._end = position
+
+    def latest(self, position: int) -> int:
+        """Return the last position up to this one at which it holds all that a pass needs; 0 at worst."""
+        return position if position <= self._end and self._first <= self._first_seen(position) else 0
+
+    def copy_from(self, other: KvState, position: int) -> None:
+        """Copy the state of the tokens before a position, which is a latest one of the other."""
+        self._first, self._stop, self._end = other._first, pages_of(position), position
+        for target, source in zip(self.memories, other.memories, strict=True):
+            for start_bytes, each_bytes in self._parts:
+                self._gpu.copy_rows(
+                    target,
+                    source,
+                    rows=target.size_bytes // self._stride_bytes,
+                    row_bytes=min(position, self._group.places) * each_bytes,
+                    stride_bytes=self._stride_bytes,
+                    start_bytes=start_bytes,
+                )
+
+    def _first_seen(self, position: int) -> int:
+        """Return the first page that a token at a position attends to."""
+        window = self._group.spec.window
+        return max(0, position - window + 1) // PAGE_POSITIONS if window else 0
+
+
+class SessionState:
+    """The state of all layers of a session.
+
+    Args:
+        device: The device.
+        groups: The memories of its keys and values.
+    """
+
+    __slots__ = ("__weakref__", "_gpu", "memory", "states")
+
+    def __init__(self, device: Device, groups: Sequence[KvGroup]) -> None:
+        self._gpu = device.gpu
+        kept = [KvState(device, group) for group in groups]
+        self.states: tuple[LayerState, ...] = tuple(kept)
+        memories = {memory: name for state in kept for memory, name in state.memories.items()}
+        layers = {layer: place for state in kept for layer, place in state.layers.items()}
+        self.memory = KvMemory(memories, layers)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all memories."""
+        return sum(memory.size_bytes for memory in self.memory.memories)
+
+    def stand_in(self) -> KvMemory:
+        """Return memory of no use, to bind to kernels in place of this session's."""
+        memories = self.memory.memories.values()
+        return KvMemory({DeviceMemory(self._gpu.scratch(1), 1): name for name in memories}, {})
+
+    def reserve(self, position: int, tokens: int) -> None:
+        """Make room for the tokens of a pass at a position; tokens from there on are forgotten."""
+        for state in self.states:
+            state.reserve(position, tokens)
+
+    def bind(self, words: NDArray[np.int32]) -> None:
+        """Write the words of the step buffer from which kernels read where all lies."""
+        for state in self.states:
+            state.bind(words)
+
+    def commit(self, position: int) -> None:
+        """Note that the passes before a position have run."""
+        for state in self.states:
+            state.commit(position)
+
+    def latest(self, position: int) -> int:
+        """Return the last position up to this one at which all that a pass needs is there; 0 at worst."""
+        while True:
+            found = position
+            for state in self.states:
+                found = state.latest(found)
+            if found == position:
+                return found
+            position = found
+
+    def can_truncate(self, position: int) -> bool:
+        """Return whether all that a pass at a position needs is there."""
+        return self.latest(position) == position
+
+    def copy_from(self, other: SessionState, position: int) -> None:
+        """Copy the state of the tokens before a position, which is a latest one of the other."""
+        for target, source in zip(self.states, other.states, strict=True):
+            target.copy_from(source, position)

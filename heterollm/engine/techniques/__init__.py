@@ -1,0 +1,1 @@
+"""Techniques of papers in the passes of an engine: what they hold, and their steps."""

@@ -1,0 +1,1 @@
+"""Sparse attention in plans: placements, times, and the choice of them (shadowAttn)."""
