@@ -14,7 +14,7 @@ from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.ops import ffn_specs
 from heterollm.llm import LLM
 from heterollm.model import convert_model
-from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan
+from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan, PlannedExperts
 from heterollm.solver.placements import FfnPlacement
 from heterollm.solver.plan_records import PlanEntry
 
@@ -53,7 +53,7 @@ def with_experts(plan: Plan, layers: tuple[int, ...]) -> Plan:
         ExpertsEntry((1, CHUNK), (0, layers[-1] - 1), some),
         ExpertsEntry((1, CHUNK), (layers[-1], layers[-1]), more),
     )
-    return structs.replace(plan, experts=entries)
+    return plan.with_technique(PlannedExperts(entries))
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ def test_dense_layers_are_planned_and_run_beside_sparse_ones(tmp_path, level):
     path.write_text(json.dumps(SMALL | {"num_hidden_layers": 3, "mlp_only_layers": [1]} | DENSE))
     result = simulated(str(path), "npumoe", level=level)
     assert result.layers == {"attention+mixture": 2, "attention+ffn": 1}
-    assert {layer for entry in result.plan.experts for layer in entry.layers} == {0, 2}
+    planned = result.plan.technique(PlannedExperts).entries
+    assert {layer for entry in planned for layer in entry.layers} == {0, 2}
     assert result.experts.pairs == 256 * 4 * 2
     by_group = {}
     for entry in result.plan.entries:
