@@ -276,6 +276,31 @@ def test_nothing_unpickles() -> None:
             assert imported == {"Parallel", "delayed", "parallel_config"}, path
 
 
+SIZE_ROW = re.compile(r"^\| [^|]+ \| (`[^|]+`) \| ([\d,]+) \|$", re.MULTILINE)
+SLACK = 1.05
+
+
+def stated_sizes() -> dict[tuple[str, ...], int]:
+    """Return the lines that CONTRIBUTING.md allows, by the paths of a part."""
+    section = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("### Sizes")[2].partition("\n## ")[0]
+    return {
+        tuple(re.findall(r"`([^`]+)`", paths)): int(lines.replace(",", ""))
+        for paths, lines in SIZE_ROW.findall(section)
+    }
+
+
+def test_parts_are_no_larger_than_contributing_says() -> None:
+    stated = stated_sizes()
+    found = dict.fromkeys(stated, 0)
+    for path in (*MODULES, *sorted((ROOT / "bench").rglob("*.py"))):
+        name = path.relative_to(ROOT).as_posix()
+        fitting = [(len(one), part) for part in stated for one in part if name.startswith(f"{one}/")]
+        found[max(fitting)[1]] += path.read_text("utf-8").count("\n")
+    assert len(stated) > 12
+    assert all(found.values())
+    assert {part: lines for part, lines in found.items() if lines > SLACK * stated[part]} == {}
+
+
 def test_importing_the_package_loads_nothing_heavy(tmp_path: Path) -> None:
     script = (
         "import sys, heterollm; "
