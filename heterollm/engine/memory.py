@@ -102,14 +102,16 @@ def memory_need(
     """
     # A late import: without an OpenCL binding, opening the device has raised the error that says so.
     from heterollm.engine.slots import TECHNIQUES
+    from heterollm.engine.techniques.slots import EngineSizes
 
+    of = EngineSizes(config, specs, plan, item_bytes, context)
     head = next(spec for spec in specs if spec.group == "head")
     # The embedding is packed like the head, and is the head where they are tied.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
     experts = expert_specs(config, specs)
     graphs = plan.npu_bytes((*specs, *experts), graph_memory(npu))
     if npu is not None and npu.io_by_graph:
-        graphs += sum(one.graph_bytes(config, plan, context) for one in TECHNIQUES)
+        graphs += sum(one.graph_bytes(of) for one in TECHNIQUES)
     if npu is not None and npu.addressable_bytes is not None:
         graphs = min(graphs, npu.addressable_bytes)
     if experts_bytes is None:
@@ -120,9 +122,7 @@ def memory_need(
         kv_cache=config.state_bytes(context, plan.longest_flight, cache_dtype),
         slots=sum(size for slot, size in slots.items() if not any(slot in one.APART for one in TECHNIQUES)),
         techniques={
-            title: size
-            for one in TECHNIQUES
-            for title, size in one.memory(plan, specs, slots, given, item_bytes).items()
+            title: size for one in TECHNIQUES for title, size in one.memory(of, slots, given).items()
         },
     )
 

@@ -9,7 +9,7 @@ from typing import Final
 from heterollm.engine.experts.slots import ExpertSlots
 from heterollm.engine.shadow.slots import ShadowSlots
 from heterollm.engine.sparse.slots import SparseSlots
-from heterollm.engine.techniques.slots import TechniqueSlots
+from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec, ffn_specs
@@ -97,7 +97,8 @@ def pool_sizes(
     if experts is not None:
         sizes |= _expert_sizes(experts, tokens, item_bytes)
     own = itertools.chain(_code_sizes(specs, tokens), _npu_code_sizes(specs, plan))
-    added = (pair for one in TECHNIQUES for pair in one.sizes(config, specs, plan, item_bytes, context))
+    of = EngineSizes(config, specs, plan, item_bytes, context)
+    added = (pair for one in TECHNIQUES for pair in one.sizes(of))
     for slot, size in (*added, *own):
         sizes[slot] = max(size, sizes.get(slot, 0))
     return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}

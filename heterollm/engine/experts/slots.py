@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from heterollm.engine.techniques.slots import TechniqueSlots
-from heterollm.kernels.ops import OpSpec
-from heterollm.model import ModelConfig
-from heterollm.solver import Plan, PlannedExperts
+from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
+from heterollm.solver import PlannedExperts
 
 EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT = "expert_npu_input", "expert_npu_output"
 
@@ -15,13 +13,10 @@ EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT = "expert_npu_input", "expert_npu_output"
 class ExpertSlots(TechniqueSlots):
     """The slots of experts on the NPU."""
 
-    def sizes(
-        self, config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int, context: int
-    ) -> Iterator[tuple[str, int]]:
+    def sizes(self, of: EngineSizes, /) -> Iterator[tuple[str, int]]:
         """Yield input and output of a plan's groups of experts."""
-        del specs, context
-        for entry in plan.technique(PlannedExperts).entries:
-            if entry.placement.rows and entry.lengths[0] <= plan.chunk_length:
-                size = entry.placement.rows * config.hidden_size * item_bytes
+        for entry in of.plan.technique(PlannedExperts).entries:
+            if entry.placement.rows and entry.lengths[0] <= of.plan.chunk_length:
+                size = entry.placement.rows * of.config.hidden_size * of.item_bytes
                 yield EXPERT_NPU_INPUT, size
                 yield EXPERT_NPU_OUTPUT, size

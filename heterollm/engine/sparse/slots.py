@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from heterollm.engine.lanes import Lane
-from heterollm.engine.techniques.slots import TechniqueSlots
+from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.gpu import HeadShape, ScoreMemory, Selection, SparseShape, code_bytes
 from heterollm.kernels.npu import ScoresShard, graph_tensors
-from heterollm.kernels.ops import OpSpec
 from heterollm.model import AttentionBlock, ModelConfig
 from heterollm.solver import Plan, PlannedAttention, SparseAttention, score_keys, score_tokens
 
@@ -86,23 +85,22 @@ class SparseSlots(TechniqueSlots):
     PRIVATE: ClassVar[tuple[str, ...]] = (SCORE_STEPS, SCORE_RANGES, SELECTION, SELECTION_COUNTS)
     APART: ClassVar[tuple[str, ...]] = (SCORE_QUERIES, SCORE_KEYS, SCORES, *PRIVATE)
 
-    def sizes(
-        self, config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int, context: int
-    ) -> Iterator[tuple[str, int]]:
+    def sizes(self, of: EngineSizes, /) -> Iterator[tuple[str, int]]:
         """Yield what entries of a plan need, and slots of the core for padded passes."""
+        config, plan = of.config, of.plan
         widest = max(block.heads * block.head_dim for block in config.blocks(AttentionBlock).values())
         for tokens in {score_tokens(tokens) for tokens, _ in _longest(plan)}:
             yield "query", tokens * widest * 4
-            yield "attention_output", tokens * widest * item_bytes
-            for spec in specs:
+            yield "attention_output", tokens * widest * of.item_bytes
+            for spec in of.specs:
                 if spec.integer_inputs and spec.group != "head":
                     codes, blocks = code_bytes(tokens, spec.columns, spec.weight.block)
                     yield f"{spec.source}_codes", codes
                     yield f"{spec.source}_blocks", blocks
         own = config.attention
-        heads = HeadShape(own.heads, own.kv_heads, own.head_dim, context)
+        heads = HeadShape(own.heads, own.kv_heads, own.head_dim, of.context)
         for tokens, keys in _longest(plan):
-            shape = sparse_shape(heads, tokens, min(keys, context))
+            shape = sparse_shape(heads, tokens, min(keys, of.context))
             yield SCORE_QUERIES, shape.query_bytes
             yield SCORE_KEYS, shape.key_bytes
             yield SCORES, shape.score_bytes
@@ -112,20 +110,14 @@ class SparseSlots(TechniqueSlots):
             yield SELECTION_COUNTS, 4 * heads.heads * shape.blocks
 
     def memory(
-        self,
-        plan: Plan,
-        specs: Sequence[OpSpec],
-        slots: Mapping[str, int],
-        given: Mapping[str, Any],
-        item_bytes: int,
+        self, _of: EngineSizes, slots: Mapping[str, int], _given: Mapping[str, Any], /
     ) -> dict[str, int]:
         """Return the sum of the slots."""
-        del plan, specs, given, item_bytes
         return {"scores of attention": sum(slots.get(slot, 0) for slot in self.APART)}
 
-    def graph_bytes(self, config: ModelConfig, plan: Plan, context: int) -> int:
+    def graph_bytes(self, of: EngineSizes, /) -> int:
         """Return the bytes of all graphs of scores that some pass may run."""
         return sum(
             graph_tensors(shard, rows, code_dtype(8)).size_bytes + shard.weight_bytes
-            for shard, rows in score_graphs(config, plan, context)
+            for shard, rows in score_graphs(of.config, of.plan, of.context)
         )
