@@ -71,6 +71,18 @@ def _nibbles(data: Bytes, width: int) -> Bytes:
     return np.stack([runs & 15, runs >> 4], axis=2).reshape(len(data), -1)
 
 
+def _two_bits(data: Bytes, width: int = 32) -> Bytes:
+    """Return the two-bit codes of each run of ``width`` bytes, the lowest pairs first: ``[b, 4 * bytes]``."""
+    runs = data.reshape(len(data), -1, 1, width) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return np.ascontiguousarray(runs.reshape(len(data), -1))
+
+
+def _bits(data: Bytes) -> Bytes:
+    """Return the bits of all 32 bytes, the lowest of each first: ``[b, 256]``."""
+    bits = data[:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    return bits.reshape(len(data), -1)
+
+
 def _fifth_bits(data: Bytes) -> Bytes:
     """Return the bits of 4 bytes, lowest first, as 16 or 0: ``[b, 32]``."""
     return np.unpackbits(np.ascontiguousarray(data), axis=1, bitorder="little") << np.uint8(4)
@@ -114,24 +126,14 @@ def _q4_k(data: Bytes) -> Parts:
 
 
 def _q5_k(data: Bytes) -> Parts:
-    high = data[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _nibbles(data[:, 48:], 32) | high.reshape(len(data), -1) << 4
+    codes = _nibbles(data[:, 48:], 32) | _bits(data[:, 16:48]) << 4
     return _signed(codes, 0), *_six_bit_pairs(data)
 
 
 def _q6_k(data: Bytes) -> Parts:
-    low = _nibbles(data[:, :128], 64)
-    pairs = data[:, 128:192].reshape(-1, 2, 1, 32)
-    high = pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    codes = low | high.reshape(len(data), -1) << 4
+    codes = _nibbles(data[:, :128], 64) | _two_bits(data[:, 128:192]) << 4
     parts = np.ascontiguousarray(data[:, 192:208]).view(np.int8)
     return _signed(codes, 32), _half(data, 208) * parts, None
-
-
-def _two_bits(data: Bytes) -> Bytes:
-    """Return the two-bit codes of each run of 32 bytes, the lowest pairs first: ``[b, 4 * bytes]``."""
-    runs = data.reshape(len(data), -1, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    return np.ascontiguousarray(runs.reshape(len(data), -1))
 
 
 def _q2_k(data: Bytes) -> Parts:
@@ -142,11 +144,9 @@ def _q2_k(data: Bytes) -> Parts:
 
 def _q3_k(data: Bytes) -> Parts:
     # A set bit of the mask, which has one for each element, means that nothing is subtracted.
-    high = data[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _two_bits(data[:, 32:96]) | high.reshape(len(data), -1) << 2
+    codes = _two_bits(data[:, 32:96]) | _bits(data[:, :32]) << 2
     low = np.concatenate([data[:, 96:104] & 15, data[:, 96:104] >> 4], axis=1)
-    pairs = data[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    scales = _signed(low | pairs.reshape(len(data), -1) << 4, 32)
+    scales = _signed(low | _two_bits(data[:, 104:108], 4) << 4, 32)
     return _signed(codes, 4), _half(data, 108) * scales, None
 
 
