@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,6 +155,12 @@ class Checkpoint:
             integers = {name for name in self.adapter.factors if self._stored_kind(name)}
             self.adapter.check({name: self.shape(name) for name in self.names}, integers)
             self._hashed_paths += self.adapter.paths
+
+    @functools.cached_property
+    def _stated(self) -> dict[str, Any]:
+        """Content of ``config.json``; empty without one."""
+        config = self.folder / "config.json"
+        return read_json_object(config) if config.is_file() else {}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -367,8 +375,7 @@ class Checkpoint:
 
     def _take_text_part(self) -> None:
         """Leave out tensors beside the text part, and give those of it their names in a model of text."""
-        config = self.folder / "config.json"
-        if not config.is_file() or not is_wrapped(read_json_object(config)):
+        if not is_wrapped(self._stated):
             return
         files, names = self._files, text_names(self._files)
         self._unread = len(files) - len(names)
@@ -393,8 +400,7 @@ class Checkpoint:
 
     def _add_packed(self) -> None:
         """Replace the packed tensors of quantised linears by the weights that they stand for."""
-        config = self.folder / "config.json"
-        stated = read_json_object(config).get("quantization_config") if config.is_file() else None
+        stated = self._stated.get("quantization_config")
         if not isinstance(stated, dict):
             return
         tensors = {

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -49,7 +49,6 @@ from heterollm.model.layout import (
 from heterollm.model.stored import STORED_VERSION
 from heterollm.model.stored_notes import stored_notes
 from heterollm.model.tensor_file import TensorFile
-from heterollm.model.tensor_rows import TensorRows
 from heterollm.model.weight_cache import (
     ByteProgress,
     Recipe,
@@ -156,7 +155,8 @@ class ModelWeights:
         if layer == HEAD_LAYER or not names:
             return tuple(self.floats[name] for name in names.values())
         places = linear_rows(self.config, layer)[group]
-        return tuple(_in_order(self.floats[name], places[member]) for member, name in names.items())
+        found = (take_rows(self.floats[name], places[member].ranges) for member, name in names.items())
+        return cast("tuple[NDArray[np.float32], ...]", tuple(found))
 
     def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
         """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's."""
@@ -341,12 +341,6 @@ def _shifted(progress: ByteProgress | None, start_bytes: int, total_bytes: int) 
     if progress is None:
         return None
     return lambda done_bytes, _: progress(start_bytes + done_bytes, total_bytes)
-
-
-def _in_order(bias: NDArray[np.float32], place: TensorRows) -> NDArray[np.float32]:
-    """Return the part of a tensor's bias that belongs to some of its rows."""
-    parts = [bias[start:stop] for start, stop in place.ranges]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _as_float32(weight: LinearWeight) -> NDArray[np.float32]:
