@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -78,6 +79,10 @@ GRANITE_FIELDS = frozenset(
     {
         *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     }
+)
+
+GRANITE_EXPERTS: Final = Mixture(
+    "block_sparse_moe.router.layer", STACKED_EXPERTS, count_fields=("num_local_experts",)
 )
 
 MIXTURES: Mapping[str, Family] = MappingProxyType(
@@ -211,9 +216,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             architecture="GraniteMoeForCausalLM",
             tensors=TensorNames(ATTENTION, NORMS),
             layers=SPARSE,
-            mixture=Mixture(
-                "block_sparse_moe.router.layer", STACKED_EXPERTS, count_fields=("num_local_experts",)
-            ),
+            mixture=GRANITE_EXPERTS,
             defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
             follows=GRANITE_FIELDS,
             biases=ATTENTION_BIASES,
@@ -226,12 +229,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             architecture="GraniteMoeSharedForCausalLM",
             tensors=TensorNames(SHARED, NORMS),
             layers=alike(("attention",), ("mixture", "ffn")),
-            mixture=Mixture(
-                "block_sparse_moe.router.layer",
-                STACKED_EXPERTS,
-                shared_field="shared_intermediate_size",
-                count_fields=("num_local_experts",),
-            ),
+            mixture=replace(GRANITE_EXPERTS, shared_field="shared_intermediate_size"),
             defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
             follows=GRANITE_FIELDS,
             biases=ATTENTION_BIASES,
@@ -244,12 +242,10 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             architecture="GraniteMoeHybridForCausalLM",
             tensors=TensorNames(SHARED, NORMS),
             layers=with_any_experts,
-            mixture=Mixture(
-                "block_sparse_moe.router.layer",
-                STACKED_EXPERTS,
+            mixture=replace(
+                GRANITE_EXPERTS,
                 shared_field="shared_intermediate_size",
                 dense_field="shared_intermediate_size",
-                count_fields=("num_local_experts",),
             ),
             defaults={
                 "num_local_experts": 8,
