@@ -68,8 +68,11 @@ def request_of(row: Row) -> RungRequest:
 
 def rows_again(rows: Sequence[Row], jobs: int, progress: Callable[[str, int, int], None]) -> list[Row]:
     """Return the rows of the same requests by this version of the program."""
-    requests = [request_of(row) for row in rows]
-    return [view(row) for row in run_sweep(requests, jobs=jobs, progress=progress, run=run_rung)]
+    return list(map(view, _again(rows, jobs, progress)))
+
+
+def _again(rows: Sequence[Row], jobs: int, progress: Callable[[str, int, int], None]) -> list[Row]:
+    return run_sweep([request_of(row) for row in rows], jobs=jobs, progress=progress, run=run_rung)
 
 
 def take(name: str, jobs: int, progress: Callable[[str, int, int], None]) -> int:
@@ -77,9 +80,8 @@ def take(name: str, jobs: int, progress: Callable[[str, int, int], None]) -> int
     path = RESULTS / f"{name}.jsonl"
     kept = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     old = [view(row) for row in kept]
-    again = run_sweep([request_of(row) for row in old], jobs=jobs, progress=progress, run=run_rung)
     changed = 0
-    for at, found in enumerate(again):
+    for at, found in enumerate(_again(old, jobs, progress)):
         if list(row_differences(name, [old[at]], [view(found)])):
             kept[at], changed = found, changed + 1
     path.write_text(lines(kept), "utf-8")
