@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from own_code import OWN_CODE
 
 from heterollm.base import HeteroLLMError, UnsupportedModelError
 from heterollm.kernels.formats.tolerances import sqnr_db
@@ -208,10 +209,6 @@ SAMPLING |= {"repetition_penalty": 1.5}
 CHECKED = {("layer_types", kind) for kind in ("mistral", "phi3", "mixtral", "qwen3_moe", "phimoe")}
 CHECKED |= {("num_experts_per_tok", "phimoe"), ("head_dim", "olmoe")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
-
-
-OWN_CODE = ("internlm2", "minicpm", "phonelm")
-"""Model types that transformers does not have; test_own_code.py compares them."""
 
 
 MOST_KINDS = 4

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
+from own_code import OWN_CODE
 from safetensors.numpy import save_file
 
 from heterollm.base import CheckpointError, HeteroLLMError, PlanError
@@ -584,8 +585,6 @@ def test_a_damaged_file_is_read_rightly_or_refused(files, target):
     assert refused > 50 or target in MENDED
 
 
-OWN_CODE = {"internlm2", "minicpm", "phonelm"}
-"""Model types that transformers does not have."""
 OF_FAMILY = {"granitemoehybrid": {"mamba_n_heads": 2, "layer_types": ["attention"] * 2}}
 
 

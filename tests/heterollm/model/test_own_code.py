@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gates import LOGITS_SQNR_DB
+from own_code import OWN_CODE
 
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
@@ -77,7 +78,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[State], St
         dict,
     ),
 }
-CODE = {"internlm2": "InternLM2", "phonelm": "PhoneLM", "minicpm": "MiniCPM"}
 
 
 @pytest.mark.parametrize("level", ["gpu", pytest.param("layer", marks=pytest.mark.slow)])
@@ -98,12 +98,12 @@ def test_logits_are_those_of_the_same_equations(
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
     save_file(renamed(state), tmp_path / "model.safetensors")
-    code = f"modeling_{family}.{CODE[family]}ForCausalLM"
+    code = f"modeling_{family}.{OWN_CODE[family]}ForCausalLM"
     stated = {
         **SIZES,
         **fields,
         "model_type": family,
-        "architectures": [f"{CODE[family]}ForCausalLM"],
+        "architectures": [f"{OWN_CODE[family]}ForCausalLM"],
         "auto_map": {"AutoConfig": f"configuration_{family}.X", "AutoModelForCausalLM": code},
     }
     (tmp_path / "config.json").write_text(json.dumps(stated))
