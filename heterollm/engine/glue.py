@@ -53,9 +53,12 @@ class GlueEmitter:
         )
         builder.kernel("embedding", None, launch, reads=(tokens,), writes=(residual,))
         if self._tensors.positions is not None:
-            step, hidden = builder.lane.step, self._config.hidden_size
-            options: dict[str, int] = {"hidden": hidden, "tokens": builder.tokens}
-            launch = add_positions(self._layers, residual, self._tensors.positions, step, **options)
+            step = builder.lane.step
+            launch = add_positions(
+                *(self._layers, residual, self._tensors.positions, step),
+                hidden=self._config.hidden_size,
+                tokens=builder.tokens,
+            )
             builder.kernel("positions", None, launch, reads=(residual, step), writes=(residual,))
 
     def norm(

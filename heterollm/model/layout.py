@@ -187,8 +187,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.centered_norms:
         shapes[final_norm_bias_name(config)] = (config.hidden_size,)
     if config.learned_positions:
-        rows = first_position(config) + config.max_positions
-        shapes[positions_name(config)] = (rows, config.hidden_size)
+        last = first_position(config) + config.max_positions
+        shapes[positions_name(config)] = (last, config.hidden_size)
     for layer in (*range(config.layers), HEAD_LAYER):
         biases, names = bias_names(config, layer), linear_rows(config, layer)
         for group in group_shapes(config, layer):
