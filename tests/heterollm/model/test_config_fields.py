@@ -216,7 +216,8 @@ SETTINGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_toke
 """Fields that limit or end an answer, and change no logits."""
 SAMPLING = {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}
 SAMPLING |= {"repetition_penalty": 1.5}
-CHECKED = {("layer_types", kind) for kind in ("mistral", "phi3", "mixtral", "qwen3_moe", "phimoe")}
+ONE_WINDOW = ("mistral", "phi3", "starcoder2", "mixtral", "qwen3_moe", "phimoe")
+CHECKED = {("layer_types", kind) for kind in ONE_WINDOW}
 CHECKED |= {("num_experts_per_tok", "phimoe"), ("head_dim", "olmoe"), ("word_embed_proj_dim", "opt")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
