@@ -36,8 +36,8 @@ Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 """Weights of the chosen experts: their shares in the softmax of all logits, the sigmoids of their logits, or
 for ``sparsemixer`` the share of each in the softmax of the logits near it that were not chosen before."""
 
-Activation = Literal["silu", "gelu_tanh", "relu"]
-"""Activation of the gate; ``gelu_tanh`` is GELU by its tanh formula."""
+Activation = Literal["silu", "gelu_tanh", "relu", "relu_squared"]
+"""Activation of a network; ``gelu_tanh`` is GELU by its tanh formula."""
 
 Power = Literal["burst", "balanced", "default"]
 """Clocks and cores to ask a phone's system for: ``burst`` asks for the highest clocks, ``balanced`` for
@@ -278,7 +278,8 @@ class OpSpec:
 def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
     """Return a layer's feed-forward network as one group.
 
-    A shard has rows of gate and up, their activation, and the matching columns of ``down``: a partial sum.
+    A shard has rows of gate and up, or of up alone, their activation, and the matching columns of ``down``: a
+    partial sum.
 
     Returns:
         The group; None if the two have different number formats, since one graph takes one format.

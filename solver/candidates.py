@@ -197,7 +197,7 @@ def candidates(
             if spec.then is None:
                 yield RowsPlacement(rows, cover, form)
             else:
-                yield FfnPlacement(rows[0], cover, form)
+                yield FfnPlacement.of(rows, cover, form)
 
 
 def few_lengths_for(tokens: int, standard_lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -250,7 +250,7 @@ def placements_of_built(
             if spec.then is None:
                 yield RowsPlacement(rows, cover, form)
             else:
-                yield FfnPlacement(rows[0], cover, form)
+                yield FfnPlacement.of(rows, cover, form)
 
 
 def _integer_covers(

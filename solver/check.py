@@ -154,4 +154,4 @@ def _check_on_npu(
 def _shape(placement: Placement, spec: OpSpec, activation: Activation) -> GraphShape:
     if spec.then is None:
         return LinearShape(spec.weight, spec.columns, spec.integer_inputs)
-    return FfnShape(spec.weight, spec.columns, placement.npu_rows[0], activation, spec.integer_inputs)
+    return FfnShape.of(spec, placement.npu_rows[0], activation)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from heterollm.base import Amount, Count, PlanError, Positive
@@ -107,6 +107,7 @@ class FfnPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
         form: Form of the NPU graphs; None is the backend's first choice.
         predicted_us: Predicted time of the ffn, if the plan came from a profile.
         rejected: The best rejected options.
+        gated: False for a network without a gate, else left out.
     """
 
     width: Positive
@@ -114,12 +115,18 @@ class FfnPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     form: str | None = None
     predicted_us: Amount | None = None
     rejected: tuple[RejectedOption, ...] = ()
+    gated: Literal[False] | UnsetType = UNSET
     shadow: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, npu_rows: tuple[int, ...], npu_lengths: tuple[int, ...], form: str | None) -> FfnPlacement:
+        """Return the placement of equal rows of each member."""
+        return cls(npu_rows[0], npu_lengths, form, gated=UNSET if len(npu_rows) > 1 else False)
 
     @property
     def npu_rows(self) -> tuple[int, ...]:
-        """Rows of gate and of up on the NPU."""
-        return (self.width, self.width)
+        """Rows of each of gate and up on the NPU."""
+        return (self.width,) if self.gated is False else (self.width, self.width)
 
     def kind(self, spec: OpSpec, tokens: int) -> PlacementKind:  # noqa: ARG002 - as of RowsPlacement
         """Return ``npu`` where it computes the whole ffn, else ``block``."""
@@ -132,6 +139,9 @@ class FfnPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
             raise PlanError(f"{where}: only an ffn is placed by its width.", fix="Give npu_rows instead.")
         if not 1 <= self.width <= spec.member_rows[0]:
             raise PlanError(f"{where}: width {self.width} is not within 1 to {spec.member_rows[0]}.")
+        if len(self.npu_rows) != len(spec.members):
+            has, what = (" no", "Add") if len(spec.members) == 1 else (" a", "Leave out")
+            raise PlanError(f"{where}: the network has{has} gate.", fix=f'{what} "gated": false.')
         _check_lengths(where, self.npu_lengths, tokens)
         if sum(self.npu_lengths) < tokens:
             raise PlanError(f"{where}: an ffn must cover all tokens, not {self.npu_lengths}.")

@@ -79,7 +79,8 @@ class _MeasuredForms:
         found = _elsewhere(sizes, length, wide=wide) if own is None else own
         # Where only wide ffns were measured, their forms serve narrow ones too, except for k-splits.
         left_out: set[str] = set() if wide else set(K_SPLIT_FFNS)
-        if not self.calibrated or spec.weight.scales == "free":
+        ungated = is_ffn and len(spec.members) == 1
+        if not self.calibrated or spec.weight.scales == "free" or ungated:
             left_out |= INTEGER_FORMS
         if one_scale:
             # Where the ranges of a layer have 16 bits, ``integer`` takes its place.

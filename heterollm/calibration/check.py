@@ -84,7 +84,7 @@ class RangeCheck:
 
 def silu(gate: Floats) -> Floats:
     """Return the SiLU of values."""
-    return exact_gated_activation(gate, np.ones(1, np.float32)).astype(np.float32)
+    return exact_gated_activation(gate).astype(np.float32)
 
 
 def _checked(found: LinearCalibration, weight: Floats, x: Floats) -> LinearCalibration:

@@ -6,7 +6,7 @@ Each record keeps the state of its measurement, so that a calibration that was s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -40,7 +40,8 @@ from heterollm.solver import HeadNeeds
 
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
 SCHEMA_VERSION: Final = 5
-MEMBERS: Final = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
+MEMBERS: Final[Mapping[Group, tuple[int, ...]]] = {"qkv": (3,), "o": (1,), "gate_up": (1, 2), "down": (1,)}
+"""Numbers of members that a group can have; gate_up has one without a gate."""
 LARGEST_FILE_BYTES: Final = 1 << 28
 
 STEPS_PER_OCTAVE: Final = 8
@@ -323,15 +324,17 @@ def load_calibration(path: Path) -> Calibration:
 
 def _mistakes(found: Calibration) -> Iterator[str]:
     """Yield mistakes in records beyond their types, each with the path of the field."""
-    seen: set[tuple[int, str]] = set()
+    seen: dict[tuple[int, str], int] = {}
     for place, one in enumerate(found.linears):
-        where, members = f"linears[{place}]", MEMBERS.get(one.group, len(one.outputs))
+        where, members = f"linears[{place}]", len(one.outputs)
         if one.group == "ffn" or (one.layer, one.group) in seen:
             yield f"{where}.group: {one.group} of layer {one.layer} is given twice, or is no group of linears"
-        seen.add((one.layer, one.group))
-        for name, values in (("outputs", one.outputs), ("relative_outputs", one.relative_outputs)):
-            if len(values) != members:
-                yield f"{where}.{name}: {one.group} has {members} members, not {len(values)}"
+        seen[one.layer, one.group] = members
+        allowed = MEMBERS.get(one.group, (members,))
+        if members not in allowed:
+            yield f"{where}.outputs: {one.group} has {allowed[-1]} members, not {members}"
+        if len(one.relative_outputs) != members:
+            yield f"{where}.relative_outputs: {len(one.relative_outputs)} members, not {members} as outputs"
         if len(one.histogram) != OCTAVES * STEPS_PER_OCTAVE:
             yield f"{where}.histogram: {len(one.histogram)} counts, not {OCTAVES * STEPS_PER_OCTAVE}"
         largest = (one.inputs, max(one.outputs, default=0.0), max(one.relative_outputs, default=0.0))
@@ -347,9 +350,9 @@ def _mistakes(found: Calibration) -> Iterator[str]:
         where = f"ffns[{place}]"
         if (ffn.layer, "ffn") in seen:
             yield f"{where}.layer: layer {ffn.layer} is given twice"
-        seen.add((ffn.layer, "ffn"))
-        for group in ("gate_up", "down"):
-            if (ffn.layer, group) not in seen:
+        seen[ffn.layer, "ffn"] = 1
+        for group, members in (("gate_up", 2), ("down", 1)):
+            if seen.get((ffn.layer, group)) != members:
                 yield f"{where}.layer: linears lack {group} of layer {ffn.layer}"
         for name, value, errors in (
             ("activated", ffn.activated, ffn.errors),

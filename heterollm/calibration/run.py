@@ -257,7 +257,7 @@ class _Run:
         config = self._weights.config
         plain = config.activation == "silu" and not self._weights.bias(spec.layer, "gate_up")
         plain &= self._state.precision != "w8a8"  # which has no graphs of whole ffns
-        if spec.group == "gate_up" and plain:
+        if spec.group == "gate_up" and len(spec.members) == 2 and plain:
             largest = float(np.abs(silu(y[:, : spec.members[0].rows])).max())
             self._activated[spec.layer] = max(self._activated.get(spec.layer, 0.0), largest)
         # A file without sums of its first windows gets none of later ones, which would be too small.

@@ -19,7 +19,15 @@ from heterollm.kernels.gpu import (
     Segments,
     SharedArray,
 )
-from heterollm.kernels.operators import add_bias, final_norm, join_logits, rms_norm, soft_cap, write_codes
+from heterollm.kernels.operators import (
+    add_bias,
+    add_positions,
+    final_norm,
+    join_logits,
+    rms_norm,
+    soft_cap,
+    write_codes,
+)
 from heterollm.model import LayerStage, ModelConfig, Norm
 
 
@@ -38,12 +46,20 @@ class GlueEmitter:
         self._tensors = tensors
 
     def embedding(self, builder: PassBuilder, table: GpuLinear) -> None:
-        """Append the token embedding, which begins the residual stream."""
+        """Append the embedding of tokens, and of learned positions, which begins the residual stream."""
         tokens, residual = builder.lane.tokens, builder.lane.private["residual"]
         launch = table.embed_launch(
             tokens, residual, count=builder.tokens, scale=self._config.embedding_scale
         )
         builder.kernel("embedding", None, launch, reads=(tokens,), writes=(residual,))
+        if self._tensors.positions is not None:
+            step = builder.lane.step
+            launch = add_positions(
+                *(self._layers, residual, self._tensors.positions, step),
+                hidden=self._config.hidden_size,
+                tokens=builder.tokens,
+            )
+            builder.kernel("positions", None, launch, reads=(residual, step), writes=(residual,))
 
     def norm(
         self,

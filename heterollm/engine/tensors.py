@@ -1,4 +1,4 @@
-"""A model's norms, biases and RoPE tables on the OpenCL device."""
+"""A model's norms, biases, RoPE tables and learned positions on the OpenCL device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from heterollm.model import AttentionBlock, ModelWeights, Norm, RopeConfig, rope
 
 
 class GlueTensors:
-    """Uploads norms, biases and RoPE tables once; layers with the same RoPE share tables."""
+    """Uploads norms, biases, RoPE tables and learned positions once; layers with the same RoPE share tables.
+
+    Attributes:
+        final_norm: Factors of the norm before the head, then its bias if it has one.
+        positions: Learned positions, float32 ``[context, hidden]``; None in a model without.
+    """
 
     def __init__(self, runtime: GpuRuntime, weights: ModelWeights, context: int) -> None:
         config = weights.config
@@ -22,6 +27,8 @@ class GlueTensors:
         # The head is linear, so that its norm can scale the logits.
         final_norm = (weights.final_norm + offset) * np.float32(config.logit_scale)
         self.final_norm: Any = self._uploaded(final_norm, weights.final_norm_bias)
+        learned = weights.positions
+        self.positions: Any = None if learned is None else runtime.upload(learned[:context])
         self._norms: dict[tuple[int, Norm], Any] = {}
         self._head_norms: dict[int, Any] = {}
         self._biases: dict[tuple[int, Group, int], Any] = {}

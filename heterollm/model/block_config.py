@@ -27,6 +27,7 @@ ACTIVATIONS: Mapping[object, Activation] = {
     "swish": "silu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
     "relu": "relu",
+    "relu2": "relu_squared",
 }
 """Activations by their names in ``config.json``."""
 
@@ -121,7 +122,8 @@ class BlockFields:
         else:
             width = fields.count("intermediate_size" if mixture is None else mixture.dense_field)
         biased = is_biased(fields, self._family, "ffn")
-        return FfnBlock(width, self._activation, biased) if width else None
+        gated = "gate" in self._family.tensors.modules["gate_up"]
+        return FfnBlock(width, self._activation, biased, gated) if width else None
 
 
 def is_biased(fields: JsonFields, family: Family, part: BiasedPart) -> bool:
@@ -165,6 +167,8 @@ def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
 
 def _rotated(fields: JsonFields, family: Family, layers: int) -> list[bool]:
     """Return whether each layer has RoPE."""
+    if family.tensors.positions:
+        return [False] * layers
     if "position_embedding_type" in family.follows:
         return [fields.get("position_embedding_type") == "rope"] * layers
     if "no_rope_layers" not in family.follows:

@@ -182,12 +182,13 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True)
 class FfnBlock:
-    """A gated feed-forward network.
+    """A feed-forward network.
 
     Args:
         width: Its intermediate width.
-        activation: Activation of the gate.
+        activation: Activation of the gate, or of up without one.
         biased: Whether gate, up and down have biases.
+        gated: Whether there is a gate beside up.
     """
 
     NAME: ClassVar[str] = "ffn"
@@ -196,10 +197,12 @@ class FfnBlock:
     width: int
     activation: Activation
     biased: bool = False
+    gated: bool = True
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places."""
-        members, down = (Member("gate", self.width), Member("up", self.width)), (Member("down", hidden),)
+        names = ("gate", "up") if self.gated else ("up",)
+        members, down = tuple(Member(name, self.width) for name in names), (Member("down", hidden),)
         activation = "gated_activation"
         return (
             GroupShape(

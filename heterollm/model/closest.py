@@ -123,18 +123,8 @@ DECODERS: Final = ("ForCausalLM", "LMHeadModel")
 
 UNGATED: Final = frozenset(
     {
-        *(
-            "apertus",
-            "apertus1p5_text",
-            "arcee",
-            "bert-generation",
-            "biogpt",
-            "gpt_neox",
-            "jais2",
-            "nanochat",
-            "nemotron",
-        ),
-        *("persimmon", "phi", "starcoder2"),
+        *("apertus", "apertus1p5_text", "bert-generation", "biogpt", "gpt_neox", "jais2", "nanochat"),
+        "persimmon",
     }
 )
 """Model types whose feed-forward network has two linear layers."""

@@ -55,6 +55,7 @@ class ModelConfig:
         centered_norms: Whether norms subtract the mean and have a bias.
         norm_offset: Added to the stored weight of every norm.
         embedding_scale: Factor on the embedding.
+        learned_positions: Whether a table of learned positions is added to the embedding.
         logit_soft_cap: Soft cap of the logits; 0 for none.
         logit_scale: Factor on the logits.
         stored: Formats of weights that the checkpoint stores quantised; None for floats.
@@ -76,6 +77,7 @@ class ModelConfig:
     centered_norms: bool
     norm_offset: float
     embedding_scale: float
+    learned_positions: bool
     logit_soft_cap: float
     logit_scale: float
     stored: StoredFormats | None = None
@@ -125,7 +127,7 @@ class ModelConfig:
 
     @property
     def activation(self) -> Activation:
-        """Activation of the gates of all networks."""
+        """Activation of all networks."""
         network = self.ffn or self.mixture
         assert network is not None  # a layer has experts, a network, or both
         return network.activation
@@ -194,6 +196,7 @@ class ModelConfig:
             centered_norms=family.centered_norms,
             norm_offset=family.norm_offset,
             embedding_scale=embedding_scale * _multiplier(fields, family, "embedding_multiplier") / added,
+            learned_positions=bool(family.tensors.positions),
             logit_soft_cap=fields.optional_positive("final_logit_softcapping") or 0.0,
             logit_scale=1.0 / _multiplier(fields, family, "logits_scaling"),
             stored=read_stored_formats(fields),

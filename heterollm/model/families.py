@@ -31,6 +31,7 @@ from heterollm.model.fields import config_fields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
+from heterollm.model.ungated import UNGATED
 
 # ---- tensor names ---------------------------------------------------------------------------------------
 
@@ -429,6 +430,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             bos_ids=(128000,),
             eos_ids=(128001,),
         ),
+        **UNGATED,
         **MIXTURES,
     }
 )

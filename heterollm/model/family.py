@@ -30,6 +30,7 @@ class TensorNames:
         norms: For each norm that a layer may have, the module.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
+        positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
         final_norm: Module of the norm before the head.
         head: Module of an untied LM head.
         unread: Beginnings of names of tensors that the model does not compute with.
@@ -39,6 +40,7 @@ class TensorNames:
     norms: Mapping[Norm, str]
     layer: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens"
+    positions: str = ""
     final_norm: str = "model.norm"
     head: str = "lm_head"
     unread: tuple[str, ...] = ()
@@ -129,6 +131,7 @@ class Family:
         rope_aliases: Other names of RoPE types.
         norm_offset: Added to the stored weight of every norm.
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
+        first_position: Row of the first position in the table of learned ones.
         mixture: The experts of its layers; None in a family without them.
         centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
@@ -158,6 +161,7 @@ class Family:
     rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
     norm_offset: float = 0.0
     scales_embedding: bool = False
+    first_position: int = 0
     mixture: Mixture | None = None
     centered_norms: bool = False
     joint_head_norms: bool = False

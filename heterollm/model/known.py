@@ -1,6 +1,6 @@
 """Sizes of well-known models by name, from their published ``config.json`` files.
 
-A model of an unsupported family is approximated by the closest Llama, with a note.
+A file of an unsupported family is approximated by the closest Llama, with a note.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "qwen3": "Qwen3ForCausalLM",
         "phi3": "Phi3ForCausalLM",
         "gemma": "GemmaForCausalLM",
+        "phi": "PhiForCausalLM",
         "internlm2": "InternLM2ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "olmoe": "OlmoeForCausalLM",
@@ -79,13 +80,14 @@ class ModelSize(NamedTuple):
                 "max_position_embeddings": self.positions,
                 "tie_word_embeddings": self.tied,
                 "rms_norm_eps": 1e-5,
-                "hidden_act": "gelu_pytorch_tanh" if kind == "gemma" else "silu",
+                "hidden_act": {"gemma": "gelu_pytorch_tanh", "phi": "gelu_new"}.get(kind, "silu"),
                 # The windows are as long as the context, and no answer is generated.
                 "sliding_window": None,
                 "bos_token_id": 1,
                 "eos_token_id": 2,
                 **(mixture if self.experts else {}),
                 **({"attention_bias": True, "lm_head_bias": True} if kind == "phimoe" else {}),
+                **({"partial_rotary_factor": 0.4} if kind == "phi" else {}),
             }
         )
 
@@ -108,28 +110,20 @@ class KnownModel:
     """A model that the program knows by name.
 
     Args:
-        kind: The ``model_type``, or that of the approximating family.
+        kind: The ``model_type``.
         size: The numbers.
         source: The repository on https://huggingface.co that publishes them.
-        note: The approximation; empty without one.
     """
 
     kind: str
     size: ModelSize
     source: str
-    note: str = ""
 
     @property
     def config(self) -> ModelConfig:
         """The configuration."""
         return self.size.config(self.kind)
 
-
-PHI_2_NOTE: Final = (
-    "Its layer has no gate and computes attention and feed-forward side by side: taken for a Llama whose "
-    "gated network has about as many weights (6784 wide for 10240 without a gate, 0.6 % fewer), one after "
-    "the other."
-)
 
 # Name, model_type, repository, and the numbers of ModelSize: hidden, intermediate, layers, heads, kv_heads,
 # vocabulary, tied, head_dim, positions; of a mixture the experts of a layer and of a token as well.
@@ -145,7 +139,7 @@ _ROWS = (
      2048, 8192, 24, 16, 8, 92544, False, 128, 32768),
     ("mistral-7b", "mistral", "mistralai/Mistral-7B-v0.1", 4096, 14336, 32, 32, 8, 32000, False, 128, 32768),
     ("gemma-2b", "gemma", "google/gemma-2b", 2048, 16384, 18, 8, 1, 256000, True, 256, 8192),
-    ("phi-2", "llama", "microsoft/phi-2", 2560, 6784, 32, 32, 32, 51200, False, 80, 2048),
+    ("phi-2", "phi", "microsoft/phi-2", 2560, 10240, 32, 32, 32, 51200, False, 80, 2048),
     ("phi-3-mini", "phi3", "microsoft/Phi-3-mini-4k-instruct",
      3072, 8192, 32, 32, 32, 32064, False, 96, 4096),
     ("qwen1.5-0.5b", "qwen2", "Qwen/Qwen1.5-0.5B", 1024, 2816, 24, 16, 16, 151936, True, 64, 32768),
@@ -183,13 +177,10 @@ _ROWS = (
      2048, 1024, 16, 16, 16, 50304, False, 128, 4096, 64, 8),
 )
 # fmt: on
-_NOTES = {"phi-2": PHI_2_NOTE}
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
     {
-        name: KnownModel(
-            kind, ModelSize._make((*numbers, 0, 0)[: len(ModelSize._fields)]), source, _NOTES.get(name, "")
-        )
+        name: KnownModel(kind, ModelSize._make((*numbers, 0, 0)[: len(ModelSize._fields)]), source)
         for name, kind, source, *numbers in _ROWS
     }
 )
@@ -249,7 +240,7 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
     """
     known = KNOWN_MODELS.get(str(name_or_path).lower())
     if known is not None:
-        return FoundModel(str(name_or_path).lower(), known.config, known.note)
+        return FoundModel(str(name_or_path).lower(), known.config, "")
     try:
         path = Path(name_or_path).expanduser()
         if is_gguf(path):

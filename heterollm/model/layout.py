@@ -146,6 +146,16 @@ def embedding_name(config: ModelConfig) -> str:
     return f"{_tensors(config).embedding}.weight"
 
 
+def positions_name(config: ModelConfig) -> str:
+    """Return the tensor name of the table of learned positions."""
+    return f"{_tensors(config).positions}.weight"
+
+
+def first_position(config: ModelConfig) -> int:
+    """Return the row of the first position in that table."""
+    return FAMILIES[config.model_type].first_position
+
+
 def head_name(config: ModelConfig) -> str:
     """Return the tensor name of an untied LM head."""
     return f"{_tensors(config).head}.weight"
@@ -176,6 +186,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.centered_norms:
         shapes[final_norm_bias_name(config)] = (config.hidden_size,)
+    if config.learned_positions:
+        last = first_position(config) + config.max_positions
+        shapes[positions_name(config)] = (last, config.hidden_size)
     for layer in (*range(config.layers), HEAD_LAYER):
         biases, names = bias_names(config, layer), linear_rows(config, layer)
         for group in group_shapes(config, layer):

@@ -22,8 +22,11 @@ _TYPES: Final[Mapping[str, str]] = {
     "queries that grow with the position": "ministral3",
     "norms behind outputs alone": "olmo2 olmo3 exaone4",
     "norms of heads behind the rotary embedding": "hunyuan_v1_dense",
-    "networks without a gate": "phi opt gpt_neox starcoder2 persimmon nemotron arcee apertus gpt2",
-    "attention and network side by side": "cohere cohere2 falcon",
+    "GELU by the error function": "gpt_neox falcon",
+    "linears whose weights are stored transposed": "gpt2",
+    "an activation with weights (xIELU)": "apertus",
+    "q, k and v in one tensor, head by head": "persimmon",
+    "norms that subtract the mean and have no bias": "cohere cohere2",
     "norms inside linears": "bitnet",
 }
 MISSING: Final[Mapping[str, str]] = {name: what for what, names in _TYPES.items() for name in names.split()}

@@ -37,6 +37,7 @@ from heterollm.model.layout import (
     expected_tensors,
     final_norm_bias_name,
     final_norm_name,
+    first_position,
     kept_formats,
     linear_names,
     linear_rows,
@@ -44,6 +45,7 @@ from heterollm.model.layout import (
     norm_bias_name,
     norm_name,
     op_specs,
+    positions_name,
     shortened_blocks,
 )
 from heterollm.model.stored import STORED_VERSION
@@ -81,7 +83,7 @@ class ModelWeights:
         embedding: Token embedding ``[vocab, hidden]``.
         head: LM head ``[vocab, hidden]``; the same object as ``embedding`` when tied.
         linears: The linears of the layers by tensor name; unquantised ones are read on access.
-        floats: Norms, biases and routers, float32, by tensor name.
+        floats: Norms, biases, routers and learned positions, float32, by tensor name.
         checkpoint: Source of the float weights; None without values.
         quantized: File of the quantised weights; None without.
     """
@@ -170,6 +172,13 @@ class ModelWeights:
     def final_norm_bias(self) -> NDArray[np.float32] | None:
         """Bias ``[hidden]`` of the norm before the head; None in a model without."""
         return self.floats.get(final_norm_bias_name(self.config))
+
+    @property
+    def positions(self) -> NDArray[np.float32] | None:
+        """Learned positions ``[max_positions, hidden]``; None in a model without."""
+        if not self.config.learned_positions:
+            return None
+        return self.floats[positions_name(self.config)][first_position(self.config) :]
 
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the runtime's tensors one at a time, as float32, as the checkpoint names and shapes them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from onnx import helper
@@ -22,7 +22,7 @@ from heterollm.kernels.npu.shards import ExpertsShard, FfnShard
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.ops import Activation
 
-# Both activations are gate * sigmoid(s). For SiLU s is the gate. For GELU (tanh formula) it is
+# Two activations are gate * sigmoid(s). For SiLU s is the gate. For GELU (tanh formula) it is
 # 2 sqrt(2 / pi) (gate + 0.044715 gate³), since (1 + tanh(t)) / 2 = sigmoid(2 t); this keeps the digits that a
 # small 1 + tanh loses in float16, with one operator less.
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -89,7 +89,7 @@ def _build_rows(
     integer_inputs: bool,
 ) -> None:
     """Write each linear from ``[1, m, k]`` to ``[1, m, n]``."""
-    for name, weight in zip(("gate", "up"), _gate_up(shard), strict=True):
+    for name, weight in _members(shard):
         product, own = _product(shard, prefix + name), f"{prefix}{name}_"
         add_linear(body, weight, source, product, prefix=own, integer_inputs=integer_inputs)
     activated = _add_activated(shard, body, prefix, bias_shape=(shard.width,))
@@ -103,7 +103,7 @@ def _build_columns(
     """Write each linear from ``[1, k, m]`` to ``[1, n, m]``; transpose the input and the output."""
     x_columns, y_columns = f"{prefix}x_columns", f"{prefix}y_columns"
     add_transpose(body, source, x_columns)
-    for name, weight in zip(("gate", "up"), _gate_up(shard), strict=True):
+    for name, weight in _members(shard):
         product, own = _product(shard, prefix + name), f"{prefix}{name}_"
         add_weight_first(body, weight, x_columns, product, prefix=own)
     activated = _add_activated(shard, body, prefix, bias_shape=(shard.width, 1))
@@ -111,9 +111,10 @@ def _build_columns(
     add_transpose(body, y_columns, target)
 
 
-def _gate_up(shard: FfnShard) -> tuple[LinearWeight, LinearWeight]:
-    width = shard.width
-    return take_rows(shard.gate_up, [(0, width)]), take_rows(shard.gate_up, [(width, 2 * width)])
+def _members(shard: FfnShard) -> Iterator[tuple[str, LinearWeight]]:
+    """Yield gate and up; without a gate, up has its name: the member that is activated."""
+    for place, name in enumerate(("gate", "up")[: 1 + shard.gated]):
+        yield name, take_rows(shard.gate_up, [(place * shard.width, (place + 1) * shard.width)])
 
 
 def _product(shard: FfnShard, member: str) -> str:
@@ -122,25 +123,37 @@ def _product(shard: FfnShard, member: str) -> str:
 
 
 def _add_activated(shard: FfnShard, body: GraphBody, prefix: str, bias_shape: tuple[int, ...]) -> str:
-    """Append ``activation(gate + bias) * (up + bias)`` and return its name."""
+    """Append ``activation(gate + bias) * (up + bias)``, or the activation alone, and return its name."""
     gate, up, share, up_share, activated = (
         f"{prefix}{name}" for name in ("gate", "up", "share", "up_share", "activated")
     )
     if shard.bias is not None:
-        for name, bias in zip((gate, up), np.split(shard.bias, 2), strict=True):
+        for name, bias in zip((gate, up), np.split(shard.bias, 1 + shard.gated), strict=False):
             body.tensors[f"{name}_bias"] = bias.astype(body.dtype).reshape(bias_shape)
             body.add("Add", [_product(shard, name), f"{name}_bias"], name)
-    if shard.activation == "relu":
+    if shard.activation in ("relu", "relu_squared"):
         body.add("Relu", [gate], share)
-        body.add("Mul", [share, up], activated)
-        return activated
+        factors = [share] + [up] * shard.gated + [share] * (shard.activation == "relu_squared")
+        return _add_product(body, factors, activated)
     argument = SIGMOID_ARGUMENTS[shard.activation](body, prefix)
     body.add("Sigmoid", [argument], share)
+    if not shard.gated:
+        return _add_product(body, [gate, share], activated)
     # The order matters: QNN fuses gate * sigmoid(gate) into one operator, which rounds to NMSE 2e-6
     # (emulated, one token), and gate * up could exceed float16 where the whole product does not.
     body.add("Mul", [up, share], up_share)
     body.add("Mul", [gate, up_share], activated)
     return activated
+
+
+def _add_product(body: GraphBody, factors: list[str], target: str) -> str:
+    """Append the product of one to three values and return its name."""
+    product, *others = factors
+    for place, factor in enumerate(others):
+        name = target if place == len(others) - 1 else f"{target}_{place}"
+        body.add("Mul", [product, factor], name)
+        product = name
+    return product
 
 
 def _silu(_body: GraphBody, prefix: str) -> str:

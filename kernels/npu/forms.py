@@ -61,7 +61,7 @@ def integer_forms(shape: WeightShape, length: int) -> tuple[GraphForm, ...]:
     forms: tuple[GraphForm, ...] = ()
     if scales == "stepped" and linear:
         forms = ("integer",)
-    elif scales == "stepped" and isinstance(shape, FfnShape) and shape.activation == "silu":
+    elif scales == "stepped" and isinstance(shape, FfnShape) and shape.activation == "silu" and shape.gated:
         forms = ("ffn_integer",)
     elif scales == "tensor" and linear:
         forms = ("static_int8", "integer")

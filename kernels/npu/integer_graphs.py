@@ -86,8 +86,10 @@ def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
     ranges = shard.ranges
     if not isinstance(ranges, FfnRanges):
         raise _uncalibrated(shard)
-    if shard.activation != "silu" or shard.bias is not None:
-        raise GraphError(f"{shard.label} has a bias or {shard.activation}, which the integer graph lacks.")
+    if shard.activation != "silu" or shard.bias is not None or not shard.gated:
+        raise GraphError(
+            f"{shard.label} has a bias, {shard.activation} or no gate; the integer graph has SiLU of a gate."
+        )
     gate, up, down = _whole_steps(shard)
     _start(body, ranges.grid)
     _product(body, gate, "x_rounded", "gate_product", "gate_")

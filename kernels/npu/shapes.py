@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from heterollm.kernels.ops import Activation, WeightFormat
+from heterollm.kernels.ops import Activation, OpSpec, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,10 @@ class FfnShape:
         weight: Number format of the weights.
         columns: Inputs ``h``.
         width: Rows ``c`` of the intermediate width.
-        activation: Activation of the gate.
+        activation: Activation of the gate, or of up without one.
         integer_inputs: Whether the inputs of each linear must be rounded to int8 for each block of its
             weights.
+        gated: Whether there is a gate beside up.
     """
 
     weight: WeightFormat
@@ -44,6 +45,13 @@ class FfnShape:
     width: int
     activation: Activation
     integer_inputs: bool = False
+    gated: bool = True
+
+    @classmethod
+    def of(cls, spec: OpSpec, width: int, activation: Activation) -> FfnShape:
+        """Return the shape of so many rows of each member of a group with a down projection."""
+        gated = len(spec.members) > 1
+        return cls(spec.weight, spec.columns, width, activation, spec.integer_inputs, gated)
 
     def __str__(self) -> str:
         return _weights(self.weight, self.integer_inputs)

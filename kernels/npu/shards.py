@@ -101,13 +101,14 @@ class FfnShard:
     """The NPU's shard of a feed-forward network, split along its intermediate width.
 
     ``y = down @ (activation(gate @ x + gate bias) * (up @ x + up bias))`` over ``c`` rows of gate and up and
-    the matching columns of down: a partial sum of every output, without the bias of down.
+    the matching columns of down: a partial sum of every output, without the bias of down. Without a gate it
+    is ``down @ activation(up @ x + up bias)``.
 
     Args:
-        gate_up: ``[2c, h]``, the rows of gate, then those of up.
+        gate_up: ``[2c, h]``, the rows of gate, then those of up; ``[c, h]`` without a gate.
         down: ``[h, c]``, the matching columns.
-        activation: Activation of the gate.
-        bias: float32 ``[2c]`` of gate, then of up; or None.
+        activation: Activation of the gate, or of up without one.
+        bias: float32 of each of these rows; or None.
         layer: Decoder layer.
         weights_key: Content hash of the model's weights.
         cut: Range ``[start, stop)`` of the intermediate width.
@@ -130,7 +131,8 @@ class FfnShard:
 
     def __post_init__(self) -> None:
         start, stop = self.cut
-        if not 0 <= start < stop or _shape(self.gate_up)[0] != 2 * self.width or self.columns < 1:
+        rows = _shape(self.gate_up)[0]
+        if not 0 <= start < stop or rows not in (self.width, 2 * self.width) or self.columns < 1:
             raise GraphError(
                 f"{self.label} cut at {self.cut} does not fit a gate and up of {_shape(self.gate_up)}."
             )
@@ -141,10 +143,8 @@ class FfnShard:
                 f"{self.label} has {weight_format(self.gate_up)} and {weight_format(self.down)} weights; one "
                 f"graph takes one format."
             )
-        if self.bias is not None and self.bias.shape != (2 * self.width,):
-            raise GraphError(
-                f"{self.label} needs a bias of {2 * self.width} elements, not {self.bias.shape}."
-            )
+        if self.bias is not None and self.bias.shape != (rows,):
+            raise GraphError(f"{self.label} needs a bias of {rows} elements, not {self.bias.shape}.")
 
     @property
     def group(self) -> Group:
@@ -167,14 +167,20 @@ class FfnShard:
         return self.cut[1] - self.cut[0]
 
     @property
+    def gated(self) -> bool:
+        """Whether there is a gate beside up."""
+        return _shape(self.gate_up)[0] > self.width
+
+    @property
     def shape(self) -> FfnShape:
         """The shape of its graphs."""
-        return FfnShape(self.format, self.columns, self.width, self.activation, self.integer_inputs)
+        sizes = self.format, self.columns, self.width
+        return FfnShape(*sizes, self.activation, self.integer_inputs, self.gated)
 
     @property
     def row_ranges(self) -> tuple[tuple[int, int], ...]:
-        """Rows ``[start, stop)`` taken of gate and of up."""
-        return (self.cut, self.cut)
+        """Rows ``[start, stop)`` taken of each of gate and up."""
+        return (self.cut,) * (1 + self.gated)
 
     @property
     def format(self) -> WeightFormat:
@@ -184,7 +190,7 @@ class FfnShard:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""
-        gate_up = self.format.weight_bytes(2 * self.width, self.columns)
+        gate_up = self.format.weight_bytes(*_shape(self.gate_up))
         return gate_up + self.format.weight_bytes(self.rows, self.width)
 
     @property

@@ -3,6 +3,7 @@ from .attention import attend as attend
 from .data import Data as Data
 from .data import Numbers as Numbers
 from .data import run_launches as run_launches
+from .embedding import add_positions as add_positions
 from .experts import GpuExperts as GpuExperts
 from .gated_activation import activate as activate
 from .gated_activation import exact_gated_activation as exact_gated_activation

@@ -1,4 +1,4 @@
-"""The activation of a gate, times the up projection."""
+"""The activation of a gate, times the up projection; without a gate, the activation of the projection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from heterollm.kernels.ops import Activation, Join, WeightFormat
 
 STEPS: Final[Mapping[str, StepCategory]] = {"activation": "activation"}
 
-ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "relu")
+ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "relu", "relu_squared")
 """Activations in the order of their numbers in pointwise.cl."""
 
 
@@ -50,51 +50,59 @@ def activate(
     rounded: RoundedInputs | None = None,
     label: str = "activation",
 ) -> Launch:
-    """Return the launch of ``out = activation(gate) * up``.
+    """Return the launch of ``out = activation(gate) * up``, or ``activation(up)`` of a group without a gate.
 
     Args:
         on: The device's kernels.
-        gate_up: Output of the group, two members of ``intermediate`` rows.
+        gate_up: Output of the group, one or two members of ``intermediate`` rows.
         out: ``[tokens, intermediate]`` in the activation type.
         tokens: Rows.
         intermediate: Width of the feed-forward network.
-        activation: Activation of the gate.
-        bias: float32 of gate, then up, added first; or None.
+        activation: Activation of the first member.
+        bias: float32 of the members, added first; or None.
         rounded: Target of the int8 codes of ``out``; None for no codes.
         label: Name for traces and errors.
     """
-    if gate_up.rows != (intermediate, intermediate):
-        raise KernelError(f"{label}: members of {gate_up.rows} rows are not two of {intermediate}.")
+    members = len(gate_up.rows)
+    if members > 2 or gate_up.rows != (intermediate,) * members:
+        raise KernelError(f"{label}: members of {gate_up.rows} rows are not one or two of {intermediate}.")
     out.require(tokens * intermediate * on.item_bytes, f"{label} output")
     memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
-    sizes = (ACTIVATIONS.index(activation), bias is not None, *gate_up.splits, intermediate)
+    flags = ACTIVATIONS.index(activation), bias is not None, members
+    sizes = (*flags, *(*gate_up.splits, 0)[:2], intermediate)
     item, block = on.item_bytes, rounded.block if rounded else 0
-    work = functools.partial(pointwise_work, tokens * intermediate, 10, 2 * item * gate_up.reads, item, block)
+    read_bytes = members * item * gate_up.reads
+    work = functools.partial(pointwise_work, tokens * intermediate, 10, read_bytes, item, block)
     return on.pointwise(
-        "gated_activation", memory, sizes, tokens, label, work, flags=2, rounded=rounded, segments=gate_up
+        *("gated_activation", memory, sizes, tokens, label, work),
+        flags=len(flags),
+        rounded=rounded,
+        segments=gate_up,
     )
 
 
 def exact_gated_activation(
-    gate: NDArray[Any], up: NDArray[Any], activation: str = "silu"
+    gate: NDArray[Any], up: NDArray[Any] | None = None, activation: Activation = "silu"
 ) -> NDArray[np.float64]:
-    """Return ``activation(gate) * up``; the activation is ``silu``, ``gelu_tanh`` or ``relu``."""
+    """Return ``activation(gate) * up``, or the activation alone."""
     exact = gate.astype(np.float64)
     if activation == "gelu_tanh":
         gated = 0.5 * exact * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
     elif activation == "relu":
         gated = np.maximum(exact, 0.0)
+    elif activation == "relu_squared":
+        gated = np.square(np.maximum(exact, 0.0))
     else:
         # exp of minus the magnitude cannot overflow.
         small = np.exp(-np.abs(exact))
         gated = exact * np.where(exact >= 0, 1.0, small) / (1.0 + small)
-    product: NDArray[np.float64] = gated * up.astype(np.float64)
+    product: NDArray[np.float64] = gated if up is None else gated * up.astype(np.float64)
     return product
 
 
 @dataclass(frozen=True, slots=True)
 class GatedCase:
-    """An activated gate times the up projection.
+    """An activated gate times the up projection, or the activation of as many members as there are splits.
 
     ``splits`` are the columns of each that lie in the first segment, ``rounds`` is the format of a linear
     that reads int8 codes.
@@ -113,19 +121,19 @@ class GatedCase:
         tokens, width = self.tokens, self.width
         launch = activate(
             on,
-            data.linear(tokens, (width, width), self.splits, self.join, self.scale),
+            data.linear(tokens, (width,) * len(self.splits), self.splits, self.join, self.scale),
             data.output("activated", tokens, width),
             tokens=tokens,
             intermediate=width,
             activation=self.activation,
-            bias=data.floats("bias", 2 * width) if self.biased else None,
+            bias=data.floats("bias", len(self.splits) * width) if self.biased else None,
             rounded=data.int8(self.rounds, tokens, width),
         )
         return (launch,)
 
     def exact(self, data: Values) -> Exact:
-        gate, up = np.split(data["linear"] + data.get("bias", 0.0), 2, axis=1)
-        return {"activated": exact_gated_activation(gate, up, self.activation)}
+        gate, *up = np.split(data["linear"] + data.get("bias", 0.0), len(self.splits), axis=1)
+        return {"activated": exact_gated_activation(gate, up[0] if up else None, self.activation)}
 
 
 _SPLIT: Final = GatedCase(5, 160, (64, 64))
@@ -135,6 +143,7 @@ CHECKS: Final = tuple(
         ("5 tokens, split", _SPLIT),
         ("5 tokens, GELU", replace(_SPLIT, activation="gelu_tanh")),
         ("5 tokens, ReLU", replace(_SPLIT, activation="relu")),
+        ("5 tokens, no gate", replace(_SPLIT, splits=(64,), activation="relu_squared")),
         ("5 tokens, sum", replace(_SPLIT, join="sum")),
     )
 )

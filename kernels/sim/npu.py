@@ -228,5 +228,6 @@ def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | Score
         form=form,
         integer_inputs=shard.integer_inputs,
         width=ffn.width if isinstance(ffn, FfnShard) else 0,
+        gated=not isinstance(ffn, FfnShard) or ffn.gated,
         experts=len(shard.experts) if isinstance(shard, ExpertsShard) else 1,
     )

@@ -122,5 +122,5 @@ def _largest_group(npu: NpuBackend, spec: OpSpec) -> int:
 
 
 def _graph_shape(spec: OpSpec, experts: int) -> ExpertsShape:
-    one = FfnShape(spec.weight, spec.columns, spec.member_rows[0], FFN_ACTIVATION, spec.integer_inputs)
+    one = FfnShape.of(spec, spec.member_rows[0], FFN_ACTIVATION)
     return ExpertsShape(one, experts)

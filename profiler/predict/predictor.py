@@ -121,12 +121,12 @@ class ProcessorPredictor:
     _neighbours: Neighbours = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        times_us = {point: prediction.us for point, prediction in self.measured.items()}
+        times_us = {point.comparable: prediction.us for point, prediction in self.measured.items()}
         object.__setattr__(self, "_neighbours", Neighbours(times_us))
 
     def predict(self, point: LinearPoint) -> Prediction:
         """Return the measured time of a shard, or the predicted one within the bounds of its neighbours."""
-        return self.measured.get(point) or self._neighbours.predict(point, self.fit.model)
+        return self.measured.get(point) or self._neighbours.predict(point.comparable, self.fit.model)
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class Predictor:
             for processor in get_args(Processor)
         }
         times = {
-            processor: {point: prediction.us for point, prediction in own.items()}
+            processor: {point.comparable: prediction.us for point, prediction in own.items()}
             for processor, own in measured.items()
         }
         if not any(times.values()):

@@ -101,8 +101,8 @@ def record_line(record: Record) -> str:
 def _possible(point: LinearPoint) -> bool:
     """Whether a shard can have been measured: it has a size, and its weights a format."""
     blocks = _has_blocks(point)
-    # Gate and up are as wide as each other.
-    matched = not point.is_ffn or (len(point.member_rows) == 2 and len(set(point.member_rows)) == 1)
+    # Gate, if there is one, and up are as wide as each other.
+    matched = not point.is_ffn or (len(point.member_rows) <= 2 and len(set(point.member_rows)) == 1)
     return point.rows > 0 and point.flops < MOST_FLOPS and blocks and matched
 
 

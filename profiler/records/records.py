@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from heterollm.base import Count, Positive
 from heterollm.kernels.ops import Group, OpSpec, WeightFormat
@@ -45,7 +46,7 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
     Args:
         group: The group.
         member_rows: Output rows of each member that the processor computes; of an ffn those of gate and up,
-            the width twice.
+            the width twice, or of up alone.
         columns: Inputs ``k``.
         tokens: Rows ``m`` that are computed, padding included.
         bits: Bits of a weight.
@@ -104,6 +105,14 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
     def rows(self) -> int:
         """Output rows ``n`` of all members together; of an ffn those of gate and up."""
         return sum(self.member_rows)
+
+    @property
+    def comparable(self) -> LinearPoint:
+        """The shard itself; of an ffn without a gate, one that has a gate and as many weights."""
+        if not self.is_ffn or len(self.member_rows) > 1:
+            return self
+        width = 2 * self.member_rows[0] // 3
+        return replace(self, member_rows=(width, width))
 
     @property
     def outputs(self) -> int:

@@ -273,7 +273,7 @@ def _ffn_points(spec: OpSpec, npu: NpuBackend, skipped: SkippedPoints) -> Iterat
     between = splits.between if alignment % STAGE_ROWS == 0 else 0
     for length in npu.standard_lengths:
         for rows, split_tier in widths.items():
-            shape = FfnShape(spec.weight, spec.columns, rows[0], FFN_ACTIVATION, spec.integer_inputs)
+            shape = FfnShape.of(spec, rows[0], FFN_ACTIVATION)
             forms = npu.forms(shape, length)
             if not forms:
                 skipped.add("unsupported")

@@ -220,7 +220,7 @@ def _check_group(
             f"graph of {npu.name} takes {format_bytes(limit)}.",
             fix="Use smaller groups.",
         )
-    one = FfnShape(spec.weight, spec.columns, spec.member_rows[0], activation, spec.integer_inputs)
+    one = FfnShape.of(spec, spec.member_rows[0], activation)
     forms = npu.forms(ExpertsShape(one, len(group.experts)), group.capacity)
     if not forms or form not in (None, *forms):
         raise PlanError(

@@ -185,6 +185,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {**PLAIN, "head_dim": 48, "use_bias": True},
     "glm": {**PLAIN, "head_dim": 40, "rope_parameters": HALF_TURNING},
     "glm4": {**PLAIN, "head_dim": 40, "rope_parameters": HALF_TURNING},
+    # Networks without a gate: side by side with attention, with biases everywhere.
+    "phi": {
+        **PLAIN,
+        "layer_norm_eps": 1e-2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.4375},
+    },
+    # Learned positions, of which the first two rows belong to none.
+    "opt": {
+        "hidden_size": 128,
+        "ffn_dim": 176,
+        "num_attention_heads": 4,
+        "vocab_size": 2048,
+        "pad_token_id": 1,
+    },
+    "starcoder2": {**PLAIN, "sliding_window": 20},
+    "nemotron": {**PLAIN, "head_dim": 40, "mlp_bias": True, "rope_parameters": HALF_TURNING},
+    "arcee": {**PLAIN, "head_dim": 40, "attention_bias": True},
     # Positions that differ between layers, and a mixture.
     "mellum": {
         **PLAIN,

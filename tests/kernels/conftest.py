@@ -73,9 +73,10 @@ def make_block():
 
 def random_block(hidden, width, bits=4, block=32, symmetric=True, *, activation="silu", biased=False, **kind):
     integer, seed, dtype = kind.get("integer", False), kind.get("seed", 0), kind.get("dtype", np.float16)
-    gate_up = random_slice(2 * width, hidden, bits, block, symmetric, seed, dtype=dtype).weight
+    rows = width * kind.get("members", 2)
+    gate_up = random_slice(rows, hidden, bits, block, symmetric, seed, dtype=dtype).weight
     down = random_slice(hidden, width, bits, block, symmetric, seed + 1, dtype=dtype).weight
-    bias = np.random.default_rng(seed).standard_normal(2 * width).astype(np.float32) if biased else None
+    bias = np.random.default_rng(seed).standard_normal(rows).astype(np.float32) if biased else None
     return FfnShard(gate_up, down, activation, bias, 1, f"random {seed}", (0, width), integer)
 
 
@@ -89,7 +90,8 @@ def exact_block():
         products = seen @ reference.weight_values(part.gate_up).T
         if part.bias is not None:
             products += part.bias
-        activated = exact_gated_activation(*np.split(products, 2, axis=1), part.activation)
+        gate, *up = np.split(products, 1 + part.gated, axis=1)
+        activated = exact_gated_activation(gate, up[0] if up else None, part.activation)
         seen = reference.round_inputs(activated, part.format.block) if rounds else activated
         return seen @ reference.weight_values(part.down).T
 

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.json import decode, encode
 
 from heterollm.base import OptionError, PlanError
 from heterollm.kernels.ops import WeightFormat, ffn_spec
@@ -17,7 +18,7 @@ from heterollm.solver.costs import Overheads, Slowdown
 from heterollm.solver.ffn import ffn_groups, ffn_shard, split_alignment
 from heterollm.solver.objective import Power
 from heterollm.solver.options import evaluate
-from heterollm.solver.placements import FfnPlacement, RowsPlacement
+from heterollm.solver.placements import FfnPlacement, Placement, RowsPlacement
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 10**6)
@@ -100,6 +101,22 @@ def test_what_no_block_is(made, placement, said):
     block, _, _ = block_of(made)
     with pytest.raises(PlanError, match=said):
         placement.check(block, 32)
+
+
+def test_a_block_without_a_gate(made):
+    """Placements name one member, and do not fit blocks with a gate."""
+    gated, _, down = block_of(made)
+    block = ffn_spec(made.spec("gate_up", (512,), 256), down)
+    found = list(candidates(block, 32, made.limits((1, 32, 64))))
+    assert {item.npu_rows for item in found} == {(width,) for width in range(64, 513, 64)}
+    for item in found:
+        item.check(block, 32)
+        assert decode(encode(item), type=Placement) == item
+        with pytest.raises(PlanError, match="has a gate"):
+            item.check(gated, 32)
+    assert b"gated" not in encode(FfnPlacement(64, (32,)))
+    with pytest.raises(PlanError, match="has no gate"):
+        FfnPlacement(64, (32,)).check(block, 32)
 
 
 def test_a_block_of_two_formats_is_none(made):

@@ -1,4 +1,4 @@
-"""Emits a gated feed-forward network, as two groups of linears or as one operator."""
+"""Emits a feed-forward network, as two groups of linears or as one operator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FfnEmitter:
         *,
         start: int = 0,
     ) -> Launch:
-        """Return the kernel of the gated activation; ``start`` is the first row of gate and of up."""
+        """Return the kernel of the activation; ``start`` is the first row of each of gate and up."""
         return activate(
             self._kernels,
             gate_up,
@@ -76,18 +76,19 @@ class FfnEmitter:
         lane, ffn, then, out = builder.lane, op.spec, op.spec.then, op.gpu_output
         activated = lane.shared["activated"]
         assert then is not None
-        tokens, rows = builder.tokens, ((width, whole),) * 2
+        members = len(ffn.members)
+        tokens, rows = builder.tokens, ((width, whole),) * members
         gate_up = self._linears.packed(ffn.layer, "gate_up").launch(
             op.source, out, kept=rows, rounded=op.rounded, tokens=tokens, label=op.name
         )
         rounded = self._linears.rounded(lane, then, op.placement)
-        halves = Segments(out, out, (whole - width,) * 2, (0, 0))
-        activation = self._activation(builder, ffn.layer, block, halves, rounded, start=width)
+        outputs = Segments(out, out, (whole - width,) * members, (0,) * members)
+        activation = self._activation(builder, ffn.layer, block, outputs, rounded, start=width)
         # The activation has read the rows of gate and up, so that the same slot can take the sum.
         down = self._linears.packed(ffn.layer, "down").launch(
             activated, out, columns=(width, whole), rounded=rounded, tokens=tokens, label=op.name
         )
-        work = LinearWork.of_rows(ffn, tokens, 2 * (whole - width))
+        work = LinearWork.of_rows(ffn, tokens, members * (whole - width))
         label = shard_name(op.name, ffn, rows)
         found = builder.shard(op, gate_up, label, op.source, out, work, op.rounded)
         writes = (activated, *codes_of(rounded))

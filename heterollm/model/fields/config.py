@@ -70,7 +70,7 @@ ALWAYS: Final = (
         {
             "intermediate_size": "width of the network, or of an expert",
             "original_max_position_embeddings": "context before the extension; precedes the section's",
-            "hidden_act": "activation: silu, relu, or GELU by tanh; case counts, as in transformers' ACT2FN",
+            "hidden_act": "activation: silu, relu, relu2, or GELU by tanh; case counts, as in ACT2FN",
         },
     ),
     *rows(
@@ -93,6 +93,10 @@ ALWAYS: Final = (
             "embd_pdrop": "training",
             "hidden_dropout": "training",
             "residual_dropout": "training",
+            "embedding_dropout": "training",
+            "dropout": "training",
+            "layerdrop": "training",
+            "init_std": "training",
             "use_cache": "the cache changes the time alone",
             "pretraining_tp": "products in parts; transformers 5 ignores it",
         },
@@ -190,6 +194,16 @@ ALWAYS: Final = (
     ),
     *rows(
         "refused",
+        CLASS,
+        {
+            "do_layer_norm_before": "norms behind blocks",
+            "layer_norm_elementwise_affine": "norms without weights",
+        },
+        neutral=(True,),
+    ),
+    *rows("refused", CLASS, {"_remove_final_layer_norm": "no norm before the head"}, neutral=(False,)),
+    *rows(
+        "refused",
         "mlx-lm, save_config",
         {"quantization": "integers of MLX; take the model that they were made from"},
     ),
@@ -263,6 +277,8 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "scale_depth": "factor of what layers add, by the root of their number",
         "dim_model_base": "width that logits are scaled to",
         "use_bias": "biases of all linears of layers",
+        "enable_bias": "biases of all linears of layers",
+        "word_embed_proj_dim": "width of the embedding, which must be hidden_size",
         "attention_out_bias": "a bias of attention's output",
         "mlp_layer_types": "dense or sparse, by layer",
         "use_sliding_window": "whether sliding_window counts; by default not",

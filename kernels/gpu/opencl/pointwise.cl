@@ -1,21 +1,23 @@
-// Gated activation, join and bias of the logits, and soft cap. Follows common.h, rounding.h and glue.h.
+// Gated activation, learned positions, join and bias of the logits, soft cap. Follows common.h, rounding.h and glue.h.
 // Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
 
 #define SILU 0
 #define GELU_TANH 1
 #define RELU 2
+#define RELU_SQUARED 3
 
-// out = activation(gate) * up of the two members gate and up, which may have a bias. Activations but RELU are
-// gate * sigmoid(s): s is the gate itself, or for gelu 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since
-// (1 + tanh(x)) / 2 = sigmoid(2 x). With CODE_BITS the kernel also rounds its output to int8.
+// out = activation(gate) * up of the two members gate and up, which may have a bias; of one member, its activation
+// alone. Activations but those of RELU are gate * sigmoid(s): s is the gate itself, or for gelu
+// 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since (1 + tanh(x)) / 2 = sigmoid(2 x). With CODE_BITS the kernel also
+// rounds its output to int8.
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
                                           __global act_t *out, __global const float *bias, int activation,
-                                          int has_bias, int gate_split, int up_split, int columns, int span
+                                          int has_bias, int members, int gate_split, int up_split, int columns, int span
                                           CODE_ARGUMENTS) {
   size_t token = get_global_id(1);
   int a_columns = gate_split + up_split;
   __global const act_t *a_row = a + token * a_columns;
-  __global const act_t *b_row = b + token * COLUMNS_OF_B(2 * columns, a_columns);
+  __global const act_t *b_row = b + token * COLUMNS_OF_B(members * columns, a_columns);
   member_row gates = {a_row, b_row, gate_split};
   member_row ups = {a_row + gate_split, b_row + COLUMNS_OF_B(columns, gate_split), up_split};
   __global act_t *target = out + token * columns;
@@ -23,12 +25,16 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
   for (int i = begin; i < end; i += 8) {
     int count = min(8, columns - i);
     float8 gate = load_member(gates, i, count);
-    float8 up = load_member(ups, i, count);
+    float8 up = 1.0f;
+    if (members == 2)
+      up = load_member(ups, i, count);
     if (has_bias) {
       LOAD_PART(load_float8, load_float, bias, i, count, gate_bias)
-      LOAD_PART(load_float8, load_float, bias + columns, i, count, up_bias)
       gate += gate_bias;
-      up += up_bias;
+      if (members == 2) {
+        LOAD_PART(load_float8, load_float, bias + columns, i, count, up_bias)
+        up += up_bias;
+      }
     }
     float8 size = gate < 0.0f ? -gate : gate;
     if (activation == GELU_TANH)
@@ -36,8 +42,8 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
     // The exponential of minus the magnitude cannot overflow.
     float8 small = exp2_8(size * -1.44269504f);
     float8 share = (gate < 0.0f ? small : (float8)1.0f) / (1.0f + small);
-    if (activation == RELU)
-      share = gate < 0.0f ? (float8)0.0f : (float8)1.0f;
+    if (activation >= RELU)
+      share = gate < 0.0f ? (float8)0.0f : activation == RELU ? (float8)1.0f : gate;
     float8 value = gate * share * up;
     STORE_PART(store_act8, store_act, value, target, i, count)
   }
@@ -48,6 +54,24 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
   for (uint block = first / CODE_BLOCK + get_local_id(0); block < (uint)stop / CODE_BLOCK; block += WG)
     round_written(out, codes, code_blocks, token * ((uint)columns / CODE_BLOCK) + block);
 #endif
+}
+
+// residual += rows of a table, that of each token's position, in place.
+GROUP_SIZE __kernel void add_positions(__global float *residual, __global const float *table, __global const int *step,
+                                       int columns, int span) {
+  size_t token = get_global_id(1);
+  if ((int)token >= step[STEP_LENGTH])
+    return;
+  __global float *row = residual + token * columns;
+  __global const float *learned = table + (size_t)(step[STEP_POSITION] + (int)token) * columns;
+  int begin = get_global_id(0) * span, end = min(columns, begin + span);
+  for (int i = begin; i < end; i += 8) {
+    int count = min(8, columns - i);
+    LOAD_PART(load_float8, load_float, row, i, count, value)
+    LOAD_PART(load_float8, load_float, learned, i, count, position)
+    value += position;
+    STORE_PART(store_float8, store_float, value, row, i, count)
+  }
 }
 
 // Joins the two segments of the head's output as float.

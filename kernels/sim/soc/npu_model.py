@@ -59,8 +59,9 @@ class NpuWork:
         block: Inputs that share an FP16 scale; 0 for floats.
         form: As :data:`heterollm.kernels.npu.GraphForm`.
         integer_inputs: Whether inputs are int8.
-        width: Rows of gate and of up each, for the forms of a block; else 0.
+        width: Rows of each of gate and up, for the forms of a block; else 0.
         experts: Blocks in the graph, each with so many tokens of its own.
+        gated: Whether a block has a gate beside up.
 
     Raises:
         OptionError: A size, the number format or the form is not possible.
@@ -75,6 +76,7 @@ class NpuWork:
     integer_inputs: bool = False
     width: int = 0
     experts: int = 1
+    gated: bool = True
 
     def __post_init__(self) -> None:
         if min(self.rows, self.columns, self.tokens, self.experts) < 1:
@@ -198,8 +200,8 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
     """
     products = [_product(soc, work, rows, columns, chunk) for rows, columns, chunk in _products(work)]
     products *= work.experts
-    # The activation of a block reads gate and up and writes their product.
-    gated_bytes = 3 * work.experts * work.width * work.tokens * FLOAT_BYTES
+    # The activation of an ffn reads gate, if there is one, and up, and writes their product.
+    gated_bytes = (2 + work.gated) * work.experts * work.width * work.tokens * FLOAT_BYTES
     gated_us = gated_bytes / (soc.npu.vector_gbps * soc.npu.clock_factor * 1e3)
     edge_bytes = 1 if work.static_int8 else FLOAT_BYTES
     copy_us = _copied_us(soc, (work.columns + work.rows) * work.experts * work.tokens * edge_bytes)
@@ -260,7 +262,7 @@ def _products(work: NpuWork) -> list[tuple[int, int, int]]:
     chunk = K_SPLIT_COLUMNS if "k_chunked" in work.form else 0
     if not work.width:
         return [(work.rows, work.columns, chunk)]
-    return [(2 * work.width, work.columns, 0), (work.rows, work.width, chunk)]
+    return [((1 + work.gated) * work.width, work.columns, 0), (work.rows, work.width, chunk)]
 
 
 def _weight_streams(work: NpuWork) -> bool:

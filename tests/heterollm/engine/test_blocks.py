@@ -24,11 +24,12 @@ LENGTHS = (1, DECODED, 32, 33, 70, 96)
 CHUNK = 128
 GROUPS = ("qkv", "o", "gate_up", "down", "head")
 SEEDS = (0, 1)
-# Gated by SiLU, by GELU with norms behind the block, and with biases on gate, up and down.
+# Gated by SiLU, by GELU with norms behind the block, with biases on gate, up and down, and without a gate.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"intermediate_size": 320},
     "smollm3": {"intermediate_size": 320},
+    "phi": {"intermediate_size": 320},
 }
 BETWEEN_PARTS_DB = 40.0
 """At w4a8, where the last bit of a float decides between two codes (test_w4a8.py)."""
@@ -40,16 +41,15 @@ def block_candidates(llm: LLM, block: OpSpec, tokens: int) -> list[Placement]:
     assert npu is not None
 
     def forms(part: OpSpec, length: int) -> tuple[str, ...]:
-        rounded = part.integer_inputs
-        shape = FfnShape(part.weight, part.columns, part.member_rows[0], llm.config.activation, rounded)
-        return npu.forms(shape, length)
+        return npu.forms(FfnShape.of(part, part.member_rows[0], llm.config.activation), length)
 
     return list(candidates(block, tokens, NpuLimits(npu.standard_lengths, npu.row_alignment, forms)))
 
 
-def padded(tokens: int) -> Placement:
+def padded(block: OpSpec, tokens: int) -> Placement:
     """Return the cut that leaves the NPU 128 of the width, padded to one length."""
-    return FfnPlacement(128, (min(length for length in STANDARD_LENGTHS if length >= tokens),))
+    length = min(length for length in STANDARD_LENGTHS if length >= tokens)
+    return FfnPlacement.of((128,) * len(block.members), (length,), None)
 
 
 def block_plan(llm: LLM, choose: Callable[[OpSpec, int], Placement | None]) -> Plan:
@@ -157,7 +157,7 @@ def test_every_way_to_wait_gives_the_same_logits(
 ) -> None:
     folder = checkpoint("llama")
     plain = host_llm(folder, plan="gpu")
-    plan = block_plan(plain, lambda _, tokens: padded(tokens))
+    plan = block_plan(plain, padded)
     check(answers(host_llm(folder, plan=plan, sync=sync), ids), answers(plain, ids).astype(np.float64))
 
 
@@ -198,7 +198,7 @@ def test_memory_counts_the_copies_of_blocks(
     plain = host_llm(checkpoint("llama"), plan="gpu")
     specs = plain._weights.specs
     block = ffn_specs(specs)[0]
-    plan = block_plan(plain, lambda _, tokens: padded(tokens))
+    plan = block_plan(plain, padded)
     need = memory_need(plain.config, specs, plan, 256, {}, np.dtype(np.float32))
     own = block.weight.weight_bytes(2 * 128, block.columns) + block.weight.weight_bytes(block.columns, 128)
     assert need.npu_graphs == plain.config.layers * own

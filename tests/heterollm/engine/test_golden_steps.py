@@ -86,7 +86,7 @@ def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts
             cuts = tuple(rows // 128 * 64 for rows in spec.member_rows)
             placement: Placement = RowsPlacement(cuts, graphs, form)
             if group == "ffn":
-                placement = FfnPlacement(cuts[0], graphs, form)
+                placement = FfnPlacement.of(cuts, graphs, form)
             entries.append(PlanEntry(phase, lengths, layers, group, placement))  # type: ignore[arg-type]
     mixtures = ()
     if experts:

@@ -42,10 +42,9 @@ OTHER_LAYERS = {
 LIKE_LLAMA = {
     "cohere2": True,
     "exaone4": True,
-    "nemotron": False,
+    "gpt_neox": False,
     "olmo3": True,
-    "phi": False,
-    "starcoder2": False,
+    "persimmon": False,
 }
 """Families whose layers are attention and one network, and whether some of their layers slide by default."""
 

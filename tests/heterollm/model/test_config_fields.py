@@ -70,6 +70,9 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 4,
     },
     "stablelm": {"num_key_value_heads": 4},
+    "opt": {"ffn_dim": 96},
+    **{kind: {"rope_theta": 10_000.0} for kind in ("starcoder2", "arcee")},
+    **{kind: {"partial_rotary_factor": 1.0, "rope_theta": 10_000.0} for kind in ("phi", "nemotron")},
     "ernie4_5": {"rope_theta": 10_000.0},
     **{kind: {"partial_rotary_factor": 1.0, "attention_bias": False} for kind in ("glm", "glm4")},
     "cwm": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
@@ -117,7 +120,11 @@ VALUES: dict[str, Any] = {
     "use_qkv_bias": True,
     "use_bias": True,
     "attention_out_bias": True,
-    "layer_norm_eps": 0.01,
+    **dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_epsilon"), 0.01),
+    "enable_bias": False,
+    "ffn_dim": 128,
+    "word_embed_proj_dim": 32,
+    "activation_function": "silu",
     "sliding_window": 8,
     "use_sliding_window": True,
     "max_window_layers": 1,
@@ -166,6 +173,9 @@ VALUES: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     "interpolate_factor": 2,
     "full_attn_mod": 2,
+    "do_layer_norm_before": False,
+    "layer_norm_elementwise_affine": False,
+    "_remove_final_layer_norm": True,
     "position_embedding_type": "nope",
     "quantization": {"group_size": 64, "bits": 4},
     "compression_config": {"quant_method": "compressed-tensors"},
@@ -190,6 +200,7 @@ OF_KIND: dict[tuple[str, str], Any] = {
         "original_max_position_embeddings": 32,
         **ALIKE,
     },
+    ("starcoder2", "use_bias"): False,
     ("gemma2", "layer_types"): ["full_attention", "sliding_attention"],
     ("gemma3_text", "layer_types"): ["full_attention", "sliding_attention"],
     ("gemma3_text", "rope_scaling"): LINEAR,
@@ -206,8 +217,9 @@ SETTINGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_toke
 """Fields that limit or end an answer, and change no logits."""
 SAMPLING = {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}
 SAMPLING |= {"repetition_penalty": 1.5}
-CHECKED = {("layer_types", kind) for kind in ("mistral", "phi3", "mixtral", "qwen3_moe", "phimoe")}
-CHECKED |= {("num_experts_per_tok", "phimoe"), ("head_dim", "olmoe")}
+ONE_WINDOW = ("mistral", "phi3", "starcoder2", "mixtral", "qwen3_moe", "phimoe")
+CHECKED = {("layer_types", kind) for kind in ONE_WINDOW}
+CHECKED |= {("num_experts_per_tok", "phimoe"), ("head_dim", "olmoe"), ("word_embed_proj_dim", "opt")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
@@ -357,6 +369,7 @@ def test_a_setting_that_is_read_changes_the_configuration(row: Field, kind: str,
         ),
         ("phimoe", "num_experts_per_tok", 3, 2, "num_experts_per_tok is 3"),
         ("olmoe", "head_dim", 32, 16, "head_dim is 32"),
+        ("opt", "word_embed_proj_dim", 32, 64, "word_embed_proj_dim is 32"),
     ],
 )
 def test_a_field_that_must_agree_is_refused_otherwise(

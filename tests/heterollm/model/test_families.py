@@ -23,7 +23,7 @@ LEVELS = ("gpu", "npu", "layer")
 # Families that cost a declaration and no code.
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
-    *("ernie4_5", "glm", "glm4"),
+    *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
-    **{name: (name, {}) for name in DECLARED},
+    **{name: (name, {}) for name in ("phi", "opt", *DECLARED)},
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
@@ -197,6 +197,15 @@ def without_output_norms(config: ModelConfig) -> dict[str, Any]:
     return {"per_layer": tuple(layers)}
 
 
+def one_after_the_other(config: ModelConfig) -> dict[str, Any]:
+    layers = []
+    for layer in config.per_layer:
+        pairs = [(stage, block) for stage in layer.stages for block in stage.blocks]
+        stages = [dataclasses.replace(stage, blocks=(block,)) for stage, block in pairs]
+        layers.append(LayerConfig(tuple(stages)))
+    return {"per_layer": tuple(layers)}
+
+
 def plain_rope(config: ModelConfig) -> dict[str, Any]:
     def plain(block: AttentionBlock) -> AttentionBlock:
         return block if block.rope is None else dataclasses.replace(block, rope=unscaled(block.rope))
@@ -256,11 +265,14 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "sparsemixer": lambda config: other_routing(config, scoring="softmax"),
     "jitter": lambda config: other_routing(config, jitter=0.01),
     "scale of logits": lambda _config: {"logit_scale": 1.0},
+    "learned positions": lambda _config: {"learned_positions": False},
+    "blocks side by side": one_after_the_other,
 }
 GEMMA = (
     *("window", "layers without window", "norms of outputs", "norm offset", "embedding scale"),
     *("attention scale", "logit soft cap", "activation"),
 )
+BIASES = ("biases of q, k and v", "bias of attention", "biases of the feed-forward")
 FEATURES: dict[str, tuple[str, ...]] = {
     "mistral": ("window",),
     "qwen2 with window": ("window", "biases of q, k and v"),
@@ -268,10 +280,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "phi3": ("window", "scaled positions", "partly turning heads"),
     "gemma2": (*GEMMA, "attention soft cap"),
     "gemma3": (*GEMMA, "norms of heads", "positions of sliding layers", "scaled positions"),
-    "smollm3": (
-        *("window", "layers without positions"),
-        *("biases of q, k and v", "bias of attention", "biases of the feed-forward"),
-    ),
+    "smollm3": ("window", "layers without positions", *BIASES),
     "mixtral": ("window", "normalised weights", "all chosen experts"),
     "qwen3_moe": ("window", "norms of heads", "biases of q, k and v", "normalised weights"),
     "olmoe": ("one norm of all heads", "limit of q, k and v", "weights as they are", "biases of q, k and v"),
@@ -282,19 +291,27 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "granitemoe": ("embedding scale", "attention scale", "scale of logits", "bias of attention"),
     "granitemoeshared": ("embedding scale", "scale of logits"),
     "gemma": ("norm offset", "embedding scale", "activation", "biases of q, k and v", "bias of attention"),
-    "granite": (
-        *("embedding scale", "attention scale", "scale of logits"),
-        *("biases of q, k and v", "bias of attention", "biases of the feed-forward"),
-    ),
+    "granite": ("embedding scale", "attention scale", "scale of logits", *BIASES),
     "stablelm": ("means of norms", "partly turning heads", "biases of q, k and v"),
     "seed_oss": ("biases of q, k and v", "biases of the feed-forward"),
     "ministral": ("window", "layers without window"),
     "cwm": ("window", "layers without window"),
     "mellum": ("window", "layers without window", "positions of sliding layers", "norms of heads"),
-    "ernie4_5": ("biases of q, k and v", "bias of attention", "biases of the feed-forward"),
+    "ernie4_5": BIASES,
     "glm": ("partly turning heads", "biases of q, k and v"),
     "glm4": ("partly turning heads", "biases of q, k and v", "norms of outputs"),
     "granitemoehybrid": ("embedding scale", "attention scale", "scale of logits"),
+    "phi": (
+        *("means of norms", "partly turning heads", "activation", "blocks side by side"),
+        *(*BIASES, "bias of the head"),
+    ),
+    "opt": ("learned positions", "means of norms", "activation", *BIASES),
+    "starcoder2": ("window", "means of norms", "activation", *BIASES),
+    "nemotron": (
+        *("norm offset", "means of norms", "partly turning heads", "activation"),
+        "biases of the feed-forward",
+    ),
+    "arcee": ("activation", "biases of q, k and v", "bias of attention"),
 }
 
 

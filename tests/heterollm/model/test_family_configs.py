@@ -84,6 +84,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "seed_oss": {"model_type": "seed_oss", "num_key_value_heads": 2},
     "ministral": {"model_type": "ministral", "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 32},
     "cwm": {"model_type": "cwm", "num_key_value_heads": 2, "sliding_window": 32},
+    "phi": {
+        "model_type": "phi",
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "layer_norm_eps": 1e-4,
+    },
+    "opt": {"model_type": "opt", "ffn_dim": 96},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 32, "norm_epsilon": 1e-4},
+    "nemotron": {"model_type": "nemotron", "num_key_value_heads": 2, "norm_eps": 1e-4},
+    "arcee": {"model_type": "arcee", "num_key_value_heads": 2, "mlp_bias": True},
     "smollm3 with layers": {
         "model_type": "smollm3",
         "no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 1],
@@ -110,21 +120,22 @@ def test_features_are_those_of_transformers(published: dict[str, Any], saved: bo
     theirs = theirs_of(published)
     ours = ModelConfig.from_dict(theirs.to_dict() if saved else published)
     own = ours.attention
-    assert own.kv_heads == theirs.num_key_value_heads
+    assert own.kv_heads == getattr(theirs, "num_key_value_heads", own.heads)
     assert own.head_dim == (getattr(theirs, "head_dim", None) or 64 // own.heads)
-    epsilon = theirs.layer_norm_eps if theirs.model_type == "stablelm" else theirs.rms_norm_eps
-    assert ours.rms_norm_eps == epsilon
+    family = FAMILIES[theirs.model_type]
+    assert ours.rms_norm_eps == getattr(theirs, family.renamed.get("rms_norm_eps", "rms_norm_eps"), 1e-5)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     scale = getattr(theirs, "query_pre_attn_scalar", own.head_dim) ** -0.5
     scale = getattr(theirs, "attention_multiplier", scale)
     assert own.scale == pytest.approx(scale, rel=1e-12)
     assert own.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0)
     assert ours.logit_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0)
-    everywhere = theirs.sliding_window if theirs.model_type in ("mistral", "phi3") else 0
+    slides = theirs.model_type in ("mistral", "phi3", "starcoder2")
+    everywhere = theirs.sliding_window if slides else 0
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * 8
     windows = [everywhere or 0 if kind == "full_attention" else theirs.sliding_window for kind in kinds]
     assert [block.window for block in ours.blocks(AttentionBlock).values()] == windows
-    turning = getattr(theirs, "no_rope_layers", [1] * 8)
+    turning = getattr(theirs, "no_rope_layers", [not family.tensors.positions] * 8)
     assert [block.rope is not None for block in ours.blocks(AttentionBlock).values()] == [
         bool(one) for one in turning
     ]

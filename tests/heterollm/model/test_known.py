@@ -84,42 +84,6 @@ def test_a_file_or_folder_serves_as_well(tmp_path):
         found = find_model(given)
         assert (found.name, found.config.hidden_size, found.note) == ("small", 256, "")
     assert find_model("LLaMA-3-8B").name == "llama-3-8b"
-    assert "gate" in find_model("phi-2").note
-
-
-OTHER_FAMILIES = {
-    "phi": ("phi-2", {"intermediate_size": 10240, "partial_rotary_factor": 0.4}),
-}
-"""What the published files of models that are known by name say beside their sizes."""
-
-
-@pytest.mark.parametrize("kind", OTHER_FAMILIES)
-def test_a_file_of_another_family_is_taken_for_what_the_name_stands_for(kind, tmp_path):
-    name, others = OTHER_FAMILIES[kind]
-    size = KNOWN_MODELS[name].size
-    values = {
-        "model_type": kind,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.intermediate,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim,
-        "vocab_size": size.vocabulary,
-        "max_position_embeddings": size.positions,
-        "tie_word_embeddings": size.tied,
-        **others,
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values))
-    for given in (path, tmp_path):
-        found = find_model(given)
-        assert op_specs(found.config, "w4a16", 128, True) == op_specs(
-            KNOWN_MODELS[name].config, "w4a16", 128, True
-        )
-        assert kind in found.note
-        with pytest.raises(UnsupportedModelError):
-            find_model(given, closest=False)
 
 
 @pytest.mark.parametrize(

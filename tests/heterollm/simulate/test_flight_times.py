@@ -50,6 +50,6 @@ def test_predicted_chunks_in_flight_take_as_long_on_the_simulated_clock(model, s
     assert schedule is not None
     assert schedule.in_flight > 1
     assert ratio(found, schedule) == pytest.approx(1.0, abs=TOLERANCE)
-    if soc == "snapdragon-8gen3":
+    if (model, soc) == ("qwen1.5-1.8b", "snapdragon-8gen3"):
         # Attention takes longest there, and graphs of other chunks slow it.
         assert ratio(found, without_slowdown(schedule)) < ratio(found, schedule) - 0.01

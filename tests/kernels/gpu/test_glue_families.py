@@ -8,7 +8,13 @@ from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import HeadShape, Scores
 from heterollm.kernels.operators.attention import AttentionCase
 from heterollm.kernels.operators.data import GuardedOutput, fill_slot, run_launches, split_segments
-from heterollm.kernels.operators.gated_activation import GatedCase, activate, exact_gated_activation
+from heterollm.kernels.operators.embedding import PositionsCase
+from heterollm.kernels.operators.gated_activation import (
+    ACTIVATIONS,
+    GatedCase,
+    activate,
+    exact_gated_activation,
+)
 from heterollm.kernels.operators.logits import AddBiasCase, SoftCapCase, soft_cap
 from heterollm.kernels.operators.norm import NormCase
 from heterollm.kernels.operators.rope import RopeCase
@@ -83,6 +89,12 @@ def test_one_norm_of_all_heads_and_a_limit(cases, check, style, dtype):
 
 
 @pytest.mark.parametrize("style", STYLES)
+def test_positions_are_added_from_that_of_the_pass_on(cases, check, style):
+    for shape in ((1, 0, 8), (1, 7, 5), (33, 30, 2060)):
+        check(*cases(style)(PositionsCase(*shape)), shape)
+
+
+@pytest.mark.parametrize("style", STYLES)
 def test_logits_get_their_bias_in_place(cases, check, style):
     for rows, width in ((1, 5), (3, 2060)):
         check(*cases(style)(AddBiasCase(rows, width)))
@@ -106,16 +118,21 @@ def test_scores_are_capped(cases, check, style):
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_with_and_without_bias(cases, check, style, dtype, activation):
     made = cases(style, dtype, 4)
-    for shape in ((1, 8, (0, 8)), (3, 100, (41, 7)), (33, 2056, (2056, 0))):
-        for biased in (False, True):
-            check(*made(GatedCase(*shape, activation=activation, biased=biased, scale=4)), shape)
+    for shape in (
+        *((1, 8, (0, 8)), (3, 100, (41, 7)), (33, 2056, (2056, 0))),
+        # Without a gate.
+        *((1, 8, (0,)), (3, 100, (41,)), (33, 2056, (2056,))),
+    ):
+        for biased, join in ((False, "concatenate"), (True, "concatenate"), (True, "sum")):
+            case = GatedCase(*shape, join, activation=activation, biased=biased, scale=4)
+            check(*made(case), (shape, join))
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_zero_and_of_large_gates(runtime, make, check, style, dtype, activation):
     gate, up = np.array([[0, -60, 60, -1e3]], dtype), np.array([[1, 2, 3, 4]], dtype)
     source = split_segments(runtime, np.concatenate([gate, up], axis=1), (4, 4), (1, 3))

@@ -58,6 +58,7 @@ from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import AttentionCase, attend
 from heterollm.kernels.operators.data import Data, fill_slot
+from heterollm.kernels.operators.embedding import PositionsCase
 from heterollm.kernels.operators.experts import GpuExperts
 from heterollm.kernels.operators.gated_activation import GatedCase, activate
 from heterollm.kernels.operators.linear import LinearCase
@@ -398,6 +399,9 @@ OPERATORS = (
     GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
     GatedCase(3, 21, (3, 16), activation="relu", biased=True),
     GatedCase(3, 21, (3, 16), "sum"),
+    GatedCase(3, 21, (3,), activation="relu_squared", biased=True),
+    GatedCase(3, 21, (3,), "sum"),
+    PositionsCase(3, 66, 21),
     JoinCase(3, 21, 9),
     JoinCase(3, 21, 9, "sum"),
     AddBiasCase(3, 21),

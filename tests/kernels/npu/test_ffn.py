@@ -17,6 +17,7 @@ from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
+STEPPED = WeightFormat(4, 32, scales="stepped")
 ACTIVATIONS = ["silu", "gelu_tanh", "relu"]
 FORMATS = [(4, 32, True), (4, 64, False), (8, 32, True), (8, 128, False), (16, 0, True)]
 FORMS = {
@@ -110,6 +111,22 @@ def test_a_form_must_suit_format_and_width(make_block, tmp_path):
         write_graph(make_block(64, 64, 32, dtype=np.float32), "ffn", FLOAT16, tmp_path, 32)
 
 
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "relu_squared"])
+def test_a_block_without_a_gate(make_block, exact_block, tmp_path, npu, activation, bits):
+    """Two linears and the activation of the first, in every form; integers refuse it."""
+    part = make_block(128, K_SPLIT_COLUMNS + 64, bits, activation=activation, biased=True, members=1)
+    assert (part.gated, part.row_ranges) == (False, (part.cut,))
+    assert part.weight_bytes == 2 * part.format.weight_bytes(part.width, 128)
+    assert "ffn_integer" not in npu.forms(dataclasses.replace(part.shape, weight=STEPPED), 32)
+    for form in npu.forms(part.shape, 32):
+        graph = read(write_graph(part, form, FLOAT32, tmp_path, 32))
+        kinds = [node.op_type for node in graph.node]
+        assert sum(kinds.count(kind) for kind in ("MatMul", "MatMulNBits")) == 2 + ("chunked" in form)
+        x, y = run(npu, part, 32, form)
+        assert linear_errors(y, exact_block(part, x)).within("fp32"), form
+
+
 def test_parts_that_differ_have_other_keys_and_digests(make_block):
     part = make_block(128, 256, biased=True)
     assert (part.group, part.rows, part.columns, part.width) == ("ffn", 128, 128, 256)
@@ -125,6 +142,7 @@ def test_parts_that_differ_have_other_keys_and_digests(make_block):
         dataclasses.replace(part, bias=None),
         make_block(128, 192, biased=True),
         make_block(128, 256, block=64, biased=True),
+        make_block(128, 256, biased=True, members=1),
     ]
     assert len({other.key for other in (part, *others)}) == 1 + len(others)
     others.append(dataclasses.replace(part, down=make_block(128, 256, seed=7).down))

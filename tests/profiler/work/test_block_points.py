@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
@@ -99,10 +100,21 @@ def test_a_record_of_a_block_is_kept_and_nonsense_is_not():
     profile = Profile(description, {record.key: record})
     assert Profile.from_json(profile.to_json()).records == profile.records
     data = json.loads(profile.to_json())
-    for rows in ([256], [256, 128], [256, 256, 256], [0, 0]):
+    for rows in ([256, 128], [256, 256, 256], [0, 0]):
         data["records"][0]["key"]["point"]["member_rows"] = rows
         with pytest.raises(ProfileError, match="cannot be a linear layer"):
             Profile.from_json(json.dumps(data))
+
+
+def test_a_block_without_a_gate_takes_as_long_as_one_of_as_many_weights():
+    gated, plain = block_point(256, 32), block_point(384, 32)
+    plain = msgspec.structs.replace(plain, member_rows=(384,))
+    assert plain.comparable == gated.comparable == gated
+    assert plain.weight_bytes == gated.weight_bytes
+    record = Record(LinearKey("npu", plain, "graph-1"), (5.0,), taken_s=1.0)
+    description = {"device": "d", "time": "real", "cache_bytes": 0, "npu_copies_by_length": False}
+    profile = Profile(description, {record.key: record})
+    assert Profile.from_json(profile.to_json()).records == profile.records
 
 
 # -- which are measured ------------------------------------------------------------------------------
