@@ -40,7 +40,7 @@ from heterollm.solver import HeadNeeds
 
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
 SCHEMA_VERSION: Final = 5
-MEMBERS: Final = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
+MEMBERS: Final = {"qkv": 3, "o": 1, "conv_in": 3, "conv_out": 1, "gate_up": 2, "down": 1}
 LARGEST_FILE_BYTES: Final = 1 << 28
 
 STEPS_PER_OCTAVE: Final = 8

@@ -224,6 +224,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType
         "moe_intermediate_size": ("width of an expert", (0, False)),
         "shared_intermediate_size": ("experts of every token", (0, False)),
         "use_parallel_residual": ("attention and network side by side", (False,)),
+        "conv_bias": ("biases of convolutions and their linears", (False,)),
         "norm_topk_prob": ("whether chosen weights sum to 1", (False,)),
         "mlp_only_layers": ("layers without experts", (False,)),
         "decoder_sparse_step": ("every how many layers one has experts", (1, False)),
@@ -271,6 +272,13 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "no_rope_layer_interval": "every so many layers one has no RoPE; no_rope_layers precedes it",
         "router_jitter_noise": "range of the router's second choice (sparsemixer)",
         "hidden_activation": "activation, as hidden_act",
+        "conv_L_cache": "tokens that a convolution spans",
+        "full_attn_idxs": "layers with attention, where layer_types is missing",
+        "block_ff_dim": "older name of intermediate_size, which it precedes",
+        "block_auto_adjust_ff_dim": "whether the network is narrower than intermediate_size",
+        "block_ffn_dim_multiplier": "factor of that width",
+        "block_multiple_of": "the width is rounded up to a multiple of it",
+        "tie_embedding": "older name of tie_word_embeddings, which it precedes",
     }
 )
 """Fields that no other model type knows."""
@@ -326,7 +334,7 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
     nested, layered = readers("rope_local_base_freq"), readers("layer_types")
     alike, sparse = readers("sliding_window") - layered, readers("num_experts_per_tok")
     yield from _one("none", "hidden_act", "hidden_activation counts", readers("hidden_activation"), PUBLISHED)
-    yield from _one("read", "layer_types", "full_attention or sliding_attention, by layer", layered)
+    yield from _one("read", "layer_types", "kind of each layer: full_attention and others", layered)
     yield from _one(
         "read",
         "layer_types",

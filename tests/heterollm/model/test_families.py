@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
+    "lfm2": ("lfm2", {}),
     **{name: (name, {}) for name in DECLARED},
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
@@ -295,6 +296,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "glm": ("partly turning heads", "biases of q, k and v"),
     "glm4": ("partly turning heads", "biases of q, k and v", "norms of outputs"),
     "granitemoehybrid": ("embedding scale", "attention scale", "scale of logits"),
+    "lfm2": ("norms of heads",),
 }
 
 
