@@ -224,7 +224,6 @@ OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType
         "moe_intermediate_size": ("width of an expert", (0, False)),
         "shared_intermediate_size": ("experts of every token", (0, False)),
         "use_parallel_residual": ("attention and network side by side", (False,)),
-        "conv_bias": ("biases of convolutions and their linears", (False,)),
         "norm_topk_prob": ("whether chosen weights sum to 1", (False,)),
         "mlp_only_layers": ("layers without experts", (False,)),
         "decoder_sparse_step": ("every how many layers one has experts", (1, False)),
@@ -364,6 +363,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("sliding_window_size", "older name that transformers ignores"),
     ):
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
+    convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
+    yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
     for name, why in (
         ("router_jitter_noise", "training"),
         ("input_jitter_noise", "training"),
