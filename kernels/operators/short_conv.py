@@ -107,7 +107,7 @@ class ShortConvCase:
             data.linear(tokens, (width,) * 3, self.splits, self.join),
             data.floats("taps", self.taps, width),
             data.output("convolved", tokens, width),
-            RecurrentLayer(data.floats("states", 4, history, width), history * width, history * width),
+            RecurrentLayer(data.floats("states", 4 * history, width), history * width, history * width),
             data.step(self.position, tokens, slots=SLOTS),
             tokens=tokens,
             width=width,
@@ -117,14 +117,14 @@ class ShortConvCase:
 
     def exact(self, data: Values) -> Exact:
         b, c, x = np.split(data["linear"], 3, axis=1)
-        states = data["states"].astype(np.float64)
+        states = data["states"].astype(np.float64).reshape(4, self.taps - 1, self.width)
         # The layer's slots lie behind one of another layer.
         read, written = (1 + slot for slot in SLOTS)
         inputs = np.concatenate([states[read] * (self.position > 0), b * x])
         states[written] = inputs[self.tokens :]
         taps = data["taps"].astype(np.float64)
         sums = sum(taps[tap] * inputs[tap : tap + self.tokens] for tap in range(self.taps))
-        return {"convolved": c * sums, "states": states}
+        return {"convolved": c * sums, "states": states.reshape(-1, self.width)}
 
 
 _SPLIT: Final = ShortConvCase(5, 7, 160, 3, (64, 32, 0))
