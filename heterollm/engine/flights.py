@@ -30,8 +30,9 @@ class Chunk(NamedTuple):
 
 _Key: TypeAlias = tuple[int, Group]
 
-ORDERED: Final[Mapping[str, Group]] = {"attention": "o", "short convolution": "conv_out"}
-"""Operators that need the state behind earlier chunks, with the group of linears that follows."""
+ATTENTION: Final = "attention"
+ORDERED: Final = (ATTENTION, "short convolution")
+"""Operators that need the state behind earlier chunks."""
 
 _Times: TypeAlias = Callable[[_Key], GroupTimes]
 
@@ -43,7 +44,7 @@ class _Piece:
     Args:
         processor: The processor that they keep busy.
         needs: Indices of pieces of the same chunk that must end before.
-        ordered: The group behind an operator at the beginning of the piece that needs earlier chunks.
+        ordered: Layer and name of an operator at the beginning of the piece that needs earlier chunks.
         follows: Operators, by layer and group, whose glue operators lie in the piece.
         computes: Operators of which it computes a shard.
         steps: The steps.
@@ -51,10 +52,15 @@ class _Piece:
 
     processor: Processor
     needs: list[int]
-    ordered: _Key | None = None
+    ordered: tuple[int, str] | None = None
     follows: list[_Key] = field(default_factory=list)
     computes: dict[_Key, None] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+
+    @property
+    def attention_of(self) -> int | None:
+        """The layer of an attention at the beginning."""
+        return self.ordered[0] if self.ordered is not None and self.ordered[1] == ATTENTION else None
 
 
 def interleaved(
@@ -79,7 +85,7 @@ def interleaved(
 
     refill_us = max((one.refill_us for one in schedule.times), default=0.0)
     stages: list[list[Stage]] = []
-    stores: list[dict[_Key, tuple[int, int]]] = []
+    stores: list[dict[tuple[int, str], tuple[int, int]]] = []
     for number, (chunk, pieces) in enumerate(zip(chunks, cut, strict=True)):
         own = []
         for piece in pieces:
@@ -88,14 +94,14 @@ def interleaved(
                 needs += [earlier[piece.ordered] for earlier in stores]
             time_us = _time_us(piece, times, chunk.tokens / chunk_length, chunk.position)
             # Attention reads little, so that a graph beside it loses nothing.
-            slows = piece.ordered is None or bool(piece.computes)
+            slows = piece.attention_of is None or bool(piece.computes)
             more_us = refill_us if piece.processor == "gpu" else 0.0
             own.append(Stage(piece.processor, time_us, tuple(needs), _slowdown(piece, times), slows, more_us))
         stages.append(own)
         # Keys and values are stored right before attention; other operators write the state themselves.
         stores.append(
             {
-                piece.ordered: (number, index - (piece.ordered[1] == ORDERED["attention"]))
+                piece.ordered: (number, index - (piece.ordered[1] == ATTENTION))
                 for index, piece in enumerate(pieces)
                 if piece.ordered is not None
             }
@@ -147,7 +153,7 @@ def _cut(steps: Sequence[Step], groups: Collection[str]) -> list[_Piece]:
         piece.steps.append(step)
         if step.operator in ORDERED:
             assert step.layer is not None
-            piece.ordered = step.layer, ORDERED[step.operator]
+            piece.ordered = step.layer, step.operator
         if step.operator in groups:
             key = -1 if step.layer is None else step.layer, step.operator
             if key not in met:
@@ -176,6 +182,6 @@ def _slowdown(piece: _Piece, times: _Times) -> float:
     if piece.processor == "npu":
         return max((times(key).npu_slowdown for key in piece.computes), default=1.0)
     keys: list[_Key] = list(piece.computes)
-    if piece.ordered is not None:
-        keys.append(piece.ordered)
+    if piece.attention_of is not None:
+        keys.append((piece.attention_of, "o"))
     return max((times(key).gpu_slowdown for key in keys), default=1.0)

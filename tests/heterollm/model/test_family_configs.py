@@ -294,6 +294,7 @@ def test_layers_and_widths_of_lfm2_are_those_of_transformers(changes: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
     [
+        ({"full_attn_idxs": []}, UnsupportedModelError, "without attention"),
         ({"conv_bias": True}, UnsupportedModelError, "biases of convolutions"),
         ({"layer_types": ["conv", "linear_attention"] * 4}, UnsupportedModelError, "linear_attention"),
         ({"layer_types": ["conv", "sliding_attention"] * 4}, CheckpointError, "sliding_window"),

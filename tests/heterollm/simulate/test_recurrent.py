@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterollm.base import silent
+from heterollm.base import OptionError, silent
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.work import work_of
 from heterollm.engine import Engine
@@ -15,8 +15,9 @@ from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, op_specs, shape_only_weights
 from heterollm.planning import ProfiledModel
 from heterollm.planning.planner import solve_plan
+from heterollm.planning.techniques.sparse_attention import assumed_heads
 from heterollm.simulate.profile import profile_of
-from heterollm.solver import PlanRequest
+from heterollm.solver import AttentionRequest, PlanRequest
 
 SOC = "sim:snapdragon-8gen3"
 CONFIG = ModelConfig.from_dict(
@@ -56,6 +57,11 @@ def test_passes_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert model.missing == set()
     on_npu = {step.operator for step in engine.steps("prefill", 256) if step.action == "graph"}
     assert {"conv_in", "conv_out"} <= on_npu
+
+
+def test_sparse_attention_needs_attention_in_all_layers() -> None:
+    with pytest.raises(OptionError, match="Only some layers of LFM2 have attention"):
+        assumed_heads(CONFIG, AttentionRequest())
 
 
 def test_a_token_reads_the_state_of_every_convolution() -> None:
