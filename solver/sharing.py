@@ -87,7 +87,7 @@ def graph_sharing(
         chunks=len(lengths),
         norms=norms * layers,
         linears=len(LINEAR_PARTS) * layers,
-        attentions=layers,
+        attentions=sum(spec.group == "o" for spec in body),
         graphs=sum(map(len, held.values())),
         held_bytes=sum(spec.graph_bytes(rows, graphs, memory) for (spec, rows), graphs in held.items()),
         separate_bytes=separate_bytes,

@@ -10,7 +10,7 @@ import numpy as np
 
 from heterollm.benchmarks.cases import Case
 from heterollm.kernels.gpu import position_bytes
-from heterollm.model import AttentionBlock, expert_specs
+from heterollm.model import AttentionBlock, RecurrentSpec, expert_specs
 from heterollm.profiler.records import BandwidthKey, LinearKey, Processor
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Work:
     """Bytes and operations of one sample of a test, equal for all engines.
 
     Args:
-        read_bytes: Weights, once for each pass, and the KV cache, once for each pass.
+        read_bytes: Weights and the session's state, once for each pass.
         flops: Operations of linear layers and attention, two for a multiply-add, without padding.
     """
 
@@ -102,10 +102,13 @@ def work_of(
     head_bytes = size(head, 1)
     attention = config.blocks(AttentionBlock).values()
     cached = sum(2 * own.kv_heads * position_bytes(own.head_dim, cache_dtype) for own in attention)
+    states = (spec for spec in config.states.values() if isinstance(spec, RecurrentSpec))
+    recurrent = sum(spec.bytes(1, cache_dtype) for spec in states)
     read_bytes = flops = 0.0
     for tokens, position, logits in passes_of(case, chunk):
         layer_bytes = sum(size(spec, tokens) for spec in layers)
-        read_bytes += layer_bytes + (head_bytes if logits else 0.0) + (position + tokens) * cached
+        read_bytes += layer_bytes + (head_bytes if logits else 0.0)
+        read_bytes += (position + tokens) * cached + recurrent
         flops += sum(spec.flops(tokens) for spec in layers) + (head.flops(1) if logits else 0.0)
         seen = tokens * position + tokens * (tokens + 1) / 2
         # Scores and the sum of values: two multiply-adds for each head, position and element.

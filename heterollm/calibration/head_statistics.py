@@ -51,11 +51,11 @@ class HeadStatistics:
         self._queries[layer] = queries
 
     def add_keys(self, keys: Floats) -> None:
-        """Add keys ``[layers, kv_heads, m * head_dim]``, which end a window."""
+        """Add keys of layers with attention ``[layers, kv_heads, m * head_dim]``, which end a window."""
         found = []
-        for layer, block in self._config.blocks(AttentionBlock).items():
+        for place, (layer, block) in enumerate(self._config.blocks(AttentionBlock).items()):
             queries = self._queries.pop(layer).reshape(-1, block.heads, block.head_dim).swapaxes(0, 1)
-            own = keys[layer].reshape(block.kv_heads, -1, block.head_dim)
+            own = keys[place].reshape(block.kv_heads, -1, block.head_dim)
             if not (np.isfinite(queries).all() and np.isfinite(own).all()):
                 raise CalibrationError(
                     f"Queries or keys of layer {layer} are not finite.", fix="The checkpoint is damaged."

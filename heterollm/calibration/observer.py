@@ -178,18 +178,18 @@ class ActivationObserver:
         return call
 
     def keys(self, cache: KvMemory, tokens: int, config: ModelConfig) -> Floats:
-        """Return the keys of a session's first tokens ``[layers, kv_heads, tokens * head_dim]``.
+        """Return the keys of a session's first tokens, ``[layers, kv_heads, tokens * head_dim]``.
 
-        Passes are as long as the context, so that windows leave no page of it.
+        The layers are those with attention. Passes are as long as the context, so that windows leave no page.
         """
         assert self._engine is not None
         self._engine.device.gpu.finish()
         parts = []
-        for memory in cache.memories:
+        for memory in dict.fromkeys(own.memory for own in cache.layers.values()):
             copied = np.empty(memory.size_bytes, np.uint8)
             self._engine.device.gpu.copy(copied, memory.buffer)
             parts.append(copied.view(self._engine.device.cache_dtype))
-        stored = np.concatenate(parts).reshape(config.layers, 2, config.attention.kv_heads, -1)
+        stored = np.concatenate(parts).reshape(len(cache.layers), 2, config.attention.kv_heads, -1)
         return stored[:, 0, :, : tokens * config.attention.head_dim].astype(np.float32)
 
     def _call_of_rope(self, step: Step, layer: int) -> Call:

@@ -24,6 +24,7 @@ from heterollm.kernels.gpu import (
     KvLayer,
     KvMemory,
     Launch,
+    RecurrentLayer,
     RoundedInputs,
     SharedArray,
 )
@@ -93,6 +94,11 @@ class PassBuilder:
         """Return the keys and values of a layer."""
         assert self.cache is not None  # a pass through layers
         return self.cache.layers[layer]
+
+    def recurrent(self, layer: int) -> RecurrentLayer:
+        """Return the recurrent state of a layer."""
+        assert self.cache is not None  # a pass through layers
+        return self.cache.recurrent[layer]
 
     # -- GPU -----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from heterollm.base import Progress
 from heterollm.engine.blocks.attention import AttentionEmitter
 from heterollm.engine.blocks.ffn import FfnEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
+from heterollm.engine.blocks.short_conv import ShortConvEmitter
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.flights import Chunk, interleaved
@@ -38,7 +39,15 @@ from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, NpuCodes, 
 from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
-from heterollm.model import AttentionBlock, FfnBlock, LayerStage, MixtureBlock, ModelWeights
+from heterollm.model import (
+    AttentionBlock,
+    FfnBlock,
+    LayerStage,
+    MixtureBlock,
+    ModelWeights,
+    RecurrentSpec,
+    ShortConvBlock,
+)
 from heterollm.solver import Plan
 
 
@@ -74,6 +83,9 @@ class Compiler:
             if is_private(slot)
         }
         self.kv_groups = kv_groups(self._config, context, plan.longest_flight)
+        self.recurrent = {
+            layer: spec for layer, spec in self._config.states.items() if isinstance(spec, RecurrentSpec)
+        }
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
         self.techniques = Techniques(device, weights, plan, context, ranges, techniques)
         self._linears = LinearEmitter(device, weights, plan, progress, self.techniques, ranges)
@@ -85,6 +97,7 @@ class Compiler:
             AttentionBlock.NAME: AttentionEmitter(
                 device, weights.config, context, self._linears, tensors, self.techniques
             ),
+            ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors),
             MixtureBlock.NAME: self._experts,
         }

@@ -1,7 +1,7 @@
 """Interleaves the steps of several chunks of a prompt, so that a processor rarely waits for one chunk alone.
 
-The steps of each chunk are cut where the processor changes, before attention, which needs the keys and values
-of earlier chunks, and before the GPU's shard of a split, which overlaps the NPU's. The plan's schedule orders
+The steps of each chunk are cut where the processor changes, before operators that need the state behind
+earlier chunks, and before the GPU's shard of a split, which overlaps the NPU's. The plan's schedule orders
 the pieces by predicted times. Graph runs block the engine thread, so everything that the GPU's queue can take
 is enqueued before each.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from heterollm.engine.step import Step
 from heterollm.kernels.ops import Group
@@ -30,6 +30,10 @@ class Chunk(NamedTuple):
 
 _Key: TypeAlias = tuple[int, Group]
 
+ATTENTION: Final = "attention"
+ORDERED: Final = (ATTENTION, "short convolution")
+"""Operators that need the state behind earlier chunks."""
+
 _Times: TypeAlias = Callable[[_Key], GroupTimes]
 
 
@@ -40,7 +44,7 @@ class _Piece:
     Args:
         processor: The processor that they keep busy.
         needs: Indices of pieces of the same chunk that must end before.
-        attention_of: The layer of an attention at the beginning of the piece.
+        ordered: Layer and name of an operator at the beginning of the piece that needs earlier chunks.
         follows: Operators, by layer and group, whose glue operators lie in the piece.
         computes: Operators of which it computes a shard.
         steps: The steps.
@@ -48,10 +52,15 @@ class _Piece:
 
     processor: Processor
     needs: list[int]
-    attention_of: int | None = None
+    ordered: tuple[int, str] | None = None
     follows: list[_Key] = field(default_factory=list)
     computes: dict[_Key, None] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+
+    @property
+    def attention_of(self) -> int | None:
+        """The layer of an attention at the beginning."""
+        return self.ordered[0] if self.ordered is not None and self.ordered[1] == ATTENTION else None
 
 
 def interleaved(
@@ -76,25 +85,25 @@ def interleaved(
 
     refill_us = max((one.refill_us for one in schedule.times), default=0.0)
     stages: list[list[Stage]] = []
-    stores: list[dict[int, tuple[int, int]]] = []
+    stores: list[dict[tuple[int, str], tuple[int, int]]] = []
     for number, (chunk, pieces) in enumerate(zip(chunks, cut, strict=True)):
         own = []
         for piece in pieces:
             needs = [(number, need) for need in piece.needs]
-            if piece.attention_of is not None:
-                needs += [earlier[piece.attention_of] for earlier in stores]
+            if piece.ordered is not None:
+                needs += [earlier[piece.ordered] for earlier in stores]
             time_us = _time_us(piece, times, chunk.tokens / chunk_length, chunk.position)
             # Attention reads little, so that a graph beside it loses nothing.
             slows = piece.attention_of is None or bool(piece.computes)
             more_us = refill_us if piece.processor == "gpu" else 0.0
             own.append(Stage(piece.processor, time_us, tuple(needs), _slowdown(piece, times), slows, more_us))
         stages.append(own)
-        # The keys and values of a layer are stored right before its attention.
+        # Keys and values are stored right before attention; other operators write the state themselves.
         stores.append(
             {
-                piece.attention_of: (number, index - 1)
+                piece.ordered: (number, index - (piece.ordered[1] == ATTENTION))
                 for index, piece in enumerate(pieces)
-                if piece.attention_of is not None
+                if piece.ordered is not None
             }
         )
     order = schedule_chunks(stages, schedule.policy).order
@@ -137,13 +146,14 @@ def _cut(steps: Sequence[Step], groups: Collection[str]) -> list[_Piece]:
         elif marked and step.action == "kernel":
             pieces.append(_Piece("gpu", [last]))
             shard = True
-        elif step.operator == "attention" and pieces[last].steps:
+        elif step.operator in ORDERED and pieces[last].steps:
             pieces.append(_Piece("gpu", [last]))
         marked = step.action == "mark"
         piece = pieces[-1]
         piece.steps.append(step)
-        if step.operator == "attention":
-            piece.attention_of = step.layer
+        if step.operator in ORDERED:
+            assert step.layer is not None
+            piece.ordered = step.layer, step.operator
         if step.operator in groups:
             key = -1 if step.layer is None else step.layer, step.operator
             if key not in met:

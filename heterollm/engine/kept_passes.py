@@ -73,7 +73,7 @@ class KeptPasses:
             if id(compiled.bound_cache) not in live:
                 assert self._no_cache is not None  # a pass was compiled for a cache
                 compiled.bind_cache(self._no_cache)
-        cache = SessionState(self._device, self._compiler.kv_groups)
+        cache = SessionState(self._device, self._compiler.kv_groups, self._compiler.recurrent)
         if self._no_cache is None:
             self._no_cache = cache.stand_in()
         self._caches.add(cache)

@@ -41,7 +41,7 @@ class MemoryNeed:
     Args:
         gpu_weights: Packed weights of the GPU, which holds every row, and the embedding.
         npu_graphs: The NPU's graphs: copies of its shards, and inputs and outputs of their own.
-        kv_cache: Keys and values of one session.
+        kv_cache: State of one session: keys and values, and recurrent state.
         slots: Buffers that the processors exchange.
         techniques: Memory of techniques, by words for it.
         draft: All of a draft model.

@@ -508,7 +508,7 @@ class Engine:
             step[STEP_POSITION] = position
             step[STEP_LENGTH] = length
             step[STEP_HEAD_ROW] = head_row
-            cache.bind(step)
+            cache.bind(step, lane.number)
             lane.step.release()
 
     def _call(self, calls: Sequence[Call]) -> None:

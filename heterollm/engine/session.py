@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import InputError
+from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels.ops import Phase
 
@@ -43,8 +44,9 @@ def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.
 class Session:
     """The tokens of one conversation and their KV cache; made by :meth:`heterollm.LLM.session`.
 
-    Layers with a sliding window keep the last keys alone. After a truncation to a position whose window is
-    gone, the next call reads the tokens before it again.
+    Layers with a sliding window keep the last keys alone, and layers with recurrent state keep it at some
+    positions. After a truncation to a position whose state is gone, the next call reads tokens before it
+    again.
 
     Sessions of one model share its engine: calls from several threads run one after the other.
     """
@@ -82,7 +84,7 @@ class Session:
 
     @property
     def memory_bytes(self) -> int:
-        """Size of the KV cache."""
+        """Size of the KV cache and of recurrent state."""
         return self._state.size_bytes
 
     @property
@@ -212,12 +214,18 @@ class Session:
         Returns:
             float32 ``[vocab]`` for one id, ``[n, vocab]`` for an array of n; the next call overwrites them.
         """
-        self.restore()
-        if not isinstance(ids, int):
-            several = ids.astype(np.int32)
-            rows = self._engine.decode_several(self._state, self._position, several)
+        count = 1 if isinstance(ids, int) else len(ids)
+        begin = self._state.latest(self._position)
+        if self._position - begin + count > HEAD_ROWS:
+            self.restore()
+            begin = self._position
+        if begin < self._position or not isinstance(ids, int):
+            # Tokens behind a state that refused guesses have left run again with the new ones.
+            several = np.array(ids, np.int32, ndmin=1)
+            fed = np.concatenate([self._ids[begin : self._position], several])
+            rows = self._engine.decode_several(self._state, begin, fed)
             self._append(several)
-            return rows
+            return rows[-1] if isinstance(ids, int) else rows[-count:]
         self._engine.decode(self._state, self._position, ids)
         self._ids[self._position] = ids
         self._position += 1

@@ -33,7 +33,7 @@ DELAYED_FRACTION: Final = 0.25
 LONGEST_DELAY_US: Final = 400.0
 LENGTHS: Final = 16
 """Number of different delays, each of which is a prepared launch."""
-ALWAYS_WRITTEN: Final = ("tokens", "step", "kv_cache")
+ALWAYS_WRITTEN: Final = ("tokens", "step", "kv_cache", "recurrent")
 """Buffers that the host or an earlier pass has written before a pass begins."""
 
 

@@ -13,7 +13,7 @@ from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec, ffn_specs
-from heterollm.model import AttentionBlock, FfnBlock, ModelConfig, expert_specs
+from heterollm.model import AttentionBlock, ModelConfig, expert_specs
 from heterollm.solver import Plan
 
 TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (ShadowSlots(), SparseSlots(), ExpertSlots())
@@ -72,22 +72,23 @@ def pool_sizes(
     head_rows = max(HEAD_ROWS, head_npu)
     widest = max(spec.rows for spec in specs if spec.group != "head")
     heads = max(block.heads * block.head_dim for block in config.blocks(AttentionBlock).values())
-    widths = [block.width for block in config.blocks(FfnBlock).values()]
     stages = (stage.blocks for layer in config.per_layer for stage in layer.stages)
-    if any(len(blocks) > 1 and isinstance(blocks[0], AttentionBlock) for blocks in stages):
-        widths.append(config.hidden_size)  # takes what a norm writes that only adds
+    beside = any(len(blocks) > 1 and isinstance(blocks[0], AttentionBlock) for blocks in stages)
     sizes = {
         "residual": tokens * config.hidden_size * 4,
         "linear_input": padded * config.hidden_size * item_bytes,
         "query": tokens * heads * 4,
-        "attention_output": padded * heads * item_bytes,
-        # A mixture without shared experts has no other network; no memory is empty.
-        "activated": padded * max(widths, default=1) * item_bytes,
+        "attention_output": 0,
+        # Takes what a norm writes that only adds; no memory is empty.
+        "activated": padded * (config.hidden_size if beside else 1) * item_bytes,
         "npu_output": padded * widest * item_bytes,
         "gpu_output": tokens * widest * item_bytes,
         "head_input": head_rows * config.hidden_size * item_bytes,
         "logits": HEAD_ROWS * config.vocab_size * 4,
     }
+    for spec in specs:
+        if spec.group != "head":
+            sizes[spec.source] = max(padded * spec.columns * item_bytes, sizes.get(spec.source, 0))
     if head_npu:
         sizes["head_npu_output"] = head_rows * config.vocab_size * item_bytes
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes

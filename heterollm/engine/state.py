@@ -1,8 +1,9 @@
-"""The state of a session between passes: keys and values of its layers, in the GPU's memory."""
+"""The state of a session between passes in the GPU's memory: keys and values, and recurrent state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -13,24 +14,33 @@ from heterollm.engine.step import Buffer
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     PAGE_POSITIONS,
+    STEP_STATE_READ,
+    STEP_STATE_WRITTEN,
     STEP_WORDS,
     DeviceMemory,
     KvLayer,
     KvMemory,
+    RecurrentLayer,
     head_stride,
     pages_of,
     position_bytes,
     scales_start,
 )
-from heterollm.model import KvSpec, ModelConfig
+from heterollm.model import KvSpec, ModelConfig, RecurrentSpec
 
 KV_CACHE: Final = "kv_cache"
 """Name of the buffer of keys and values; those of a window have its positions behind a dot."""
 
+RECURRENT: Final = "recurrent"
+"""Name of the buffer of recurrent state."""
+
+EMPTY: Final = -1
+"""Position of a slot without a state."""
+
 
 def is_state(buffer: Buffer) -> bool:
     """Return whether a buffer holds the state of a session."""
-    return buffer.name.partition(".")[0] == KV_CACHE
+    return buffer.name.partition(".")[0] in (KV_CACHE, RECURRENT)
 
 
 class LayerState(Protocol):
@@ -46,8 +56,8 @@ class LayerState(Protocol):
     def reserve(self, position: int, tokens: int) -> None:
         """Make room for the tokens of a pass."""
 
-    def bind(self, words: NDArray[np.int32]) -> None:
-        """Write the words of the step buffer from which kernels read where it lies."""
+    def bind(self, words: NDArray[np.int32], lane: int) -> None:
+        """Write the words of a lane's step buffer from which kernels read where it lies."""
 
     def commit(self, position: int) -> None:
         """Note that the passes before a position have run."""
@@ -93,7 +103,8 @@ def kv_groups(config: ModelConfig, context: int, longest: int) -> tuple[KvGroup,
     """
     found: dict[tuple[KvSpec, int], list[int]] = {}
     for layer, spec in config.states.items():
-        assert isinstance(spec, KvSpec)
+        if not isinstance(spec, KvSpec):
+            continue
         places = spec.kept(context, longest)
         whole = KvSpec(spec.kv_heads, spec.head_dim, spec.window if places < context else 0)
         found.setdefault((whole, places), []).append(layer)
@@ -146,8 +157,8 @@ class KvState:
         self._first, self._stop = max(self._first, stop - pages_of(self._group.places)), stop
         self._end = min(self._end, position)
 
-    def bind(self, words: NDArray[np.int32]) -> None:
-        """Write the words of the step buffer from which kernels read where it lies."""
+    def bind(self, words: NDArray[np.int32], _lane: int) -> None:
+        """Write the words of a lane's step buffer from which kernels read where it lies."""
         if self._group.is_paged:
             words[self._group.table : self._group.table + len(self._pages)] = self._pages
 
@@ -179,23 +190,88 @@ class KvState:
         return max(0, position - window + 1) // PAGE_POSITIONS if window else 0
 
 
+class RecurrentState:
+    """State of layers that depends on all tokens before, float32 ``[layer][slot][values]`` in one memory.
+
+    A slot holds the state behind one position. A pass reads the slot of its own position and writes another,
+    which counts once the pass has run: failed passes and refused guesses leave the state as it was. The other
+    slots hold earlier positions, to which a session can go back.
+
+    Args:
+        device: The device.
+        specs: The sizes by layer.
+    """
+
+    def __init__(self, device: Device, specs: Mapping[int, RecurrentSpec]) -> None:
+        self._gpu = device.gpu
+        slots = min(spec.kept(0, 0) for spec in specs.values())
+        ends = list(itertools.accumulate(slots * spec.values for spec in specs.values()))
+        self._memory = DeviceMemory(self._gpu.scratch(4 * ends[-1]), 4 * ends[-1])
+        self.memories = {self._memory: RECURRENT}
+        self.layers = {
+            layer: RecurrentLayer(self._memory, start, spec.values)
+            for (layer, spec), start in zip(specs.items(), [0, *ends], strict=False)
+        }
+        self._positions = [EMPTY] * slots
+        self._read, self._written, self._spare = 0, 0, [0, 0]
+
+    def reserve(self, position: int, _tokens: int) -> None:
+        """Choose the slots of a pass; the states behind its position are forgotten."""
+        self._positions = [own if own <= position else EMPTY for own in self._positions]
+        self._read = self._positions.index(position) if position in self._positions else 0
+        held = sorted((own, slot) for slot, own in enumerate(self._positions) if EMPTY < own < position)
+        ends = [0, *(own for own, _ in held), position]
+        # The tokens to read again without a state, summed over the positions that it serves best.
+        losses = sorted(
+            ((own - before) * (behind - own), slot)
+            for before, (own, slot), behind in zip(ends, held, ends[2:], strict=False)
+        )
+        empty = [slot for slot, own in enumerate(self._positions) if own == EMPTY]
+        self._spare = [*empty, *(slot for _, slot in losses)][:2]
+
+    def bind(self, words: NDArray[np.int32], lane: int) -> None:
+        """Write the slots of a lane, whose chunk begins with the state behind that of the lane before."""
+        self._written = self._spare[lane % 2]
+        self._positions[self._written] = EMPTY
+        words[STEP_STATE_READ] = self._spare[(lane - 1) % 2] if lane else self._read
+        words[STEP_STATE_WRITTEN] = self._written
+
+    def commit(self, position: int) -> None:
+        """Note that the passes before a position have run."""
+        self._positions[self._written] = position
+
+    def latest(self, position: int) -> int:
+        """Return the last position up to this one whose state is there; 0 at worst."""
+        return max((own for own in self._positions if EMPTY < own <= position), default=0)
+
+    def copy_from(self, other: RecurrentState, position: int) -> None:
+        """Copy the states of the other up to a position."""
+        self._positions = [own if own <= position else EMPTY for own in other._positions]
+        size = self._memory.size_bytes
+        self._gpu.copy_rows(self._memory, other._memory, rows=1, row_bytes=size, stride_bytes=size)
+
+
 class SessionState:
     """The state of all layers of a session.
 
     Args:
         device: The device.
         groups: The memories of its keys and values.
+        recurrent: The sizes of recurrent state by layer.
     """
 
     __slots__ = ("__weakref__", "_gpu", "memory", "states")
 
-    def __init__(self, device: Device, groups: Sequence[KvGroup]) -> None:
+    def __init__(
+        self, device: Device, groups: Sequence[KvGroup], recurrent: Mapping[int, RecurrentSpec]
+    ) -> None:
         self._gpu = device.gpu
         kept = [KvState(device, group) for group in groups]
-        self.states: tuple[LayerState, ...] = tuple(kept)
-        memories = {memory: name for state in kept for memory, name in state.memories.items()}
+        own = [RecurrentState(device, recurrent)] if recurrent else []
+        self.states: tuple[LayerState, ...] = (*kept, *own)
+        memories = {memory: name for state in self.states for memory, name in state.memories.items()}
         layers = {layer: place for state in kept for layer, place in state.layers.items()}
-        self.memory = KvMemory(memories, layers)
+        self.memory = KvMemory(memories, layers, own[0].layers if own else {})
 
     @property
     def size_bytes(self) -> int:
@@ -205,17 +281,17 @@ class SessionState:
     def stand_in(self) -> KvMemory:
         """Return memory of no use, to bind to kernels in place of this session's."""
         memories = self.memory.memories.values()
-        return KvMemory({DeviceMemory(self._gpu.scratch(1), 1): name for name in memories}, {})
+        return KvMemory({DeviceMemory(self._gpu.scratch(1), 1): name for name in memories}, {}, {})
 
     def reserve(self, position: int, tokens: int) -> None:
         """Make room for the tokens of a pass at a position; tokens from there on are forgotten."""
         for state in self.states:
             state.reserve(position, tokens)
 
-    def bind(self, words: NDArray[np.int32]) -> None:
-        """Write the words of the step buffer from which kernels read where all lies."""
+    def bind(self, words: NDArray[np.int32], lane: int) -> None:
+        """Write the words of a lane's step buffer from which kernels read where all lies."""
         for state in self.states:
-            state.bind(words)
+            state.bind(words, lane)
 
     def commit(self, position: int) -> None:
         """Note that the passes before a position have run."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
-from heterollm.model import AttentionBlock, ModelWeights, Norm, RopeConfig, rope_tables
+from heterollm.model import AttentionBlock, ModelWeights, Norm, RopeConfig, ShortConvBlock, rope_tables
 
 
 class GlueTensors:
@@ -45,6 +45,10 @@ class GlueTensors:
             if (key := (block.rope, block.rotary_dim)) not in self._ropes:
                 tables = _tables(*key, context)
                 self._ropes[key] = runtime.upload(tables[0]), runtime.upload(tables[1])
+        self._taps: dict[int, Any] = {
+            number: runtime.upload(np.ascontiguousarray(weights.other(number, "taps")[:, 0].T))
+            for number in config.blocks(ShortConvBlock)
+        }
         for spec in weights.specs:
             self.bias(spec.layer, spec.group)
 
@@ -55,6 +59,10 @@ class GlueTensors:
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401
         """Return the factors of q and then of k, float32, of a head or of all; None without such norms."""
         return self._head_norms.get(layer)
+
+    def taps(self, layer: int) -> Any:  # noqa: ANN401
+        """Return the weights of a convolution, float32 ``[taps, width]``, that of a token itself last."""
+        return self._taps[layer]
 
     def bias(self, layer: int, group: Group, start: int = 0) -> Any:  # noqa: ANN401
         """Return the float32 biases of a group's members, from ``start`` on of each; None without bias."""

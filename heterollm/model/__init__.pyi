@@ -6,6 +6,8 @@ from .blocks import KvSpec as KvSpec
 from .blocks import LayerStage as LayerStage
 from .blocks import MixtureBlock as MixtureBlock
 from .blocks import Norm as Norm
+from .blocks import RecurrentSpec as RecurrentSpec
+from .blocks import ShortConvBlock as ShortConvBlock
 from .channel_file import ChannelFile as ChannelFile
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder

@@ -16,9 +16,10 @@ from heterollm.model.blocks import (
     LayerStage,
     MixtureBlock,
     Norm,
+    ShortConvBlock,
 )
 from heterollm.model.families import unsupported
-from heterollm.model.family import BiasedPart, BlockName, Family, Mixture, StageNames
+from heterollm.model.family import MIXERS, BiasedPart, BlockName, Family, Mixture, StageNames
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope_config import read_ropes, read_rotary_dim
 
@@ -66,7 +67,7 @@ class BlockFields:
     def __init__(
         self, fields: JsonFields, family: Family, layers: int, hidden_size: int, max_positions: int
     ) -> None:
-        self._fields, self._family = fields, family
+        self._fields, self._family, self._hidden_size = fields, family, hidden_size
         heads = fields.count("num_attention_heads")
         kv_heads = fields.count("num_key_value_heads", heads)
         head_dim = _head_dim(fields, family, hidden_size, heads)
@@ -100,7 +101,7 @@ class BlockFields:
         stages = []
         rows = self._family.layers(self._fields, number)
         for names in rows:
-            norm, output_norm = STAGE_NORMS["attention" not in names]
+            norm, output_norm = STAGE_NORMS[not any(name in MIXERS for name in names)]
             blocks = tuple(block for name in names if (block := self._block(name, number, names)))
             own = output_norm if output_norm in self._family.tensors.norms else None
             stages.append(LayerStage(norm, blocks, own))
@@ -113,6 +114,8 @@ class BlockFields:
             window = self._windows[layer]
             rope = self._sliding_rope if window else self.rope
             return replace(self._attention, window=window, rope=rope if self._rotated[layer] else None)
+        if name == "short_conv":
+            return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
         if name == "mixture":
             assert mixture is not None  # by the family
             width = fields.count(mixture.width_field)
@@ -156,7 +159,7 @@ def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
         raise fields.fail("layer_types", f"a list of {layers} kinds of layers")
     kinds = [KINDS_OF_LAYERS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in ("full_attention", "sliding_attention", *family.kinds):
             raise unsupported(f"A layer of kind {kind!r}")
     if "sliding_attention" in kinds and not window:
         raise fields.fail("sliding_window", "a whole number, in use, for the layer_types that slide")

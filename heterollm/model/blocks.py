@@ -27,6 +27,12 @@ NORM: Final = "rms_norm"
 GOING_BACK: Final = 512
 """Positions that a sliding window keeps beside those of a pass, to go back behind most answers."""
 
+FEWEST_STATES: Final = 4
+MOST_STATES: Final = 16
+STATES_BYTES: Final = 2**20
+"""Recurrent states of a session: as many as a layer has room for in these bytes, within limits. A pass reads
+one and writes another, chunks in flight two in turns, and the others let a session go back."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
@@ -94,6 +100,25 @@ class KvSpec:
         return 2 * self.kv_heads * head_stride(positions, self.head_dim, dtype) * dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """State that depends on all tokens before, of a fixed size at each of the positions that are kept.
+
+    Args:
+        values: Values of float32 at a position.
+    """
+
+    values: int
+
+    def kept(self, _context: int, _longest: int) -> int:
+        """Return the positions that are kept: more of them where they are small."""
+        return max(FEWEST_STATES, min(MOST_STATES, STATES_BYTES // (4 * self.values)))
+
+    def bytes(self, positions: int, _dtype: np.dtype[Any]) -> int:
+        """Return the bytes of so many positions, which do not depend on the KV cache's type."""
+        return 4 * self.values * positions
+
+
 class Block(Protocol):
     """A part of a layer: its linears, its other tensors, and numbers that decide what it computes."""
 
@@ -106,16 +131,23 @@ class Block(Protocol):
 
     def norms(self) -> Mapping[Norm, int]:
         """Return the widths of norms inside the block."""
+        return {}
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of its other tensors, which stay float32, by role."""
+        return {}
 
     def state(self) -> StateSpec | None:
         """Return the state that a session keeps for the block; None for none."""
+        return None
 
     def timed(self) -> Block:
         """Return the block without what no time of an operator depends on."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBlock:
+class AttentionBlock(Block):
     """Attention to all positions, or to those of a window.
 
     Args:
@@ -181,7 +213,42 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class FfnBlock:
+class ShortConvBlock(Block):
+    """A causal convolution of each channel over few tokens, with a gate before and one behind.
+
+    Args:
+        width: Channels.
+        taps: Tokens that a convolution spans, its own included.
+    """
+
+    NAME: ClassVar[str] = "short_conv"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("conv_in", "conv_out")
+
+    width: int
+    taps: int
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears that a plan places: b gates the inputs x, c the convolution."""
+        members, conv = tuple(Member(name, self.width) for name in "bcx"), "short_conv"
+        return (
+            GroupShape("conv_in", members, hidden, "linear_input", "conv_in", (NORM,), conv),
+            GroupShape(
+                *("conv_out", (Member("out", hidden),), self.width, "mixer_output", "mixer_delta"),
+                *((conv,), NORM),
+            ),
+        )
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the weights of each channel, that of a token itself last."""
+        return {"taps": (self.width, 1, self.taps)}
+
+    def state(self) -> RecurrentSpec:
+        """Return the last inputs, ``[taps - 1, width]``."""
+        return RecurrentSpec((self.taps - 1) * self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class FfnBlock(Block):
     """A feed-forward network.
 
     Args:
@@ -214,20 +281,13 @@ class FfnBlock:
             ),
         )
 
-    def norms(self) -> Mapping[Norm, int]:
-        """Return no norms."""
-        return {}
-
-    def state(self) -> None:
-        """Return nothing."""
-
     def timed(self) -> FfnBlock:
         """Return the block without biases."""
         return replace(self, biased=False)
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureBlock:
+class MixtureBlock(Block):
     """A mixture of gated networks, the experts.
 
     Its experts are no group that a plan splits; :func:`heterollm.model.expert_specs` has them.
@@ -249,19 +309,8 @@ class MixtureBlock:
         """Return no groups."""
         return ()
 
-    def norms(self) -> Mapping[Norm, int]:
-        """Return no norms."""
-        return {}
 
-    def state(self) -> None:
-        """Return nothing."""
-
-    def timed(self) -> MixtureBlock:
-        """Return the block."""
-        return self
-
-
-BLOCKS: Final = (AttentionBlock, FfnBlock, MixtureBlock)
+BLOCKS: Final = (AttentionBlock, ShortConvBlock, FfnBlock, MixtureBlock)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
 

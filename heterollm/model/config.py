@@ -168,6 +168,9 @@ class ModelConfig:
         max_positions = fields.count("max_position_embeddings")
         layers = fields.count("num_hidden_layers", maximum=MOST_LAYERS)
         blocks = BlockFields(fields, family, layers, hidden_size, max_positions)
+        per_layer = tuple(blocks.layer(number) for number in range(layers))
+        if not any(layer.find(AttentionBlock) for layer in per_layer):
+            raise unsupported("A model without attention")
         vocab_size = fields.count("vocab_size")
 
         stated = JsonFields(generation or {}, "generation_config.json")
@@ -187,7 +190,7 @@ class ModelConfig:
             max_positions=max_positions,
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6) / added**2,
             rope=blocks.rope,
-            per_layer=tuple(blocks.layer(number) for number in range(layers)),
+            per_layer=per_layer,
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             head_bias=is_biased(fields, family, "head"),
             bos_ids=special_ids("bos_token_id", family.bos_ids),

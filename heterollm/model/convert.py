@@ -24,7 +24,7 @@ from heterollm.kernels.formats import QuantizedTensor, effective_block
 from heterollm.model.blocks import MixtureBlock
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
-from heterollm.model.expert_layout import expert_specs, router_name
+from heterollm.model.expert_layout import expert_specs, expert_tensors, router_name
 from heterollm.model.hub import CONFIG_FILES, HUB_FILES
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, op_specs
@@ -155,7 +155,8 @@ def _check_convertible(model: str | Path, config: ModelConfig) -> None:
             f"{model} is quantised already.",
             fix="It loads as it is; or convert the model that it was made from.",
         )
-    if any(len(shape) > len(("rows", "columns")) for shape in expected_tensors(config).values()):
+    experts = (expert_tensors(config, layer, block) for layer, block in config.blocks(MixtureBlock).items())
+    if any(len(shape) > len(("rows", "columns")) for own in experts for shape in own.values()):
         raise UnsupportedModelError(
             f"{model} stacks its experts in one tensor, but compressed-tensors packs each linear by itself.",
             fix="It loads as it is.",

@@ -13,7 +13,10 @@ from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
-BlockName = Literal["attention", "ffn", "mixture"]
+BlockName = Literal["attention", "short_conv", "ffn", "mixture"]
+MIXERS: Final = ("attention", "short_conv")
+"""Blocks that mix tokens; the others compute each token by itself."""
+
 BiasedPart = Literal["qkv", "o", "ffn", "head"]
 StageNames: TypeAlias = tuple[BlockName, ...]
 LayerNames: TypeAlias = Callable[[JsonFields, int], tuple[StageNames, ...]]
@@ -28,6 +31,7 @@ class TensorNames:
         modules: For each group that a layer may have, the module of each member, below the prefix. Members
             that share a module are stacked in its tensor.
         norms: For each norm that a layer may have, the module.
+        others: For the role of each other tensor of blocks, the module.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
@@ -38,6 +42,7 @@ class TensorNames:
 
     modules: Mapping[Group, Mapping[str, str]]
     norms: Mapping[Norm, str]
+    others: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens"
     positions: str = ""
@@ -100,6 +105,18 @@ def sparse_steps(mixer: StageNames, *, dense: StageNames, sparse: StageNames) ->
     return stages
 
 
+def by_type(kinds: Mapping[str, tuple[StageNames, ...]]) -> LayerNames:
+    """Return the layers of a family whose ``layer_types`` names one of these kinds for each."""
+
+    def stages(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
+        listed = fields.get("layer_types")
+        if not isinstance(listed, list) or layer >= len(listed) or listed[layer] not in kinds:
+            raise fields.fail("layer_types", f"{', '.join(kinds)} for each layer")
+        return kinds[listed[layer]]
+
+    return stages
+
+
 SECTION_COUNTS: Final = "that of the section counts, else max_position_embeddings"
 DENSE: Final = alike(("attention",), ("ffn",))
 
@@ -114,6 +131,7 @@ class Family:
         architecture: The class in transformers.
         tensors: Tensor names; attention has norms of heads, and outputs have norms, if they list them.
         layers: The blocks of each layer.
+        kinds: Kinds of layers without attention in ``layer_types``.
         defaults: Default values of ``config.json`` that differ from Llama's.
         renamed: The family's own names of common fields, by the common name.
         derived: Returns common fields that follow from the family's own ones; None in a family without any.
@@ -147,6 +165,7 @@ class Family:
     architecture: str
     tensors: TensorNames
     layers: LayerNames = DENSE
+    kinds: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[JsonFields], Mapping[str, object]] | None = None

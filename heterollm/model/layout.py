@@ -126,6 +126,12 @@ def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
     return f"{names.layer.format(layer=layer)}{names.norms[norm]}.weight"
 
 
+def other_name(config: ModelConfig, layer: int, role: str) -> str:
+    """Return the tensor name of another tensor of a layer's blocks by its role."""
+    names = _tensors(config)
+    return f"{names.layer.format(layer=layer)}{names.others[role]}.weight"
+
+
 def final_norm_name(config: ModelConfig) -> str:
     """Return the tensor name of the norm before the head."""
     return f"{_tensors(config).final_norm}.weight"
@@ -202,6 +208,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[norm_name(config, layer, norm)] = (width,)
             if config.centered_norms:
                 shapes[norm_bias_name(config, layer, norm)] = (width,)
+        for block in own.blocks:
+            for role, shape in block.tensors(config.hidden_size).items():
+                shapes[other_name(config, layer, role)] = shape
         mixture = own.find(MixtureBlock)
         if mixture is not None:
             shapes |= expert_tensors(config, layer, mixture)

@@ -45,6 +45,7 @@ from heterollm.model.layout import (
     norm_bias_name,
     norm_name,
     op_specs,
+    other_name,
     positions_name,
     shortened_blocks,
 )
@@ -167,6 +168,10 @@ class ModelWeights:
     def norm_bias(self, layer: int, norm: Norm) -> NDArray[np.float32] | None:
         """Return the bias ``[hidden]`` of one norm of a layer; None in a model without."""
         return self.floats.get(norm_bias_name(self.config, layer, norm))
+
+    def other(self, layer: int, role: str) -> NDArray[np.float32]:
+        """Return another tensor of a layer's blocks by its role."""
+        return self.floats[other_name(self.config, layer, role)]
 
     @property
     def final_norm_bias(self) -> NDArray[np.float32] | None:

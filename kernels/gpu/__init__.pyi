@@ -26,6 +26,7 @@ from .grouped_linear import GroupedLinear as GroupedLinear
 from .heads import HeadShape as HeadShape
 from .heads import KvLayer as KvLayer
 from .heads import KvMemory as KvMemory
+from .heads import RecurrentLayer as RecurrentLayer
 from .heads import Rotation as Rotation
 from .heads import Scores as Scores
 from .launch import Argument as Argument
@@ -80,6 +81,8 @@ from .sparse_memory import SparseShape as SparseShape
 from .step import STEP_HEAD_ROW as STEP_HEAD_ROW
 from .step import STEP_LENGTH as STEP_LENGTH
 from .step import STEP_POSITION as STEP_POSITION
+from .step import STEP_STATE_READ as STEP_STATE_READ
+from .step import STEP_STATE_WRITTEN as STEP_STATE_WRITTEN
 from .step import STEP_WORDS as STEP_WORDS
 from .traits import DeviceTraits as DeviceTraits
 from .tuning import DeviceTuning as DeviceTuning

@@ -160,8 +160,10 @@ class GlueKernels:
         flags: int = 0,
         rounded: RoundedInputs | None = None,
         segments: Segments | None = None,
+        file: str = "pointwise.cl",
+        defines: Defines | None = None,
     ) -> Launch:
-        """Return the launch of a kernel of pointwise.cl.
+        """Return the launch of an elementwise kernel.
 
         Args:
             name: Kernel function.
@@ -173,10 +175,12 @@ class GlueKernels:
             flags: Number of flags among the sizes.
             rounded: Target of the int8 codes of the output; None for no codes.
             segments: The linear's output that the kernel reads, if it reads one.
+            file: Source file after the common ones.
+            defines: Additional defines.
         """
         columns = sizes[-1]
         kernel, style, items = self.kernel(
-            ("pointwise.cl",), name, rounded=rounded, widths=sizes[flags:], segments=segments
+            (file,), name, lambda _: defines or {}, rounded, widths=sizes[flags:], segments=segments
         )
         span = self.span(style)
         width = round_up(-(-columns // span), items)

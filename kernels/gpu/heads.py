@@ -80,17 +80,34 @@ class KvLayer:
     table: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentLayer:
+    """The recurrent state of one layer of a session, float32 ``[slot][values]``.
+
+    Args:
+        memory: The memory.
+        start: Its first value in the memory.
+        values: Values of a slot.
+    """
+
+    memory: DeviceMemory
+    start: int
+    values: int
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KvMemory:
-    """The keys and values of all layers of a session.
+    """The state of all layers of a session: keys and values, and recurrent state.
 
     Args:
         memories: The memories, with the names of their buffers in steps.
-        layers: The place of each layer in them.
+        layers: The place of each layer's keys and values in them.
+        recurrent: That of each layer's recurrent state.
     """
 
     memories: Mapping[DeviceMemory, str]
     layers: Mapping[int, KvLayer]
+    recurrent: Mapping[int, RecurrentLayer]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,5 +10,9 @@ STEP_LENGTH: Final = 1
 """Index of the number of tokens of the pass; kernels neither read nor write rows behind them."""
 STEP_HEAD_ROW: Final = 2
 """Index of the first row that the head reads."""
+STEP_STATE_READ: Final = 3
+"""Index of the slot of recurrent state that the pass begins with; it reads none at position 0."""
+STEP_STATE_WRITTEN: Final = 4
+"""Index of the slot that takes the state behind the pass."""
 STEP_WORDS: Final = 16
 """Words of the step buffer."""

@@ -41,6 +41,7 @@ from .score_codes import write_score_codes as write_score_codes
 from .selection import SELECTION_FLOPS as SELECTION_FLOPS
 from .selection import kept_positions as kept_positions
 from .selection import select_positions as select_positions
+from .short_conv import convolve as convolve
 from .sparse_attention import SparseCase as SparseCase
 from .sparse_attention import SparsePass as SparsePass
 from .sparse_attention import attend_selected as attend_selected

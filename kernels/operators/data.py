@@ -22,6 +22,8 @@ from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
     STEP_LENGTH,
     STEP_POSITION,
+    STEP_STATE_READ,
+    STEP_STATE_WRITTEN,
     STEP_WORDS,
     GlueKernels,
     GpuRuntime,
@@ -268,10 +270,13 @@ class Data:
             self._outputs[name] = partial(_written, memory, stored, own, place)
         return KvLayer(memory, 1, stored.capacity if pages else 0, STEP_WORDS)
 
-    def step(self, position: int, length: int, head_row: int = 0) -> SharedArray:
-        """Return the step buffer of a pass."""
+    def step(
+        self, position: int, length: int, head_row: int = 0, slots: tuple[int, int] = (0, 0)
+    ) -> SharedArray:
+        """Return the step buffer of a pass; ``slots`` are those of recurrent state, read and written."""
         words = np.zeros(STEP_WORDS, np.int32)
         words[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, length, head_row
+        words[[STEP_STATE_READ, STEP_STATE_WRITTEN]] = slots
         return self.put("step", np.concatenate([words, self._pages]))
 
     def int8(self, weight: WeightFormat | None, tokens: int, columns: int) -> RoundedInputs | None:

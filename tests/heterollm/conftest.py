@@ -216,6 +216,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    # Convolutions before and behind attention; networks narrower than their stated width.
+    "lfm2": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "intermediate_size": 240,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.1,
+        "norm_eps": 1e-2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     # The width of the network has the name of shared experts'.
     "granitemoehybrid": {
         **PLAIN,

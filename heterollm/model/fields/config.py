@@ -287,6 +287,13 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "no_rope_layer_interval": "every so many layers one has no RoPE; no_rope_layers precedes it",
         "router_jitter_noise": "range of the router's second choice (sparsemixer)",
         "hidden_activation": "activation, as hidden_act",
+        "conv_L_cache": "tokens that a convolution spans",
+        "full_attn_idxs": "layers with attention, where layer_types is missing",
+        "block_ff_dim": "older name of intermediate_size, which it precedes",
+        "block_auto_adjust_ff_dim": "whether the network is narrower than intermediate_size",
+        "block_ffn_dim_multiplier": "factor of that width",
+        "block_multiple_of": "the width is rounded up to a multiple of it",
+        "tie_embedding": "older name of tie_word_embeddings, which it precedes",
     }
 )
 """Fields that no other model type knows."""
@@ -342,7 +349,7 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
     nested, layered = readers("rope_local_base_freq"), readers("layer_types")
     alike, sparse = readers("sliding_window") - layered, readers("num_experts_per_tok")
     yield from _one("none", "hidden_act", "hidden_activation counts", readers("hidden_activation"), PUBLISHED)
-    yield from _one("read", "layer_types", "full_attention or sliding_attention, by layer", layered)
+    yield from _one("read", "layer_types", "kind of each layer: full_attention and others", layered)
     yield from _one(
         "read",
         "layer_types",
@@ -372,6 +379,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("sliding_window_size", "older name that transformers ignores"),
     ):
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
+    convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
+    yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
     for name, why in (
         ("router_jitter_noise", "training"),
         ("input_jitter_noise", "training"),

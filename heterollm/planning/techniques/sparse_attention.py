@@ -48,11 +48,11 @@ def calibrated(
 
     Raises:
         CalibrationError: The file cannot be read, is no calibration, or one of another model.
-        OptionError: The calibration lacks what the rule needs.
+        OptionError: The calibration lacks what the rule needs, or a layer has no attention.
     """
     if path is None or request is None or SHADOW_ATTENTION not in request.techniques:
         return None
-    asked = request.attention
+    asked, windows = request.attention, _windows(config)
     scales = calibrated_scales(path, asked.buckets)
     exponents = tuple(
         tuple(head.exponent for head in scales.get(layer, ())) for layer in range(config.layers)
@@ -65,7 +65,7 @@ def calibrated(
             f"{own.heads} query heads and {own.kv_heads} key heads.",
             fix="Run `heterollm calibrate` for this model.",
         )
-    return AttentionHeads(keep, exponents, _windows(config))
+    return AttentionHeads(keep, exponents, windows)
 
 
 def assumed_heads(config: ModelConfig, request: AttentionRequest) -> AttentionHeads:
@@ -76,7 +76,8 @@ def assumed_heads(config: ModelConfig, request: AttentionRequest) -> AttentionHe
         request: The options of the technique.
 
     Raises:
-        OptionError: The keys are to be shared out by what only a calibration knows.
+        OptionError: The keys are to be shared out by what only a calibration knows, or a layer has no
+            attention.
     """
     if request.keep_by == "importance":
         raise OptionError(
@@ -175,4 +176,14 @@ def dense_prompt_notes(plan: Plan, prompt: int) -> tuple[str, ...]:
 
 
 def _windows(config: ModelConfig) -> tuple[int, ...]:
+    """Return the window of each layer.
+
+    Raises:
+        OptionError: A layer has no attention.
+    """
+    if len(config.blocks(AttentionBlock)) < config.layers:
+        raise OptionError(
+            f"Only some layers of {config.family} have attention.",
+            fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
+        )
     return tuple(block.window for block in config.blocks(AttentionBlock).values())

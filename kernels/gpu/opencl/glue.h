@@ -11,6 +11,8 @@
 #define STEP_POSITION 0  // position of the pass's first token
 #define STEP_LENGTH 1    // tokens of the pass
 #define STEP_HEAD_ROW 2  // first row that the head reads
+#define STEP_STATE_READ 3     // slot of recurrent state before the pass; none at position 0
+#define STEP_STATE_WRITTEN 4  // slot of the state behind it
 
 #define GROUP_SIZE __attribute__((reqd_work_group_size(WG, 1, 1)))
 

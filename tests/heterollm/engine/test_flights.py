@@ -49,7 +49,7 @@ def answers(llm: LLM, ids: list[int], length: int) -> np.ndarray:
     return np.stack([*found, *map(session.decode, ids[:3])])
 
 
-@pytest.fixture(scope="module", params=["llama-layer", "mistral-rows"])
+@pytest.fixture(scope="module", params=["llama-layer", "mistral-rows", "lfm2-rows"])
 def planned(
     request: pytest.FixtureRequest, checkpoint: Callable[..., Path], half_rows_plan: Callable[..., Plan]
 ) -> tuple[Path, Plan]:
@@ -90,6 +90,7 @@ def test_the_buffers_of_chunks_are_apart(
     assert np.array_equal(answers(llm, ids, 3 * CHUNK), expected[3 * CHUNK])
 
 
+@pytest.mark.parametrize("planned", ["llama-layer", "mistral-rows"], indirect=True)
 def test_chunks_alternate_where_a_processor_would_wait(
     planned: tuple[Path, Plan], host_llm: Callable[..., LLM]
 ) -> None:

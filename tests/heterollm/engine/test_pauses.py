@@ -19,7 +19,7 @@ PROMPT, OTHER = 100, 64
 """A whole chunk and a shorter one; the other prompt shares the compiled pass of the first chunk."""
 
 
-@pytest.fixture(scope="module", params=["llama", "olmoe"])
+@pytest.fixture(scope="module", params=["llama", "olmoe", "lfm2"])
 def folder(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Path:
     return checkpoint(request.param)
 
@@ -63,8 +63,8 @@ def test_a_prompt_that_pauses_at_every_layer_computes_the_same(llm: LLM) -> None
 
     logits, pauses = in_turns(llm, meanwhile)
     np.testing.assert_array_equal(logits, expected)
-    # Before the second chunk, and between the two layers of each.
-    assert pauses == 3
+    # Before the second chunk, and between the layers of each.
+    assert pauses == 2 * llm.config.layers - 1
 
 
 def test_a_prompt_that_is_dropped_in_a_pause_leaves_its_session_usable(llm: LLM) -> None:

@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
-    **{name: (name, {}) for name in ("phi", "opt", *DECLARED)},
+    **{name: (name, {}) for name in ("phi", "opt", "lfm2", *DECLARED)},
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
@@ -312,6 +312,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "biases of the feed-forward",
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
+    "lfm2": ("norms of heads",),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Member
 from heterollm.model import ModelConfig, op_specs
-from heterollm.model.blocks import AttentionBlock
+from heterollm.model.blocks import AttentionBlock, ShortConvBlock
 from heterollm.model.families import FAMILIES
 from heterollm.model.layout import expected_tensors, layer_norms, linear_rows
 from heterollm.model.missing import MISSING
@@ -232,7 +232,7 @@ def test_scale_of_the_embedding_is_a_float32() -> None:
         ("qwen3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
         ("phi3", {"model_type": "phi3small"}, "phi3small"),
         ("phi3", {"model_type": "gpt_oss"}, "'gpt_oss' (attention sinks, and experts with biases)"),
-        ("phi3", {"model_type": "lfm2"}, "'lfm2' (layers of short convolutions)"),
+        ("phi3", {"model_type": "lfm3"}, "'lfm3' (layers of short convolutions with experts or windows)"),
         ("smollm3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
     ],
 )
@@ -274,6 +274,47 @@ def test_what_contradicts_itself_is_refused(name: str, changes: dict[str, Any], 
     with pytest.raises(CheckpointError) as caught:
         ModelConfig.from_dict(COMMON | CONFIGS[name] | changes)
     assert named in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"full_attn_idxs": [2, 5], "num_key_value_heads": 2},
+        # As the first checkpoints are.
+        {"full_attn_idxs": [0, 7], "block_ff_dim": 200, "tie_embedding": False, "norm_eps": 1e-3},
+        {"layer_types": ["conv", "full_attention"] * 4, "block_auto_adjust_ff_dim": False},
+        {"block_multiple_of": 24, "block_ffn_dim_multiplier": 1.3, "conv_L_cache": 5, "rope_theta": 1e4},
+        {},
+    ],
+)
+def test_layers_and_widths_of_lfm2_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    fields = COMMON | {"model_type": "lfm2", "num_attention_heads": 8} | changes
+    theirs = theirs_of(fields)
+    for given in (fields, theirs.to_dict()):
+        ours = ModelConfig.from_dict(given)
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        assert expected_tensors(ours) == shapes
+        kinds = ["conv" if layer.find(ShortConvBlock) else "full_attention" for layer in ours.per_layer]
+        assert kinds == theirs.layer_types
+        assert ours.rms_norm_eps == theirs.norm_eps
+        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+        assert ours.rope.base == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"full_attn_idxs": []}, UnsupportedModelError, "without attention"),
+        ({"conv_bias": True}, UnsupportedModelError, "biases of convolutions"),
+        ({"layer_types": ["conv", "linear_attention"] * 4}, UnsupportedModelError, "linear_attention"),
+        ({"layer_types": ["conv", "sliding_attention"] * 4}, CheckpointError, "sliding_window"),
+        ({"conv_L_cache": 1, "full_attn_idxs": [0]}, CheckpointError, "conv_L_cache is 1"),
+    ],
+)
+def test_other_convolutions_are_refused(changes: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        ModelConfig.from_dict(COMMON | {"model_type": "lfm2", "num_attention_heads": 8} | changes)
 
 
 def test_a_type_with_a_missing_feature_is_not_supported() -> None:

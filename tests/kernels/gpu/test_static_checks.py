@@ -68,6 +68,7 @@ from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 from heterollm.kernels.operators.operator import OperatorCase
 from heterollm.kernels.operators.outliers import OutlierCase
 from heterollm.kernels.operators.rope import RopeCase
+from heterollm.kernels.operators.short_conv import ShortConvCase
 from heterollm.kernels.operators.sparse_attention import SparseCase, SparsePass
 from heterollm.kernels.ops import Routing, WeightFormat
 
@@ -129,6 +130,12 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64",
         "-DWG=64 -DCODE_BITS=8 -DCODE_BLOCK=128 -DWHOLE_EIGHTS",
         "-DWG=64 -DSUM -DWHOLE_EIGHTS",
+    ],
+    (*LAYERS, "short_conv.cl"): [
+        "-DWG=1 -DTAPS=3",
+        "-DWG=64 -DTAPS=7 -DWHOLE_EIGHTS",
+        "-DWG=64 -DTAPS=3 -DCODE_BITS=8 -DCODE_BLOCK=128 -DWHOLE_EIGHTS",
+        "-DWG=64 -DTAPS=3 -DSUM",
     ],
     (*LAYERS, "rope.cl"): [
         "-DWG=1",
@@ -402,6 +409,10 @@ OPERATORS = (
     GatedCase(3, 21, (3,), activation="relu_squared", biased=True),
     GatedCase(3, 21, (3,), "sum"),
     PositionsCase(3, 66, 21),
+    ShortConvCase(5, 9, 21, 3, (8, 21, 0)),
+    ShortConvCase(2, 0, 21, 4, (8, 21, 0)),
+    ShortConvCase(1, 9, 21, 4, (0, 0, 0)),
+    ShortConvCase(5, 9, 21, 3, (8, 21, 0), "sum"),
     JoinCase(3, 21, 9),
     JoinCase(3, 21, 9, "sum"),
     AddBiasCase(3, 21),

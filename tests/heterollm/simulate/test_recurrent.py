@@ -1,0 +1,75 @@
+"""A model with short convolutions on a simulated phone: all operators have times, which meet the clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heterollm.base import OptionError, silent
+from heterollm.benchmarks.cases import Case
+from heterollm.benchmarks.work import work_of
+from heterollm.engine import Engine
+from heterollm.kernels.devices import open_device
+from heterollm.model import ModelConfig, op_specs, shape_only_weights
+from heterollm.planning import ProfiledModel
+from heterollm.planning.planner import solve_plan
+from heterollm.planning.techniques.sparse_attention import assumed_heads
+from heterollm.simulate.profile import profile_of
+from heterollm.solver import AttentionRequest, PlanRequest
+
+SOC = "sim:snapdragon-8gen3"
+CONFIG = ModelConfig.from_dict(
+    {
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "vocab_size": 65536,
+        "max_position_embeddings": 128000,
+    }
+)
+"""LFM2-1.2B."""
+
+
+def test_passes_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+    specs = op_specs(CONFIG, "w4a16", 128, True)
+    profile = profile_of(open_device(SOC), "lfm2-1.2b", CONFIG, specs, silent)
+    model = ProfiledModel(profile, CONFIG, specs, "w4a16")
+    plan, device = solve_plan(model, PlanRequest(level="tensor")).plan, open_device(SOC)
+    engine = Engine(device, shape_only_weights(CONFIG, specs), plan, 512, silent)
+    cache, ids = engine.new_cache(), np.zeros(256, np.int32)
+    for phase, tokens in (("prefill", 256), ("decode", 1), ("decode", 8)):
+        for _ in range(3):  # graphs are built, and waits are learnt
+            begin_s = device.now_s()
+            if phase == "decode":
+                engine.decode_several(cache, 0, ids[:tokens])
+            else:
+                engine.prefill(cache, 0, ids[:tokens], phase, None)
+            took_s = device.now_s() - begin_s
+        found = model.predict(plan, phase, tokens, position=0)
+        assert found is not None
+        assert found.time_us / 1e6 == pytest.approx(took_s, rel=0.05), (phase, tokens)
+    assert model.missing == set()
+    on_npu = {step.operator for step in engine.steps("prefill", 256) if step.action == "graph"}
+    assert {"conv_in", "conv_out"} <= on_npu
+
+
+def test_sparse_attention_needs_attention_in_all_layers() -> None:
+    with pytest.raises(OptionError, match="Only some layers of LFM2 have attention"):
+        assumed_heads(CONFIG, AttentionRequest())
+
+
+def test_a_token_reads_the_state_of_every_convolution() -> None:
+    specs = op_specs(CONFIG, "w4a16", 128, True)
+    read = [
+        work_of(CONFIG, specs, Case(0, 1, depth), chunk=512, cache_dtype=np.dtype(np.float16)).read_bytes
+        for depth in (99, 199)
+    ]
+    kept = 6 * 2 * 8 * 64 * 2
+    assert read[1] - read[0] == 100 * kept
+    assert read[0] == sum(spec.weight_bytes() for spec in specs) + 100 * kept + 10 * 2 * 2048 * 4
