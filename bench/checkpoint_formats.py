@@ -25,13 +25,15 @@ from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.ops import Precision
 from heterollm.llm import LLM
 from heterollm.model.stored.affine_blocks import AffineBlocks, canonical
-from heterollm.model.stored.gguf_blocks import BLOCK_TYPES, BlockType
+from heterollm.model.stored.gguf_blocks import BLOCK_TYPES, IQ4_VALUES, BlockType
 from heterollm.model.stored.gguf_config import smallest_format
 from heterollm.text.likelihood import top_1_agreement
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "bench" / "results" / "checkpoint_formats.jsonl"
 ROWS, COLUMNS = 256, 1024
+PARTS: Final = {"Q2_K": 15, "Q3_K": 31, "Q4_K": 63, "Q5_K": 63, "Q6_K": 127}
+"""Largest scale of a part of a block, as whole parts of the block's own."""
 PROMPT: Final = "The capital of France is"
 TEXT: Final = ROOT / "docs" / "how-the-split-works.md"
 TEXT_TOKENS: Final = 128
@@ -49,9 +51,11 @@ def block_rows() -> Iterator[dict[str, Any]]:
         if kind.dtype is not None:
             continue
         data = rng.integers(0, 256, (ROWS, COLUMNS // kind.block * kind.block_bytes), np.uint8)
-        with np.errstate(all="ignore"):
-            wanted = gguf.dequantize(data, gguf.GGMLQuantizationType(number))
-        same = np.array_equal(kind.blocks(data).values(), wanted, equal_nan=True)
+        same = None
+        if kind.name != "Q1_0":  # which the package only names
+            with np.errstate(all="ignore"):
+                wanted = gguf.dequantize(data, gguf.GGMLQuantizationType(number))
+            same = np.array_equal(kind.blocks(data).values(), wanted, equal_nan=True)
         held = smallest_format([kind])
         blocks = quantized(weight, kind)
         found = canonical(blocks, held)
@@ -62,24 +66,35 @@ def block_rows() -> Iterator[dict[str, Any]]:
 
 def quantized(weight: NDArray[np.float32], kind: BlockType) -> AffineBlocks:
     """Return weights in a block type; superblocks' scales are whole parts of the row's largest."""
+    if kind.name == "Q1_0":
+        scales = np.abs(weight).reshape(ROWS, -1, kind.block).mean(axis=2).astype(np.float16)
+        codes = np.where(weight < 0, -1, 1).astype(np.int8)
+        return AffineBlocks(codes, scales.astype(np.float32), None, kind.block)
+    if kind.name == "IQ4_NL":  # as near as the largest value of a block allows
+        parts = weight.reshape(ROWS, -1, kind.block)
+        scales = (np.abs(parts).max(axis=2) / 127).astype(np.float16).astype(np.float32)
+        nearest = np.abs(parts[..., None] / scales[..., None, None] - IQ4_VALUES).argmin(axis=3)
+        return AffineBlocks(IQ4_VALUES[nearest].reshape(weight.shape), scales, None, kind.block)
     if kind.block == kind.scale_block:
         return kind.blocks(gguf.quantize(weight, gguf.GGMLQuantizationType[kind.name]))
     parts = weight.reshape(ROWS, -1, kind.scale_block)
     if kind.minimum:
         levels = (1 << kind.bits) - 1
         low = np.minimum(parts.min(axis=2), 0)
-        scales, minimums = _parts((parts.max(axis=2) - low) / levels, 63), -_parts(-low, 63)
+        most, count = PARTS[kind.name], kind.block // kind.scale_block
+        scales = _parts((parts.max(axis=2) - low) / levels, most, count)
+        minimums = -_parts(-low, most, count)
         codes = np.clip(np.rint((parts - minimums[..., None]) / scales[..., None]), 0, levels)
     else:
         half, minimums = 1 << (kind.bits - 1), None
-        scales = _parts(np.abs(parts).max(axis=2) / half, 127)
+        scales = _parts(np.abs(parts).max(axis=2) / half, PARTS[kind.name], kind.block // kind.scale_block)
         codes = np.clip(np.rint(parts / scales[..., None]), -half, half - 1)
     return AffineBlocks(codes.astype(np.int8).reshape(weight.shape), scales, minimums, kind.scale_block)
 
 
-def _parts(values: NDArray[np.float32], most: int) -> NDArray[np.float32]:
-    """Return values as whole parts of an FP16 number for each 256 weights."""
-    blocks = values.reshape(-1, 8 if most == 63 else 16)
+def _parts(values: NDArray[np.float32], most: int, count: int) -> NDArray[np.float32]:
+    """Return values as whole parts, up to ``most``, of an FP16 number for each ``count`` of them."""
+    blocks = values.reshape(-1, count)
     unit = (blocks.max(axis=1, keepdims=True) / most).astype(np.float16).astype(np.float32)
     parts: NDArray[np.float32] = (unit * np.clip(np.rint(blocks / unit), 1, most)).astype(np.float32)
     return parts.reshape(values.shape)

@@ -122,12 +122,15 @@ def perplexity() -> Lines:
         yield f"`w4a16`, block {block}: symmetric / asymmetric", both
 
 
+COMPARED: Final = {True: "bit for bit", False: "differ", None: "none in the package"}
+
+
 @table("checkpoints", "stored formats", "type | values | kept as | error", "lll")
 def stored_formats() -> Lines:
     """Yield the block types of GGUF: equality with gguf's values, and the error of the canonical tensor."""
     for name, row in {row["type"]: row for row in having("checkpoint_formats", kind="blocks")}.items():
         error = "none" if row["db"] is None else f"{row['db']:.0f} dB"
-        yield name, "bit for bit" if row["same_values"] else "differ", row["held"], error
+        yield name, COMPARED[row["same_values"]], row["held"], error
 
 
 @table(

@@ -153,7 +153,7 @@ class ModelWeights:
     def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32], ...]:
         """Return the biases ``[n]`` of a group's members, in order; empty for a group without bias."""
         names = bias_names(self.config, layer).get(group, {})
-        if layer == HEAD_LAYER:
+        if layer == HEAD_LAYER or not names:
             return tuple(self.floats[name] for name in names.values())
         places = linear_rows(self.config, layer)[group]
         return tuple(_in_order(self.floats[name], places[member]) for member, name in names.items())

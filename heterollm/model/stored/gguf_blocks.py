@@ -1,4 +1,4 @@
-"""The block types of GGUF: integers of 4 to 8 bits with a scale, and in some a minimum, per block.
+"""The block types of GGUF: integers of 1 to 8 bits with a scale, and in some a minimum, per block.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
@@ -128,6 +128,64 @@ def _q6_k(data: Bytes) -> Parts:
     return _signed(codes, 32), _half(data, 208) * parts, None
 
 
+def _two_bits(data: Bytes) -> Bytes:
+    """Return the two-bit codes of each run of 32 bytes, the lowest pairs first: ``[b, 4 * bytes]``."""
+    runs = data.reshape(len(data), -1, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return np.ascontiguousarray(runs.reshape(len(data), -1))
+
+
+def _q2_k(data: Bytes) -> Parts:
+    scales, minimums = data[:, :16] & 15, data[:, :16] >> 4
+    codes = _signed(_two_bits(data[:, 16:80]), 0)
+    return codes, _half(data, 80) * scales, -(_half(data, 82) * minimums)
+
+
+def _q3_k(data: Bytes) -> Parts:
+    # A set bit of the mask, which has one for each element, means that nothing is subtracted.
+    high = data[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = _two_bits(data[:, 32:96]) | high.reshape(len(data), -1) << 2
+    low = np.concatenate([data[:, 96:104] & 15, data[:, 96:104] >> 4], axis=1)
+    pairs = data[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    scales = _signed(low | pairs.reshape(len(data), -1) << 4, 32)
+    return _signed(codes, 4), _half(data, 108) * scales, None
+
+
+def _iq4_nl(data: Bytes) -> Parts:
+    return IQ4_VALUES[_nibbles(data[:, 2:], 16)], _half(data, 0), None
+
+
+def _mxfp4(data: Bytes) -> Parts:
+    # Half the power of two, since the values are twice those of the format.
+    scales = np.ldexp(np.float32(1), data[:, :1].astype(np.int32) - 128)
+    return MXFP4_VALUES[_nibbles(data[:, 1:], 16)], scales, None
+
+
+def _tq1_0(data: Bytes) -> Parts:
+    # A byte has five ternary digits, or four, as a fraction of 256; a multiplication moves the next one out.
+    parts = []
+    for first, stop, width, digits in ((0, 32, 32, 5), (32, 48, 16, 5), (48, 52, 4, 4)):
+        runs = data[:, first:stop].reshape(len(data), -1, 1, width)
+        parts.append((runs * POWERS_OF_3[:digits, None]).reshape(len(data), -1))
+    digits_of = np.concatenate(parts, axis=1).astype(np.uint16) * 3 >> 8
+    return _signed(digits_of.astype(np.uint8), 1), _half(data, 52), None
+
+
+def _tq2_0(data: Bytes) -> Parts:
+    return _signed(_two_bits(data[:, :64]), 1), _half(data, 64), None
+
+
+def _q1_0(data: Bytes) -> Parts:
+    bits = np.unpackbits(np.ascontiguousarray(data[:, 2:]), axis=1, bitorder="little")
+    return _signed(bits << np.uint8(1), 1), _half(data, 0), None
+
+
+IQ4_VALUES: Final = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+MXFP4_VALUES: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the values of FP4 (E2M1) by their codes."""
+POWERS_OF_3: Final = np.array([1, 3, 9, 27, 81], np.uint8)
+
 BLOCK_TYPES: Final[Mapping[int, BlockType]] = MappingProxyType(
     {
         0: BlockType("F32", 1, 4, np.dtype("<f4")),
@@ -138,9 +196,16 @@ BLOCK_TYPES: Final[Mapping[int, BlockType]] = MappingProxyType(
         6: BlockType("Q5_0", 32, 22, None, _q5_0, 5, 32),
         7: BlockType("Q5_1", 32, 24, None, _q5_1, 5, 32, minimum=True),
         8: BlockType("Q8_0", 32, 34, None, _q8_0, 8, 32),
+        10: BlockType("Q2_K", 256, 84, None, _q2_k, 2, 16, minimum=True),
+        11: BlockType("Q3_K", 256, 110, None, _q3_k, 3, 16),
         12: BlockType("Q4_K", 256, 144, None, _q4_k, 4, 32, minimum=True),
         13: BlockType("Q5_K", 256, 176, None, _q5_k, 5, 32, minimum=True),
         14: BlockType("Q6_K", 256, 210, None, _q6_k, 6, 16),
+        20: BlockType("IQ4_NL", 32, 18, None, _iq4_nl, 8, 32),
+        34: BlockType("TQ1_0", 256, 54, None, _tq1_0, 2, 256),
+        35: BlockType("TQ2_0", 256, 66, None, _tq2_0, 2, 256),
+        39: BlockType("MXFP4", 32, 17, None, _mxfp4, 5, 32),
+        41: BlockType("Q1_0", 128, 18, None, _q1_0, 2, 128),
     }
 )
 """The supported types by their numbers in the file."""
@@ -148,14 +213,11 @@ BLOCK_TYPES: Final[Mapping[int, BlockType]] = MappingProxyType(
 OTHER_TYPES: Final[Mapping[int, str]] = MappingProxyType(
     {
         9: "Q8_1",
-        10: "Q2_K",
-        11: "Q3_K",
         15: "Q8_K",
         16: "IQ2_XXS",
         17: "IQ2_XS",
         18: "IQ3_XXS",
         19: "IQ1_S",
-        20: "IQ4_NL",
         21: "IQ3_S",
         22: "IQ2_S",
         23: "IQ4_XS",
@@ -165,11 +227,7 @@ OTHER_TYPES: Final[Mapping[int, str]] = MappingProxyType(
         27: "I64",
         28: "F64",
         29: "IQ1_M",
-        34: "TQ1_0",
-        35: "TQ2_0",
-        39: "MXFP4",
         40: "NVFP4",
-        41: "Q1_0",
     }
 )
 """Names of other types, for the message that refuses them."""

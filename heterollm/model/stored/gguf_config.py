@@ -38,6 +38,9 @@ class Architecture(NamedTuple):
     optional_biases: tuple[tuple[str, str], ...] = ()
 
 
+LARGEST_BLOCK: Final = 128
+"""Most inputs that share a scale in a canonical tensor."""
+
 ATTENTION_BIAS: Final = ("attention_bias", "blk.0.attn_q.bias")
 BIASES: Final = (ATTENTION_BIAS, ("mlp_bias", "blk.0.ffn_down.bias"))
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
@@ -277,7 +280,7 @@ def _formats(file: GgufFile) -> dict[str, Any] | None:
 
 def smallest_format(kinds: Sequence[BlockType]) -> WeightFormat:
     """Return the smallest canonical format that holds all blocks of some types, and floats in 8 bits."""
-    four = all(kind.bits == 4 for kind in kinds)
+    four = all(0 < kind.bits <= 4 for kind in kinds)
     block = min((kind.scale_block for kind in kinds if kind.dtype is None), default=32)
     minimum = any(kind.minimum for kind in kinds)
-    return WeightFormat(4 if four else 8, block, symmetric=not minimum, minimum=minimum)
+    return WeightFormat(4 if four else 8, min(block, LARGEST_BLOCK), symmetric=not minimum, minimum=minimum)

@@ -189,7 +189,7 @@ def test_what_is_not_supported_is_refused_by_name(copy: Path, changes: dict[str,
     edit_json(copy / "config.json", **changes)
     with pytest.raises(UnsupportedModelError, match=named) as caught:
         answer(copy)
-    for word in ("GPTQ",) if "hqq" in named else ("Llama", "Qwen2"):
+    for word in ("GPTQ",) if "hqq" in named else ("llama", "qwen2"):
         assert word in caught.value.fix
 
 

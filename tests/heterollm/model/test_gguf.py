@@ -55,7 +55,17 @@ def random_blocks(kind, rows, columns, seed=0):
     """Random bytes, with scales in the range of trained weights."""
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (rows * columns // kind.block, kind.block_bytes), np.uint8)
-    places = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    places = {
+        **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "TQ1_0": (52,),
+        "TQ2_0": (64,),
+        "MXFP4": (),
+    }
+    if kind.name == "MXFP4":
+        data[:, 0] = rng.integers(115, 125, len(data))
     for place in places.get(kind.name, (0,)):
         scales = (rng.uniform(0.5, 2, len(data)) * 1e-2).astype(np.float16)
         data[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
@@ -193,14 +203,25 @@ def write_tokenizer(writer, folder):
 # ---- values ---------------------------------------------------------------------------------------------
 
 
+def dequantized(data, kind):
+    """Return the values of the gguf package, which lacks those of Q1_0: a sign for each of 128 elements."""
+    if kind.name != "Q1_0":
+        return gguf.dequantize(data, Types[kind.name])
+    found = []
+    for block in data.reshape(-1, kind.block_bytes):
+        scale = block[:2].view("<f2")[0].astype(np.float32)
+        found.append([scale if block[2 + at // 8] >> at % 8 & 1 else -scale for at in range(128)])
+    return np.array(found, np.float32).reshape(len(data), -1)
+
+
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_values_are_those_of_gguf(kind):
     data = random_blocks(kind, 48, 512)
-    wanted = gguf.dequantize(data, Types[kind.name])
+    wanted = dequantized(data, kind)
     assert np.array_equal(kind.blocks(data).values(), wanted)
     damaged = np.random.default_rng(1).integers(0, 256, data.shape, np.uint8)
     with np.errstate(all="ignore"):
-        wanted = gguf.dequantize(damaged, Types[kind.name])
+        wanted = dequantized(damaged, kind)
     assert np.array_equal(kind.blocks(damaged).values(), wanted, equal_nan=True)
 
 
@@ -212,6 +233,13 @@ def test_values_are_those_of_gguf(kind):
         ("Q5_0", WeightFormat(8, 32), math.inf),
         ("Q8_0", WeightFormat(8, 32), math.inf),
         ("Q6_K", WeightFormat(8, 16), 72),
+        ("Q3_K", WeightFormat(4, 16), 72),
+        ("Q2_K", WeightFormat(4, 16, symmetric=False, minimum=True), 60),
+        ("IQ4_NL", WeightFormat(8, 32), math.inf),
+        ("TQ1_0", WeightFormat(4, 128), math.inf),
+        ("TQ2_0", WeightFormat(4, 128), math.inf),
+        ("MXFP4", WeightFormat(8, 32), math.inf),
+        ("Q1_0", WeightFormat(4, 128), math.inf),
         ("Q4_0", WeightFormat(4, 32, symmetric=False, minimum=True), math.inf),
         ("Q4_1", WeightFormat(4, 32, symmetric=False, minimum=True), math.inf),
         ("Q5_1", WeightFormat(8, 32, symmetric=False, minimum=True), math.inf),
@@ -224,7 +252,7 @@ def test_canonical_tensors_hold_the_values(name, weight, least_db):
     """Of trained weights: about as many values on either side of zero."""
     rng = np.random.default_rng(5)
     kind = next(kind for kind in BLOCKS if kind.name == name)
-    if name in ("Q4_K", "Q5_K", "Q6_K"):
+    if name.endswith("_K") or name in ("IQ4_NL", "Q1_0"):
         blocks = kind.blocks(random_blocks(kind, 64, 512))
         if blocks.minimums is not None:
             middle = (1 << kind.bits) / 2
