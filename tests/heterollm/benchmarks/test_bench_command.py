@@ -99,7 +99,7 @@ def test_a_bench_in_which_nothing_works_fails(bundled_model, capsys):
         (["--threads", "1"], "--threads is '1'"),
         (["--threads", "1+0", "--gpu-threads", "1"], "already names GPU and NPU"),
         (["--precision", "w8a8", "--plan", "layer"], "heterollm calibrate MODEL --precision w8a8 -o FILE"),
-        (["--plan", "fast"], "neither a plan level nor a plan file"),
+        (["--plan", "fast"], "no plan level or plan file"),
         (["--engine", "self,vllm"], "no engine 'vllm'"),
         (["-p", "99999"], "the model has only"),
         (["-r", "0"], "Repeat at least once"),

@@ -573,7 +573,7 @@ def test_a_hub_name_gives_shapes_without_weights(run, monkeypatch, bundled_model
         "simulate", "some/model", "--prompt", "8", "--decode", "0", "--plan", "gpu", "--json"
     )
     assert code == 0, err
-    assert json.loads(out)["model"] == "some/model"
+    assert json.loads(out)["setup"]["model_filename"] == "some/model"
     assert asked
     assert all(files == ["config.json", "generation_config.json"] for _, files in asked)
 

@@ -141,7 +141,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The profile of a simulated device, kept in a cache of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        simulate(SimulationRequest("tinyllama-1.1b", prompt=32, decode=0, level="layer", every_form=True))
+        simulate(SimulationRequest("tinyllama-1.1b", prompt=32, decode=0, level="layer"))
         from heterollm.base import cache_root
 
         (found,) = (cache_root() / "profiles" / "simulated").glob("*.json")
