@@ -6,6 +6,7 @@
                                      code 1 if a figure of them or a cell of a table differs
     python bench/figures.py --run all            all files of simulated rows, which takes much longer
     python bench/figures.py --run simulated_path one file or several
+    python bench/figures.py --take simulated_path writes the rows of a file again whose figures differ
 
 A table stands between two marks, ``<!-- NAME: written by bench/figures.py -->`` and ``<!-- end of NAME -->``;
 bench/tables declares it. A phrase is prose with its figures filled in from rows (bench/tables/prose.py); its
@@ -107,6 +108,12 @@ def main() -> int:
         wrong = run(sys.argv[2:])
         sys.stdout.writelines(f"{line}\n" for line in wrong)
         return int(bool(wrong))
+    if "--take" in sys.argv[1:2]:
+        for name in sys.argv[2:]:
+            with console.progress_bars() as progress:
+                count = figures_run.take(name, len(allowed_cores()), progress)
+            sys.stdout.write(f"{name}: {count} rows differ, and are written again\n")
+        return 0
     if "--check" not in sys.argv[1:]:
         for page in {page for page, _ in TABLES}:
             path = ROOT / page

@@ -6,16 +6,19 @@ that of the simulation alone: no device is needed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from rungs import RUNGS, RungRequest, run_rung
-from simulated_rows import NAIVE, view
+from simulated_rows import NAIVE, lines, view
 
 from heterollm.benchmarks import run_sweep
 from heterollm.cli.simulate import parse_load
 from heterollm.solver import AttentionRequest, ExpertsRequest
 
+RESULTS: Final = Path(__file__).parent / "results"
 FAST: Final = ("simulated_path", "simulated_contexts", "simulated_prior")
 """Files behind the tables of README.md and docs/simulation.md, which take a few minutes on two cores."""
 
@@ -67,6 +70,20 @@ def rows_again(rows: Sequence[Row], jobs: int, progress: Callable[[str, int, int
     """Return the rows of the same requests by this version of the program."""
     requests = [request_of(row) for row in rows]
     return [view(row) for row in run_sweep(requests, jobs=jobs, progress=progress, run=run_rung)]
+
+
+def take(name: str, jobs: int, progress: Callable[[str, int, int], None]) -> int:
+    """Write rows of a file whose figures this version changes again, and return their number."""
+    path = RESULTS / f"{name}.jsonl"
+    kept = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    old = [view(row) for row in kept]
+    again = run_sweep([request_of(row) for row in old], jobs=jobs, progress=progress, run=run_rung)
+    changed = 0
+    for at, found in enumerate(again):
+        if list(row_differences(name, [old[at]], [view(found)])):
+            kept[at], changed = found, changed + 1
+    path.write_text(lines(kept), "utf-8")
+    return changed
 
 
 def row_differences(name: str, old: Sequence[Row], new: Sequence[Row]) -> Iterator[str]:
