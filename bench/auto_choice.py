@@ -18,6 +18,7 @@ from conditions import script_parser
 from heterollm.benchmarks import (
     BenchOptions,
     BenchRow,
+    Configuration,
     RowFile,
     best_of,
     cases_of,
@@ -63,7 +64,7 @@ def main() -> int:
     cases = cases_of([int(text) for text in asked.prompts.split(",")], [asked.decode])
     failed = False
     for model in asked.models:
-        configurations = with_baseline(expand(levels=LEVELS, device=asked.device))
+        configurations = with_baseline(expand(Configuration(device=asked.device), plan_level=LEVELS))
         for text in profile_splits(model, configurations):
             sys.stderr.write(f"{text}\n")
         options = BenchOptions(model, configurations, cases, asked.repetitions, trace=False)

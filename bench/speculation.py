@@ -37,7 +37,7 @@ from conditions import append_rows, conditions, script_parser
 from rounds import Rounds
 from sparse_prefill import first_layers
 
-from heterollm.benchmarks import expand, parse_threads, profile_splits
+from heterollm.benchmarks import Configuration, expand, parse_threads, profile_splits
 from heterollm.benchmarks.conditions import versions
 from heterollm.benchmarks.plugins import load_plugin
 from heterollm.llm import LLM
@@ -293,7 +293,9 @@ def profile_first(options: argparse.Namespace, configurations: Sequence[str]) ->
     """Measure what the profiles lack for the configurations."""
     for configuration in configurations:
         plan, _, threads = configuration.partition("@")
-        asked = expand(levels=(plan,), threads=parse_threads(threads) if threads else (), device="host")
+        asked = expand(
+            Configuration(device="host", plan_level=plan), threads=parse_threads(threads) if threads else ()
+        )
         for model in (options.model, options.draft):
             for text in () if model is None else profile_splits(model, asked):
                 print(text, flush=True)

@@ -17,8 +17,7 @@ from typing import Final
 from heterollm.base import CACHE_VARIABLE, cache_root
 from heterollm.loading import plan_for
 from heterollm.planning import LoadOptions
-from heterollm.simulate import SimulationRequest
-from heterollm.simulate.run import profile_ahead
+from heterollm.simulate import SimulationRequest, simulate
 from heterollm.solver import PlanRequest
 
 HERE: Final = Path(__file__).parent
@@ -100,7 +99,7 @@ def _empty_cache() -> Iterator[Path]:
 def solved() -> Example:
     """Return the example, by what the page's two commands do."""
     with _empty_cache() as cache:
-        profile_ahead(SimulationRequest(MODEL, soc=SOC))
+        simulate(SimulationRequest(MODEL, soc=SOC, prompt=32, decode=0, level="layer"))  # profiles
         (path,) = (cache / "profiles" / "simulated").glob("*.json")
         request = PlanRequest(histogram={TOKENS: 1.0})
         found = plan_for(MODEL, LoadOptions(group_size=128, plan="tensor", request=request), path)

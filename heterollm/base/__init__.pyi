@@ -18,6 +18,7 @@ from .effects import Effect as Effect
 from .effects import OptionFacts as OptionFacts
 from .effects import idle_options as idle_options
 from .effects import refuse_idle as refuse_idle
+from .effects import refuse_idle_everywhere as refuse_idle_everywhere
 from .effects import shown_option as shown_option
 from .errors import CacheError as CacheError
 from .errors import CalibrationError as CalibrationError

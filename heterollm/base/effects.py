@@ -6,7 +6,7 @@ refused; a default of a file is left out instead, because it is meant for other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -88,3 +88,18 @@ def refuse_idle(effects: Iterable[Effect], given: Collection[str], facts: Option
     """
     for name, effect in idle_options(effects, given, facts):
         raise effect.error(name, facts.get(name))
+
+
+def refuse_idle_everywhere(idle: Sequence[Mapping[str, Effect]], given: OptionFacts) -> None:
+    """Refuse a given option that has no effect in any case of a grid.
+
+    Args:
+        idle: Options without effect of each case, with the condition that is not met.
+        given: Values of the given options by name.
+
+    Raises:
+        OptionError: There is one.
+    """
+    for name, effect in idle[0].items() if idle else ():
+        if name in given and all(name in one for one in idle):
+            raise effect.error(name, given[name])

@@ -7,13 +7,14 @@ The words are those of llama-bench (https://github.com/ggml-org/llama.cpp/tree/m
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
-from heterollm.base import Effect, OptionError, idle_options, refuse_idle
+from heterollm.base import Effect, OptionError, idle_options, refuse_idle, refuse_idle_everywhere
 from heterollm.benchmarks.plugins import check_engine
 from heterollm.engine import SYNC_OPTIONS, Sync
 from heterollm.kernels.devices import shares_cores
@@ -33,11 +34,27 @@ from heterollm.solver import (
     Technique,
 )
 
+if TYPE_CHECKING:
+    from heterollm.simulate import SimulationRequest
+
 LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
 COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy has an effect."""
 
+LARGEST_GRID: Final = 100_000
+Base = TypeVar("Base", bound="Configuration | SimulationRequest")
+
 NONE: Final = "none"
+AXES: Final = ("engine", "precision", "threads", "plan_level", "length_policy", "sync", "technique")
+"""Fields of a configuration that a grid varies, the slowest first."""
+
+LEGAL: Final[Mapping[str, Sequence[str]]] = {
+    "length_policy": LENGTH_POLICIES,
+    "sync": SYNC_OPTIONS,
+    "precision": get_args(Precision),
+    "technique": (NONE, *TECHNIQUES),
+    "plan_level": LEVEL_NAMES,
+}
 FOREIGN: Final = Effect(
     "plan length_policy sync device scales calibration techniques overflow power experts_gib",
     lambda _: False,
@@ -215,23 +232,23 @@ def parse_threads(text: str) -> list[Threads]:
     return found
 
 
+def grid_of(base: Base, lists: Mapping[str, Sequence[Any]]) -> list[Base]:
+    """Return a record with each combination of values of its fields; those of the first list change last.
+
+    Raises:
+        OptionError: There are too many, or a value is not legal.
+    """
+    if (count := math.prod(map(len, lists.values()))) > LARGEST_GRID:
+        raise OptionError(
+            f"The grid has {count} cases, more than {LARGEST_GRID}.",
+            fix="Give shorter lists, or several grids.",
+        )
+    every = itertools.product(*lists.values())
+    return [replace(base, **dict(zip(lists, values, strict=True))) for values in every]
+
+
 def expand(
-    *,
-    engines: Sequence[str] = ("self",),
-    levels: Sequence[str] = ("auto",),
-    policies: Sequence[str] = ("padding",),
-    syncs: Sequence[str] = ("auto",),
-    precisions: Sequence[str] = ("w4a16",),
-    threads: Sequence[Threads] = (),
-    device: str = "auto",
-    group_size: int = 32,
-    scales: Scales = "free",
-    power: Power = "burst",
-    calibration: str | Path | None = None,
-    techniques: Sequence[str] = (NONE,),
-    experts_gib: float | None = None,
-    overflow: Overflow = "gpu",
-    given: Mapping[str, Any] = NOTHING,
+    base: Configuration = Configuration(), given: Mapping[str, Any] = NOTHING, **lists: Sequence[Any]
 ) -> tuple[Configuration, ...]:
     """Return the configurations of a grid, each once.
 
@@ -240,52 +257,39 @@ def expand(
     syncs to levels that use the NPU (``operator`` to all), a calibration to integers on the NPU and to
     ``shadowattn``, ``llm.npu`` to ``auto`` and ``tensor`` at ``w8a8``, ``shadowattn`` to all levels at
     ``w8a8`` and stepped ``w4a16``, ``npumoe`` to all levels but ``gpu`` (``none`` is no technique), and none
-    of them to other engines. Levels that need an NPU skip splits without one. ``given`` has
-    the values of options, by name, that must have an effect in some configuration.
+    of them to other engines. Levels that need an NPU skip splits without one.
+
+    Args:
+        base: Values of the other fields.
+        given: Values of options by name that must have an effect in some configuration.
+        lists: Values of fields among :data:`AXES`.
 
     Raises:
         OptionError: A value is not legal, an option has no effect, or no configuration is left.
     """
-    for engine in engines:
+    for engine in lists.get("engine", ()):
         check_engine(engine)
-    _check(policies, LENGTH_POLICIES, "length policy")
-    _check(syncs, SYNC_OPTIONS, "sync")
-    _check(precisions, get_args(Precision), "precision")
-    _check(techniques, (NONE, *TECHNIQUES), "technique")
-    for level in levels:
-        if level not in LEVEL_NAMES and not _is_file(level):
-            raise OptionError(
-                f"{level!r:.200} is neither a plan level nor a plan file.",
-                fix=f"Choose among {', '.join(LEVEL_NAMES)}.",
-            )
-    splits: list[Threads | None] = list(threads)
-    if not splits:
-        splits = [_default_threads() if shares_cores(device) else None]
-    found: list[Configuration | None] = []
-    for engine, precision, split in itertools.product(engines, precisions, splits):
-        base = Configuration(
-            engine,
-            precision=cast("Precision", precision),
-            threads=split,
-            device=device,
-            group_size=group_size,
-            scales="free" if engine != "self" or precision in ("fp16", "w8a8") else scales,
-            power=power,
-            experts_gib=experts_gib if engine == "self" else None,
-        )
-        if engine != "self":
-            found.append(_foreign(base))
-            continue
-        for level, policy, sync, name in itertools.product(levels, policies, syncs, techniques):
-            # Level auto chooses the split of the cores, too, unless one is named.
-            free = replace(base, threads=None) if level == "auto" and not threads else base
-            found.append(_own(free, level, policy, sync, name, calibration, overflow))
+    for name, legal in LEGAL.items():
+        for value in lists.get(name, ()):
+            if value not in legal and not (name == "plan_level" and _is_file(value)):
+                what = "plan level or plan file" if name == "plan_level" else name.replace("_", " ")
+                raise OptionError(
+                    f"There is no {what} {value!r:.200}.", fix=f"Choose among {', '.join(legal)}."
+                )
+    is_split = bool(lists.get("threads"))
+    default = _default_threads() if shares_cores(base.device) else None
+    axes: dict[str, Sequence[Any]] = {name: (getattr(base, name),) for name in AXES} | lists
+    axes |= {} if is_split else {"threads": (default,)}
+    every = grid_of(base, axes)
+    found = [_foreign(one) if one.engine != "self" else _own(one, is_split=is_split) for one in every]
     unique = tuple(dict.fromkeys(one for one in found if one is not None))
     if not unique:
         raise OptionError(
-            f"No configuration is left: {', '.join(levels)} with threads {_words(splits)}.",
+            f"No configuration is left: {', '.join(axes['plan_level'])} with threads "
+            f"{_words(axes['threads'])}.",
             fix="Levels other than gpu need at least one NPU thread.",
         )
+    techniques = lists.get("technique", ())
     if set(techniques) - {NONE} - {one.technique for one in unique}:
         raise OptionError(
             f"No configuration has the technique {', '.join(techniques)}.",
@@ -293,26 +297,12 @@ def expand(
             f"an NPU thread; {SHADOW_ATTENTION} needs a level, and --precision w8a8 or --scales stepped; "
             "npumoe needs a level other than gpu, and an NPU thread.",
         )
-    check_given(unique, given)
-    return unique
-
-
-def check_given(configurations: Sequence[Configuration], given: Mapping[str, Any]) -> None:
-    """Refuse options that have no effect in any configuration, and those of a load that is not legal.
-
-    Args:
-        configurations: Of a grid.
-        given: Values of the options by name.
-
-    Raises:
-        OptionError: There is one.
-    """
-    own = [LoadOptions(**one.load_keywords) for one in configurations if one.engine == "self"]
+    own = [LoadOptions(**one.load_keywords) for one in unique if one.engine == "self"]
     refuse_idle(() if own else (FOREIGN,), given, given)
-    idle = [dict(idle_options(LOAD_EFFECTS, given, load_facts(one)[0])) for one in own]
-    for name, effect in idle[0].items() if idle else ():
-        if all(name in one for one in idle):
-            raise effect.error(name, given[name])
+    refuse_idle_everywhere(
+        [dict(idle_options(LOAD_EFFECTS, given, load_facts(one)[0])) for one in own], given
+    )
+    return unique
 
 
 def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuration, ...]:
@@ -345,22 +335,23 @@ def with_baseline(configurations: Sequence[Configuration]) -> tuple[Configuratio
     return (*configurations, *added)
 
 
-def _own(
-    base: Configuration,
-    level: str,
-    policy: str,
-    sync: str,
-    technique: str,
-    calibration: str | Path | None,
-    overflow: Overflow,
-) -> Configuration | None:
-    """Return a configuration of heterollm itself; None for a level that needs an NPU where there is none."""
-    without_npu = base.threads is not None and base.threads[1] == 0
+def _own(one: Configuration, *, is_split: bool) -> Configuration | None:
+    """Return a configuration of heterollm itself with the options that apply; None where it lacks an NPU.
+
+    Args:
+        one: The configuration.
+        is_split: Whether the split of the cores is asked for.
+    """
+    level, technique = one.plan_level, one.technique
+    # Level auto chooses the split of the cores, too, unless one is named.
+    threads = one.threads if is_split or level != "auto" else None
+    without_npu = threads is not None and threads[1] == 0
     if without_npu and level not in ("gpu", "auto"):
         return None
     uses_npu = level != "gpu" and not without_npu
-    int8 = base.precision == "w8a8"
-    calibrated = int8 or (base.precision == "w4a16" and base.scales == "stepped")
+    scales: Scales = "free" if one.precision in ("fp16", "w8a8") else one.scales
+    int8 = one.precision == "w8a8"
+    calibrated = int8 or (one.precision == "w4a16" and scales == "stepped")
     routed = technique == NPU_EXPERTS
     if technique == SHADOW_ATTENTION:
         passable = calibrated and level in LEVEL_NAMES
@@ -369,30 +360,29 @@ def _own(
     else:
         passable = technique == LLM_NPU and uses_npu and int8 and level in LLM_NPU_LEVELS
     integers = calibrated and (level != "gpu" or (passable and technique == SHADOW_ATTENTION))
-    read = calibration is not None and (integers or (routed and passable))
     return replace(
-        base,
-        plan_level=level,
-        length_policy=policy if level in COVERED else "auto",
-        sync=sync if uses_npu or sync == "operator" else "auto",
-        calibration=str(calibration) if read else "",
-        technique=cast("Technique", technique) if passable else "",
-        overflow=overflow if routed and passable else "gpu",
+        one,
+        threads=threads,
+        scales=scales,
+        length_policy=one.length_policy if level in COVERED else "auto",
+        sync=one.sync if uses_npu or one.sync == "operator" else "auto",
+        calibration=one.calibration if integers or (routed and passable) else "",
+        technique=technique if passable else "",
+        overflow=one.overflow if routed and passable else "gpu",
     )
 
 
-def _foreign(base: Configuration) -> Configuration:
+def _foreign(one: Configuration) -> Configuration:
     # Other engines do not split threads, so equal totals are one row; w4a8 has the weights of w4a16.
-    threads = None if base.threads is None else (sum(base.threads), 0)
-    precision: Precision = "w4a16" if base.precision == "w4a8" else base.precision
-    return replace(
-        base,
+    return Configuration(
+        one.engine,
         plan_level="",
+        precision="w4a16" if one.precision == "w4a8" else one.precision,
         length_policy="",
         sync="",
+        threads=None if one.threads is None else (sum(one.threads), 0),
         device="",
-        threads=threads,
-        precision=precision,
+        group_size=one.group_size,
         power="",
     )
 
@@ -400,12 +390,6 @@ def _foreign(base: Configuration) -> Configuration:
 def _default_threads() -> Threads:
     split = split_threads()
     return len(split.gpu_cores), len(split.npu_cores)
-
-
-def _check(values: Sequence[str], legal: Sequence[str], what: str) -> None:
-    for value in values:
-        if value not in legal:
-            raise OptionError(f"There is no {what} {value!r:.80}.", fix=f"Choose among {', '.join(legal)}.")
 
 
 def _is_file(text: str) -> bool:

@@ -205,11 +205,11 @@ def _measured(
     device: str, sync: str, progress: Progress
 ) -> tuple[tuple[DemoRow, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the rows of this machine, when splitting pays, and notes on failures."""
-    from heterollm.benchmarks.cases import cases_of, expand, with_baseline
+    from heterollm.benchmarks.cases import Configuration, cases_of, expand, with_baseline
     from heterollm.benchmarks.options import BenchOptions
     from heterollm.benchmarks.run import run_bench
 
-    configurations = with_baseline(expand(levels=tuple(ROWS), syncs=(sync,), device=device))
+    configurations = with_baseline(expand(Configuration(device=device, sync=sync), plan_level=tuple(ROWS)))
     cases = cases_of((PREFILL_TOKENS,), (DECODE_TOKENS,))
     with ExitStack() as stack:
         layer = _layer_folder(stack, progress)
@@ -265,7 +265,7 @@ def _simulated(soc: str, progress: Progress) -> tuple[tuple[DemoRow, ...], tuple
         PHONE_MODEL, soc, prompt=PREFILL_TOKENS, decode=DECODE_TOKENS, overrides=ANY_MEMORY
     )
     limit: float | None = None
-    for done, request in enumerate(expand_simulated(base, levels=tuple(ROWS))):
+    for done, request in enumerate(expand_simulated(base, level=tuple(ROWS))):
         progress("Simulating a phone", done, len(ROWS))
         name = ROWS[request.level]
         try:

@@ -7,110 +7,45 @@ machine that computes them. Processes of one machine share the profiles and plan
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import multiprocessing
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
-from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-from heterollm.base import HeteroLLMError, OptionError, Progress, silent
+from heterollm.base import HeteroLLMError, OptionError, OptionFacts, Progress, silent
+from heterollm.benchmarks.cases import NOTHING, grid_of
 from heterollm.benchmarks.modelled import modelled_row
 from heterollm.benchmarks.rows import BenchRow
-from heterollm.kernels.sim import GpuLoad
-from heterollm.simulate import (
-    PlanOf,
-    SimulatedLengthPolicy,
-    SimulatedSync,
-    SimulationRequest,
-    check_grid,
-    needs_profile,
-    planned,
-    profile_ahead,
-    simulated,
-    without_idle,
-)
-from heterollm.solver import NPU_EXPERTS, SHADOW_ATTENTION, Technique
+from heterollm.simulate import PlanOf, SimulationRequest, planned, simulated, without_idle
 
 Cluster: TypeAlias = Literal["dask", "ray"]
 CLUSTERS: Final[tuple[Cluster, ...]] = get_args(Cluster)
 
-LARGEST_SWEEP: Final = 100_000
-Result = TypeVar("Result")
+STAGE: Final = "simulating"
 
 _Map: TypeAlias = Callable[[Callable[[SimulationRequest], Any], Sequence[SimulationRequest]], Iterator[Any]]
 """Calls a function with each request, and yields the results in the order of the requests."""
 
 
 def expand_simulated(
-    base: SimulationRequest,
-    *,
-    models: Sequence[str] = (),
-    socs: Sequence[str] = (),
-    prompts: Sequence[int] = (),
-    decodes: Sequence[int] = (),
-    levels: Sequence[str] = (),
-    policies: Sequence[SimulatedLengthPolicy] = (),
-    syncs: Sequence[SimulatedSync] = (),
-    loads: Sequence[GpuLoad | None] = (),
-    techniques: Sequence[tuple[Technique, ...]] = (),
-    given: Collection[str] = (),
+    base: SimulationRequest, given: OptionFacts = NOTHING, **lists: Sequence[Any]
 ) -> tuple[SimulationRequest, ...]:
-    """Return the cases of a grid, each once, models first.
+    """Return the cases of a grid, each once; the values of the first list change last.
 
     Options without effect in a case have their defaults there, such as a length policy at a level that needs
     none.
 
     Args:
-        base: Values of the fields whose list is empty.
-        models: Known models, folders or files.
-        socs: Names of known SoCs, or YAML files.
-        prompts: Tokens of the prompt.
-        decodes: Tokens decoded after the first.
-        levels: Levels of the plan.
-        policies: How lengths without a graph run.
-        syncs: How the processors wait for each other.
-        loads: Games that use the GPU at the same time.
-        techniques: Techniques of a paper over the plan.
-        given: Names of options that must have an effect in some case.
+        base: Values of the other fields.
+        given: Values of options by name that must have an effect in some case.
+        lists: Values of fields of the request.
 
     Raises:
         OptionError: A value is not legal, an option has no effect, or there are too many cases.
     """
-    models, socs, levels = models or (base.model,), socs or (base.soc,), levels or (base.level,)
-    prompts, decodes, loads = prompts or (base.prompt,), decodes or (base.decode,), loads or (base.load,)
-    policies, syncs = policies or (base.length_policy,), syncs or (base.sync,)
-    techniques = techniques or (base.techniques,)
-    lists = models, socs, prompts, decodes, levels, policies, syncs, loads, techniques
-    if (cases := math.prod(map(len, lists))) > LARGEST_SWEEP:
-        raise OptionError(
-            f"The sweep has {cases} cases, more than {LARGEST_SWEEP}.",
-            fix="Give shorter lists, or several sweeps.",
-        )
-    grid = [
-        replace(
-            base,
-            model=model,
-            soc=soc,
-            prompt=prompt,
-            decode=decode,
-            level=level,
-            length_policy=policy,
-            sync=sync,
-            load=load,
-            techniques=own,
-        )
-        for model, soc, prompt, decode, level, policy, sync, load, own in itertools.product(*lists)
-    ]
-    check_grid(grid, given)
-    found: list[SimulationRequest] = []
-    for request in map(without_idle, grid):
-        if request not in found:
-            found.append(request)
-    return tuple(found)
+    return without_idle(grid_of(base, lists), given)
 
 
 def run_case(request: SimulationRequest, plan_of: PlanOf = planned) -> BenchRow:
@@ -153,33 +88,8 @@ def run_sweep(
         raise OptionError(f"{jobs!r:.40} processes cannot simulate.", fix="Give at least 1.")
     if any(request.trace for request in requests):
         raise OptionError("A sweep keeps no timelines.", fix="Simulate one case for a timeline.")
-    report = progress or silent
-    # Profiles come first: parallel cases that lack the same profile would each measure it.
-    first = _profiled_first(requests)
     with _workers(jobs, cluster) as hand_out:
-        _collect(hand_out(_profiled, first), len(first), "profiling", report)
-        return _collect(hand_out(run, requests), len(requests), "simulating", report, keep)
-
-
-def _profiled_first(requests: Iterable[SimulationRequest]) -> list[SimulationRequest]:
-    """Return one request for each profile that plans need."""
-    found: dict[tuple[object, ...], SimulationRequest] = {}
-    for request in requests:
-        if needs_profile(request):
-            overrides = tuple(sorted(request.overrides.items()))
-            how = request.head_bits, request.forms, request.calibrated, request.precision
-            measured = [name in request.techniques for name in (SHADOW_ATTENTION, NPU_EXPERTS)]
-            key = request.model, request.soc, how, overrides, *measured
-            found.setdefault(key, request)
-    return list(found.values())
-
-
-def _profiled(request: SimulationRequest) -> None:
-    """Measure a profile; if that fails, the cases that need it say why."""
-    try:
-        profile_ahead(request)
-    except Exception:  # noqa: BLE001, S110 - each case fails on its own, with its reason in its row
-        pass
+        return _collect(hand_out(run, requests), len(requests), progress or silent, keep)
 
 
 @contextlib.contextmanager
@@ -243,19 +153,15 @@ def _on_cluster(cluster: Cluster) -> Iterator[_Map]:
 
 
 def _collect(
-    found: Iterator[Result],
-    count: int,
-    stage: str,
-    report: Progress,
-    keep: Callable[[Result], object] | None = None,
-) -> list[Result]:
-    """Return the results; report each and pass it to ``keep``."""
-    results: list[Result] = []
+    found: Iterator[BenchRow], count: int, report: Progress, keep: Callable[[BenchRow], object] | None
+) -> list[BenchRow]:
+    """Return the rows; report each and pass it to ``keep``."""
+    rows: list[BenchRow] = []
     if count:
-        report(stage, 0, count)
-    for result in found:
-        results.append(result)
+        report(STAGE, 0, count)
+    for row in found:
+        rows.append(row)
         if keep is not None:
-            keep(result)
-        report(stage, len(results), count)
-    return results
+            keep(row)
+        report(STAGE, len(rows), count)
+    return rows

@@ -184,7 +184,7 @@ def bench(
     _check_outputs(shown)
     if saved is not None:
         _refuse_others(context)
-        _show(_saved_results(saved), saved.stem, shown)
+        show_results(_saved_results(saved), saved.stem, shown)
         return
     if model is None:
         raise typer.BadParameter("Name a model, or rows with --from.", ctx=context, param_hint="MODEL")
@@ -195,7 +195,7 @@ def bench(
     out = None if shown.output is None else labelled(shown.output, simulated=is_simulated(grid.device))
     file = None if out is None else RowFile(out)
     result = _measured(options, file, profile_first=sampling.profile_first)
-    _show([result], Path(model).name, shown)
+    show_results([result], Path(model).name, shown)
     if result.stop is not None and result.stop.exit_code:
         raise typer.Exit(result.stop.exit_code)
     if file is not None and file.error is not None:
@@ -237,27 +237,29 @@ def _options(
 
 
 def _configurations(grid: ConfigurationOptions, given: Mapping[str, Any]) -> tuple[Configuration, ...]:
-    from heterollm.benchmarks import expand, with_baseline
+    from heterollm.benchmarks import Configuration, expand, with_baseline
 
-    return with_baseline(
-        expand(
-            engines=grid.engine,
-            levels=grid.plan,
-            policies=grid.length_policy,
-            syncs=grid.sync,
-            precisions=grid.precision,
-            threads=_splits(grid.threads, grid.gpu_threads, grid.npu_threads),
-            device=grid.device,
-            group_size=grid.group_size,
-            scales=grid.scales,
-            power=grid.power,
-            calibration=grid.calibration,
-            techniques=grid.techniques,
-            experts_gib=grid.experts_gib,
-            overflow=grid.overflow,
-            given=given,
-        )
+    base = Configuration(
+        device=grid.device,
+        group_size=grid.group_size,
+        scales=grid.scales,
+        power=grid.power,
+        calibration="" if grid.calibration is None else str(grid.calibration),
+        experts_gib=grid.experts_gib,
+        overflow=grid.overflow,
     )
+    configurations = expand(
+        base,
+        given,
+        engine=grid.engine,
+        plan_level=grid.plan,
+        length_policy=grid.length_policy,
+        sync=grid.sync,
+        precision=grid.precision,
+        threads=_splits(grid.threads, grid.gpu_threads, grid.npu_threads),
+        technique=grid.techniques,
+    )
+    return with_baseline(configurations)
 
 
 def _measured(options: BenchOptions, file: RowFile | None, *, profile_first: bool) -> BenchResult:
@@ -313,7 +315,7 @@ def _saved_results(path: Path) -> list[BenchResult]:
     return [BenchResult(tuple(rows), ()) for rows in runs_of(read_rows(path))]
 
 
-def _show(results: Sequence[BenchResult], name: str, options: ResultOptions) -> None:
+def show_results(results: Sequence[BenchResult], name: str, options: ResultOptions) -> None:
     """Write the results of each run to stdout and into files."""
     from heterollm.base import labelled, save_file, write
     from heterollm.benchmarks import FORMATS

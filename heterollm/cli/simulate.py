@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, get_args
@@ -11,6 +11,7 @@ import typer
 
 from heterollm.base import FAILED, Effect, OptionError, refuse_idle
 from heterollm.cli import complete as cli_complete
+from heterollm.cli.bench import ResultOptions, show_results
 from heterollm.cli.effects import given_options
 from heterollm.cli.options import (
     TECHNIQUES,
@@ -23,7 +24,6 @@ from heterollm.cli.options import (
     Names,
     OverflowOption,
     RowsOption,
-    TechniqueChoice,
     chosen_format,
     command_group,
     numbers,
@@ -40,13 +40,8 @@ commands = command_group()
 
 LEVELS: Final = cli_complete.PLANS[1:]
 
-TECHNIQUE_SETS: Final[dict[str, tuple[TechniqueChoice, ...]]] = {
-    "none": (),
-    "shadowattn": ("shadowattn",),
-    **{name: (name,) for name in TECHNIQUES if name != "shadowattn"},
-    **{f"{name}+shadowattn": (name, "shadowattn") for name in TECHNIQUES if name != "shadowattn"},
-}
-"""Techniques of a case by the text that names them."""
+TECHNIQUE_SETS: Final = ("none", *TECHNIQUES, "llm.npu+shadowattn", "npumoe+shadowattn")
+"""Techniques of a case, as the option takes them."""
 
 GRID_EFFECTS: Final = (
     Effect(
@@ -56,9 +51,9 @@ GRID_EFFECTS: Final = (
         "Give lists, which make a grid",
     ),
     Effect(
-        "timeline",
+        "timeline explain",
         lambda facts: facts["cases"] == 1 and facts["output"] is None and facts["form"] in ("table", "json"),
-        "a timeline is of one case, printed as a table or as JSON",
+        "it is of one case, printed as a table or as JSON",
         "Leave out lists, --format and -o",
     ),
 )
@@ -237,29 +232,27 @@ def simulate_model(
     from heterollm.base import check_target, labelled
 
     form = chosen_format(form, as_json=as_json)
-    out = None if output is None else labelled(output)
-    if out is not None:
-        check_target(out, "result")
-    timeline, picture = _check_timeline(timeline)
-    given = given_options(context)
+    if output is not None:
+        output = labelled(output)
+        check_target(output, "result")
+    if timeline is not None:
+        timeline = labelled(timeline)
+        check_target(timeline, "timeline")
+        check_target(_picture_of(timeline), "picture")
+    given = {name: context.params[name] for name in given_options(context)}
     requests = _requests(cases, modelling, attention, given, trace=timeline is not None)
-    refuse_idle(GRID_EFFECTS, given, context.params | {"cases": len(requests)})
-    if len(requests) == 1 and form in ("table", "json") and out is None:
-        _one(requests[0], timeline, picture, as_json=form == "json", explain=explain)
-    elif explain:
-        raise OptionError(
-            "Only one case, printed as a table or as JSON, can be explained.",
-            fix="Leave out --explain, lists and -o.",
-        )
+    refuse_idle(GRID_EFFECTS, given, context.params | {"cases": len(requests), "form": form})
+    if len(requests) == 1 and form in ("table", "json") and output is None:
+        _one(requests[0], timeline, as_json=form == "json", explain=explain)
     else:
-        _several(requests, jobs, cluster, form, out)
+        _several(requests, jobs, cluster, form, output)
 
 
 def _requests(
     cases: CaseOptions,
     modelling: ModellingOptions,
     attention: AttentionOptions,
-    given: frozenset[str],
+    given: Mapping[str, Any],
     *,
     trace: bool,
 ) -> tuple[SimulationRequest, ...]:
@@ -275,10 +268,7 @@ def _requests(
     models = _names(cases.model, "MODEL")
     base = SimulationRequest(
         models[0],
-        prompt=cases.prompt[0],
-        decode=cases.decode[0],
         plan_for=cases.plan_for,
-        level=cases.plan[0],
         in_flight=cases.in_flight,
         overrides=dict(modelling.what_if or ()),
         head_bits=8 if modelling.numerics else 4,
@@ -294,46 +284,20 @@ def _requests(
     )
     return expand_simulated(
         base,
-        models=models,
-        socs=_names(cases.soc, "--soc"),
-        prompts=cases.prompt,
-        decodes=cases.decode,
-        levels=cases.plan,
-        policies=cases.length_policy,
-        syncs=cases.sync,
-        loads=cases.gpu_load or (None,),
-        techniques=[TECHNIQUE_SETS[name] for name in cases.techniques],
-        given=given,
+        given,
+        model=models,
+        soc=_names(cases.soc, "--soc"),
+        prompt=cases.prompt,
+        decode=cases.decode,
+        level=cases.plan,
+        length_policy=cases.length_policy,
+        sync=cases.sync,
+        load=cases.gpu_load or (None,),
+        techniques=[() if text == "none" else tuple(text.split("+")) for text in cases.techniques],
     )
 
 
-def _check_timeline(path: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the checked files of a timeline and of its picture; without matplotlib no picture.
-
-    Raises:
-        OptionError: A file cannot be written.
-    """
-    if path is None:
-        return None, None
-    from heterollm.base import check_target, labelled
-    from heterollm.report import console as report
-    from heterollm.report import require_matplotlib
-
-    path = labelled(path)
-    picture = path.with_name(f"{path.name}.png")
-    check_target(path, "timeline")
-    try:
-        require_matplotlib()
-    except OptionError as error:
-        report.show(report.note(f"The timeline gets no picture. {error}"))
-        return path, None
-    check_target(picture, "picture")
-    return path, picture
-
-
-def _one(
-    request: SimulationRequest, timeline: Path | None, picture: Path | None, *, as_json: bool, explain: bool
-) -> None:
+def _one(request: SimulationRequest, timeline: Path | None, *, as_json: bool, explain: bool) -> None:
     """Simulate one case and print its report."""
     from heterollm.benchmarks import modelled_row
     from heterollm.report import console as report
@@ -343,7 +307,7 @@ def _one(
     with report.progress_bars() as progress:
         result = simulate(request, progress)
     if timeline is not None and result.trace is not None:
-        report.show(report.note(_write_timeline(result.trace, timeline, picture)))
+        report.show(report.note(_write_timeline(result.trace, timeline)))
     data = modelled_row(request, result).to_dict() | ({"explained_ms": result.explained()} if explain else {})
     report.answer(simulation_report(result, explain=explain), data, as_json=as_json)
 
@@ -356,11 +320,9 @@ def _several(
     out: Path | None,
 ) -> None:
     """Simulate a grid and print a row for each case."""
-    from heterollm.base import write
-    from heterollm.benchmarks import FORMATS, RowFile, run_sweep
+    from heterollm.benchmarks import BenchResult, RowFile, run_sweep
     from heterollm.kernels.threads import allowed_cores
     from heterollm.report import console as report
-    from heterollm.report import sweep_report
 
     # Row by row: an interrupted sweep keeps its rows.
     keep = None if out is None else RowFile(out).add
@@ -369,10 +331,7 @@ def _several(
         rows = run_sweep(requests, jobs=jobs, cluster=cluster, progress=progress, keep=keep)
     if out is not None:
         report.show(report.note(f"Wrote {len(rows)} simulated rows to {out}."))
-    if form == "table":
-        report.present(sweep_report(rows))
-    else:
-        write(FORMATS[form](rows))
+    show_results([BenchResult(tuple(rows), ())], "", ResultOptions(form))
     failed = sum(row.error is not None for row in rows)
     if failed:
         report.show(report.note(f"{failed} of {len(rows)} cases failed; their rows say why."))
@@ -391,15 +350,19 @@ def _names(text: str, option: str) -> list[str]:
     return found
 
 
-def _write_timeline(trace: Trace, path: Path, picture: Path | None) -> str:
+def _picture_of(timeline: Path) -> Path:
+    return timeline.with_name(f"{timeline.name}.png")
+
+
+def _write_timeline(trace: Trace, path: Path) -> str:
     """Write the simulated timeline and its picture, and return a note with their paths."""
+    from heterollm.base import save_file
+    from heterollm.report import trace_png
     from heterollm.trace import save_trace
 
     save_trace(trace, path)
-    if picture is None:
-        return f"Wrote the simulated timeline to {path}."
-    from heterollm.base import save_file
-    from heterollm.report import trace_png
-
-    save_file(picture, trace_png(trace))
-    return f"Wrote the simulated timeline to {path} and {picture}."
+    try:
+        save_file(_picture_of(path), trace_png(trace))
+    except OptionError as error:
+        return f"Wrote the simulated timeline to {path}. The timeline gets no picture. {error}"
+    return f"Wrote the simulated timeline to {path} and {_picture_of(path)}."

@@ -1,4 +1,3 @@
-from .blocks.mixture import ExpertRows as ExpertRows
 from .blocks.mixture import MixtureOptions as MixtureOptions
 from .experts.residency import ExpertBudget as ExpertBudget
 from .experts.residency import ExpertReads as ExpertReads

@@ -18,6 +18,7 @@ from .expert_layout import expert_specs as expert_specs
 from .expert_reader import ExpertReader as ExpertReader
 from .hub import pull_model as pull_model
 from .known import KNOWN_MODELS as KNOWN_MODELS
+from .known import FoundModel as FoundModel
 from .known import default_shapes as default_shapes
 from .known import find_model as find_model
 from .layout import block_norms as block_norms

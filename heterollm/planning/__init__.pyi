@@ -12,6 +12,7 @@ from .inputs import inputs_of_load as inputs_of_load
 from .lengths import LengthChoice as LengthChoice
 from .load_effects import LOAD_EFFECTS as LOAD_EFFECTS
 from .load_effects import LOAD_OPTIONS as LOAD_OPTIONS
+from .load_effects import PLAN_EFFECTS as PLAN_EFFECTS
 from .load_effects import is_file as is_file
 from .load_options import LOOKUP as LOOKUP
 from .load_options import LoadKeywords as LoadKeywords
@@ -19,6 +20,7 @@ from .load_options import LoadOptions as LoadOptions
 from .load_options import check_kv_bits as check_kv_bits
 from .load_options import choose_context as choose_context
 from .load_options import load_facts as load_facts
+from .load_options import technique_facts as technique_facts
 from .notes import profile_words as profile_words
 from .plan import make_plan as make_plan
 from .planned import Planned as Planned

@@ -50,9 +50,9 @@ def takes_no_calibration(facts: OptionFacts) -> bool:
     return not weights and not (experts and SHADOW_ATTENTION not in _techniques(facts))
 
 
-LOAD_EFFECTS: Final = (
+PLAN_EFFECTS: Final = (
     Effect(
-        "keep keep_by score_buckets estimator",
+        "keep keep_by score_buckets estimator head_pipeline",
         lambda facts: SHADOW_ATTENTION in _techniques(facts),
         f"attention is sparse with the technique {SHADOW_ATTENTION} alone",
         f"Add --technique {SHADOW_ATTENTION}",
@@ -63,6 +63,25 @@ LOAD_EFFECTS: Final = (
         "experts have capacities with the technique npumoe alone",
         "Add --technique npumoe",
     ),
+    Effect(
+        "sync",
+        lambda facts: (
+            _uses_npu(facts) or facts.get("sync") == "operator" or SHADOW_ATTENTION in _techniques(facts)
+        ),
+        "nothing waits for another processor without the NPU",
+        "Choose another plan than gpu",
+    ),
+    Effect(
+        "length_policy",
+        lambda facts: facts.get("plan") in ("npu", "layer"),
+        "it is for plans npu and layer; others say how each length runs",
+        "Choose plan npu or layer",
+    ),
+)
+"""Conditions that loads and simulations share."""
+
+LOAD_EFFECTS: Final = (
+    *PLAN_EFFECTS,
     Effect(
         "group_size asymmetric symmetric scales",
         lambda facts: facts.get("precision", "w4a16") != "fp16",
@@ -111,12 +130,6 @@ LOAD_EFFECTS: Final = (
         "Choose --device emulator",
     ),
     Effect(
-        "sync",
-        lambda facts: _uses_npu(facts) or facts.get("sync") == "operator",
-        "nothing waits for another processor without the NPU",
-        "Choose another plan than gpu",
-    ),
-    Effect(
         "allow_fallback",
         _uses_npu,
         "nothing runs on the NPU, which could fail",
@@ -127,12 +140,6 @@ LOAD_EFFECTS: Final = (
         lambda facts: not _is_device(facts, "sim"),
         "a modelled NPU never fails",
         "Choose another device",
-    ),
-    Effect(
-        "length_policy",
-        lambda facts: facts.get("plan") in ("npu", "layer"),
-        "it is for plans npu and layer; others say how each length runs",
-        "Choose plan npu or layer",
     ),
     Effect(
         "gpu_share energy_weight forbid npu_gib histogram build_budget in_flight",

@@ -16,6 +16,8 @@ from heterollm.planning.techniques.llm_npu import check_technique
 from heterollm.solver import (
     LENGTH_POLICIES,
     SHADOW_ATTENTION,
+    AttentionRequest,
+    ExpertsRequest,
     LengthPolicy,
     Plan,
     PlanRequest,
@@ -164,6 +166,18 @@ REQUEST_FIELDS: Final = (
 )
 
 
+def technique_facts(attention: AttentionRequest, experts: ExpertsRequest) -> dict[str, Any]:
+    """Return the options of techniques by name."""
+    return {
+        "keep": attention.keep,
+        "keep_by": attention.keep_by,
+        "score_buckets": attention.buckets,
+        "estimator": attention.estimator,
+        "head_pipeline": attention.pipeline,
+        "overflow": experts.overflow,
+    }
+
+
 def load_facts(options: LoadOptions) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the values of all options of a load by name, and the names of those that are not defaults."""
     values: dict[str, Any] = {one.name: getattr(options, one.name) for one in fields(options)}
@@ -173,9 +187,7 @@ def load_facts(options: LoadOptions) -> tuple[dict[str, Any], frozenset[str]]:
     for request, target in ((options.request or PlanRequest(), values), (PlanRequest(), usual)):
         for name in REQUEST_FIELDS:
             target[REQUEST_NAMES.get(name, name)] = getattr(request, name)
-        attention = request.attention
-        target |= {"keep": attention.keep, "keep_by": attention.keep_by, "overflow": request.experts.overflow}
-        target |= {"score_buckets": attention.buckets, "estimator": attention.estimator}
+        target |= technique_facts(request.attention, request.experts)
     given = {name for name, value in values.items() if value != usual[name]}
     return values, frozenset(given - options.defaults)
 

@@ -7,14 +7,12 @@ from .calibration import calibration_report as calibration_report
 from .demo import demo_heading as demo_heading
 from .demo import demo_report as demo_report
 from .doctor import diagnosis_report as diagnosis_report
-from .figures import require_matplotlib as require_matplotlib
 from .page_bench import bench_page as bench_page
 from .picture import check_picture as check_picture
 from .picture import write_picture as write_picture
 from .plan import plan_report as plan_report
 from .profile_files import write_outputs as write_outputs
 from .simulate import simulation_report as simulation_report
-from .simulate import sweep_report as sweep_report
 from .steps import PassSteps as PassSteps
 from .steps import steps_json as steps_json
 from .steps import steps_report as steps_report

@@ -19,6 +19,7 @@ from heterollm.report.page_parts import (
     sentences_html,
     title_html,
 )
+from heterollm.report.simulate import sweep_section
 from heterollm.report.tables_bench import (
     LEGEND,
     bounds,
@@ -78,6 +79,9 @@ def _name(run: Sequence[BenchRow]) -> str:
 
 
 def _run(rows: Sequence[BenchRow], level: int) -> Iterator[Markup]:
+    if any(row.modelled is not None for row in rows):  # of a prompt and the tokens after it: several rates
+        yield section_html(sweep_section(rows), "simulated", level=level)
+        return
     yield title_html("Verdict", level)
     yield list_html(verdicts(rows))
     for (test, precision), group in groups_of(rows).items():

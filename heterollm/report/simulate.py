@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from heterollm.simulate import ExpertUse, GraphUse, PhaseUse, SimulationResult, TimeUse
 
 
-def sweep_report(rows: Sequence[BenchRow]) -> RenderableType:
+def sweep_section(rows: Sequence[BenchRow]) -> Section:
     """Return the rows of a sweep, values that all share in the title, and the reasons of failed cases."""
     columns, cells = table_of([row for row in rows if row.error is None])
     values = dict(zip(columns, zip(*cells, strict=True), strict=True))
@@ -29,13 +29,17 @@ def sweep_report(rows: Sequence[BenchRow]) -> RenderableType:
     reasons = [row.error for row in rows if row.error is not None]
     notes = [f"{reasons.count(one)} failed: {' '.join(one.split())}" for one in dict.fromkeys(reasons)]
     notes += ["Times are modelled. Energy is the middle of a range between assumptions; JSON has its ends."]
-    section = Section(
+    return Section(
         f"Simulated, nothing here was measured{f': {words}' if words else ''}",
         tuple(f">{name}" if name in RIGHT else name for name in kept),
         tuple(zip(*(values[name] for name in kept), strict=True)),
         tuple(notes),
     )
-    return sections_report([section])
+
+
+def sweep_report(rows: Sequence[BenchRow]) -> RenderableType:
+    """Return the section of a sweep for the terminal."""
+    return sections_report([sweep_section(rows)])
 
 
 def sections_report(sections: Sequence[Section]) -> RenderableType:
@@ -45,6 +49,24 @@ def sections_report(sections: Sequence[Section]) -> RenderableType:
         parts += [section_table(section), *(Text(note) for note in section.notes), Text()]
     return Group(*parts)
 
+
+FRAMES: Final = "frames in time"
+RATES: Final[dict[str, Callable[[PhaseUse], str]]] = {
+    "tokens": lambda use: f"{use.tokens}",
+    "time": lambda use: f"{use.elapsed_us / 1e3:.1f} ms",
+    "tokens a second": lambda use: f"{use.tokens_per_second:.2f}",
+    "energy, J": lambda use: _range(use.energy.middle_joules, use.energy.low_joules, use.energy.high_joules),
+    "power, W": lambda use: _range(use.energy.middle_watts, use.energy.low_watts, use.energy.high_watts),
+    "GPU, NPU, control thread busy": lambda use: ", ".join(
+        f"{use.busy_fraction[name]:.0%}" for name in ("gpu", "npu", "host")
+    ),
+    "NPU idle (bubbles)": lambda use: f"{use.npu_idle_fraction:.0%}",
+    "bandwidth, GB/s (peak)": lambda use: f"{use.dram_gbps:.1f} ({use.peak_gbps:.1f})",
+    "lost to synchronisation": lambda use: f"{sum(use.lost_us.values()) / 1e3:.1f} ms",
+    "NPU time on padding": lambda use: f"{use.padding_us / 1e3:.1f} ms",
+    FRAMES: lambda use: _frames(use),
+}
+"""Cells of a phase by the title of their row."""
 
 ASSUMPTION: Final = (
     "Assumed: weights have stepped scales, and every operator has calibrated ranges that passed their check."
@@ -74,24 +96,9 @@ def simulation_report(result: SimulationResult, *, explain: bool = False) -> Ren
         parts.append(Text(_routed(result.experts, result.prefill.tokens)))
     rates = table("simulated", "prefill", "decode")
     phases = [result.prefill, result.decode]
-    rates.add_row("tokens", *_cells(phases, lambda use: f"{use.tokens}"))
-    rates.add_row("time", *_cells(phases, lambda use: f"{use.elapsed_us / 1e3:.1f} ms"))
-    rates.add_row("tokens a second", *_cells(phases, lambda use: f"{use.tokens_per_second:.2f}"))
-    rates.add_row("energy, J", *_cells(phases, _energy))
-    rates.add_row("power, W", *_cells(phases, _power))
-    rates.add_row("GPU, NPU, control thread busy", *_cells(phases, _busy))
-    rates.add_row("NPU idle (bubbles)", *_cells(phases, lambda use: f"{use.npu_idle_fraction:.0%}"))
-    rates.add_row(
-        "bandwidth, GB/s (peak)",
-        *_cells(phases, lambda use: f"{use.dram_gbps:.1f} ({use.peak_gbps:.1f})"),
-    )
-    rates.add_row(
-        "lost to synchronisation",
-        *_cells(phases, lambda use: f"{sum(use.lost_us.values()) / 1e3:.1f} ms"),
-    )
-    rates.add_row("NPU time on padding", *_cells(phases, lambda use: f"{use.padding_us / 1e3:.1f} ms"))
-    if result.prefill.frames is not None:
-        rates.add_row("frames in time", *_cells(phases, _frames))
+    for title, text in RATES.items():
+        if title != FRAMES or result.prefill.frames is not None:
+            rates.add_row(title, *("" if use is None else text(use) for use in phases))
     parts += [
         Text(),
         rates,
@@ -216,22 +223,8 @@ def _reopened(graphs: GraphUse) -> str:
     )
 
 
-def _cells(phases: Sequence[PhaseUse | None], text: Callable[[PhaseUse], str]) -> list[str]:
-    return ["" if use is None else text(use) for use in phases]
-
-
-def _busy(use: PhaseUse) -> str:
-    return ", ".join(f"{use.busy_fraction[name]:.0%}" for name in ("gpu", "npu", "host"))
-
-
-def _energy(use: PhaseUse) -> str:
-    energy = use.energy
-    return f"{energy.middle_joules:.2f} ({energy.low_joules:.2f} to {energy.high_joules:.2f})"
-
-
-def _power(use: PhaseUse) -> str:
-    energy = use.energy
-    return f"{energy.middle_watts:.2f} ({energy.low_watts:.2f} to {energy.high_watts:.2f})"
+def _range(middle: float, low: float, high: float) -> str:
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _frames(use: PhaseUse) -> str:

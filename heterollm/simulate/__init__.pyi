@@ -1,17 +1,12 @@
 from .account import TimeUse as TimeUse
-from .effects import check_grid as check_grid
 from .effects import without_idle as without_idle
 from .experts import ExpertUse as ExpertUse
 from .phase import PhaseUse as PhaseUse
-from .request import SimulatedLengthPolicy as SimulatedLengthPolicy
-from .request import SimulatedSync as SimulatedSync
 from .request import SimulationRequest as SimulationRequest
 from .result import GraphUse as GraphUse
 from .result import SimulationResult as SimulationResult
 from .run import GROUP_SIZE as GROUP_SIZE
 from .run import PlanOf as PlanOf
-from .run import needs_profile as needs_profile
 from .run import planned as planned
-from .run import profile_ahead as profile_ahead
 from .run import simulate as simulate
 from .run import simulated as simulated

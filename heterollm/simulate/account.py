@@ -8,7 +8,8 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, Literal, TypeAlias, TypeVar, get_args
+from operator import itemgetter
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from heterollm.kernels.sim import SimulatedSpan
 from heterollm.model import LAYER_GROUPS
@@ -28,7 +29,7 @@ LABEL: Final = re.compile(r"(?:\d+\.)?([a-z_ ]+?)(?: of layer .*| \d.*| tokens .
 ATTENTION: Final = ("rope", "attention", "score", "selection", "sparse attention")
 """Beginnings of the names of attention's kernels and graphs."""
 
-Text = TypeVar("Text", bound=str)
+BEGIN: Final = itemgetter(0)
 
 HOST_USES: Final[dict[str, TimeUse]] = {"map": "maps", "unmap": "maps", "submit": "submission"}
 
@@ -51,29 +52,13 @@ class OperatorUse:
         return sum(self.used_us.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Track(Generic[Text]):
-    """Intervals of a processor in order of time, with a text each."""
+class _Piece(NamedTuple):
+    """A time in which a processor or the control thread does one thing."""
 
-    begins_us: list[float]
-    ends_us: list[float]
-    texts: list[Text]
-
-    @classmethod
-    def of(cls, intervals: Sequence[tuple[float, float, Text]]) -> _Track[Text]:
-        """Return the track of some intervals in any order."""
-        ordered = sorted(intervals)
-        return cls([one[0] for one in ordered], [one[1] for one in ordered], [one[2] for one in ordered])
-
-    def at(self, moment_us: float) -> Text | None:
-        """Return the text of the interval around a moment; None between intervals."""
-        place = bisect.bisect_right(self.begins_us, moment_us) - 1
-        return self.texts[place] if place >= 0 and moment_us < self.ends_us[place] else None
-
-    def next_after(self, moment_us: float) -> tuple[float, Text] | None:
-        """Return begin and text of the next interval; None after the last."""
-        place = bisect.bisect_left(self.begins_us, moment_us)
-        return (self.begins_us[place], self.texts[place]) if place < len(self.texts) else None
+    begin_us: float
+    end_us: float
+    label: str
+    use: TimeUse
 
 
 def time_account(spans: Sequence[SimulatedSpan]) -> tuple[OperatorUse, ...]:
@@ -84,47 +69,53 @@ def time_account(spans: Sequence[SimulatedSpan]) -> tuple[OperatorUse, ...]:
     Args:
         spans: Everything that the processors and the control thread did in the phase.
     """
-    gpu = _Track.of([(one.begin_us, one.end_us, one.name) for one in spans if one.processor == "gpu"])
-    host = _Track.of([(one.begin_us, one.end_us, one.name) for one in spans if one.processor == "host"])
-    parts = [part for one in spans if one.processor == "npu" for part in _parts(one)]
-    npu = _Track.of([(begin, end, name) for begin, end, name, _ in parts])
-    npu_uses = _Track.of([(begin, end, use) for begin, end, _, use in parts])
-    first_us, last_us = min(host.begins_us, default=0.0), max(host.ends_us, default=0.0)
-    edges = {edge for track in (gpu, npu, host) for edge in (*track.begins_us, *track.ends_us)}
+    gpu, npu, host = (
+        sorted(piece for span in spans if span.processor == name for piece in _pieces(span))
+        for name in ("gpu", "npu", "host")
+    )
+    first_us = min((piece.begin_us for piece in host), default=0.0)
+    last_us = max((piece.end_us for piece in host), default=0.0)
+    edges = {edge for piece in (*gpu, *npu, *host) for edge in piece[:2]}
     marks = sorted(edge for edge in edges if first_us <= edge <= last_us)
     found: dict[str, OperatorUse] = {}
     operator = "other"
     for begin_us, end_us in itertools.pairwise(marks):
         middle_us = (begin_us + end_us) / 2
-        on_gpu, on_npu, npu_use = gpu.at(middle_us), npu.at(middle_us), npu_uses.at(middle_us)
-        operator = _operator(on_npu or on_gpu or _coming(middle_us, gpu, npu) or operator)
-        use = _use(on_gpu, npu_use, host.at(middle_us))
+        on_gpu, on_npu, on_host = (_at(track, middle_us) for track in (gpu, npu, host))
+        piece = on_npu or on_gpu or min((*_after(gpu, middle_us), *_after(npu, middle_us)), default=None)
+        operator = operator if piece is None else _operator(piece.label)
+        use: TimeUse = "waits"
+        if on_gpu is not None:
+            use = "both" if on_npu is not None and on_npu.use == "npu" else "gpu"
+        elif (other := on_npu or on_host) is not None:
+            use = other.use
         found.setdefault(operator, OperatorUse(operator)).used_us[use] += end_us - begin_us
     return tuple(sorted(found.values(), key=lambda one: -one.total_us))
 
 
-def _parts(span: SimulatedSpan) -> Iterator[tuple[float, float, str, TimeUse]]:
-    """Yield begin, end, name and use of what a run of a graph consists of."""
+def _pieces(span: SimulatedSpan) -> Iterator[_Piece]:
+    """Yield the parts of a span: a run of a graph has up to three."""
+    if span.processor != "npu":
+        use: TimeUse = "gpu" if span.processor == "gpu" else HOST_USES.get(span.name, "waits")
+        yield _Piece(span.begin_us, span.end_us, span.name, use)
+        return
     edges = [span.begin_us, span.begin_us + span.start_us]
     edges += [min(edges[1] + span.copy_us, span.end_us), span.end_us]
     uses: tuple[TimeUse, ...] = ("start", "copies", "npu")
-    for (begin_us, end_us), use in zip(itertools.pairwise(edges), uses, strict=True):
+    for (begin_us, end_us), part in zip(itertools.pairwise(edges), uses, strict=True):
         if end_us > begin_us:
-            yield begin_us, end_us, span.name, use
+            yield _Piece(begin_us, end_us, span.name, part)
 
 
-def _use(on_gpu: str | None, npu_use: TimeUse | None, host: str | None) -> TimeUse:
-    if on_gpu is not None:
-        return "both" if npu_use == "npu" else "gpu"
-    if npu_use is not None:
-        return npu_use
-    return HOST_USES.get(host or "", "waits")
+def _at(track: Sequence[_Piece], moment_us: float) -> _Piece | None:
+    place = bisect.bisect_right(track, moment_us, key=BEGIN) - 1
+    return track[place] if place >= 0 and moment_us < track[place].end_us else None
 
 
-def _coming(moment_us: float, *tracks: _Track[str]) -> str | None:
-    """Return the label of what starts next."""
-    found = [one for track in tracks if (one := track.next_after(moment_us)) is not None]
-    return min(found)[1] if found else None
+def _after(track: Sequence[_Piece], moment_us: float) -> Sequence[_Piece]:
+    """Return the next piece of a track, if there is one."""
+    place = bisect.bisect_left(track, moment_us, key=BEGIN)
+    return track[place : place + 1]
 
 
 @functools.lru_cache(maxsize=4096)

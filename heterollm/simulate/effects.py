@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import MISSING, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any, Final
 
-from heterollm.base import Effect, HeteroLLMError, OptionError, OptionFacts, idle_options, refuse_idle
+from heterollm.base import (
+    Effect,
+    HeteroLLMError,
+    OptionFacts,
+    idle_options,
+    refuse_idle,
+    refuse_idle_everywhere,
+)
 from heterollm.kernels.sim import load_soc
 from heterollm.model import find_model
+from heterollm.planning import PLAN_EFFECTS, technique_facts
 from heterollm.simulate.request import SimulationRequest
-from heterollm.solver import (
-    LLM_NPU,
-    NPU_EXPERTS,
-    SHADOW_ATTENTION,
-    SOLVED_LEVELS,
-    AttentionRequest,
-    ExpertsRequest,
-)
-
-COVERED: Final = ("npu", "layer")
-"""Levels at which the NPU computes whole groups, so that a length policy has an effect."""
+from heterollm.solver import LLM_NPU, NPU_EXPERTS, SHADOW_ATTENTION, SOLVED_LEVELS
 
 
 def _is_solved(facts: OptionFacts) -> bool:
-    return facts["level"] in SOLVED_LEVELS or LLM_NPU in facts["techniques"]
+    return facts["plan"] in SOLVED_LEVELS or bool({LLM_NPU, NPU_EXPERTS}.intersection(facts["techniques"]))
 
 
 def _integer_graphs(facts: OptionFacts) -> bool:
@@ -32,23 +30,12 @@ def _integer_graphs(facts: OptionFacts) -> bool:
 
 
 CASE_EFFECTS: Final = (
-    Effect(
-        "keep keep_by score_buckets estimator head_pipeline",
-        lambda facts: SHADOW_ATTENTION in facts["techniques"],
-        f"attention is sparse with the technique {SHADOW_ATTENTION} alone",
-        f"Add --technique {SHADOW_ATTENTION}",
-    ),
+    *PLAN_EFFECTS,
     Effect(
         "pruned outlier_share",
         lambda facts: LLM_NPU in facts["techniques"],
         "only the technique llm.npu has shadows of outliers",
         "Add --technique llm.npu",
-    ),
-    Effect(
-        "overflow",
-        lambda facts: NPU_EXPERTS in facts["techniques"],
-        "experts have capacities with the technique npumoe alone",
-        "Add --technique npumoe",
     ),
     Effect(
         "imbalance",
@@ -63,9 +50,9 @@ CASE_EFFECTS: Final = (
         "Leave out --numerics",
     ),
     Effect(
-        "calibrated",
-        lambda facts: facts["level"] != "gpu",
-        "level gpu has no integer NPU graphs",
+        "calibrated every_form in_flight",
+        lambda facts: facts["plan"] != "gpu",
+        "level gpu has no NPU graphs",
         "Choose another level",
     ),
     Effect(
@@ -76,62 +63,32 @@ CASE_EFFECTS: Final = (
     ),
     Effect(
         "every_form",
-        lambda facts: facts["level"] != "gpu",
-        "level gpu has no NPU graphs",
-        "Choose another level",
-    ),
-    Effect(
-        "every_form",
         lambda facts: facts["offers_more_forms"] or facts["every_form"] is False,
         "this SoC, or level block, offers every form of a graph already",
         "Choose snapdragon-8gen3-paper and another level",
     ),
     Effect(
-        "sync",
-        lambda facts: facts["level"] != "gpu" or SHADOW_ATTENTION in facts["techniques"],
-        "level gpu never waits for the NPU",
-        "Choose another level",
-    ),
-    Effect(
         "plan_for",
-        lambda facts: _is_solved(facts) or NPU_EXPERTS in facts["techniques"],
+        _is_solved,
         "levels gpu, npu and layer follow a rule for all lengths",
         "Choose level tensor or block",
-    ),
-    Effect(
-        "length_policy",
-        lambda facts: facts["level"] in COVERED,
-        "it is for levels npu and layer; others say how each length runs",
-        "Choose level npu or layer",
-    ),
-    Effect(
-        "in_flight",
-        lambda facts: facts["level"] != "gpu",
-        "chunks fill waits for the NPU, which level gpu does not use",
-        "Choose another level",
     ),
 )
 """Conditions by the names of the command's options."""
 
-ATTENTION: Final = frozenset({"keep", "keep_by", "score_buckets", "estimator", "head_pipeline"})
+
+def _facts(request: SimulationRequest) -> dict[str, Any]:
+    """Return the values of a case's options by name."""
+    values = {one.name: getattr(request, one.name) for one in fields(request)}
+    values |= technique_facts(request.attention, request.experts)
+    more_forms = not replace(request, every_form=None).forms
+    return values | {"plan": request.level, "offers_more_forms": more_forms}
 
 
-def case_facts(request: SimulationRequest) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the values of a case's options by name, and the names of those that are not defaults."""
-    values: dict[str, Any] = {one.name: getattr(request, one.name) for one in fields(request)}
-    usual: dict[str, Any] = {
-        one.name: one.default_factory() if one.default_factory is not MISSING else one.default
-        for one in fields(request)
-    }
-    for target, attention, experts in (
-        (values, request.attention, request.experts),
-        (usual, AttentionRequest(), ExpertsRequest()),
-    ):
-        target |= {"keep": attention.keep, "keep_by": attention.keep_by, "overflow": experts.overflow}
-        target |= {"score_buckets": attention.buckets, "estimator": attention.estimator}
-        target |= {"head_pipeline": attention.pipeline}
-    given = frozenset(name for name, value in values.items() if value != usual[name])
-    return values | {"offers_more_forms": not replace(request, every_form=None).forms}, given
+def _given(facts: OptionFacts) -> frozenset[str]:
+    """Return the names of the options that are not defaults."""
+    usual = _facts(SimulationRequest(facts["model"]))
+    return frozenset(name for name, value in facts.items() if value != usual.get(name))
 
 
 def check_case(request: SimulationRequest) -> None:
@@ -140,46 +97,41 @@ def check_case(request: SimulationRequest) -> None:
     Raises:
         OptionError: There is one; or there is no such model or SoC.
     """
-    facts, given = case_facts(request)
-    refuse_idle(CASE_EFFECTS, given, facts)
+    facts = _facts(request)
+    refuse_idle(CASE_EFFECTS, _given(facts), facts)
 
 
-def check_grid(requests: Sequence[SimulationRequest], given: Collection[str]) -> None:
-    """Refuse a given option that has no effect in any case of a grid.
+def without_idle(requests: Sequence[SimulationRequest], given: OptionFacts) -> tuple[SimulationRequest, ...]:
+    """Return the cases of a grid without the options that have no effect in them, each case once.
+
+    An option that a case cannot have for another reason stays, and the case says why.
 
     Args:
         requests: The cases.
-        given: Names of the options, as the command has them.
+        given: Values of options by name that must have an effect in some case.
 
     Raises:
-        OptionError: There is one.
+        OptionError: There is one without effect.
     """
-    refused: dict[str, list[OptionError]] = {}
-    for request in requests:
-        facts, _ = case_facts(request)
-        try:
-            idle = dict(idle_options(CASE_EFFECTS, given, facts))
-        except HeteroLLMError:  # no such model or SoC: the case itself says so
-            return
-        for name, effect in idle.items():
-            refused.setdefault(name, []).append(effect.error(name, facts[name]))
-    for errors in refused.values():
-        if len(errors) == len(requests):
-            raise errors[0]
+    idle = [_idle(request, given) for request in requests]
+    refuse_idle_everywhere(idle, given)
+    reset = map(_reset, requests, idle)
+    return tuple({repr(request): request for request in reset}.values())
 
 
-def without_idle(request: SimulationRequest) -> SimulationRequest:
-    """Return a case of a grid without the options that have no effect in it.
-
-    An option that the case cannot have for another reason stays, and the case says why.
-    """
-    facts, given = case_facts(request)
+def _idle(request: SimulationRequest, given: OptionFacts) -> dict[str, Effect]:
+    facts = _facts(request)
     try:
-        idle = {name for name, _ in idle_options(CASE_EFFECTS, given, facts)}
-    except HeteroLLMError:
-        return request
+        return dict(idle_options(CASE_EFFECTS, given.keys() | _given(facts), facts))
+    except HeteroLLMError:  # no such model or SoC: the case itself says so
+        return {}
+
+
+def _reset(request: SimulationRequest, idle: Iterable[str]) -> SimulationRequest:
     usual = SimulationRequest(request.model)
-    attention = request.attention if idle.isdisjoint(ATTENTION) else usual.attention
-    experts = usual.experts if "overflow" in idle else request.experts
-    reset = {name: getattr(usual, name) for name in idle if hasattr(usual, name)}
-    return replace(request, attention=attention, experts=experts, **reset)
+    found = {name: getattr(usual, name) for name in idle if hasattr(usual, name)}
+    if SHADOW_ATTENTION not in request.techniques:
+        found["attention"] = usual.attention
+    if NPU_EXPERTS not in request.techniques:
+        found["experts"] = usual.experts
+    return replace(request, **found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -56,9 +56,8 @@ class ExpertUse:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can hold."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         shares = {"padding_share": self.padding_share, "overflow_share": self.overflow_share}
-        return {"loads": "assumed", **fields, **shares}
+        return {"loads": "assumed", **asdict(self), **shares}
 
 
 class AssumedExperts:

@@ -25,7 +25,6 @@ from heterollm.solver import (
 )
 
 if TYPE_CHECKING:
-    from heterollm.calibration import RoutingCalibration
     from heterollm.profiler.records import Profile
     from heterollm.simulate.request import SimulationRequest
 
@@ -56,7 +55,14 @@ def inputs_of_simulation(
     """
     # llm.npu makes the plan of level layer.
     wanted = "auto" if request.level == "layer" and LLM_NPU in request.techniques else request.level
-    routing = _assumed_calibration(config, request)
+    routing = None
+    if NPU_EXPERTS in request.techniques:
+        if (assumed := assumed_routing(config, request)) is None:
+            raise OptionError(
+                f"The technique {NPU_EXPERTS} is for mixtures of experts, and this model has none.",
+                fix="Leave it out.",
+            )
+        routing = assumed.calibrated(config.blocks(MixtureBlock))
 
     def profile() -> Profile:
         return profile_of(device, model, config, specs, progress, request.techniques)
@@ -144,24 +150,6 @@ def assumed_routing(config: ModelConfig, request: SimulationRequest) -> AssumedR
         return None
     imbalance = IMBALANCE if request.imbalance is None else request.imbalance
     return AssumedRouting(config.mixture.routing, imbalance)
-
-
-def _assumed_calibration(
-    config: ModelConfig, request: SimulationRequest
-) -> tuple[RoutingCalibration, ...] | None:
-    """Return assumed records of the routing of each layer for the technique ``npumoe``; None without it.
-
-    Raises:
-        OptionError: The model has no experts, or they cannot be so imbalanced.
-    """
-    if NPU_EXPERTS not in request.techniques:
-        return None
-    if (assumed := assumed_routing(config, request)) is None:
-        raise OptionError(
-            f"The technique {NPU_EXPERTS} is for mixtures of experts, and this model has none.",
-            fix="Leave it out.",
-        )
-    return assumed.calibrated(config.blocks(MixtureBlock))
 
 
 def own_length(request: SimulationRequest) -> int:

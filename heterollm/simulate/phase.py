@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,6 @@ from heterollm.kernels.sim import (
     AS_INTEGERS,
     EnergyRange,
     SimulatedSpan,
-    SimulatedTotals,
     clock_of,
     energy,
     soc_of,
@@ -123,28 +122,35 @@ class PhaseUse:
         return time_account(self.spans)
 
 
-def used(
+def measure_phase(
     device: Device,
     phase: Phase,
     tokens: int,
-    before: SimulatedTotals,
-    begin_us: float,
-    spans: Sequence[SimulatedSpan],
-    padding: float,
+    work: Callable[[], object],
+    padding: Callable[[Sequence[SimulatedSpan]], float] = lambda _: 0.0,
 ) -> PhaseUse:
-    """Return the time and resources of a phase that has just ended.
+    """Run a phase; return its time and resources.
 
     Args:
         device: The simulated device.
         phase: The phase.
         tokens: Its tokens.
-        before: The clock's totals at its begin.
-        begin_us: Its begin.
-        spans: The work of each processor in it.
-        padding: NPU time on padded rows, in microseconds.
+        work: Runs it.
+        padding: Returns the NPU's time on padded rows, in microseconds, by the work of the processors.
     """
     clock = clock_of(device)
-    after, elapsed_us = clock.totals, clock.now_us - begin_us
+    # A game's frames during the build of graphs do not belong to the phase.
+    clock.last_job()
+    clock.spans.clear()
+    clock.totals.peak_gbps = 0.0
+    before, begin_us = clock.totals.copy(), clock.now_us
+    clock.recording = True
+    try:
+        work()
+        clock.last_job()
+    finally:
+        clock.recording = False
+    spans, after, elapsed_us = tuple(clock.spans), clock.totals, clock.now_us - begin_us
     usage = usage_between(before, after, elapsed_us)
     frames_us = after.frame_us[len(before.frame_us) :]
     frames = None
@@ -166,8 +172,8 @@ def used(
         lost_us={
             name: value - before.overhead_us.get(name, 0.0) for name, value in after.overhead_us.items()
         },
-        padding_us=padding,
-        spans=tuple(spans),
+        padding_us=padding(spans),
+        spans=spans,
         frames=frames,
     )
 

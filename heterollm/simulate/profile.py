@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from heterollm.base import LABEL, Progress, cache_name, own_folder
+from heterollm.base import LABEL, Progress, cache_name, locked, own_folder
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import kernel_source_hash, source_hash
 from heterollm.kernels.ops import OpSpec
@@ -46,13 +46,15 @@ def profile_of(
     measured = [name for name in (SHADOW_ATTENTION, NPU_EXPERTS) if name in techniques]
     words = " ".join((model, *measured, LABEL, device.name.removeprefix(SIMULATED)))
     path = own_folder("profiles") / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
-    profile = profile_for(device, path)[0]
-    if any(run["finished"] for run in profile.runs.values()):
-        return profile
-    options = SessionOptions.of(
-        budget_s=None,
-        update=True,
-        sparse_attention=SHADOW_ATTENTION in measured,
-        expert_graphs=NPU_EXPERTS in measured,
-    )
-    return profile_device(device, [shape], options, path=path, progress=progress)[0]
+    # Parallel cases that lack the same profile would each measure it; the profile's own lock is for a write.
+    with locked(path.with_suffix(".measured")):
+        profile = profile_for(device, path)[0]
+        if any(run["finished"] for run in profile.runs.values()):
+            return profile
+        options = SessionOptions.of(
+            budget_s=None,
+            update=True,
+            sparse_attention=SHADOW_ATTENTION in measured,
+            expert_graphs=NPU_EXPERTS in measured,
+        )
+        return profile_device(device, [shape], options, path=path, progress=progress)[0]

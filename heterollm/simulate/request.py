@@ -15,7 +15,6 @@ from heterollm.kernels.sim import GpuLoad, load_soc
 from heterollm.solver import (
     LLM_NPU,
     NPU_EXPERTS,
-    SHADOW_ATTENTION,
     AttentionRequest,
     ExpertsRequest,
     InFlight,
@@ -131,58 +130,41 @@ class SimulationRequest:
             raise OptionError(
                 "With numerics the head has 8 bits, as the loader quantises it.", fix="Give 8 head bits."
             )
-        check_in_flight(self.in_flight)
-        check_techniques(self.techniques)
-        self._check_technique()
-        if not 0.0 <= self.pruned <= 1.0:
-            raise OptionError(f"A share of {self.pruned} of the shadows is pruned.", fix="Choose 0 to 1.")
-        if not 0.0 <= self.outlier_share <= 1.0:
-            raise OptionError(
-                f"A share of {self.outlier_share} of the channels has outliers.", fix="Choose 0 to 1."
-            )
-        if self.numerics and self.calibrated:
-            raise OptionError(
-                "With numerics ranges are not assumed to be calibrated.",
-                fix="Leave out one of them, or run `heterollm generate --device sim:SOC --calibration FILE`.",
-            )
+        for share, of in ((self.pruned, "shadows is pruned"), (self.outlier_share, "channels has outliers")):
+            if not 0.0 <= share <= 1.0:
+                raise OptionError(f"A share of {share} of the {of}.", fix="Choose 0 to 1.")
         if not (1 <= self.prompt <= LONGEST_RUN and 0 <= self.decode <= LONGEST_RUN):
             raise OptionError(
                 f"A prompt of {self.prompt} and {self.decode} tokens after it cannot be simulated.",
                 fix=f"Give 1 to {LONGEST_RUN} and 0 to {LONGEST_RUN}.",
             )
-
-    def _check_technique(self) -> None:
-        """Refuse a technique with other options that it cannot have.
-
-        Raises:
-            OptionError: The level or an option does not go with the technique.
-        """
-        if SHADOW_ATTENTION in self.techniques and self.numerics:
+        check_in_flight(self.in_flight)
+        check_techniques(self.techniques)
+        if self.numerics and (self.techniques or self.calibrated):
             raise OptionError(
-                f"The technique {SHADOW_ATTENTION} assumes what a calibration would say of heads.",
-                fix="Leave out --numerics, or run `heterollm generate --device sim:SOC --calibration FILE`.",
-            )
-        if NPU_EXPERTS in self.techniques and (self.level == "gpu" or self.numerics):
-            raise OptionError(
-                f"The technique {NPU_EXPERTS} places experts on the NPU, by assumed loads.",
-                fix="Choose another level than gpu, and leave out --numerics.",
+                "With numerics no calibration is assumed, and techniques need one.",
+                fix="Leave out one of them, or run `heterollm generate --device sim:SOC --calibration FILE`.",
             )
         if self.techniques and self.in_flight != 1:
             raise OptionError(
                 f"The technique {self.techniques[0]} has its own number of chunks in flight.",
                 fix="Leave out --in-flight.",
             )
-        if LLM_NPU in self.techniques:
-            if self.level not in ("layer", "tensor"):
-                raise OptionError(
-                    f"The technique {LLM_NPU} is none of level {self.level}.",
-                    fix="Choose level layer, the paper's, or tensor.",
-                )
-            if self.calibrated or self.numerics:
-                raise OptionError(
-                    f"The technique {LLM_NPU} assumes weights and ranges of precision w8a8.",
-                    fix="Leave out --calibrated and --numerics.",
-                )
+        if NPU_EXPERTS in self.techniques and self.level == "gpu":
+            raise OptionError(
+                f"The technique {NPU_EXPERTS} places experts on the NPU.",
+                fix="Choose another level than gpu.",
+            )
+        if LLM_NPU in self.techniques and self.level not in ("layer", "tensor"):
+            raise OptionError(
+                f"The technique {LLM_NPU} is none of level {self.level}.",
+                fix="Choose level layer, the paper's, or tensor.",
+            )
+        if LLM_NPU in self.techniques and self.calibrated:
+            raise OptionError(
+                f"The technique {LLM_NPU} assumes weights and ranges of precision w8a8.",
+                fix="Leave out --calibrated.",
+            )
 
     @property
     def online(self) -> bool:

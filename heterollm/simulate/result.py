@@ -18,7 +18,6 @@ from heterollm.solver import (
     GraphSharing,
     Plan,
     PlannedExperts,
-    graph_sharing,
     predict_prompt,
 )
 from heterollm.trace import Trace
@@ -70,11 +69,6 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
     return GraphUse(count, held_bytes / GIB, limit_gib, count * soc.build.session_us / 1e6)
 
 
-def sharing_of(device: Device, plan: Plan, specs: Sequence[OpSpec], prompt: int, norms: int) -> GraphSharing:
-    """Return what the chunks of a prompt share; the arguments are those of :func:`graph_sharing`."""
-    return graph_sharing(plan, specs, prompt, norms, graph_memory(device.npu))
-
-
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """The result of one simulation; every time in it is simulated.
@@ -91,7 +85,7 @@ class SimulationResult:
         prefill: The prompt, whose time is that to the first token.
         decode: The tokens after the first; None for a simulation of the prompt alone.
         tokens: Likeliest tokens, where they were computed.
-        alone: Prefill and decode without the game; None if no game ran.
+        alone: The phases without the game; empty if no game ran.
         trace: Every pass, where it was recorded.
         splits: The split of each group by phase, as :func:`heterollm.solver.notation` writes it.
         in_order: The prompt under the plan for one chunk after the other; None without chunks in flight.
@@ -110,7 +104,7 @@ class SimulationResult:
     prefill: PhaseUse
     decode: PhaseUse | None
     tokens: tuple[int, ...] = ()
-    alone: tuple[PhaseUse, PhaseUse | None] | None = None
+    alone: tuple[PhaseUse, ...] = ()
     trace: Trace | None = None
     splits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     in_order: PhaseUse | None = None
@@ -180,9 +174,5 @@ class SimulationResult:
 
     def slowdown(self) -> dict[str, float] | None:
         """Return the time of each phase with the game over its time without; None if no game ran."""
-        if self.alone is None:
-            return None
-        found = {"prefill": self.prefill.elapsed_us / self.alone[0].elapsed_us}
-        if self.decode is not None and self.alone[1] is not None:
-            found["decode"] = self.decode.elapsed_us / self.alone[1].elapsed_us
-        return found
+        pairs = zip(self.phases, self.alone, strict=False)
+        return {one.phase: one.elapsed_us / alone.elapsed_us for one, alone in pairs} or None

@@ -17,7 +17,6 @@ from heterollm.planning import LoadOptions  # noqa: E402
 from heterollm.profiler.predict import fitted_predictor  # noqa: E402
 from heterollm.profiler.records import Profile  # noqa: E402
 from heterollm.simulate import SimulationRequest, simulate  # noqa: E402
-from heterollm.simulate.run import profile_ahead  # noqa: E402
 
 MODELS = ("qwen2-0.5b", "qwen3-0.6b")
 
@@ -46,10 +45,10 @@ def records_of(profile):
 def main():
     found = {}
     for model in MODELS:
-        known = set(cache_root().rglob("*simulated*.json"))
+        known = set((cache_root() / "profiles").rglob("*.json"))
         request = SimulationRequest(model, prompt=64, decode=4)
-        profile_ahead(request)
-        (path,) = set(cache_root().rglob("*simulated*.json")) - known
+        simulate(request)
+        (path,) = set((cache_root() / "profiles").rglob("*.json")) - known
         profile = Profile.load(path)
         found[f"{model} profile"] = digest("\n".join(sorted(records_of(profile))))
         found[f"{model} predictor"] = digest(repr(fitted_predictor(profile).fits))

@@ -99,7 +99,7 @@ def test_a_bench_in_which_nothing_works_fails(bundled_model, capsys):
         (["--threads", "1"], "--threads is '1'"),
         (["--threads", "1+0", "--gpu-threads", "1"], "already names GPU and NPU"),
         (["--precision", "w8a8", "--plan", "layer"], "heterollm calibrate MODEL --precision w8a8 -o FILE"),
-        (["--plan", "fast"], "neither a plan level nor a plan file"),
+        (["--plan", "fast"], "no plan level or plan file"),
         (["--engine", "self,vllm"], "no engine 'vllm'"),
         (["-p", "99999"], "the model has only"),
         (["-r", "0"], "Repeat at least once"),
@@ -126,7 +126,7 @@ def test_a_killed_process_is_an_error_in_its_rows(bundled_model, monkeypatch):
         return asked(self, method, *arguments)
 
     monkeypatch.setattr(Child, "ask", ask)
-    configurations = expand(levels=["gpu"], syncs=["auto", "operator"], device="host")
+    configurations = expand(Configuration(device="host"), plan_level=["gpu"], sync=["auto", "operator"])
     options = BenchOptions(bundled_model, configurations, (Case(4, 0),), repetitions=2, trace=False)
     first, second = run_bench(options).rows
     assert first.error is None
@@ -139,7 +139,7 @@ def test_a_killed_process_is_an_error_in_its_rows(bundled_model, monkeypatch):
 @pytest.mark.slow  # test_engines.py compares the engines in this process
 def test_transformers_computes_the_same(bundled_model):
     pytest.importorskip("torch")
-    configurations = expand(engines=["self", "transformers"], levels=["gpu"], device="host")
+    configurations = expand(Configuration(device="host"), engine=["self", "transformers"], plan_level=["gpu"])
     options = BenchOptions(
         bundled_model, configurations, cases_of([6], [], [(3, 2)], depths=[5]), repetitions=1, trace=False
     )

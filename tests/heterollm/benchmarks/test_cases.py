@@ -43,7 +43,9 @@ def labels(*args, **kwargs):
 
 
 def test_length_policies_count_where_the_npu_has_whole_groups():
-    found = labels(levels=["gpu", "npu", "layer", "tensor"], policies=["padding", "pipe"], threads=[(1, 1)])
+    found = labels(
+        plan_level=["gpu", "npu", "layer", "tensor"], length_policy=["padding", "pipe"], threads=[(1, 1)]
+    )
     assert found == [
         "gpu w4a16, 1+1",
         "npu padding w4a16, 1+1",
@@ -55,7 +57,7 @@ def test_length_policies_count_where_the_npu_has_whole_groups():
 
 
 def test_ways_to_wait_count_where_something_is_handed_over():
-    found = labels(levels=["gpu", "tensor"], syncs=["auto", "event", "operator"], threads=[(1, 1)])
+    found = labels(plan_level=["gpu", "tensor"], sync=["auto", "event", "operator"], threads=[(1, 1)])
     assert found == [
         "gpu w4a16, 1+1",
         "gpu sync operator w4a16, 1+1",
@@ -66,24 +68,24 @@ def test_ways_to_wait_count_where_something_is_handed_over():
 
 
 def test_power_is_told_where_it_is_not_the_default():
-    options = {"engines": ["self", "llama.cpp"], "levels": ["gpu"], "threads": [(1, 1)]}
-    found = expand(**options, power="default")
+    options = {"engine": ["self", "llama.cpp"], "plan_level": ["gpu"], "threads": [(1, 1)]}
+    found = expand(Configuration(power="default"), **options)
     assert [one.label for one in found] == ["gpu power default w4a16, 1+1", "llama.cpp 4-bit, 2 threads"]
     assert [asked_of(one, Case(1, 0), seed=0, repetitions=1).power for one in found] == ["default", ""]
     assert [one.power for one in expand(**options)] == ["burst", ""]
 
 
 def test_splits_without_an_npu_have_the_gpu_level_alone():
-    assert labels(levels=["gpu", "npu", "tensor"], threads=[(2, 0)]) == ["gpu w4a16, 2+0"]
+    assert labels(plan_level=["gpu", "npu", "tensor"], threads=[(2, 0)]) == ["gpu w4a16, 2+0"]
     with pytest.raises(OptionError, match="No configuration is left"):
-        expand(levels=["npu"], threads=[(2, 0)])
+        expand(plan_level=["npu"], threads=[(2, 0)])
 
 
 def test_other_engines_come_once_for_each_number_of_threads():
     found = expand(
-        engines=["self", "llama.cpp"],
-        levels=["gpu"],
-        precisions=["w4a16", "w4a8"],
+        engine=["self", "llama.cpp"],
+        plan_level=["gpu"],
+        precision=["w4a16", "w4a8"],
         threads=[(1, 1), (2, 0)],
     )
     foreign = [one for one in found if one.engine != "self"]
@@ -93,11 +95,11 @@ def test_other_engines_come_once_for_each_number_of_threads():
 
 def test_passes_and_calibrations_count_where_the_npu_computes_in_integers():
     found = expand(
-        levels=["gpu", "layer", "auto"],
-        precisions=["w8a8"],
+        Configuration(calibration="ranges.json"),
+        plan_level=["gpu", "layer", "auto"],
+        precision=["w8a8"],
         threads=[(1, 1)],
-        calibration="ranges.json",
-        techniques=["none", "llm.npu"],
+        technique=["none", "llm.npu"],
     )
     assert [one.label for one in found] == [
         "gpu w8a8, 1+1",
@@ -114,12 +116,11 @@ def test_passes_and_calibrations_count_where_the_npu_computes_in_integers():
 
 def test_sparse_attention_runs_at_any_level_with_its_calibration():
     found = expand(
-        levels=["gpu", "layer"],
-        precisions=["w4a16", "fp16"],
+        Configuration(scales="stepped", calibration="heads.json"),
+        plan_level=["gpu", "layer"],
+        precision=["w4a16", "fp16"],
         threads=[(1, 1)],
-        scales="stepped",
-        calibration="heads.json",
-        techniques=["none", "shadowattn"],
+        technique=["none", "shadowattn"],
     )
     assert [(one.label, one.calibration) for one in found if one.precision == "w4a16"] == [
         ("gpu w4a16 stepped, 1+1", ""),
@@ -134,21 +135,27 @@ def test_sparse_attention_runs_at_any_level_with_its_calibration():
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
-        ({"levels": ["layer"]}, "heterollm calibrate MODEL --precision w8a8"),
-        ({"levels": ["auto"], "techniques": ["llm.npu"]}, "--calibration FILE"),
-        ({"levels": ["layer"], "techniques": ["llm.npu"], "calibration": "c.json"}, "--plan auto or tensor"),
-        ({"levels": ["auto"], "techniques": ["shadowattn"]}, "--calibration FILE"),
+        ({"plan_level": ["layer"]}, "heterollm calibrate MODEL --precision w8a8"),
+        ({"plan_level": ["auto"], "technique": ["llm.npu"]}, "--calibration FILE"),
+        (
+            {"plan_level": ["layer"], "technique": ["llm.npu"], "base": Configuration(calibration="c.json")},
+            "--plan auto or tensor",
+        ),
+        ({"plan_level": ["auto"], "technique": ["shadowattn"]}, "--calibration FILE"),
     ],
 )
 def test_what_a_pass_lacks_is_told_before_anything_is_loaded(options, fix):
     with pytest.raises(OptionError) as told:
-        expand(precisions=["w8a8"], threads=[(1, 1)], **options)
+        expand(precision=["w8a8"], threads=[(1, 1)], **options)
     assert fix in told.value.fix
 
 
 def test_a_grid_is_everything_with_everything():
     found = expand(
-        levels=["npu", "layer"], policies=["padding", "pipe"], precisions=["w4a16", "w4a8"], threads=[(1, 1)]
+        plan_level=["npu", "layer"],
+        length_policy=["padding", "pipe"],
+        precision=["w4a16", "w4a8"],
+        threads=[(1, 1)],
     )
     assert len(found) == len(set(found)) == 8
 
@@ -156,13 +163,13 @@ def test_a_grid_is_everything_with_everything():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("engines", "vllm"),
-        ("levels", "fast"),
-        ("policies", "none"),
-        ("syncs", "hope"),
-        ("precisions", "w2"),
-        ("techniques", "llm.gpu"),
-        ("levels", "x" * 5000),
+        ("engine", "vllm"),
+        ("plan_level", "fast"),
+        ("length_policy", "none"),
+        ("sync", "hope"),
+        ("precision", "w2"),
+        ("technique", "llm.gpu"),
+        ("plan_level", "x" * 5000),
     ],
 )
 def test_unknown_values_are_refused_by_name(option, value):
@@ -178,9 +185,9 @@ def test_gpu_on_all_cores_stands_beside_every_split_of_host():
 
 
 def test_each_precision_has_its_own_baseline_and_one_that_was_asked_for_counts():
-    found = with_baseline(expand(levels=["gpu", "npu"], precisions=["w4a16", "w4a8"], threads=[(1, 1)]))
+    found = with_baseline(expand(plan_level=["gpu", "npu"], precision=["w4a16", "w4a8"], threads=[(1, 1)]))
     assert [one.label for one in found if one.baseline] == ["gpu w4a16, 2+0", "gpu w4a8, 2+0"]
-    asked = with_baseline(expand(levels=["gpu", "npu"], threads=[(1, 1), (2, 0)]))
+    asked = with_baseline(expand(plan_level=["gpu", "npu"], threads=[(1, 1), (2, 0)]))
     assert not any(one.baseline for one in asked)
 
 

@@ -14,7 +14,8 @@ from heterollm.benchmarks.turns import EnergyMeter, UndisturbedSampler, schedule
 from heterollm.data import bundled_model
 
 CASES = (Case(16, 0), Case(0, 4))
-LEVELS = expand(levels=["gpu", "npu", "layer"], threads=[(1, 1)], device="host")
+HOST = Configuration(device="host")
+LEVELS = expand(HOST, plan_level=["gpu", "npu", "layer"], threads=[(1, 1)])
 GPU, NPU, LAYER = (one.label for one in LEVELS)
 
 
@@ -39,7 +40,7 @@ def test_every_test_goes_round_all_configurations_and_the_order_is_reversed(fake
 
 
 def test_each_configuration_has_a_process_that_stays(fake_pool):
-    configurations = (*LEVELS, *expand(levels=["gpu"], threads=[(2, 0)], device="host"))
+    configurations = (*LEVELS, *expand(HOST, plan_level=["gpu"], threads=[(2, 0)]))
     result = run(fake_pool, configurations)
     labels = [one.label for one in configurations]
     assert [label for label, _ in fake_pool.asked("load")] == labels

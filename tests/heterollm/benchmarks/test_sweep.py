@@ -20,8 +20,9 @@ from heterollm.benchmarks.formats import table_of
 from heterollm.benchmarks.sweep import run_case
 from heterollm.cli import main
 from heterollm.kernels.sim import GpuLoad
-from heterollm.report import sweep_report
+from heterollm.report import bench_page
 from heterollm.report.console import render
+from heterollm.report.simulate import sweep_report
 from heterollm.simulate import SimulationRequest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
@@ -63,7 +64,7 @@ def grid(tiny):
     """Three levels at two lengths, one of them odd, and a model that is not there."""
     base = SimulationRequest(tiny, decode=1)
     good = expand_simulated(
-        base, prompts=[32, 45], levels=["gpu", "layer", "tensor"], policies=["padding", "online"]
+        base, prompt=[32, 45], level=["gpu", "layer", "tensor"], length_policy=["padding", "online"]
     )
     return (*good, replace(base, model="no-such-model"))
 
@@ -91,23 +92,23 @@ def test_a_grid_has_each_case_once(tiny):
     base = SimulationRequest(tiny, decode=1)
     found = expand_simulated(
         base,
-        prompts=[32, 64, 32],
-        levels=["gpu", "layer", "tensor"],
-        policies=["padding", "online"],
-        syncs=["predict", "finish"],
-        loads=[None, GpuLoad(60.0, 2000.0)],
+        prompt=[32, 64, 32],
+        level=["gpu", "layer", "tensor"],
+        length_policy=["padding", "online"],
+        sync=["predict", "finish"],
+        load=[None, GpuLoad(60.0, 2000.0)],
     )
     # gpu waits for nobody, and only layer pads: 1, 4 and 2 ways, at two lengths, with and without a game.
     assert len(found) == 2 * 2 * (1 + 4 + 2)
     assert len({repr(one) for one in found}) == len(found)
     assert [one.prompt for one in found] == sorted(one.prompt for one in found)
-    assert expand_simulated(base, levels=["tensor"], policies=["online"])[0].length_policy == "auto"
+    assert expand_simulated(base, level=["tensor"], length_policy=["online"])[0].length_policy == "auto"
     with pytest.raises(OptionError, match="--length-policy online changes nothing"):
-        expand_simulated(base, levels=["tensor"], policies=["online"], given=["length_policy"])
+        expand_simulated(base, {"length_policy": "online"}, level=["tensor"], length_policy=["online"])
     with pytest.raises(OptionError, match="more than"):
-        expand_simulated(base, prompts=range(1, 1000), decodes=range(1000))
+        expand_simulated(base, prompt=range(1, 1000), decode=range(1000))
     with pytest.raises(OptionError, match="plan level"):
-        expand_simulated(base, levels=["gpu", "none"])
+        expand_simulated(base, level=["gpu", "none"])
 
 
 def test_requests_and_rows_can_be_sent_to_other_processes(grid, rows):
@@ -341,3 +342,10 @@ def test_columns_that_are_empty_in_all_rows_are_left_out(rows):
     assert "sync predict" in title
     assert not any("sync" in line for line in head)
     assert sweep_report(rows[-1:])
+
+
+def test_a_page_of_simulated_rows_has_both_rates_and_no_joint_one(rows):
+    page = bench_page([rows])
+    assert all(f"{name}</th>" in page for name in ("ttft ms", "prefill t/s", "decode t/s"))
+    assert "tokens/s" not in page
+    assert "1 failed: There is no folder" in page

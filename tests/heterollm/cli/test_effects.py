@@ -465,9 +465,9 @@ SIMULATED_IDLE = [
     ("--overflow drop", "npumoe"),
     ("--imbalance 3", "no experts"),
     ("--soc snapdragon-8gen3-paper --calibrated", "integer_graphs"),
-    ("--plan gpu --calibrated", "no integer NPU graphs"),
+    ("--plan gpu --calibrated", "no NPU graphs"),
     ("--plan block --every-form", "every form"),
-    ("--plan gpu --sync finish", "never waits"),
+    ("--plan gpu --sync finish", "nothing waits"),
     ("--plan gpu,npu --plan-for prompt", "follow a rule"),
     ("--plan tensor --length-policy pipe", "npu and layer"),
     ("--plan gpu --in-flight 2", "level gpu"),
@@ -489,10 +489,10 @@ def test_an_option_of_a_grid_has_an_effect_in_one_case():
     base = SimulationRequest("qwen1.5-0.5b", attention=AttentionRequest(keep=0.5), pruned=0.5)
     found = expand_simulated(
         base,
-        levels=["gpu", "tensor"],
-        syncs=["finish"],
+        {"keep": 0.5, "sync": "finish"},
+        level=["gpu", "tensor"],
+        sync=["finish"],
         techniques=[(), ("shadowattn",)],
-        given=["keep", "sync"],
     )
     kept = {(one.level, one.techniques): (one.attention.keep, one.sync, one.pruned) for one in found}
     usual = SimulationRequest("x")

@@ -14,8 +14,7 @@ from heterollm.engine.step import Buffer, Step, Wait
 from heterollm.planning import LoadOptions
 from heterollm.report import console
 from heterollm.report.steps import PassSteps, steps_json, steps_report
-from heterollm.simulate.request import SimulationRequest
-from heterollm.simulate.run import profile_ahead
+from heterollm.simulate import SimulationRequest, simulate
 
 PASSES: tuple[tuple[Any, int], ...] = (("prefill", 40), ("decode", 1))
 
@@ -142,7 +141,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The profile of a simulated device, kept in a cache of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        profile_ahead(SimulationRequest("tinyllama-1.1b", every_form=True))
+        simulate(SimulationRequest("tinyllama-1.1b", prompt=32, decode=0, level="layer"))
         from heterollm.base import cache_root
 
         (found,) = (cache_root() / "profiles" / "simulated").glob("*.json")

@@ -10,7 +10,8 @@ import pytest
 
 from heterollm.base import silent
 from heterollm.calibration.routing import RoutingCalibration
-from heterollm.engine import Engine, ExpertRows, MixtureOptions
+from heterollm.engine import Engine, MixtureOptions
+from heterollm.engine.blocks.mixture import ExpertRows
 from heterollm.kernels.devices import open_device
 from heterollm.model import ModelConfig, op_specs, shape_of_specs, shape_only_weights
 from heterollm.planning import ProfiledModel

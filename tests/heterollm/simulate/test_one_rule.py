@@ -59,7 +59,7 @@ def test_a_simulation_refuses_what_a_load_refuses(model, level, phone, monkeypat
         raise Started
 
     # The run itself would take long.
-    monkeypatch.setattr("heterollm.simulate.run._Run", started)
+    monkeypatch.setattr("heterollm.simulate.run._run", started)
 
     def simulated():
         with pytest.raises(Started):

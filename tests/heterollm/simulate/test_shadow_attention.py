@@ -111,7 +111,7 @@ def test_rows_name_the_options(sparse):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"numerics": True}, "assumes what a calibration would say"),
+        ({"numerics": True}, "no calibration is assumed"),
         ({"in_flight": 4}, "number of chunks in flight"),
         ({"techniques": ("shadowattn", "shadowattn")}, "name one twice"),
     ],
