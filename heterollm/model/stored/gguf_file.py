@@ -102,15 +102,22 @@ class GgufFile:
         """Return the metadata ``<architecture>.<name>``."""
         return self.metadata.get(f"{self.metadata['general.architecture']}.{name}", default)
 
-    def count(self, name: str, other: str = "", default: int | None = None) -> int:
+    def count(self, name: str, other: str = "", default: int | None = None, *, hybrid: bool = False) -> int:
         """Return a whole number above 0 of the architecture; a list, one for each layer, must repeat it.
+
+        Args:
+            name: The field.
+            other: A field that stands for it where it is missing.
+            default: Value where both are.
+            hybrid: Whether a list has 0 for some layers.
 
         Raises:
             CheckpointError: The number is missing or not possible.
         """
         value = self.own(name, self.own(other, default))
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            value = value[0]
+        if isinstance(value, list):
+            stated = {one for one in value if one or not hybrid}
+            value = stated.pop() if len(stated) == 1 else value
         if type(value) is not int or not 0 < value < 1 << 31:
             raise self._wrong(name, value, "a whole number above 0")
         return value

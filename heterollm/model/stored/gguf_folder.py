@@ -21,7 +21,7 @@ GGUF_FOLDERS: Final = "gguf"
 """Subfolder of the cache."""
 
 SOURCE: Final = "gguf.json"
-FOLDER_VERSION: Final = 4
+FOLDER_VERSION: Final = 5
 """Part of each folder's name; raise it when equal files would give other files."""
 
 
