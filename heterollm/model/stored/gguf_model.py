@@ -28,6 +28,7 @@ class GgufTensors:
 
     def __init__(self, file: GgufFile, notes: tuple[str, ...] = ()) -> None:
         self.path = file.path
+        self.paths = tuple(part.path for part in file.parts)
         self.notes = notes
         self._file = file
         architecture = architecture_of(file)

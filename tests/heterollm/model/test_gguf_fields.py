@@ -257,6 +257,7 @@ def db(found: np.ndarray, wanted: np.ndarray) -> float:
     return math.inf if error == 0 else 10 * math.log10(np.square(wanted, dtype=np.float64).sum() / error)
 
 
+SPLIT = ("split.no", "split.count", "split.tensors.count")
 SAMPLING = {
     "general.sampling.temp": ("temperature", 0.25),
     "general.sampling.top_k": ("top_k", 7),
@@ -265,8 +266,8 @@ SAMPLING = {
     "general.sampling.penalty_repeat": ("repetition_penalty", 1.5),
 }
 """Entries of ``generation_config.json``, and values."""
-PLACES = {*SAMPLING, "general.architecture", "general.alignment"}
-"""Fields with tests of their own below."""
+PLACES = {*SAMPLING, "general.architecture", "general.alignment", *SPLIT}
+"""Fields with tests of their own, below and in test_gguf_split.py."""
 
 
 def read_rows() -> list[tuple[str, frozenset[str]]]:
@@ -415,7 +416,7 @@ def test_defaults_and_repeated_values_change_nothing(family, absent, others, sou
 
 @pytest.mark.parametrize(("stated", "largest"), [("gemma2", 46), ("gemma3", 62)])
 def test_the_largest_gemma_scales_attention_by_its_width(stated, largest, tmp_path):
-    from heterollm.model.stored.gguf_file import GgufEntry
+    from heterollm.model.stored.gguf_reader import GgufEntry
 
     sizes = {
         "embedding_length": 4608,
@@ -428,9 +429,7 @@ def test_the_largest_gemma_scales_attention_by_its_width(stated, largest, tmp_pa
     for layers, scale in ((largest, 4608 // 32), (largest - 1, 128)):
         fields = {f"{stated}.{name}": value for name, value in {**sizes, "block_count": layers}.items()}
         entries = {"token_embd.weight": GgufEntry("F32", (8, 4608), 0, 0)}
-        file = GgufFile(
-            tmp_path, {"general.architecture": stated, **fields}, entries, 0, np.empty(0, np.uint8)
-        )
+        file = GgufFile(tmp_path, {"general.architecture": stated, **fields}, entries)
         assert gguf_config(file)["query_pre_attn_scalar"] == scale
 
 
@@ -486,7 +485,7 @@ def test_a_refused_field_is_named(row, stated, sources, tmp_path):
         value = not row.neutral[0]
     name = row.name.replace("*", "x").replace("{arch}", stated)
     metadata = {**metadata_of(sources, stated), name: value}
-    file = GgufFile(tmp_path / "a.gguf", metadata, {}, 0, np.empty(0, np.uint8))
+    file = GgufFile(tmp_path / "a.gguf", metadata, {})
     with pytest.raises(UnsupportedModelError) as caught:
         check_metadata(file)
     assert name in caught.value.message
@@ -646,4 +645,4 @@ def test_experts_of_older_files_lie_apart(sources, tmp_path):
 def test_files_that_hold_no_whole_model_are_named(kind, stated, tmp_path):
     fields = {"general.type": kind, **({"general.architecture": stated} if stated else {})}
     with pytest.raises(UnsupportedModelError, match=kind):
-        check_metadata(GgufFile(tmp_path / "a.gguf", fields, {}, 0, np.empty(0, np.uint8)))
+        check_metadata(GgufFile(tmp_path / "a.gguf", fields, {}))
