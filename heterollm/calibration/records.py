@@ -42,7 +42,7 @@ FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
 SCHEMA_VERSION: Final = 5
 MEMBERS: Final[Mapping[Group, tuple[int, ...]]] = {
     **dict.fromkeys(("qkv", "conv_in"), (3,)),
-    **dict.fromkeys(("o", "conv_out", "down"), (1,)),
+    **dict.fromkeys(("o", "conv_out", "down", "layer_gate", "layer_out"), (1,)),
     "gate_up": (1, 2),
 }
 """Numbers of members that a group can have; gate_up has one without a gate."""

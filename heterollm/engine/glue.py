@@ -65,7 +65,7 @@ class GlueEmitter:
         self,
         builder: PassBuilder,
         layer: int,
-        norm: Norm,
+        norm: Norm | None,
         delta: Delta | None,
         codes: RoundedInputs | NpuCodes | None,
     ) -> None:
@@ -74,7 +74,7 @@ class GlueEmitter:
         Args:
             builder: The pass so far.
             layer: Decoder layer.
-            norm: The norm.
+            norm: The norm; None for the stream itself.
             delta: Values to add to the residual stream first; None at the start of the model.
             codes: Buffers for codes of the output, or None.
         """
@@ -117,7 +117,9 @@ class GlueEmitter:
             launch = self._layers.round_output(out, codes, tokens, hidden)
         builder.kernel("rounding of inputs", layer, launch, reads=(out,), writes=codes_of(codes))
 
-    def add(self, builder: PassBuilder, layer: int, norm: Norm, delta: Delta, out: SharedArray) -> None:
+    def add(
+        self, builder: PassBuilder, layer: int, norm: Norm | None, delta: Delta, out: SharedArray
+    ) -> None:
         """Append the addition of values to the residual stream, by a norm whose output nothing reads."""
         residual = builder.lane.private["residual"]
         launch = rms_norm(
@@ -171,7 +173,9 @@ class GlueEmitter:
 
 def _added(delta: Delta | None) -> dict[str, Any]:
     """Return the arguments of a norm that adds values first."""
-    return {} if delta is None else {"delta": delta.segments, "bias": delta.bias, "post": delta.post}
+    if delta is None:
+        return {}
+    return {"delta": delta.segments, "bias": delta.bias, "post": delta.post, "gain": delta.gain}
 
 
 def _read(delta: Delta | None) -> tuple[DeviceMemory, ...]:

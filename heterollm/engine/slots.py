@@ -29,13 +29,16 @@ EXPERT_ACTIVATED, EXPERT_OUTPUT = "expert_activated", "expert_output"
 """Slots of a mixture of experts: the router's logits; rows in the order of experts, inputs and later outputs;
 their intermediate values; and the sum of each token."""
 
+LAYER_ROWS, LAYER_INPUTS = "layer_rows", "layer_inputs"
+"""Slots of layers' embeddings of tokens: rows of their table, which the host writes, and those embeddings."""
+
 EXPERT_LISTS: Final[dict[str, str]] = {
     name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "places")
 }
 """Slots of the lists of :class:`heterollm.kernels.gpu.ExpertLists`."""
 
 PRIVATE_SLOTS: Final = (
-    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS),
+    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, LAYER_INPUTS),
     *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT),
     *EXPERT_LISTS.values(),
     *(slot for own in TECHNIQUES for slot in own.PRIVATE),
@@ -94,6 +97,9 @@ def pool_sizes(
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
+    if config.layer_vocabulary:
+        columns = config.layers * config.layer_input_width
+        sizes |= {LAYER_ROWS: tokens * columns * 4, LAYER_INPUTS: tokens * columns * item_bytes}
     experts = next(iter(expert_specs(config, specs)), None)
     if experts is not None:
         sizes |= _expert_sizes(experts, tokens, item_bytes)

@@ -9,10 +9,12 @@ from typing import Final
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import Activation, Routing
 from heterollm.model.blocks import (
+    LAYER_SCALE,
     AttentionBlock,
     Block,
     FfnBlock,
     LayerConfig,
+    LayerInputBlock,
     LayerStage,
     MixtureBlock,
     Norm,
@@ -37,12 +39,6 @@ KINDS_OF_LAYERS: Final = {"attention": "full_attention"}
 
 MOST_EXPERTS = 10_000
 """A limit that refuses a damaged number before any list over experts is made."""
-
-STAGE_NORMS: tuple[tuple[Norm, Norm], ...] = (
-    ("attention", "attention_output"),
-    ("feed_forward", "feed_forward_output"),
-)
-"""The norm before each stage, and that of its outputs in families that have one."""
 
 
 class BlockFields:
@@ -101,11 +97,17 @@ class BlockFields:
         stages = []
         rows = self._family.layers(self._fields, number)
         for names in rows:
-            norm, output_norm = STAGE_NORMS[not any(name in MIXERS for name in names)]
-            blocks = tuple(block for name in names if (block := self._block(name, number, names)))
+            norm, output_norm = _stage_norms(names)
+            blocks = tuple(
+                self._adapted(number, block) for name in names if (block := self._block(name, number, names))
+            )
             own = output_norm if output_norm in self._family.tensors.norms else None
             stages.append(LayerStage(norm, blocks, own))
-        return LayerConfig(tuple(stages))
+        return LayerConfig(tuple(stages), LAYER_SCALE in self._family.tensors.others)
+
+    def _adapted(self, layer: int, block: Block) -> Block:
+        adapts = self._family.adapts
+        return block if adapts is None else adapts(self._fields, layer, block)
 
     def _block(self, name: BlockName, layer: int, beside: StageNames) -> Block | None:
         """Return a block of a layer; None for shared experts without width."""
@@ -114,6 +116,8 @@ class BlockFields:
             window = self._windows[layer]
             rope = self._sliding_rope if window else self.rope
             return replace(self._attention, window=window, rope=rope if self._rotated[layer] else None)
+        if name == "layer_input":
+            return LayerInputBlock(fields.count("hidden_size_per_layer_input"), self._activation)
         if name == "short_conv":
             return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
         if name == "mixture":
@@ -127,6 +131,14 @@ class BlockFields:
         biased = is_biased(fields, self._family, "ffn")
         gated = "gate" in self._family.tensors.modules["gate_up"]
         return FfnBlock(width, self._activation, biased, gated) if width else None
+
+
+def _stage_norms(names: StageNames) -> tuple[Norm | None, Norm]:
+    """Return the norm before a stage, and that of its outputs in families that have one."""
+    if "layer_input" in names:
+        return None, "layer_input_output"
+    mixes = any(name in MIXERS for name in names)
+    return ("attention", "attention_output") if mixes else ("feed_forward", "feed_forward_output")
 
 
 def is_biased(fields: JsonFields, family: Family, part: BiasedPart) -> bool:

@@ -29,6 +29,7 @@ from heterollm.model.family import (
     every_layer,
 )
 from heterollm.model.fields import config_fields
+from heterollm.model.gemma4 import GEMMA4
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
@@ -449,6 +450,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             eos_ids=(128001,),
         ),
         **UNGATED,
+        **GEMMA4,
         "lfm2": Family(
             name="LFM2",
             covers="LFM2 and LFM2.5 from 350M to 2.6B",
@@ -468,7 +470,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "query_head": "self_attn.q_layernorm",
                     "key_head": "self_attn.k_layernorm",
                 },
-                others={"taps": "conv.conv"},
+                others={"taps": "conv.conv.weight"},
                 # The last norm, in spite of its name.
                 final_norm="model.embedding_norm",
             ),

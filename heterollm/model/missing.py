@@ -11,8 +11,7 @@ _TYPES: Final[Mapping[str, str]] = {
     "layers of short convolutions with experts or windows": "lfm2_moe lfm3",
     "layers of Mamba-2": "nemotron_h falcon_h1 bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
-    "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text gemma4 "
-    "gemma4_text gemma4_unified gemma4_unified_text",
+    "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
     "latent attention (MLA)": "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu longcat_flash",
     "attention sinks, and experts with biases": "gpt_oss",
     "attention sinks": "granite_swa granitemoe_swa",

@@ -125,6 +125,7 @@ class Rotation:
         epsilon: Added to the mean square in those norms.
         joint: Whether one norm spans all heads of q, another all of k, with weights for each element.
         limit: Magnitude that bounds q, k and v before the rotation; 0 for none.
+        values: Whether each head of v has a norm without weights.
     """
 
     cos: Argument
@@ -134,6 +135,7 @@ class Rotation:
     epsilon: float = 0.0
     joint: bool = False
     limit: float = 0.0
+    values: bool = False
 
 
 @dataclass(frozen=True, slots=True)

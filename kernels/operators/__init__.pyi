@@ -5,6 +5,7 @@ from .data import Numbers as Numbers
 from .data import run_launches as run_launches
 from .embedding import add_positions as add_positions
 from .experts import GpuExperts as GpuExperts
+from .gated_activation import Factors as Factors
 from .gated_activation import activate as activate
 from .gated_activation import exact_gated_activation as exact_gated_activation
 from .linear import LINEARS as LINEARS

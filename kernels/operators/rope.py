@@ -63,7 +63,7 @@ def rope_and_store(
 
     Args:
         on: The device's kernels.
-        qkv: Output of the group, three members.
+        qkv: Output of the group: q, k and v, or q alone, which leaves the cache as it is.
         bias: float32 of q, then k, then v; or None.
         q_out: float32 ``[tokens, heads * head_dim]``.
         cache: Target of keys and values.
@@ -73,7 +73,8 @@ def rope_and_store(
         tokens: Tokens of the pass.
     """
     head_dim, turned = shape.head_dim, shape.head_dim if rotation.dim is None else rotation.dim
-    if qkv.rows != shape.rows:
+    kv_heads = shape.kv_heads if len(qkv.rows) > 1 else 0
+    if qkv.rows != (shape.rows if kv_heads else shape.rows[:1]):
         raise KernelError(
             f"rope: members of {qkv.rows} rows are not {shape.heads} and {shape.kv_heads} heads."
         )
@@ -86,34 +87,37 @@ def rope_and_store(
     def defines(style: KernelStyle) -> Defines:
         own: Defines = {"PIECES": pieces} if style == "simt" else {}
         own |= {"JOINT_NORM": 1} if rotation.joint else {}
+        own |= {"VALUE_NORM": 1} if rotation.values else {}
         return on.cache_defines(cache) | own | ({"LIMITED": 1} if rotation.limit else {})
 
-    widths = (head_dim // 2, turned // 2, *qkv.splits)
+    splits = qkv.splits if kv_heads else (*qkv.splits, 0, 0)
+    widths = (head_dim // 2, turned // 2, *splits)
     kernel, style, items = on.kernel(("rope.cl",), "rope_and_store", defines, widths=widths, segments=qkv)
-    sizes = [*qkv.splits, shape.heads, shape.kv_heads, head_dim, turned, shape.capacity]
+    sizes = [*splits, shape.heads, kv_heads, head_dim, turned, shape.capacity]
     sizes += [bias is not None, rotation.norms is not None]
     # Absent memory is never read, but OpenCL needs a valid argument.
     extra = (rotation.cos if memory is None else memory for memory in (bias, rotation.norms))
     memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
-    heads = shape.heads + 2 * shape.kv_heads
+    heads = shape.heads + 2 * kv_heads
     width = 1 if style == "vector" else round_up(pieces * heads, items)
     limit = (np.float32(rotation.limit),) if rotation.limit else ()
     arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon), *limit)
     read_bytes = on.item_bytes * qkv.reads
-    work = functools.partial(_work, shape, tokens, read_bytes, on.position_bytes(shape))
+    work = functools.partial(_work, shape, kv_heads, tokens, read_bytes, on.position_bytes(shape))
     return on.runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
 
 
-def _work(shape: HeadShape, tokens: int, read_bytes: float, position_bytes: int) -> GpuWork:
+def _work(shape: HeadShape, kv_heads: int, tokens: int, read_bytes: float, position_bytes: int) -> GpuWork:
     """Return the work of RoPE and of the KV write.
 
     Args:
         shape: OperatorSizes of the heads.
+        kv_heads: Key heads that are stored.
         tokens: Tokens of the pass.
         read_bytes: Bytes read for an element of the linear's output.
         position_bytes: Bytes of the cache for one position of a head.
     """
-    queries, stored = tokens * shape.query_columns, 2 * tokens * shape.kv_heads
+    queries, stored = tokens * shape.query_columns, 2 * tokens * kv_heads
     read = read_bytes * (queries + stored * shape.head_dim)
     return GpuWork("elementwise", 6 * queries, read, 4 * queries + position_bytes * stored)
 
@@ -137,7 +141,8 @@ class RopeCase:
 
     ``splits`` are the columns of each member that lie in the first segment, ``rotary`` those of a head that
     turn (None for all), and ``pages`` those of :meth:`heterollm.kernels.operators.data.Data.cache`. One norm
-    may span all heads of queries, another all of keys (``joint``).
+    may span all heads of queries, another all of keys (``joint``); values may have one without weights. A case
+    of queries alone writes no keys.
     """
 
     tokens: int
@@ -151,6 +156,8 @@ class RopeCase:
     joint: bool = False
     limit: float = 0.0
     pages: tuple[int, ...] = ()
+    values: bool = False
+    alone: bool = False
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         shape, tokens, position = self.shape, self.tokens, self.position
@@ -159,33 +166,39 @@ class RopeCase:
         norms = data.weights("norms", sum(self._norm_widths)) if self.normed else None
         launch = rope_and_store(
             on,
-            data.linear(tokens, shape.rows, self.splits, self.join),
-            data.floats("bias", sum(shape.rows)) if self.biased else None,
+            data.linear(tokens, self._rows, self.splits, self.join),
+            data.floats("bias", sum(self._rows)) if self.biased else None,
             data.output("queries", tokens, shape.query_columns, dtype=np.float32),
             data.cache(shape, 0, range(position, position + tokens), self.pages),
             data.step(position, tokens),
             shape=shape,
-            rotation=Rotation(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit),
+            rotation=Rotation(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit, self.values),
             tokens=tokens,
         )
         return (launch,)
 
     def exact(self, data: Values) -> Exact:
         shape, widths = self.shape, self._norm_widths
-        parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(shape.rows)[:-1], axis=1)
+        parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(self._rows)[:-1], axis=1)
         if self.normed:
             norms = np.split(data["norms"], [widths[0]])
             parts[:2] = [
                 exact_rms_norm(part.reshape(-1, width), own, EPSILON)
                 for part, width, own in zip(parts, widths, norms, strict=False)
             ]
+        if self.values:
+            parts[2] = exact_rms_norm(parts[2].reshape(-1, shape.head_dim), np.ones(1), EPSILON)
         if self.limit:
             parts = [np.clip(part, -self.limit, self.limit) for part in parts]
-        queries, keys, values = (part.reshape(self.tokens, -1, shape.head_dim) for part in parts)
+        heads = [part.reshape(self.tokens, -1, shape.head_dim) for part in parts]
         angle = [data[name][self.position : self.position + self.tokens] for name in ("cos", "sin")]
-        found = exact_rotation(queries, *angle), exact_rotation(keys, *angle), values
+        found = *(exact_rotation(part, *angle) for part in heads[:2]), *heads[2:]
         names = "queries", "keys", "values"
-        return {name: one.reshape(self.tokens, -1) for name, one in zip(names, found, strict=True)}
+        return {name: one.reshape(self.tokens, -1) for name, one in zip(names, found, strict=False)}
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        return self.shape.rows[:1] if self.alone else self.shape.rows
 
     @property
     def _norm_widths(self) -> tuple[int, int]:
@@ -205,6 +218,8 @@ CHECKS: Final = (
     ),
     OperatorCheck(TITLE, "7 tokens over two pages", RopeCase(7, 60, _HEADS, (0, 0, 0), pages=(2, 1)), "keys"),
     OperatorCheck(TITLE, "7 tokens, sum", replace(_SPLIT, join="sum", biased=False), "queries"),
+    OperatorCheck(TITLE, "normed values", replace(_SPLIT, normed=True, values=True), "values"),
+    OperatorCheck(TITLE, "queries alone", RopeCase(7, 11, _HEADS, (64,), normed=True, alone=True), "queries"),
 )
 
 

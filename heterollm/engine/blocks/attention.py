@@ -68,11 +68,12 @@ class AttentionEmitter:
                 epsilon=self._epsilon,
                 joint=block.joint_head_norms,
                 limit=block.qkv_limit,
+                values=block.value_norms,
             ),
             tokens=builder.tokens,
         )
-        reads = (*segments_of(qkv), step)
-        builder.kernel("rope", layer, launch, reads=reads, writes=(query, kv.memory))
+        reads, stored = (*segments_of(qkv), step), () if block.kv_layer is not None else (kv.memory,)
+        builder.kernel("rope", layer, launch, reads=reads, writes=(query, *stored))
 
     def _attention(
         self,

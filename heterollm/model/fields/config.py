@@ -293,6 +293,14 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "block_auto_adjust_ff_dim": "whether the network is narrower than intermediate_size",
         "block_ffn_dim_multiplier": "factor of that width",
         "block_multiple_of": "the width is rounded up to a multiple of it",
+        "global_head_dim": "width of heads in layers with full attention",
+        "num_global_key_value_heads": "their key heads, if attention_k_eq_v",
+        "attention_k_eq_v": "whether layers with full attention have one linear for keys and values",
+        "num_kv_shared_layers": "last layers that read the keys and values of layers before",
+        "use_double_wide_mlp": "whether their networks are twice as wide",
+        "hidden_size_per_layer_input": "elements of a token's embedding for each layer; 0 for none",
+        "vocab_size_per_layer_input": "tokens that have one",
+        "per_layer_config": "head_dim and num_key_value_heads of layers that differ",
         "tie_embedding": "older name of tie_word_embeddings, which it precedes",
     }
 )

@@ -2,7 +2,8 @@
 // head's weights for q, then one's for k), rotates q and k (Hugging Face's half-split convention: element i of
 // a head pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
 // With -DJOINT_NORM one norm spans all heads of q, another all of k, with weights for each element. With -DLIMITED the
-// magnitude of q, k and v is at most `limit` before the rotation.
+// magnitude of q, k and v is at most `limit` before the rotation. With -DVALUE_NORM each head of v has a norm without
+// weights. Without key heads it writes q alone.
 // With -DPIECES each work-item has one piece of a head (see below), PIECES of them.
 // With -DKV_CODES a head of k or v is scaled by its largest magnitude at a position, which each work-item finds for itself
 // as it does the factor of a norm. Bits of magnitudes are compared as integers, so that NaN is the largest.
@@ -107,6 +108,15 @@ GROUP_SIZE __kernel void rope_and_store(
       low += low_bias;
       high += high_bias;
     }
+#ifdef VALUE_NORM
+    if (is_v) {
+      if (head != normed_head)
+        factor = head_factor(row, biases, member_head * head_dim, head_dim, epsilon);
+      normed_head = head;
+      low *= factor;
+      high *= factor;
+    }
+#endif
     if (has_norm && !is_v) {
 #ifdef JOINT_NORM
       // The first head of q, or of k, stands for all.
