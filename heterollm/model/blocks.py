@@ -222,8 +222,8 @@ class AttentionBlock(Block):
         if not self.head_norms:
             return {}
         queries, keys = (self.heads, self.kv_heads) if self.joint_head_norms else (1, 1)
-        own = {"query_head": queries * self.head_dim, "key_head": keys * self.head_dim}
-        return own if self.kv_layer is None else {"query_head": own["query_head"]}
+        own: dict[Norm, int] = {"query_head": queries * self.head_dim}
+        return own if self.kv_layer is not None else own | {"key_head": keys * self.head_dim}
 
     def state(self) -> KvSpec | None:
         """Return the keys and values, if they are its own."""

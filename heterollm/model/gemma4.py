@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from heterollm.model.blocks import LAYER_SCALE, AttentionBlock, Block, FfnBlock, Norm
-from heterollm.model.family import ATTENTION_BIASES, HEAD_NORMS, SEPARATE, Family, StageNames, TensorNames
+from heterollm.model.family import (
+    ATTENTION_BIASES,
+    HEAD_NORMS,
+    SECTION_COUNTS,
+    SEPARATE,
+    Family,
+    StageNames,
+    TensorNames,
+    every_layer,
+)
 from heterollm.model.json_fields import JsonFields
 
 FULL: Final = "full_attention"
@@ -19,7 +28,6 @@ NORMS: Final[Mapping[Norm, str]] = {
     "attention_output": "post_attention_layernorm",
     "feed_forward": "pre_feedforward_layernorm",
     "feed_forward_output": "post_feedforward_layernorm",
-    "layer_input_output": "post_per_layer_input_norm",
     **HEAD_NORMS,
 }
 ROPES: Final[dict[str, object]] = {
@@ -41,6 +49,13 @@ def _kinds(fields: JsonFields) -> list[object]:
     if not isinstance(kinds, list) or len(kinds) != layers or kinds[-1] != FULL:
         raise fields.fail("layer_types", f"a kind for each of {layers} layers, of the last {FULL}")
     return kinds
+
+
+def _default_kinds(fields: JsonFields) -> dict[str, object]:
+    """Return the kinds of layers of a file without them: every sixth and the last one see everything."""
+    layers = fields.count("num_hidden_layers")
+    kinds = [FULL if (layer + 1) % 6 == 0 else "sliding_attention" for layer in range(layers)]
+    return {} if fields.get("layer_types") is not None else {"layer_types": [*kinds[:-1], FULL]}
 
 
 def _source(fields: JsonFields, layer: int) -> int | None:
@@ -90,10 +105,46 @@ def own_sizes(fields: JsonFields, layer: int, block: Block) -> Block:
     )
 
 
+_DEFAULTS: Final[dict[str, object]] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "rope_parameters": ROPES,
+}
+_FOLLOWS: Final = frozenset(
+    {
+        *("final_logit_softcapping", "hidden_activation", "layer_types", "global_head_dim"),
+        *("num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers"),
+        *("use_double_wide_mlp", "per_layer_config"),
+    }
+)
+
+_PLAIN: Final = Family(
+    name="Gemma 4",
+    covers="Gemma 4 12B, which reads text, images and sound in one stream",
+    architecture="Gemma4UnifiedForCausalLM",
+    tensors=TensorNames(SEPARATE, NORMS, others={LAYER_SCALE: "layer_scalar"}),
+    defaults={**_DEFAULTS, "sliding_window": 1024, "max_position_embeddings": 262_144},
+    derived=_default_kinds,
+    follows=_FOLLOWS,
+    biases=ATTENTION_BIASES,
+    slides=every_layer,
+    layered_rope=True,
+    adapts=own_sizes,
+    ignores={
+        "original_max_position_embeddings": SECTION_COUNTS,
+        **dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters counts"),
+    },
+    scales_embedding=True,
+    bos_ids=(2,),
+    eos_ids=(1,),
+)
+
 GEMMA4: Final[Mapping[str, Family]] = {
-    "gemma4_text": Family(
-        name="Gemma 4",
-        covers="Gemma 4 without experts",
+    "gemma4_text": replace(
+        _PLAIN,
+        covers="Gemma 4 without experts: E2B, E4B and 31B",
         architecture="Gemma4ForCausalLM",
         tensors=TensorNames(
             {
@@ -101,7 +152,7 @@ GEMMA4: Final[Mapping[str, Family]] = {
                 "layer_gate": {"gate": "per_layer_input_gate"},
                 "layer_out": {"out": "per_layer_projection"},
             },
-            NORMS,
+            {**NORMS, "layer_input_output": "post_per_layer_input_norm"},
             others={LAYER_SCALE: "layer_scalar"},
             layer_inputs="model.embed_tokens_per_layer",
             layer_projection="model.per_layer_model_projection",
@@ -109,30 +160,13 @@ GEMMA4: Final[Mapping[str, Family]] = {
         ),
         layers=_stages,
         defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
+            **_DEFAULTS,
             "sliding_window": 512,
+            "max_position_embeddings": 131_072,
             LAYER_INPUT_WIDTH: 256,
             "vocab_size_per_layer_input": 262_144,
-            "tie_word_embeddings": True,
-            "rope_parameters": ROPES,
-            "max_position_embeddings": 131_072,
         },
-        follows=frozenset(
-            {
-                *("final_logit_softcapping", "hidden_activation", "layer_types", "global_head_dim"),
-                *("num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers"),
-                *("use_double_wide_mlp", "per_layer_config", "vocab_size_per_layer_input"),
-                LAYER_INPUT_WIDTH,
-            }
-        ),
-        biases=ATTENTION_BIASES,
-        slides=lambda _fields, layer: (layer + 1) % 6 != 0,
-        layered_rope=True,
-        adapts=own_sizes,
-        scales_embedding=True,
-        bos_ids=(2,),
-        eos_ids=(1,),
-    )
+        follows=_FOLLOWS | {LAYER_INPUT_WIDTH, "vocab_size_per_layer_input"},
+    ),
+    "gemma4_unified_text": _PLAIN,
 }

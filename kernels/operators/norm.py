@@ -55,7 +55,7 @@ def rms_norm(
     on: GlueKernels,
     residual: DeviceMemory,
     weight: Argument,
-    out: SharedArray,
+    out: DeviceMemory,
     *,
     hidden: int,
     tokens: int,
@@ -129,7 +129,7 @@ def final_norm(
 def _norm_launch(
     on: GlueKernels,
     mode: int,
-    memory: tuple[DeviceMemory, Argument, SharedArray, DeviceMemory],
+    memory: tuple[DeviceMemory, Argument, DeviceMemory, DeviceMemory],
     shape: tuple[int, int],
     delta: Segments | None,
     extras: tuple[Argument, Argument],
@@ -152,7 +152,7 @@ def _norm_launch(
     widths = (hidden, delta.splits[0])
     defines: Defines = {"CENTERED": 1} if centered else {}
     defines |= {"GAIN": 1} if gain != 1 else {}
-    defines |= {"PLAIN": 1} if weight is None else {}
+    defines |= {"UNNORMED": 1} if weight is None else {}
     kernel, _, items = on.kernel(
         files, "rms_norm", lambda _: defines, rounded=rounded, widths=widths, segments=delta
     )

@@ -141,8 +141,8 @@ class RopeCase:
 
     ``splits`` are the columns of each member that lie in the first segment, ``rotary`` those of a head that
     turn (None for all), and ``pages`` those of :meth:`heterollm.kernels.operators.data.Data.cache`. One norm
-    may span all heads of queries, another all of keys (``joint``); values may have one without weights. A case
-    of queries alone writes no keys.
+    may span all heads of queries, another all of keys (``joint``); values may have one without weights.
+    Queries ``alone`` write no keys.
     """
 
     tokens: int

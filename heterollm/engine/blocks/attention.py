@@ -72,7 +72,9 @@ class AttentionEmitter:
             ),
             tokens=builder.tokens,
         )
-        reads, stored = (*segments_of(qkv), step), () if block.kv_layer is not None else (kv.memory,)
+        reads, stored = (*segments_of(qkv), step), (kv.memory,)
+        if block.kv_layer is not None:
+            reads, stored = (*reads, kv.memory), ()
         builder.kernel("rope", layer, launch, reads=reads, writes=(query, *stored))
 
     def _attention(

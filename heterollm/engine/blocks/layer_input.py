@@ -55,7 +55,7 @@ class LayerInputEmitter:
         slot.release()
 
     def start(self, builder: PassBuilder) -> None:
-        """Append the embeddings of all layers: rows of a table, and a normed linear of the residual stream."""
+        """Append the embeddings of all layers: rows of a table, and a normed linear of the stream."""
         if not self._config.layer_vocabulary:
             return
         lane, tokens, config = builder.lane, builder.tokens, self._config

@@ -387,6 +387,12 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("sliding_window_size", "older name that transformers ignores"),
     ):
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
+    for name, why, neutral in (
+        ("enable_moe_block", "experts beside a network", (False,)),
+        ("top_k_experts", "experts that compute a token", (0,)),
+        ("use_bidirectional_attention", "attention in both directions", (False, "vision")),
+    ):
+        yield from _one("refused", name, why, readers("global_head_dim"), neutral=neutral)
     convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
     yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
     for name, why in (

@@ -1,6 +1,6 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
 // The delta may have a bias and a norm of its own: delta / rms(delta) * post. With GAIN the sum is multiplied by `gain`.
-// With PLAIN the output is the sum itself.
+// With UNNORMED the output is the sum itself.
 // With CENTERED it is a LayerNorm: the mean is subtracted first, and the last `hidden` of 2 * hidden weights are
 // added at the end. With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
 // rounding.h and glue.h, and with NPU_CODES codes.h.
@@ -106,7 +106,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
 #endif
     squares = FMA(value, value, squares);
   }
-#ifndef PLAIN
+#ifndef UNNORMED
   float factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
 #endif
   for (int i = lane * 8; i < hidden; i += WG * 8) {
@@ -114,7 +114,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     LOAD_PART(load_float8, load_float, values, i, count, value)
     if (mode == NORM_ADD_HEAD)
       value = SUMMED(value, load_normed(delta, post, delta_factor, has_post, i, count));
-#ifndef PLAIN
+#ifndef UNNORMED
     LOAD_PART(load_float8, load_float, weight, i, count, scale)
 #ifdef CENTERED
     LOAD_PART(load_float8, load_float, weight, hidden + i, count, shift)
