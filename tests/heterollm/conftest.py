@@ -158,7 +158,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 128,
         "vocab_size_per_layer_input": 2112,
     },
     # Values that are keys before their norm, and other key heads where a layer sees everything.
