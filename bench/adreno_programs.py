@@ -57,6 +57,7 @@ from heterollm.kernels.operators.rope import rope_and_store
 from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
 from heterollm.kernels.operators.selection import select_positions
 from heterollm.kernels.operators.sparse_attention import attend_selected
+from heterollm.kernels.operators.token_gate import gate_tokens
 from heterollm.kernels.ops import Routing, WeightFormat
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -214,6 +215,8 @@ def _record_glue(
     activate(layers, two, slot, tokens=16, intermediate=hidden, rounded=rounded)
     runtime.label = "join_logits f16"
     join_logits(layers, Segments(slot, slot, (1024,), (512,)), slot, rows=1)
+    runtime.label = "token_gate f16"
+    gate_tokens(layers, slot, slot, one, slot, tokens=16)
     runtime.label = "soft_cap f16"
     soft_cap(layers, slot, 30.0, rows=1, vocabulary=1024)
     cache = KvLayer(slot, 0)

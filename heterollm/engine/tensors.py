@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
-from heterollm.model import AttentionBlock, ModelWeights, Norm, RopeConfig, ShortConvBlock, rope_tables
+from heterollm.model import (
+    AttentionBlock,
+    FfnBlock,
+    ModelWeights,
+    Norm,
+    RopeConfig,
+    ShortConvBlock,
+    rope_tables,
+)
 
 
 class GlueTensors:
@@ -49,6 +57,11 @@ class GlueTensors:
             number: runtime.upload(np.ascontiguousarray(weights.other(number, "taps")[:, 0].T))
             for number in config.blocks(ShortConvBlock)
         }
+        self._token_gates: dict[int, Any] = {
+            number: runtime.upload(weights.other(number, "token_gate")[0])
+            for number, block in config.blocks(FfnBlock).items()
+            if block.token_gated
+        }
         for spec in weights.specs:
             self.bias(spec.layer, spec.group)
 
@@ -63,6 +76,10 @@ class GlueTensors:
     def taps(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a convolution, float32 ``[taps, width]``, that of a token itself last."""
         return self._taps[layer]
+
+    def token_gate(self, layer: int) -> Any:  # noqa: ANN401
+        """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""
+        return self._token_gates[layer]
 
     def bias(self, layer: int, group: Group, start: int = 0) -> Any:  # noqa: ANN401
         """Return the float32 biases of a group's members, from ``start`` on of each; None without bias."""

@@ -44,6 +44,8 @@ STATED_BILLIONS = {
     "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
     "qwen3-30b-a3b": 30.5,
+    "qwen1.5-moe-a2.7b": 14.3,
+    "phi-tiny-moe": 3.76,
     "phi-3.5-moe": 41.9,
     "mixtral-8x7b": 46.7,
     "olmoe-1b-7b": 6.92,

@@ -70,6 +70,7 @@ from heterollm.kernels.operators.outliers import OutlierCase
 from heterollm.kernels.operators.rope import RopeCase
 from heterollm.kernels.operators.short_conv import ShortConvCase
 from heterollm.kernels.operators.sparse_attention import SparseCase, SparsePass
+from heterollm.kernels.operators.token_gate import TokenGateCase
 from heterollm.kernels.ops import Routing, WeightFormat
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
@@ -137,6 +138,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DTAPS=3 -DCODE_BITS=8 -DCODE_BLOCK=128 -DWHOLE_EIGHTS",
         "-DWG=64 -DTAPS=3 -DSUM",
     ],
+    (*LAYERS, "token_gate.cl"): ["-DWG=1", "-DWG=64 -DWHOLE_EIGHTS", "-DWG=64 -DSUM"],
     (*LAYERS, "rope.cl"): [
         "-DWG=1",
         "-DWG=1 -DJOINT_NORM -DLIMITED",
@@ -417,6 +419,8 @@ OPERATORS = (
     JoinCase(3, 21, 9, "sum"),
     AddBiasCase(3, 21),
     SoftCapCase(3, 21, 0.7),
+    TokenGateCase(3, 44, 13),
+    TokenGateCase(3, 44, 44, "sum"),
     TURNED,
     replace(TURNED, normed=True),
     replace(TURNED, normed=True, joint=True, limit=0.5),
