@@ -14,6 +14,7 @@ from heterollm.model import (
     FfnBlock,
     ModelWeights,
     Norm,
+    QueryGrowth,
     RopeConfig,
     ShortConvBlock,
     rope_tables,
@@ -40,6 +41,7 @@ class GlueTensors:
         self._norms: dict[tuple[int, Norm], Any] = {}
         self._head_norms: dict[int, Any] = {}
         self._biases: dict[tuple[int, Group, int], Any] = {}
+        self._growths: dict[QueryGrowth, Any] = {}
         self._ropes: dict[tuple[RopeConfig | None, int], tuple[Any, Any]] = {}
         for number, layer in enumerate(config.per_layer):
             for stage in layer.stages:
@@ -53,6 +55,8 @@ class GlueTensors:
             if (key := (block.rope, block.rotary_dim)) not in self._ropes:
                 tables = _tables(*key, context)
                 self._ropes[key] = runtime.upload(tables[0]), runtime.upload(tables[1])
+            if (growth := block.query_growth) is not None and growth not in self._growths:
+                self._growths[growth] = runtime.upload(growth.factors(context))
         self._taps: dict[int, Any] = {
             number: runtime.upload(np.ascontiguousarray(weights.other(number, "taps")[:, 0].T))
             for number in config.blocks(ShortConvBlock)
@@ -91,6 +95,10 @@ class GlueTensors:
 
     def _uploaded(self, factors: NDArray[np.float32], bias: NDArray[np.float32] | None) -> Any:  # noqa: ANN401
         return self._runtime.upload(factors if bias is None else np.concatenate([factors, bias]))
+
+    def query_scales(self, block: AttentionBlock) -> Any:  # noqa: ANN401
+        """Return the factors of queries by position, float32 ``[context]``; None if they do not grow."""
+        return None if block.query_growth is None else self._growths[block.query_growth]
 
     def rope(self, block: AttentionBlock) -> tuple[Any, Any]:
         """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders without RoPE."""

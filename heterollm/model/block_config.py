@@ -21,7 +21,7 @@ from heterollm.model.blocks import (
 from heterollm.model.families import unsupported
 from heterollm.model.family import MIXERS, BiasedPart, BlockName, Family, Mixture, StageNames
 from heterollm.model.json_fields import JsonFields
-from heterollm.model.rope_config import read_ropes, read_rotary_dim
+from heterollm.model.rope_config import read_query_growth, read_ropes, read_rotary_dim
 
 ACTIVATIONS: Mapping[object, Activation] = {
     "silu": "silu",
@@ -42,7 +42,7 @@ STAGE_NORMS: tuple[tuple[Norm, Norm], ...] = (
     ("attention", "attention_output"),
     ("feed_forward", "feed_forward_output"),
 )
-"""The norm before each stage, and that of its outputs in families that have one."""
+"""The norm before each stage, and that of its outputs, in families that have them."""
 
 
 class BlockFields:
@@ -75,6 +75,8 @@ class BlockFields:
             raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
         rotary_dim = read_rotary_dim(fields, family, head_dim)
         self.rope, self._sliding_rope = read_ropes(fields, family, rotary_dim, max_positions)
+        if family.norms_last and self.rope.kind in ("yarn", "longrope"):
+            raise unsupported(f"A RoPE that scales heads ({self.rope.kind}) before their norms")
         scale: float = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
         if "attention_multiplier" in family.follows:
             scale = fields.positive("attention_multiplier", 1.0)
@@ -91,20 +93,23 @@ class BlockFields:
             o_bias=is_biased(fields, family, "o"),
             head_norms="query_head" in family.tensors.norms,
             joint_head_norms=family.joint_head_norms,
+            norms_last=family.norms_last,
+            query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
         )
         self._activation = _activation(fields, family)
-        self._windows, self._rotated = _windows(fields, family, layers), _rotated(fields, family, layers)
+        self._windows = _windows(fields, family, layers)
+        self._rotated = _rotated(fields, family, self._windows)
 
     def layer(self, number: int) -> LayerConfig:
         """Return a layer."""
         stages = []
         rows = self._family.layers(self._fields, number)
         for names in rows:
-            norm, output_norm = STAGE_NORMS[not any(name in MIXERS for name in names)]
+            places = STAGE_NORMS[not any(name in MIXERS for name in names)]
+            norm, output_norm = (one if one in self._family.tensors.norms else None for one in places)
             blocks = tuple(block for name in names if (block := self._block(name, number, names)))
-            own = output_norm if output_norm in self._family.tensors.norms else None
-            stages.append(LayerStage(norm, blocks, own))
+            stages.append(LayerStage(norm, blocks, output_norm))
         return LayerConfig(tuple(stages))
 
     def _block(self, name: BlockName, layer: int, beside: StageNames) -> Block | None:
@@ -172,8 +177,11 @@ def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _rotated(fields: JsonFields, family: Family, layers: int) -> list[bool]:
+def _rotated(fields: JsonFields, family: Family, windows: list[int]) -> list[bool]:
     """Return whether each layer has RoPE."""
+    layers = len(windows)
+    if family.rope_needs_window and fields.get("sliding_window") is not None:
+        return [bool(window) for window in windows]
     if family.tensors.positions:
         return [False] * layers
     if "position_embedding_type" in family.follows:

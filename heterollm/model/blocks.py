@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeV
 
 from heterollm.kernels.gpu import PAGE_POSITIONS, head_stride, pages_of
 from heterollm.kernels.ops import Activation, Group, Member, Routing
-from heterollm.model.rope import RopeConfig
+from heterollm.model.rope import QueryGrowth, RopeConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,8 +161,10 @@ class AttentionBlock(Block):
         soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
         qkv_bias: Whether q, k and v have biases.
         o_bias: Whether the output has a bias.
-        head_norms: Whether each head of q and k has a norm before RoPE.
+        head_norms: Whether each head of q and k has a norm, before RoPE unless it comes last.
         joint_head_norms: Whether that norm spans all heads of q, and all of k.
+        norms_last: Whether the norms of heads come behind RoPE.
+        query_growth: Growth of queries with the position; None without.
         qkv_limit: Magnitude that bounds q, k and v after the norm; 0 for none.
     """
 
@@ -181,6 +183,8 @@ class AttentionBlock(Block):
     o_bias: bool = False
     head_norms: bool = False
     joint_head_norms: bool = False
+    norms_last: bool = False
+    query_growth: QueryGrowth | None = None
     qkv_limit: float = 0.0
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
@@ -209,7 +213,7 @@ class AttentionBlock(Block):
 
     def timed(self) -> AttentionBlock:
         """Return the block without window, RoPE and biases."""
-        return replace(self, window=0, rope=None, qkv_bias=False, o_bias=False)
+        return replace(self, window=0, rope=None, query_growth=None, qkv_bias=False, o_bias=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,22 +332,22 @@ AnyBlock = TypeVar("AnyBlock", bound=Block)
 
 @dataclass(frozen=True, slots=True)
 class LayerStage:
-    """Blocks that read one norm of the residual stream, to which their outputs are added.
+    """Blocks that read one norm of the residual stream, or the stream, to which their outputs are added.
 
     Args:
-        norm: The norm before.
+        norm: The norm before; None without.
         blocks: The blocks: one, or a mixture and its shared experts.
         output_norm: The norm of the outputs; None without.
     """
 
-    norm: Norm
+    norm: Norm | None
     blocks: tuple[Block, ...]
     output_norm: Norm | None = None
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """The norms around the blocks."""
-        return (self.norm,) if self.output_norm is None else (self.norm, self.output_norm)
+        return tuple(norm for norm in (self.norm, self.output_norm) if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,7 @@ class Family:
         derived: Returns common fields that follow from the family's own ones; None in a family without any.
         ignores: Fields that change other families and not this one, each with the reason.
         layered_rope: Whether layers with a window have a RoPE of their own.
+        rope_needs_window: Whether layers without a window have no RoPE in a model with windows.
         activation_aliases: Other names of activations.
         interleaved_rope: Whether RoPE rotates neighbouring elements of a head. The rows of q and k are
             reordered as weights are read, so that elements half a head apart give the same scores.
@@ -155,6 +156,7 @@ class Family:
         mixture: The experts of its layers; None in a family without them.
         centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
+        norms_last: Whether the norms of heads come behind RoPE.
         published_code: The classes in ``auto_map`` of official checkpoints that predate the family's support
             in transformers, or have none; any other code is refused. A class may also stand for the
             architecture.
@@ -173,6 +175,7 @@ class Family:
     derived: Callable[[JsonFields], Mapping[str, object]] | None = None
     ignores: Mapping[str, str] = field(default_factory=dict)
     layered_rope: bool = False
+    rope_needs_window: bool = False
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
     grouped_heads: bool = False
@@ -186,6 +189,7 @@ class Family:
     mixture: Mixture | None = None
     centered_norms: bool = False
     joint_head_norms: bool = False
+    norms_last: bool = False
     published_code: tuple[str, ...] = ()
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
@@ -211,6 +215,12 @@ ATTENTION_BIASES: Final[Mapping[BiasedPart, str]] = {"qkv": "attention_bias", "o
 BIASES: Final[Mapping[BiasedPart, str]] = {**ATTENTION_BIASES, "ffn": "mlp_bias"}
 NORMS: Mapping[Norm, str] = MappingProxyType(
     {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
+)
+OUTPUT_NORMS: Mapping[Norm, str] = MappingProxyType(
+    {
+        "attention_output": "post_attention_layernorm",
+        "feed_forward_output": "post_feedforward_layernorm",
+    }
 )
 HEAD_NORMS: Mapping[Norm, str] = MappingProxyType(
     {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -85,8 +85,13 @@ def rope_and_store(
 
     def defines(style: KernelStyle) -> Defines:
         own: Defines = {"PIECES": pieces} if style == "simt" else {}
-        own |= {"JOINT_NORM": 1} if rotation.joint else {}
-        return on.cache_defines(cache) | own | ({"LIMITED": 1} if rotation.limit else {})
+        flags = {
+            "JOINT_NORM": rotation.joint,
+            "LIMITED": rotation.limit,
+            "NORMS_LAST": rotation.norms_last,
+            "QUERY_SCALES": rotation.query_scales is not None,
+        }
+        return on.cache_defines(cache) | own | {name: 1 for name, holds in flags.items() if holds}
 
     widths = (head_dim // 2, turned // 2, *qkv.splits)
     kernel, style, items = on.kernel(("rope.cl",), "rope_and_store", defines, widths=widths, segments=qkv)
@@ -97,8 +102,9 @@ def rope_and_store(
     memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
     heads = shape.heads + 2 * shape.kv_heads
     width = 1 if style == "vector" else round_up(pieces * heads, items)
-    limit = (np.float32(rotation.limit),) if rotation.limit else ()
-    arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon), *limit)
+    options = [np.float32(rotation.limit)] * bool(rotation.limit)
+    options += [rotation.query_scales] * (rotation.query_scales is not None)
+    arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon), *options)
     read_bytes = on.item_bytes * qkv.reads
     work = functools.partial(_work, shape, tokens, read_bytes, on.position_bytes(shape))
     return on.runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
@@ -137,7 +143,8 @@ class RopeCase:
 
     ``splits`` are the columns of each member that lie in the first segment, ``rotary`` those of a head that
     turn (None for all), and ``pages`` those of :meth:`heterollm.kernels.operators.data.Data.cache`. One norm
-    may span all heads of queries, another all of keys (``joint``).
+    may span all heads of queries, another all of keys (``joint``); norms may come behind the rotation
+    (``norms_last``), and queries have a factor for their position (``scaled``).
     """
 
     tokens: int
@@ -150,12 +157,21 @@ class RopeCase:
     normed: bool = False
     joint: bool = False
     limit: float = 0.0
+    norms_last: bool = False
+    scaled: bool = False
     pages: tuple[int, ...] = ()
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         shape, tokens, position = self.shape, self.tokens, self.position
         turned = shape.head_dim if self.rotary is None else self.rotary
-        cos, sin = (data.floats(name, shape.capacity, turned // 2) for name in ("cos", "sin"))
+        size = shape.capacity, turned // 2
+        if self.norms_last:
+            # A head keeps its length only in a rotation.
+            angles = np.arange(size[0] * size[1], dtype=np.float32).reshape(size)
+            cos, sin = data.put("cos", np.cos(angles)), data.put("sin", np.sin(angles))
+        else:
+            cos, sin = (data.floats(name, *size) for name in ("cos", "sin"))
+        scales = data.weights("query_scales", shape.capacity) if self.scaled else None
         norms = data.weights("norms", sum(self._norm_widths)) if self.normed else None
         launch = rope_and_store(
             on,
@@ -165,27 +181,41 @@ class RopeCase:
             data.cache(shape, 0, range(position, position + tokens), self.pages),
             data.step(position, tokens),
             shape=shape,
-            rotation=Rotation(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit),
+            rotation=Rotation(
+                *(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit, self.norms_last, scales)
+            ),
             tokens=tokens,
         )
         return (launch,)
 
     def exact(self, data: Values) -> Exact:
-        shape, widths = self.shape, self._norm_widths
+        shape, places = self.shape, slice(self.position, self.position + self.tokens)
         parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(shape.rows)[:-1], axis=1)
-        if self.normed:
-            norms = np.split(data["norms"], [widths[0]])
-            parts[:2] = [
-                exact_rms_norm(part.reshape(-1, width), own, EPSILON)
-                for part, width, own in zip(parts, widths, norms, strict=False)
-            ]
+        if not self.norms_last:
+            parts = self._normed(parts, data)
         if self.limit:
             parts = [np.clip(part, -self.limit, self.limit) for part in parts]
         queries, keys, values = (part.reshape(self.tokens, -1, shape.head_dim) for part in parts)
-        angle = [data[name][self.position : self.position + self.tokens] for name in ("cos", "sin")]
-        found = exact_rotation(queries, *angle), exact_rotation(keys, *angle), values
-        names = "queries", "keys", "values"
-        return {name: one.reshape(self.tokens, -1) for name, one in zip(names, found, strict=True)}
+        angle = [data[name][places] for name in ("cos", "sin")]
+        turned = exact_rotation(queries, *angle), exact_rotation(keys, *angle), values
+        found = [one.reshape(self.tokens, -1) for one in turned]
+        if self.norms_last:
+            found = self._normed(found, data)
+        if self.scaled:
+            found[0] *= data["query_scales"][places, None]
+        return dict(zip(("queries", "keys", "values"), found, strict=True))
+
+    def _normed(self, parts: Sequence[NDArray[Any]], data: Values) -> list[NDArray[Any]]:
+        """Return queries and keys with norms, if they have any, and values."""
+        if not self.normed:
+            return list(parts)
+        widths = self._norm_widths
+        norms = np.split(data["norms"], [widths[0]])
+        normed = [
+            exact_rms_norm(part.reshape(-1, width), own, EPSILON).reshape(self.tokens, -1)
+            for part, width, own in zip(parts, widths, norms, strict=False)
+        ]
+        return [*normed, parts[2]]
 
     @property
     def _norm_widths(self) -> tuple[int, int]:

@@ -241,6 +241,54 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
         "mamba_n_heads": 4,
     },
+    # Queries that grow beyond 24 positions, of which the window sees some.
+    "ministral3": {
+        **PLAIN,
+        "head_dim": 40,
+        "sliding_window": 40,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 24,
+            "beta_fast": 8.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.6,
+        },
+    },
+    # Norms of heads behind positions, whose base is stretched.
+    "hunyuan_v1_dense": {
+        **PLAIN,
+        "head_dim": 40,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 30.0},
+    },
+    # No norms before blocks, but behind them; norms that span all heads, of which there are two key heads.
+    "olmo2": {**PLAIN, "head_dim": 32, "attention_bias": True},
+    # Scaled positions and windows in turns, and a network without a factor of 64.
+    "olmo3": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 2000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    # Layers without a window have no positions.
+    "exaone4": {
+        **PLAIN,
+        "head_dim": 40,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     # Experts narrower than the stream, of which only blocks of 16 divide the inputs.
     "mixtral": {
         "hidden_size": 128,

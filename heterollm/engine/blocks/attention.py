@@ -68,6 +68,8 @@ class AttentionEmitter:
                 epsilon=self._epsilon,
                 joint=block.joint_head_norms,
                 limit=block.qkv_limit,
+                norms_last=block.norms_last,
+                query_scales=self._tensors.query_scales(block),
             ),
             tokens=builder.tokens,
         )

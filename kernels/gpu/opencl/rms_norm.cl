@@ -1,5 +1,5 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
-// The delta may have a bias and a norm of its own: delta / rms(delta) * post.
+// The delta may have a bias and a norm of its own: delta / rms(delta) * post. With UNNORMED out is the residual itself.
 // With CENTERED it is a LayerNorm: the mean is subtracted first, and the last `hidden` of 2 * hidden weights are
 // added at the end. With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
 // rounding.h and glue.h, and with NPU_CODES codes.h.
@@ -75,6 +75,10 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     if (mode == NORM_ADD) {
       STORE_PART(store_float8, store_float, value, values, i, count)
     }
+#ifdef UNNORMED
+    STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
+  }
+#else
 #ifdef CENTERED
     value -= mean;
 #endif
@@ -95,6 +99,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
 #endif
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
   }
+#endif
 #ifdef CODE_BITS
   wait_for_values();
   int blocks = (uint)hidden / CODE_BLOCK;

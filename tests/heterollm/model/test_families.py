@@ -23,7 +23,8 @@ LEVELS = ("gpu", "npu", "layer")
 # Families that cost a declaration and no code.
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
-    *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee"),
+    *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
+    *("ministral3", "hunyuan_v1_dense"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -198,6 +199,18 @@ def without_output_norms(config: ModelConfig) -> dict[str, Any]:
     return {"per_layer": tuple(layers)}
 
 
+def unstretched(config: ModelConfig) -> dict[str, Any]:
+    return attention(config, rope=dataclasses.replace(config.rope, base=100.0))
+
+
+def normed_stages(config: ModelConfig) -> dict[str, Any]:
+    layers = []
+    for layer in config.per_layer:
+        stages = [dataclasses.replace(stage, norm=stage.output_norm) for stage in layer.stages]
+        layers.append(LayerConfig(tuple(stages)))
+    return {"per_layer": tuple(layers)}
+
+
 def one_after_the_other(config: ModelConfig) -> dict[str, Any]:
     layers = []
     for layer in config.per_layer:
@@ -242,7 +255,11 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "scaled positions": plain_rope,
     "partly turning heads": wholly_turning,
     "norms of heads": lambda config: attention(config, head_norms=False),
+    "norms of heads behind positions": lambda config: attention(config, norms_last=False),
+    "stretched positions": unstretched,
+    "growth of queries": lambda config: attention(config, query_growth=None),
     "norms of outputs": without_output_norms,
+    "stages without a norm before": normed_stages,
     "norm offset": lambda _config: {"norm_offset": 0.0},
     "embedding scale": lambda _config: {"embedding_scale": 1.0},
     "attention scale": lambda config: attention(config, scale=config.attention.head_dim**-0.5),
@@ -318,6 +335,23 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
+    "ministral3": ("window", "growth of queries", "scaled positions"),
+    "hunyuan_v1_dense": (
+        *("norms of heads", "norms of heads behind positions", "stretched positions"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
+    "olmo2": (
+        *("stages without a norm before", "norms of outputs", "one norm of all heads"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
+    "olmo3": (
+        *("stages without a norm before", "norms of outputs", "one norm of all heads", "window"),
+        *("layers without window", "positions of sliding layers", "scaled positions"),
+    ),
+    "exaone4": (
+        *("stages without a norm before", "norms of outputs", "norms of heads", "window"),
+        *("layers without window", "layers without positions"),
+    ),
 }
 
 
