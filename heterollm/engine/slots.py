@@ -13,7 +13,7 @@ from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec, ffn_specs
-from heterollm.model import AttentionBlock, ModelConfig, expert_specs
+from heterollm.model import AttentionBlock, DeltaNetBlock, ModelConfig, expert_specs
 from heterollm.solver import Plan
 
 TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (ShadowSlots(), SparseSlots(), ExpertSlots())
@@ -34,8 +34,12 @@ EXPERT_LISTS: Final[dict[str, str]] = {
 }
 """Slots of the lists of :class:`heterollm.kernels.gpu.ExpertLists`."""
 
+DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT = "delta_mixed", "delta_factors", "delta_output"
+"""Slots of a delta net: q, k and v behind the convolution, factors of heads, and output before its norm."""
+
 PRIVATE_SLOTS: Final = (
     *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS),
+    *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT),
     *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT),
     *EXPERT_LISTS.values(),
     *(slot for own in TECHNIQUES for slot in own.PRIVATE),
@@ -94,6 +98,10 @@ def pool_sizes(
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
+    for net in config.blocks(DeltaNetBlock).values():
+        sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes
+        sizes[DELTA_FACTORS] = tokens * net.shape.factors * 4
+        sizes[DELTA_OUTPUT] = tokens * net.shape.value_columns * 4
     experts = next(iter(expert_specs(config, specs)), None)
     if experts is not None:
         sizes |= _expert_sizes(experts, tokens, item_bytes)

@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
-from heterollm.model import AttentionBlock, ModelWeights, Norm, RopeConfig, ShortConvBlock, rope_tables
+from heterollm.model import (
+    AttentionBlock,
+    DeltaNetBlock,
+    ModelWeights,
+    Norm,
+    RopeConfig,
+    ShortConvBlock,
+    rope_tables,
+)
 
 
 class GlueTensors:
@@ -47,7 +55,14 @@ class GlueTensors:
                 self._ropes[key] = runtime.upload(tables[0]), runtime.upload(tables[1])
         self._taps: dict[int, Any] = {
             number: runtime.upload(np.ascontiguousarray(weights.other(number, "taps")[:, 0].T))
-            for number in config.blocks(ShortConvBlock)
+            for number in (*config.blocks(ShortConvBlock), *config.blocks(DeltaNetBlock))
+        }
+        self._nets: dict[int, tuple[Any, Any]] = {
+            number: (
+                runtime.upload(_rates(weights, number)),
+                runtime.upload(weights.other(number, "gated_norm")),
+            )
+            for number in config.blocks(DeltaNetBlock)
         }
         for spec in weights.specs:
             self.bias(spec.layer, spec.group)
@@ -64,6 +79,10 @@ class GlueTensors:
         """Return the weights of a convolution, float32 ``[taps, width]``, that of a token itself last."""
         return self._taps[layer]
 
+    def net(self, layer: int) -> tuple[Any, Any]:
+        """Return rates and shifts of a delta net's decay, float32 ``[2, heads]``, and its norm's factors."""
+        return self._nets[layer]
+
     def bias(self, layer: int, group: Group, start: int = 0) -> Any:  # noqa: ANN401
         """Return the float32 biases of a group's members, from ``start`` on of each; None without bias."""
         key = layer, group, start
@@ -78,6 +97,10 @@ class GlueTensors:
     def rope(self, block: AttentionBlock) -> tuple[Any, Any]:
         """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders without RoPE."""
         return self._ropes[block.rope, block.rotary_dim]
+
+
+def _rates(weights: ModelWeights, layer: int) -> NDArray[np.float32]:
+    return np.stack([-np.exp(weights.other(layer, "decay")), weights.other(layer, "decay_shift")])
 
 
 def _tables(

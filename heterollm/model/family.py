@@ -13,8 +13,8 @@ from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
-BlockName = Literal["attention", "short_conv", "ffn", "mixture"]
-MIXERS: Final = ("attention", "short_conv")
+BlockName = Literal["attention", "short_conv", "delta_net", "ffn", "mixture"]
+MIXERS: Final = ("attention", "short_conv", "delta_net")
 """Blocks that mix tokens; the others compute each token by itself."""
 
 BiasedPart = Literal["qkv", "o", "ffn", "head"]
@@ -29,9 +29,10 @@ class TensorNames:
 
     Args:
         modules: For each group that a layer may have, the module of each member, below the prefix. Members
-            that share a module are stacked in its tensor.
+            that share a module are stacked in its tensor: q and its gate head by head, and the members of a
+            delta net by key heads if z is among those of q.
         norms: For each norm that a layer may have, the module.
-        others: For the role of each other tensor of blocks, the module.
+        others: For the role of each other tensor of blocks, its name.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.

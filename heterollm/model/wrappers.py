@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from heterollm.model.families import FAMILIES, unsupported
+from heterollm.model.fields import AXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = MappingProxyType(
         "mistral3": Wrapper(
             "Mistral3ForConditionalGeneration", {"mistral": "mistral", "ministral3": "ministral3"}
         ),
+        "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", {"qwen3_5_text": "qwen3_5_text"}),
         "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", {"qwen3_vl_text": "qwen3"}),
     }
 )
@@ -39,9 +41,6 @@ OUTER_FIELDS: Final = (
     *("dtype", "torch_dtype"),
 )
 """Fields that count where the wrapper states them, else where its text part does."""
-
-AXES: Final = ("mrope_section", "mrope_interleaved")
-"""Fields of a rotary embedding of several axes, whose positions are equal for text."""
 
 PREFIXES: Final = (
     ("model.language_model.", "model."),
@@ -76,6 +75,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         raise unsupported(f"Architecture {architectures!r}")
     found = {name: value for name, value in part.items() if name != "architectures"}
     found |= {name: values[name] for name in OUTER_FIELDS if values.get(name) is not None}
+    # For text the positions of all axes are equal.
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(section := found.get(name), Mapping):
             found[name] = {key: value for key, value in section.items() if key not in AXES}
