@@ -1,4 +1,4 @@
-"""Declarations of families whose layers mix tokens in more ways than attention."""
+"""Declarations of families of which some layers have no attention, but recurrent state."""
 
 from __future__ import annotations
 
