@@ -72,11 +72,11 @@ def level_plan(
             fix="Profile the device, or choose padding or pipe.",
         )
     entries: list[PlanEntry] = []
-    for spec, layers in _distinct(specs):
+    for spec, layers, kind in _distinct(specs):
         for phase in PHASES:
             on_npu = level == "npu" or (level == "layer" and phase == "prefill" and spec.group != "head")
             if not on_npu:
-                entries.append(PlanEntry(phase, (1, chunk_length), layers, spec.group, GPU_ONLY))
+                entries.append(PlanEntry(phase, (1, chunk_length), layers, spec.group, GPU_ONLY, kind))
                 continue
             cost = partial(length_costs, spec) if length_policy == "auto" and length_costs else None
             form: GraphForm | None = None
@@ -86,16 +86,18 @@ def level_plan(
                 usable = [one for one in standard_lengths if one % TILE_OF_INTEGERS[form] == 0]
             for lengths, npu_lengths in _covered(usable, chunk_length, length_policy, cost):
                 placement = RowsPlacement(spec.member_rows, npu_lengths, form)
-                entries.append(PlanEntry(phase, lengths, layers, spec.group, placement))
+                entries.append(PlanEntry(phase, lengths, layers, spec.group, placement, kind))
     return Plan(level, device, precision, model_shape(specs), chunk_length, tuple(entries))
 
 
-def _distinct(specs: Sequence[OpSpec]) -> Iterator[tuple[OpSpec, tuple[int, int]]]:
-    """Yield one spec of each group with the range of layers that have it."""
+def _distinct(specs: Sequence[OpSpec]) -> Iterator[tuple[OpSpec, tuple[int, int], str]]:
+    """Yield one spec of each group with the range of layers, and if sizes differ the kind, that have it."""
     for group in dict.fromkeys(spec.group for spec in specs):
         members = [spec for spec in specs if spec.group == group]
-        layers = [spec.layer for spec in members]
-        yield members[0], (min(layers), max(layers))
+        alike = len({spec.anywhere for spec in members}) == 1
+        for kind in dict.fromkeys("" if alike else spec.kind for spec in members):
+            own = [spec for spec in members if alike or spec.kind == kind]
+            yield own[0], (own[0].layer, own[-1].layer), kind
 
 
 def _covered(

@@ -12,6 +12,7 @@ from heterollm.kernels.ops import Group
 from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
+    FfnBlock,
     ModelWeights,
     Norm,
     RopeConfig,
@@ -64,6 +65,11 @@ class GlueTensors:
             )
             for number in config.blocks(DeltaNetBlock)
         }
+        self._token_gates: dict[int, Any] = {
+            number: runtime.upload(weights.other(number, "token_gate")[0])
+            for number, block in config.blocks(FfnBlock).items()
+            if block.token_gated
+        }
         for spec in weights.specs:
             self.bias(spec.layer, spec.group)
 
@@ -82,6 +88,10 @@ class GlueTensors:
     def net(self, layer: int) -> tuple[Any, Any]:
         """Return rates and shifts of a delta net's decay, float32 ``[2, heads]``, and its norm's factors."""
         return self._nets[layer]
+
+    def token_gate(self, layer: int) -> Any:  # noqa: ANN401
+        """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""
+        return self._token_gates[layer]
 
     def bias(self, layer: int, group: Group, start: int = 0) -> Any:  # noqa: ANN401
         """Return the float32 biases of a group's members, from ``start`` on of each; None without bias."""

@@ -125,13 +125,17 @@ class BlockFields:
             assert mixture is not None  # by the family
             width = fields.count(mixture.width_field)
             return MixtureBlock(_routing(fields, mixture), width, self._activation)
-        if mixture is not None and "mixture" in beside:
+        shared = mixture is not None and "mixture" in beside
+        if mixture is None:
+            width = fields.count("intermediate_size")
+        elif shared:
             width = fields.count(mixture.shared_field, minimum=0)
         else:
-            width = fields.count("intermediate_size" if mixture is None else mixture.dense_field)
-        biased = is_biased(fields, self._family, "ffn")
-        gated = "gate" in self._family.tensors.modules["gate_up"]
-        return FfnBlock(width, self._activation, biased, gated) if width else None
+            width = fields.count(mixture.dense_field)
+        tensors = self._family.tensors
+        biased, gated = is_biased(fields, self._family, "ffn"), "gate" in tensors.modules["gate_up"]
+        token_gated = shared and "token_gate" in tensors.others
+        return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
 
 
 def is_biased(fields: JsonFields, family: Family, part: BiasedPart) -> bool:

@@ -229,6 +229,7 @@ class FfnBlock(Block):
         activation: Activation of the gate, or of up without one.
         biased: Whether gate, up and down have biases.
         gated: Whether there is a gate beside up.
+        token_gated: Whether the output of each token is multiplied by the sigmoid of a linear of its input.
     """
 
     NAME: ClassVar[str] = "ffn"
@@ -238,6 +239,7 @@ class FfnBlock(Block):
     activation: Activation
     biased: bool = False
     gated: bool = True
+    token_gated: bool = False
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places."""
@@ -253,6 +255,10 @@ class FfnBlock(Block):
                 *((activation,), NORM, self.biased),
             ),
         )
+
+    def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the weights of the token's gate, if there is one."""
+        return {"token_gate": (1, hidden)} if self.token_gated else {}
 
     def timed(self) -> FfnBlock:
         """Return the block without biases."""

@@ -218,12 +218,12 @@ def _check_supported(fields: JsonFields) -> Family:
         raise unsupported(f"Model type {model_type!r}{f' ({lacks})' if lacks else ''}")
     family = FAMILIES[model_type]
     architectures = fields.get("architectures")
-    published = (family.published_code or "").rpartition(".")[-1]
-    if architectures and architectures not in ([family.architecture], [published]):
+    published = [[name.rpartition(".")[-1]] for name in family.published_code]
+    if architectures and architectures not in ([family.architecture], *published):
         raise unsupported(f"Architecture {architectures!r}")
     code = fields.get("auto_map")
     named = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
-    if code and (named is None or named != family.published_code):
+    if code and named not in family.published_code:
         raise unsupported("A checkpoint that brings its own code (auto_map)")
     check_config(fields.values)
     return family

@@ -31,6 +31,7 @@ class TensorNames:
         modules: For each group that a layer may have, the module of each member, below the prefix. Members
             that share a module are stacked in its tensor: q and its gate head by head, and the members of a
             delta net by key heads if z is among those of q.
+        shared: The modules of groups in layers with experts, where they differ.
         norms: For each norm that a layer may have, the module.
         others: For the role of each other tensor of blocks, its name.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
@@ -43,6 +44,7 @@ class TensorNames:
 
     modules: Mapping[Group, Mapping[str, str]]
     norms: Mapping[Norm, str]
+    shared: Mapping[Group, Mapping[str, str]] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens"
@@ -154,8 +156,8 @@ class Family:
         mixture: The experts of its layers; None in a family without them.
         centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
-        published_code: The class in ``auto_map`` of official checkpoints that predate the family's support in
-            transformers, or have none; any other code is refused. The class may also stand for the
+        published_code: The classes in ``auto_map`` of official checkpoints that predate the family's support
+            in transformers, or have none; any other code is refused. A class may also stand for the
             architecture.
         bos_ids: Default of ``bos_token_id``.
         eos_ids: Default of ``eos_token_id``.
@@ -185,7 +187,7 @@ class Family:
     mixture: Mixture | None = None
     centered_norms: bool = False
     joint_head_norms: bool = False
-    published_code: str | None = None
+    published_code: tuple[str, ...] = ()
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
 

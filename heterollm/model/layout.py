@@ -44,10 +44,11 @@ def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]
     if layer == HEAD_LAYER:
         return {"head": {"head": embedding_name(config) if config.tie_word_embeddings else head_name(config)}}
     prefix = names.layer.format(layer=layer)
+    sparse = config.per_layer[layer].find(MixtureBlock) is not None
+    modules = {**names.modules, **names.shared} if sparse else names.modules
     return {
         shape.group: {
-            member.name: f"{prefix}{names.modules[shape.group][member.name]}.weight"
-            for member in shape.members
+            member.name: f"{prefix}{modules[shape.group][member.name]}.weight" for member in shape.members
         }
         for shape in group_shapes(config, layer)
     }

@@ -17,7 +17,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "attention sinks": "granite_swa granitemoe_swa",
     "routers by sigmoid": "glm4_moe ernie4_5_moe exaone_moe dots1 llama4 llama4_text afmoe hunyuan_v1_moe "
     "bailing_moe",
-    "shared experts with a gate": "qwen2_moe",
     "queries that grow with the position": "ministral3",
     "norms behind outputs alone": "olmo2 olmo3 exaone4",
     "norms of heads behind the rotary embedding": "hunyuan_v1_dense",

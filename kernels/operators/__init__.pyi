@@ -48,3 +48,4 @@ from .short_conv import convolve as convolve
 from .sparse_attention import SparseCase as SparseCase
 from .sparse_attention import SparsePass as SparsePass
 from .sparse_attention import attend_selected as attend_selected
+from .token_gate import gate_tokens as gate_tokens

@@ -146,13 +146,20 @@ def apply_delta_rule(
     def defines(style: KernelStyle) -> Defines:
         block = CPU_BLOCK if style == "vector" else GPU_BLOCK
         runs = -(-shape.key_dim // (8 * lanes(style)))
-        return {"KEY_DIM": shape.key_dim, "LANES": lanes(style), "RUNS": runs, "BLOCK": block}
+        group = shape.value_heads // shape.key_heads
+        return {
+            "GROUP": group,
+            "KEY_DIM": shape.key_dim,
+            "LANES": lanes(style),
+            "RUNS": runs,
+            "BLOCK": block,
+        }
 
     widths = (shape.key_dim, shape.channels, state.values, shape.history)
     kernel, style, items = on.kernel(("delta_rule.cl",), "delta_rule", defines, widths=widths)
     span = shape.value_dim if style == "vector" else 1
-    size = round_up(shape.value_columns // span * lanes(style), items)
-    sizes = (state.values, shape.history, shape.key_heads, shape.value_heads, shape.value_dim, span)
+    size = round_up(shape.value_dim // span * lanes(style), items), shape.value_heads
+    sizes = (state.values, shape.history, shape.value_heads, shape.value_dim, span)
     memory = (mixed, factors, out, state.memory, step)
     arguments = (*memory, np.uint64(state.start), *map(np.int32, sizes))
     work = functools.partial(
@@ -164,7 +171,7 @@ def apply_delta_rule(
         written_bytes=4 * (shape.matrix + tokens * shape.value_columns),
         tokens=tokens,
     )
-    return on.runtime.launch(kernel, arguments, (size,), (items,), RULE, work=work)
+    return on.runtime.launch(kernel, arguments, size, (items, 1), RULE, work=work)
 
 
 def exact_convolution(

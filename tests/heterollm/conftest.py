@@ -283,6 +283,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
+    # The first layer is dense, the second has a shared expert with a gate, and weights that do not sum to 1.
+    "qwen2_moe": {
+        **PLAIN,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 144,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
     # Queries, keys and values that reach the limit; weights of experts that do not sum to 1.
     "olmoe": {
         "hidden_size": 128,

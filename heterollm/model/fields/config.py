@@ -96,6 +96,7 @@ ALWAYS: Final = (
             "embedding_dropout": "training",
             "dropout": "training",
             "layerdrop": "training",
+            "expert_dropout": "training",
             "init_std": "training",
             "use_cache": "the cache changes the time alone",
             "pretraining_tp": "products in parts; transformers 5 ignores it",
@@ -237,6 +238,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType
         "num_experts_per_tok": ("experts that compute a token", (0, False)),
         "moe_intermediate_size": ("width of an expert", (0, False)),
         "shared_intermediate_size": ("experts of every token", (0, False)),
+        "shared_expert_intermediate_size": ("experts of every token", (0, False)),
         "use_parallel_residual": ("attention and network side by side", (False,)),
         "norm_topk_prob": ("whether chosen weights sum to 1", (False,)),
         "mlp_only_layers": ("layers without experts", (False,)),
@@ -273,6 +275,7 @@ IGNORED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 OWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "use_qkv_bias": "biases of q, k and v",
+        "qkv_bias": "biases of q, k and v",
         "bias": "biases of attention's linears",
         "scale_depth": "factor of what layers add, by the root of their number",
         "dim_model_base": "width that logits are scaled to",

@@ -32,7 +32,9 @@ typedef struct {
   int known;  // whether there is a history to read
 } mixed_row;
 
-// The channels [i, i + count) of a member after convolution and silu. Writes the history, too.
+// The channels [i, i + count) of a member after convolution and silu. Writes the history, too. Inlined, it needs no
+// private memory for its arguments.
+static inline float8 convolved(mixed_row row, mixed_member member, int i, int count) __attribute__((always_inline));
 static inline float8 convolved(mixed_row row, mixed_member member, int i, int count) {
   const int channel = member.first + i, token = row.token;
   float8 sum = 0.0f, input = 0.0f;
@@ -40,28 +42,27 @@ static inline float8 convolved(mixed_row row, mixed_member member, int i, int co
     const int from = token + tap - HISTORY;
     input = 0.0f;
     if (from >= 0) {
-      member_row inputs = {member.a + (size_t)from * row.a_columns, member.b + (size_t)from * row.b_columns,
-                           member.split};
+      member_row inputs = {member.a + from * row.a_columns, member.b + from * row.b_columns, member.split};
       input = load_member(inputs, i, count);
     } else if (row.known) {
-      LOAD_PART(load_float8, load_float, row.before + (size_t)(from + HISTORY) * row.channels, channel, count, held)
+      LOAD_PART(load_float8, load_float, row.before + (from + HISTORY) * row.channels, channel, count, held)
       input = held;
     }
-    LOAD_PART(load_float8, load_float, row.taps + (size_t)tap * row.channels, channel, count, weight)
+    LOAD_PART(load_float8, load_float, row.taps + tap * row.channels, channel, count, weight)
     sum = FMA(input, weight, sum);
   }
   const int place = token - (row.length - HISTORY);
   if (place >= 0 && place < HISTORY) {
-    STORE_PART(store_float8, store_float, input, row.behind + (size_t)place * row.channels, channel, count)
+    STORE_PART(store_float8, store_float, input, row.behind + place * row.channels, channel, count)
   }
   // A pass shorter than the history keeps the newest inputs before it.
   for (int kept = 0; token == 0 && kept < HISTORY - row.length; ++kept) {
     float8 moved = 0.0f;
     if (row.known) {
-      LOAD_PART(load_float8, load_float, row.before + (size_t)(kept + row.length) * row.channels, channel, count, held)
+      LOAD_PART(load_float8, load_float, row.before + (kept + row.length) * row.channels, channel, count, held)
       moved = held;
     }
-    STORE_PART(store_float8, store_float, moved, row.behind + (size_t)kept * row.channels, channel, count)
+    STORE_PART(store_float8, store_float, moved, row.behind + kept * row.channels, channel, count)
   }
   return sum * sigmoid_8(sum);
 }
@@ -72,7 +73,7 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
                                     __global float *states, __global const int *step, ulong start, int values,
                                     int q_split, int k_split, int v_split, int z_split, int b_split, int a_split,
                                     int key_heads, int value_heads, int key_dim, int value_dim) {
-  __local float4 sums[WG];
+  __local float sums[WG];
   const int token = get_global_id(1), unit = get_group_id(0), lane = get_local_id(0);
   const int key_rows = key_heads * key_dim, value_rows = value_heads * value_dim;
   const int channels = 2 * key_rows + value_rows, rows = channels + value_rows + 2 * value_heads;
@@ -103,14 +104,14 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
       k_squares = FMA(key, key, k_squares);
       products = FMA(query, key, products);
     }
-    float4 total = {sum8(q_squares), sum8(k_squares), sum8(products), 0.0f};
-    total = group_sums(total, sums);
+    const float q_square = group_sum(sum8(q_squares), sums), k_square = group_sum(sum8(k_squares), sums);
+    const float product = group_sum(sum8(products), sums);
     if (lane == 0) {
-      const float query = 1.0f / sqrt((total.x + NORM_EPSILON) * key_dim), key = 1.0f / sqrt(total.y + NORM_EPSILON);
+      const float query = 1.0f / sqrt((q_square + NORM_EPSILON) * key_dim), key = 1.0f / sqrt(k_square + NORM_EPSILON);
       __global float *own = factors + 2 * value_heads + unit;
       own[0] = query;
       own[key_heads] = key;
-      own[2 * key_heads] = query * key * total.z;
+      own[2 * key_heads] = query * key * product;
     }
   } else if (unit < key_heads + value_heads) {
     mixed_member v = {a + v_before, b + COLUMNS_OF_B(2 * key_rows, v_before), v_split, 2 * key_rows};

@@ -4,9 +4,10 @@
 // needs one sum over the row. q and k come before their norms, whose factors delta_conv.cl has found.
 // LANES work-items share a row, RUNS runs of 8 elements each, which stay in registers for BLOCK tokens.
 // S comes from one slot of the state, behind `matrix` others of its values, is zero at position 0, and goes to another slot.
-// Follows common.h, rounding.h and glue.h. Grid: LANES work-items for each `span` rows of all heads.
+// Follows common.h, rounding.h and glue.h. Grid: LANES work-items for each `span` rows of a head; value heads, of which
+// GROUP share a key head.
 
-#define RUN_AT(r) (((r) * LANES + lane) * 8)
+#define RUN_AT(r) (((r) * LANES + (int)lane) * 8)
 #define RUN_COUNT(r) min(8, KEY_DIM - RUN_AT(r))
 
 #define DECLARE_RUN(r) float8 held_##r = 0.0f, key_##r = 0.0f;
@@ -31,54 +32,62 @@
 
 GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const float *factors, __global float *out,
                                     __global float *states, __global const int *step, ulong start, int values,
-                                    int matrix, int key_heads, int value_heads, int value_dim, int span) {
+                                    int matrix, int value_heads, int value_dim, int span) {
 #if LANES > 1
   __local float2 parts[2][WG];
-  const int item = get_local_id(0), lane = item % LANES;
+  const uint item = get_local_id(0), lane = item % LANES;
 #else
   const int lane = 0;
 #endif
-  const int length = step[STEP_LENGTH], known = step[STEP_POSITION] != 0;
+  const int length = step[STEP_LENGTH], known = step[STEP_POSITION] != 0, key_heads = (uint)value_heads / GROUP;
   const int rows = value_heads * value_dim, channels = 2 * key_heads * KEY_DIM + rows;
   const int factor_count = 2 * value_heads + 3 * key_heads;
   __global const float *before = states + start + (size_t)step[STEP_STATE_READ] * values + matrix;
   __global float *behind = states + start + (size_t)step[STEP_STATE_WRITTEN] * values + matrix;
-  const int begin = get_global_id(0) / LANES * span;
+  // All work-items of a group take part in its barriers.
+  const uint head = get_global_id(1), key_head = head / GROUP;
+  const int begin = (uint)get_global_id(0) / LANES * span;
+  const int own = begin < value_dim, base = head * value_dim + min(begin, value_dim - span);
   for (int first = 0; first < length; first += BLOCK) {
     const int stop = min(length, first + BLOCK);
-    for (int turn = begin; turn < begin + span; ++turn) {
-      // All work-items of a group take part in its barriers.
-      const int row = min(turn, rows - 1), own = turn < rows;
-      const int head = row / value_dim, key_head = head / (value_heads / key_heads);
-      __global const float *from = (first ? behind : before) + (size_t)row * KEY_DIM;
-      __global float *to = behind + (size_t)row * KEY_DIM;
+    for (int row = base; row < base + span; ++row) {
+      __global const float *from = (first ? behind : before) + row * KEY_DIM;
+      __global float *to = behind + row * KEY_DIM;
       REPEAT(RUNS, DECLARE_RUN)
       if (first || known) {
         REPEAT(RUNS, LOAD_RUN)
       }
+      __global const act_t *q = mixed + first * channels + key_head * KEY_DIM, *k = q + key_heads * KEY_DIM;
+      __global const act_t *v = mixed + first * channels + 2 * key_heads * KEY_DIM + row;
+      __global const float *own_factors = factors + first * factor_count + head;
+      __global const float *key_factors = factors + first * factor_count + 2 * value_heads + key_head;
+      __global float *target = out + first * rows + row;
       for (int token = first; token < stop; ++token) {
-        __global const act_t *q = mixed + (size_t)token * channels + key_head * KEY_DIM, *k = q + key_heads * KEY_DIM;
-        __global const float *head_factors = factors + (size_t)token * factor_count;
-        __global const float *key_factors = head_factors + 2 * value_heads + key_head;
-        const float decay = head_factors[head], key_factor = key_factors[key_heads];
-        const float value = load_act(mixed, (size_t)token * channels + 2 * key_heads * KEY_DIM + row);
+        const float decay = own_factors[0], beta = own_factors[value_heads];
+        const float query_factor = key_factors[0], key_factor = key_factors[key_heads];
         float8 recalled = 0.0f, seen = 0.0f;
         REPEAT(RUNS, SUM_RUN)
         float2 sums = {sum8(recalled), sum8(seen)};
 #if LANES > 1
         // Work-items that are one token ahead write the other half.
-        __local float2 *shared = parts[token % 2];
+        __local float2 *shared = parts[token & 1];
         shared[item] = sums;
         barrier(CLK_LOCAL_MEM_FENCE);
         sums = 0.0f;
         for (int other = 0; other < LANES; ++other)
           sums += shared[item - lane + other];
 #endif
-        const float error = head_factors[value_heads + head] * (value - decay * key_factor * sums.x);
+        const float error = beta * (load_act(v, 0) - decay * key_factor * sums.x);
         const float written = error * key_factor;
         REPEAT(RUNS, UPDATE_RUN)
         if (lane == 0 && own)
-          out[(size_t)token * rows + row] = decay * key_factors[0] * sums.y + error * key_factors[2 * key_heads];
+          *target = decay * query_factor * sums.y + error * key_factors[2 * key_heads];
+        q += channels;
+        k += channels;
+        v += channels;
+        own_factors += factor_count;
+        key_factors += factor_count;
+        target += rows;
       }
       if (own) {
         REPEAT(RUNS, STORE_RUN)

@@ -24,14 +24,13 @@ GROUP_SIZE __kernel void output_gate(__global const gated_t *x, __global const a
   x += token * heads * head_dim + start;
   out += token * heads * head_dim + start;
 #ifdef NORMED
-  __local float4 sums[WG];
+  __local float sums[WG];
   float8 squares = 0.0f;
   for (int i = lane * 8; i < head_dim; i += WG * 8) {
     LOAD_PART(load_gated8, load_gated, x, i, min(8, head_dim - i), value)
     squares = FMA(value, value, squares);
   }
-  float4 total = {sum8(squares), 0.0f, 0.0f, 0.0f};
-  const float factor = 1.0f / sqrt(group_sums(total, sums).x / head_dim + epsilon);
+  const float factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / head_dim + epsilon);
 #endif
   for (int i = lane * 8; i < head_dim; i += WG * 8) {
     const int count = min(8, head_dim - i);

@@ -48,6 +48,12 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
     "mixtral": {"rope_theta": 10_000.0},
     "smollm3": {"no_rope_layer_interval": 2, "rope_theta": 10_000.0},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4},
@@ -166,6 +172,8 @@ VALUES: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
     "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "qkv_bias": False,
     "norm_topk_prob": True,
     "clip_qkv": 0.3,
     "lm_head_bias": True,
@@ -236,6 +244,8 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},
     ("phi3", "rope_parameters"): {"original_max_position_embeddings": 32},
+    ("qwen2_moe", "sliding_window"): {"use_sliding_window": True},
+    ("qwen2_moe", "use_sliding_window"): {"sliding_window": 8},
     ("qwen3_moe", "intermediate_size"): {"mlp_only_layers": [1]},
 }
 IDENTITY = {"model_type", "architectures", "auto_map", "quantization_config"}

@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
@@ -69,7 +70,7 @@ SLOW = (
     # What is asked of the NPU in the variants is asked by their families.
     *((name, "layer") for name in VARIANTS if name != "llama with biases"),
     *((name, level) for name in DECLARED for level in ("npu", "layer")),
-    *((name, "layer") for name in ("mixtral", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
+    *((name, "layer") for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
 )
 PROMPT, STEPS = 70, 5
 
@@ -274,6 +275,9 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "jitter": lambda config: other_routing(config, jitter=0.01),
     "scale of logits": lambda _config: {"logit_scale": 1.0},
     "learned positions": lambda _config: {"learned_positions": False},
+    "gate of tokens": lambda config: changed(
+        config, FfnBlock, lambda one: dataclasses.replace(one, token_gated=False)
+    ),
     "blocks side by side": one_after_the_other,
     "output gate": lambda config: attention(config, gated=False),
 }
@@ -291,6 +295,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "gemma3": (*GEMMA, "norms of heads", "positions of sliding layers", "scaled positions"),
     "smollm3": ("window", "layers without positions", *BIASES),
     "mixtral": ("window", "normalised weights", "all chosen experts"),
+    "qwen2_moe": ("window", "biases of q, k and v", "weights as they are", "gate of tokens"),
     "qwen3_moe": ("window", "norms of heads", "biases of q, k and v", "normalised weights"),
     "olmoe": ("one norm of all heads", "limit of q, k and v", "weights as they are", "biases of q, k and v"),
     "phimoe": (

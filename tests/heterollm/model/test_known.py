@@ -49,6 +49,8 @@ STATED_BILLIONS = {
     "qwen3.5-4b": 4.21,
     "qwen3.5-9b": 8.95,
     "qwen3.5-27b": 26.9,
+    "qwen1.5-moe-a2.7b": 14.3,
+    "phi-tiny-moe": 3.76,
     "phi-3.5-moe": 41.9,
     "mixtral-8x7b": 46.7,
     "olmoe-1b-7b": 6.92,

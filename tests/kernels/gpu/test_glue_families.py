@@ -18,6 +18,7 @@ from heterollm.kernels.operators.gated_activation import (
 from heterollm.kernels.operators.logits import AddBiasCase, SoftCapCase, soft_cap
 from heterollm.kernels.operators.norm import NormCase
 from heterollm.kernels.operators.rope import RopeCase
+from heterollm.kernels.operators.token_gate import TokenGateCase
 
 STYLES = ["vector", "simt"]
 PAIRS = [
@@ -98,6 +99,14 @@ def test_positions_are_added_from_that_of_the_pass_on(cases, check, style):
 def test_logits_get_their_bias_in_place(cases, check, style):
     for rows, width in ((1, 5), (3, 2060)):
         check(*cases(style)(AddBiasCase(rows, width)))
+
+
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+def test_the_output_of_each_token_is_gated(cases, check, style, dtype):
+    made = cases(style, dtype, 8)
+    for shape in ((3, 100, 41), (1, 7, 0), (33, 512, 512), (2, 2052, 1000)):
+        check(*made(TokenGateCase(*shape)), shape)
+        check(*made(TokenGateCase(*shape, "sum")), shape)
 
 
 @pytest.mark.parametrize("style", STYLES)

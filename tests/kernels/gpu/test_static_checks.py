@@ -73,6 +73,7 @@ from heterollm.kernels.operators.output_gate import OutputGateCase
 from heterollm.kernels.operators.rope import RopeCase
 from heterollm.kernels.operators.short_conv import ShortConvCase
 from heterollm.kernels.operators.sparse_attention import SparseCase, SparsePass
+from heterollm.kernels.operators.token_gate import TokenGateCase
 from heterollm.kernels.ops import Routing, WeightFormat
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
@@ -146,9 +147,9 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DTAPS=3 -DSUM",
     ],
     (*LAYERS, "delta_rule.cl"): [
-        "-DWG=1 -DKEY_DIM=21 -DLANES=1 -DRUNS=3 -DBLOCK=32",
-        "-DWG=64 -DKEY_DIM=21 -DLANES=4 -DRUNS=1 -DBLOCK=1024",
-        "-DWG=64 -DKEY_DIM=128 -DLANES=4 -DRUNS=4 -DBLOCK=1024 -DWHOLE_EIGHTS",
+        "-DWG=1 -DGROUP=3 -DKEY_DIM=21 -DLANES=1 -DRUNS=3 -DBLOCK=32",
+        "-DWG=64 -DGROUP=3 -DKEY_DIM=21 -DLANES=4 -DRUNS=1 -DBLOCK=1024",
+        "-DWG=64 -DGROUP=2 -DKEY_DIM=128 -DLANES=4 -DRUNS=4 -DBLOCK=1024 -DWHOLE_EIGHTS",
     ],
     (*LAYERS, "gates.h", "output_gate.cl"): [
         "-DWG=1",
@@ -156,6 +157,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DNORMED -DWHOLE_EIGHTS",
         "-DWG=64 -DSUM -DWHOLE_EIGHTS",
     ],
+    (*LAYERS, "token_gate.cl"): ["-DWG=1", "-DWG=64 -DWHOLE_EIGHTS", "-DWG=64 -DSUM"],
     (*LAYERS, "rope.cl"): [
         "-DWG=1",
         "-DWG=1 -DJOINT_NORM -DLIMITED",
@@ -442,6 +444,8 @@ OPERATORS = (
     JoinCase(3, 21, 9, "sum"),
     AddBiasCase(3, 21),
     SoftCapCase(3, 21, 0.7),
+    TokenGateCase(3, 44, 13),
+    TokenGateCase(3, 44, 44, "sum"),
     TURNED,
     replace(TURNED, normed=True),
     replace(TURNED, splits=(24, 8, 0, 5)),
