@@ -62,6 +62,8 @@ class Mixture:
         router: Module of the router, below the layer's prefix.
         members: Module of gate, up and down, with ``{expert}`` for the number of an expert; without it the
             tensor ``[experts, rows, k]`` holds all experts, and members that share it follow each other.
+        stacked: Tensors ``[experts, rows, k]`` that some checkpoints have instead, with the members in each,
+            whose rows follow each other.
         width_field: Field with the width of an expert.
         shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
             without them.
@@ -76,6 +78,7 @@ class Mixture:
 
     router: str
     members: Mapping[str, str]
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     width_field: str = "intermediate_size"
     shared_field: str = ""
     scoring: Scoring = "softmax"

@@ -70,7 +70,7 @@ ROPE_FIELDS: Final = FieldTable(
             "none",
             "transformers, models with vision",
             dict.fromkeys(AXES, "rotary embedding of several axes, whose positions are equal for text"),
-            only=frozenset({"qwen3_5_text"}),
+            only=frozenset({"qwen3_5_text", "qwen3_5_moe_text"}),
         ),
         *rows(
             "refused",

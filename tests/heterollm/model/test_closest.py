@@ -30,8 +30,6 @@ OTHER_LAYERS = {
     "nemotron_h": "conv_kernel",
     "olmo_hybrid": "linear_attention",
     "qwen2_moe": "num_experts|moe_intermediate_size",
-    "qwen3_5_moe_text": "linear_attention",
-    "qwen3_next": "linear_attention",
     "recurrent_gemma": "block_types|attention_window|conv1d|lru_width",
     "rwkv": "attention_hidden_size",
     "t5": "is_encoder_decoder",

@@ -54,7 +54,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
-    **{name: (name, {}) for name in ("phi", "opt", "lfm2", "qwen3_5_text", *DECLARED)},
+    **{
+        name: (name, {})
+        for name in ("phi", "opt", "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", *DECLARED)
+    },
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
@@ -327,6 +330,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
+    "qwen3_next": ("norm offset", "output gate", "normalised weights", "all chosen experts"),
     "qwen3_5_text": (
         *("norms of heads", "partly turning heads", "norm offset", "output gate"),
         *("biases of q, k and v", "bias of attention"),
