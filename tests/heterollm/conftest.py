@@ -242,7 +242,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rms_norm_eps": 1e-3,
     },
-    # Projections by key heads, experts behind delta nets and attention, and a dense layer among them.
+    # Projections by key heads, and experts behind delta nets and attention.
     "qwen3_next": {
         **PLAIN,
         "num_hidden_layers": 3,
@@ -256,22 +256,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 80,
-        "shared_expert_intermediate_size": 48,
-        "mlp_only_layers": [2],
+        "shared_expert_intermediate_size": 144,
     },
     "qwen3_5_moe_text": {
         **PLAIN,
         "num_hidden_layers": 2,
         "head_dim": 32,
         "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_value_heads": 6,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 24,
         "full_attention_interval": 2,
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 80,
-        "shared_expert_intermediate_size": 48,
+        "shared_expert_intermediate_size": 144,
+        "rope_parameters": HALF_TURNING,
     },
     # The width of the network has the name of shared experts'.
     "granitemoehybrid": {

@@ -98,7 +98,7 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
     },
     "qwen3_next": {
         "full_attention_interval": 2,
@@ -110,7 +110,7 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
         "norm_topk_prob": False,
     },
     "ernie4_5": {"rope_theta": 10_000.0},

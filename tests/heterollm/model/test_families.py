@@ -60,11 +60,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
+    "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
 }
 VARIANTS = (
     *("mistral without window", "qwen2 with window", "llama with biases"),
     *("granite 4 without positions", "granite 4 with experts", "stablelm in parallel"),
+    "qwen3_next with a dense layer",
 )
 
 # The level layer runs the graphs of npu with the kernels of gpu.
