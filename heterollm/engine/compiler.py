@@ -13,6 +13,7 @@ import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.blocks.attention import AttentionEmitter
+from heterollm.engine.blocks.delta_net import DeltaNetEmitter
 from heterollm.engine.blocks.ffn import FfnEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
@@ -41,6 +42,7 @@ from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
 from heterollm.model import (
     AttentionBlock,
+    DeltaNetBlock,
     FfnBlock,
     LayerStage,
     MixtureBlock,
@@ -97,6 +99,7 @@ class Compiler:
             AttentionBlock.NAME: AttentionEmitter(
                 device, weights.config, context, self._linears, tensors, self.techniques
             ),
+            DeltaNetBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
             ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors),
             MixtureBlock.NAME: self._experts,

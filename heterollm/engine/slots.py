@@ -13,7 +13,7 @@ from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec, ffn_specs
-from heterollm.model import AttentionBlock, FfnBlock, ModelConfig, expert_specs
+from heterollm.model import AttentionBlock, DeltaNetBlock, FfnBlock, ModelConfig, expert_specs
 from heterollm.solver import Plan
 
 TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (ShadowSlots(), SparseSlots(), ExpertSlots())
@@ -37,9 +37,13 @@ EXPERT_LISTS: Final[dict[str, str]] = {
 }
 """Slots of the lists of :class:`heterollm.kernels.gpu.ExpertLists`."""
 
+DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT = "delta_mixed", "delta_factors", "delta_output"
+"""Slots of a delta net: q, k and v behind the convolution, factors of heads, and output before its norm."""
+
 PRIVATE_SLOTS: Final = (
     *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS),
     *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT, GATED_OUTPUT),
+    *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT),
     *EXPERT_LISTS.values(),
     *(slot for own in TECHNIQUES for slot in own.PRIVATE),
 )
@@ -97,6 +101,10 @@ def pool_sizes(
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
+    for net in config.blocks(DeltaNetBlock).values():
+        sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes
+        sizes[DELTA_FACTORS] = tokens * net.shape.factors * 4
+        sizes[DELTA_OUTPUT] = tokens * net.shape.value_columns * 4
     if any(block.token_gated for block in config.blocks(FfnBlock).values()):
         sizes[GATED_OUTPUT] = tokens * config.hidden_size * item_bytes
     experts = next(iter(expert_specs(config, specs)), None)

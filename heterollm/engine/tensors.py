@@ -11,6 +11,7 @@ from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
 from heterollm.model import (
     AttentionBlock,
+    DeltaNetBlock,
     FfnBlock,
     ModelWeights,
     Norm,
@@ -59,7 +60,14 @@ class GlueTensors:
                 self._growths[growth] = runtime.upload(growth.factors(context))
         self._taps: dict[int, Any] = {
             number: runtime.upload(np.ascontiguousarray(weights.other(number, "taps")[:, 0].T))
-            for number in config.blocks(ShortConvBlock)
+            for number in (*config.blocks(ShortConvBlock), *config.blocks(DeltaNetBlock))
+        }
+        self._nets: dict[int, tuple[Any, Any]] = {
+            number: (
+                runtime.upload(_rates(weights, number)),
+                runtime.upload(weights.other(number, "gated_norm")),
+            )
+            for number in config.blocks(DeltaNetBlock)
         }
         self._token_gates: dict[int, Any] = {
             number: runtime.upload(weights.other(number, "token_gate")[0])
@@ -80,6 +88,10 @@ class GlueTensors:
     def taps(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a convolution, float32 ``[taps, width]``, that of a token itself last."""
         return self._taps[layer]
+
+    def net(self, layer: int) -> tuple[Any, Any]:
+        """Return rates and shifts of a delta net's decay, float32 ``[2, heads]``, and its norm's factors."""
+        return self._nets[layer]
 
     def token_gate(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""
@@ -103,6 +115,10 @@ class GlueTensors:
     def rope(self, block: AttentionBlock) -> tuple[Any, Any]:
         """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders without RoPE."""
         return self._ropes[block.rope, block.rotary_dim]
+
+
+def _rates(weights: ModelWeights, layer: int) -> NDArray[np.float32]:
+    return np.stack([-np.exp(weights.other(layer, "decay")), weights.other(layer, "decay_shift")])
 
 
 def _tables(

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Final
 
 from heterollm.base import CheckpointError
+from heterollm.kernels.gpu import LARGEST_KEY_DIM, DeltaShape
 from heterollm.kernels.ops import Activation, Routing
 from heterollm.model.blocks import (
     AttentionBlock,
     Block,
+    DeltaNetBlock,
     FfnBlock,
     LayerConfig,
     LayerStage,
@@ -96,6 +98,7 @@ class BlockFields:
             norms_last=family.norms_last,
             query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
+            gated="gate" in family.tensors.modules["qkv"],
         )
         self._activation = _activation(fields, family)
         self._windows = _windows(fields, family, layers)
@@ -121,6 +124,8 @@ class BlockFields:
             return replace(self._attention, window=window, rope=rope if self._rotated[layer] else None)
         if name == "short_conv":
             return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
+        if name == "delta_net":
+            return DeltaNetBlock(_delta_shape(fields))
         if name == "mixture":
             assert mixture is not None  # by the family
             width = fields.count(mixture.width_field)
@@ -206,6 +211,16 @@ def _head_dim(fields: JsonFields, family: Family, hidden_size: int, heads: int) 
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs.")
     return head_dim
+
+
+def _delta_shape(fields: JsonFields) -> DeltaShape:
+    keys, values = fields.count("linear_num_key_heads"), fields.count("linear_num_value_heads")
+    if values % keys:
+        raise fields.fail("linear_num_value_heads", f"a multiple of the {keys} of linear_num_key_heads")
+    key_dim, value_dim = fields.count("linear_key_head_dim"), fields.count("linear_value_head_dim")
+    if key_dim > LARGEST_KEY_DIM:
+        raise unsupported(f"A delta net with linear_key_head_dim {key_dim}, above {LARGEST_KEY_DIM},")
+    return DeltaShape(keys, values, key_dim, value_dim, fields.count("linear_conv_kernel_dim", minimum=2))
 
 
 def _routing(fields: JsonFields, mixture: Mixture) -> Routing:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
+from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
-from heterollm.kernels.gpu import PAGE_POSITIONS, head_stride, pages_of
+from heterollm.kernels.gpu import DeltaShape
 from heterollm.kernels.ops import Activation, Group, Member, Routing
 from heterollm.model.rope import QueryGrowth, RopeConfig
-
-if TYPE_CHECKING:
-    import numpy as np
+from heterollm.model.states import KvSpec, RecurrentSpec, StateSpec
 
 Norm = Literal[
     "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
@@ -23,15 +21,6 @@ Norm = Literal[
 
 NORM: Final = "rms_norm"
 """The norm before each block, by its name in profiles."""
-
-GOING_BACK: Final = 512
-"""Positions that a sliding window keeps beside those of a pass, to go back behind most answers."""
-
-FEWEST_STATES: Final = 4
-MOST_STATES: Final = 16
-STATES_BYTES: Final = 2**20
-"""Recurrent states of a session: as many as a layer has room for in these bytes, within limits. A pass reads
-one and writes another, chunks in flight two in turns, and the others let a session go back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,66 +46,6 @@ class GroupShape:
     before: tuple[str, ...]
     reader: str
     biased: bool = False
-
-
-class StateSpec(Protocol):
-    """The state that a session keeps for a layer between passes."""
-
-    def kept(self, context: int, longest: int) -> int:
-        """Return the positions that it keeps.
-
-        Args:
-            context: Positions of a session.
-            longest: Most positions that a pass writes.
-        """
-
-    def bytes(self, positions: int, dtype: np.dtype[Any]) -> int:
-        """Return the bytes of so many positions in a type of the KV cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvSpec:
-    """Keys and values, of all positions or of those in a window.
-
-    Args:
-        kv_heads: Key and value heads.
-        head_dim: Width of a head.
-        window: Positions that a token attends to, including its own; 0 for all.
-    """
-
-    kv_heads: int
-    head_dim: int
-    window: int
-
-    def kept(self, context: int, longest: int) -> int:
-        """Return the positions that are kept: with a window those of a pass, and :data:`GOING_BACK` more."""
-        if not self.window:
-            return context
-        # The first and the last page may hold a part each.
-        return min(context, PAGE_POSITIONS * (pages_of(self.window + longest + GOING_BACK) + 1))
-
-    def bytes(self, positions: int, dtype: np.dtype[Any]) -> int:
-        """Return the bytes of so many positions in a type of the KV cache."""
-        return 2 * self.kv_heads * head_stride(positions, self.head_dim, dtype) * dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentSpec:
-    """State that depends on all tokens before, of a fixed size at each of the positions that are kept.
-
-    Args:
-        values: Values of float32 at a position.
-    """
-
-    values: int
-
-    def kept(self, _context: int, _longest: int) -> int:
-        """Return the positions that are kept: more of them where they are small."""
-        return max(FEWEST_STATES, min(MOST_STATES, STATES_BYTES // (4 * self.values)))
-
-    def bytes(self, positions: int, _dtype: np.dtype[Any]) -> int:
-        """Return the bytes of so many positions, which do not depend on the KV cache's type."""
-        return 4 * self.values * positions
 
 
 class Block(Protocol):
@@ -166,6 +95,7 @@ class AttentionBlock(Block):
         norms_last: Whether the norms of heads come behind RoPE.
         query_growth: Growth of queries with the position; None without.
         qkv_limit: Magnitude that bounds q, k and v after the norm; 0 for none.
+        gated: Whether the output is multiplied by the sigmoid of a fourth member beside q, k and v.
     """
 
     NAME: ClassVar[str] = "attention"
@@ -186,17 +116,20 @@ class AttentionBlock(Block):
     norms_last: bool = False
     query_growth: QueryGrowth | None = None
     qkv_limit: float = 0.0
+    gated: bool = False
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places."""
         rows, key_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        members = Member("q", rows), Member("k", key_rows), Member("v", key_rows)
-        rope, attention = "rope_and_store", "attention"
+        members = (Member("q", rows), Member("k", key_rows), Member("v", key_rows))
+        rope, attention = "rope_and_store", ("attention",)
+        if self.gated:
+            members, attention = (*members, Member("gate", rows)), (*attention, "output_gate")
         return (
             GroupShape("qkv", members, hidden, "linear_input", "qkv", (NORM,), rope, self.qkv_bias),
             GroupShape(
                 *("o", (Member("o", hidden),), rows, "attention_output", "attention_delta"),
-                *((rope, attention), NORM, self.o_bias),
+                *((rope, *attention), NORM, self.o_bias),
             ),
         )
 
@@ -249,6 +182,46 @@ class ShortConvBlock(Block):
     def state(self) -> RecurrentSpec:
         """Return the last inputs, ``[taps - 1, width]``."""
         return RecurrentSpec((self.taps - 1) * self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetBlock(Block):
+    """A gated delta net: a convolution of q, k and v, the delta rule, and a norm of its output with a gate.
+
+    Args:
+        shape: Its sizes.
+    """
+
+    NAME: ClassVar[str] = "delta_net"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("delta_in", "delta_out")
+
+    shape: DeltaShape
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears that a plan places; the few rows of b and a join the others."""
+        members = tuple(Member(name, rows) for name, rows in self.shape.members.items())
+        convolution = "delta_convolution"
+        return (
+            GroupShape("delta_in", members, hidden, "linear_input", "delta_in", (NORM,), convolution),
+            GroupShape(
+                *("delta_out", (Member("out", hidden),), self.shape.value_columns, "mixer_output"),
+                *("mixer_delta", (convolution, "delta_rule", "gated_norm"), NORM),
+            ),
+        )
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the convolution's weights, logarithms of rates of decay, what a has added, and the norm."""
+        heads, shape = (self.shape.value_heads,), self.shape
+        return {
+            "taps": (shape.channels, 1, shape.taps),
+            "decay": heads,
+            "decay_shift": heads,
+            "gated_norm": (shape.value_dim,),
+        }
+
+    def state(self) -> RecurrentSpec:
+        """Return the last inputs of the convolution, and the matrix of each value head."""
+        return RecurrentSpec(self.shape.history + self.shape.matrix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +293,7 @@ class MixtureBlock(Block):
         return ()
 
 
-BLOCKS: Final = (AttentionBlock, ShortConvBlock, FfnBlock, MixtureBlock)
+BLOCKS: Final = (AttentionBlock, ShortConvBlock, DeltaNetBlock, FfnBlock, MixtureBlock)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Activation
 from heterollm.model.block_config import BlockFields, is_biased
-from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock, StateSpec
+from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock
 from heterollm.model.families import CONFIG_FIELDS, FAMILIES, SUPPORTED, unsupported
 from heterollm.model.family import Family
 from heterollm.model.fields import ROPE_FIELDS
@@ -24,6 +24,7 @@ from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.missing import MISSING
 from heterollm.model.rope import RopeConfig
 from heterollm.model.sampling_defaults import read_generation
+from heterollm.model.states import StateSpec
 from heterollm.model.stored import refuse_foreign_weights
 from heterollm.model.stored_formats import StoredFormats, read_stored_formats
 from heterollm.model.token_ids import token_ids

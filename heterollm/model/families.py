@@ -26,10 +26,10 @@ from heterollm.model.family import (
     Family,
     StageNames,
     TensorNames,
-    by_type,
     every_layer,
 )
 from heterollm.model.fields import config_fields
+from heterollm.model.hybrids import HYBRIDS
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
@@ -90,23 +90,6 @@ def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
         "residual_multiplier": fields.positive("scale_depth") / layers**0.5,
         "logits_scaling": width / fields.count("dim_model_base"),
         "attention_multiplier": (width // fields.count("num_attention_heads")) ** -0.5,
-    }
-
-
-def lfm2_sizes(fields: JsonFields) -> dict[str, object]:
-    """Return the kinds of layers, and the width of networks, that LFM2 derives (configuration_lfm2.py)."""
-    layers, attend = fields.count("num_hidden_layers"), fields.get("full_attn_idxs")
-    width = fields.count("intermediate_size" if fields.get("block_ff_dim") is None else "block_ff_dim")
-    attend = attend if isinstance(attend, list) else range(layers)
-    kinds = ["full_attention" if number in attend else "conv" for number in range(layers)]
-    if fields.flag("block_auto_adjust_ff_dim", True):
-        multiple = fields.count("block_multiple_of")
-        width = int(fields.positive("block_ffn_dim_multiplier") * int(2 * width / 3))
-        width = -(-width // multiple) * multiple
-    return {
-        "layer_types": fields.get("layer_types") or kinds,
-        "intermediate_size": width,
-        "tie_word_embeddings": fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
     }
 
 
@@ -545,53 +528,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             eos_ids=(2,),
         ),
         **UNGATED,
-        "lfm2": Family(
-            name="LFM2",
-            covers="LFM2 and LFM2.5 from 350M to 2.6B",
-            architecture="Lfm2ForCausalLM",
-            tensors=TensorNames(
-                {
-                    **SEPARATE,
-                    "o": {"o": "self_attn.out_proj"},
-                    "conv_in": dict.fromkeys("bcx", "conv.in_proj"),
-                    "conv_out": {"out": "conv.out_proj"},
-                    "gate_up": {"gate": "feed_forward.w1", "up": "feed_forward.w3"},
-                    "down": {"down": "feed_forward.w2"},
-                },
-                {
-                    "attention": "operator_norm",
-                    "feed_forward": "ffn_norm",
-                    "query_head": "self_attn.q_layernorm",
-                    "key_head": "self_attn.k_layernorm",
-                },
-                others={"taps": "conv.conv"},
-                # The last norm, in spite of its name.
-                final_norm="model.embedding_norm",
-            ),
-            layers=by_type(
-                {"conv": (("short_conv",), ("ffn",)), "full_attention": (("attention",), ("ffn",))}
-            ),
-            kinds=("conv",),
-            defaults={
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1_000_000.0,
-                "tie_word_embeddings": True,
-                "conv_L_cache": 3,
-                "block_multiple_of": 256,
-                "block_ffn_dim_multiplier": 1.0,
-            },
-            renamed={"rms_norm_eps": "norm_eps"},
-            derived=lfm2_sizes,
-            follows=frozenset(
-                {
-                    *("layer_types", "full_attn_idxs", "conv_L_cache", "block_auto_adjust_ff_dim"),
-                    *("block_multiple_of", "block_ffn_dim_multiplier", "block_ff_dim", "tie_embedding"),
-                }
-            ),
-            bos_ids=(1,),
-            eos_ids=(2,),
-        ),
+        **HYBRIDS,
         **MIXTURES,
     }
 )

@@ -13,8 +13,8 @@ from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
-BlockName = Literal["attention", "short_conv", "ffn", "mixture"]
-MIXERS: Final = ("attention", "short_conv")
+BlockName = Literal["attention", "short_conv", "delta_net", "ffn", "mixture"]
+MIXERS: Final = ("attention", "short_conv", "delta_net")
 """Blocks that mix tokens; the others compute each token by itself."""
 
 BiasedPart = Literal["qkv", "o", "ffn", "head"]
@@ -29,10 +29,11 @@ class TensorNames:
 
     Args:
         modules: For each group that a layer may have, the module of each member, below the prefix. Members
-            that share a module are stacked in its tensor.
+            that share a module are stacked in its tensor: q and its gate head by head, and the members of a
+            delta net by key heads if z is among those of q.
         shared: The modules of groups in layers with experts, where they differ.
         norms: For each norm that a layer may have, the module.
-        others: For the role of each other tensor of blocks, the module.
+        others: For the role of each other tensor of blocks, its name.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
@@ -61,6 +62,8 @@ class Mixture:
         router: Module of the router, below the layer's prefix.
         members: Module of gate, up and down, with ``{expert}`` for the number of an expert; without it the
             tensor ``[experts, rows, k]`` holds all experts, and members that share it follow each other.
+        stacked: Tensors ``[experts, rows, k]`` that some checkpoints have instead, with the members in each,
+            whose rows follow each other.
         width_field: Field with the width of an expert.
         shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
             without them.
@@ -75,6 +78,7 @@ class Mixture:
 
     router: str
     members: Mapping[str, str]
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     width_field: str = "intermediate_size"
     shared_field: str = ""
     scoring: Scoring = "softmax"

@@ -37,6 +37,7 @@ ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "phimoe": "PhimoeForCausalLM",
         "qwen2_moe": "Qwen2MoeForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
     }
 )
 
@@ -92,6 +93,12 @@ class ModelSize(NamedTuple):
                 **(mixture if self.experts else {}),
                 **({"attention_bias": True, "lm_head_bias": True} if kind == "phimoe" else {}),
                 **({"partial_rotary_factor": 0.4} if kind == "phi" else {}),
+                # All sizes have values as wide as queries, in heads of 128.
+                **(
+                    {"linear_num_value_heads": self.heads * self.head_dim // 128}
+                    if kind == "qwen3_5_text"
+                    else {}
+                ),
             }
         )
 
@@ -174,6 +181,11 @@ _ROWS = (
     ("qwen3-32b", "qwen3", "Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 151936, False, 128, 40960),
     ("qwen3-30b-a3b", "qwen3_moe", "Qwen/Qwen3-30B-A3B",
      2048, 768, 48, 32, 4, 151936, False, 128, 40960, 128, 8),
+    ("qwen3.5-0.8b", "qwen3_5_text", "Qwen/Qwen3.5-0.8B", 1024, 3584, 24, 8, 2, 248320, True, 256, 262144),
+    ("qwen3.5-2b", "qwen3_5_text", "Qwen/Qwen3.5-2B", 2048, 6144, 24, 8, 2, 248320, True, 256, 262144),
+    ("qwen3.5-4b", "qwen3_5_text", "Qwen/Qwen3.5-4B", 2560, 9216, 32, 16, 4, 248320, True, 256, 262144),
+    ("qwen3.5-9b", "qwen3_5_text", "Qwen/Qwen3.5-9B", 4096, 12288, 32, 16, 4, 248320, False, 256, 262144),
+    ("qwen3.5-27b", "qwen3_5_text", "Qwen/Qwen3.5-27B", 5120, 17408, 64, 24, 4, 248320, False, 256, 262144),
     ("qwen1.5-moe-a2.7b", "qwen2_moe", "Qwen/Qwen1.5-MoE-A2.7B",
      2048, 1408, 24, 16, 16, 151936, False, 128, 8192, 60, 4, 5632),
     ("phi-tiny-moe", "phimoe", "microsoft/Phi-tiny-MoE-instruct",

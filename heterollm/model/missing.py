@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 _TYPES: Final[Mapping[str, str]] = {
-    "layers of a gated delta net": "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next olmo_hybrid "
-    "kimi_linear",
+    "layers of a gated delta net": "olmo_hybrid kimi_linear",
     "layers of short convolutions with experts or windows": "lfm2_moe lfm3",
     "layers of Mamba-2": "nemotron_h falcon_h1 bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",

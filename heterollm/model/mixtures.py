@@ -121,7 +121,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             covers="Qwen1.5-MoE and Qwen2-MoE",
             architecture="Qwen2MoeForCausalLM",
             tensors=TensorNames(
-                SEPARATE, NORMS, shared=SHARED_EXPERT, others={"token_gate": "mlp.shared_expert_gate"}
+                SEPARATE, NORMS, shared=SHARED_EXPERT, others={"token_gate": "mlp.shared_expert_gate.weight"}
             ),
             layers=sparse_steps(("attention",), dense=("ffn",), sparse=("mixture", "ffn")),
             mixture=Mixture(

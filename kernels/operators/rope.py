@@ -63,7 +63,7 @@ def rope_and_store(
 
     Args:
         on: The device's kernels.
-        qkv: Output of the group, three members.
+        qkv: Output of the group; members behind q, k and v are not read.
         bias: float32 of q, then k, then v; or None.
         q_out: float32 ``[tokens, heads * head_dim]``.
         cache: Target of keys and values.
@@ -73,7 +73,7 @@ def rope_and_store(
         tokens: Tokens of the pass.
     """
     head_dim, turned = shape.head_dim, shape.head_dim if rotation.dim is None else rotation.dim
-    if qkv.rows != shape.rows:
+    if qkv.rows[:3] != shape.rows:
         raise KernelError(
             f"rope: members of {qkv.rows} rows are not {shape.heads} and {shape.kv_heads} heads."
         )
@@ -93,10 +93,10 @@ def rope_and_store(
         }
         return on.cache_defines(cache) | own | {name: 1 for name, holds in flags.items() if holds}
 
-    widths = (head_dim // 2, turned // 2, *qkv.splits)
+    widths = (head_dim // 2, turned // 2, *qkv.splits, *qkv.rows[3:])
     kernel, style, items = on.kernel(("rope.cl",), "rope_and_store", defines, widths=widths, segments=qkv)
-    sizes = [*qkv.splits, shape.heads, shape.kv_heads, head_dim, turned, shape.capacity]
-    sizes += [bias is not None, rotation.norms is not None]
+    sizes = [*qkv.splits[:3], sum(qkv.splits[3:]), sum(qkv.rows[3:]), shape.heads, shape.kv_heads]
+    sizes += [head_dim, turned, shape.capacity, bias is not None, rotation.norms is not None]
     # Absent memory is never read, but OpenCL needs a valid argument.
     extra = (rotation.cos if memory is None else memory for memory in (bias, rotation.norms))
     memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
@@ -144,7 +144,8 @@ class RopeCase:
     ``splits`` are the columns of each member that lie in the first segment, ``rotary`` those of a head that
     turn (None for all), and ``pages`` those of :meth:`heterollm.kernels.operators.data.Data.cache`. One norm
     may span all heads of queries, another all of keys (``joint``); norms may come behind the rotation
-    (``norms_last``), and queries have a factor for their position (``scaled``).
+    (``norms_last``), and queries have a factor for their position (``scaled``). With four splits there is a
+    gate behind v.
     """
 
     tokens: int
@@ -175,8 +176,8 @@ class RopeCase:
         norms = data.weights("norms", sum(self._norm_widths)) if self.normed else None
         launch = rope_and_store(
             on,
-            data.linear(tokens, shape.rows, self.splits, self.join),
-            data.floats("bias", sum(shape.rows)) if self.biased else None,
+            data.linear(tokens, self._rows, self.splits, self.join),
+            data.floats("bias", sum(self._rows)) if self.biased else None,
             data.output("queries", tokens, shape.query_columns, dtype=np.float32),
             data.cache(shape, 0, range(position, position + tokens), self.pages),
             data.step(position, tokens),
@@ -190,7 +191,7 @@ class RopeCase:
 
     def exact(self, data: Values) -> Exact:
         shape, places = self.shape, slice(self.position, self.position + self.tokens)
-        parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(shape.rows)[:-1], axis=1)
+        parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(shape.rows), axis=1)[:3]
         if not self.norms_last:
             parts = self._normed(parts, data)
         if self.limit:
@@ -216,6 +217,10 @@ class RopeCase:
             for part, width, own in zip(parts, widths, norms, strict=False)
         ]
         return [*normed, parts[2]]
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        return (*self.shape.rows, self.shape.query_columns)[: len(self.splits)]
 
     @property
     def _norm_widths(self) -> tuple[int, int]:

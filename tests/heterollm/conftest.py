@@ -228,6 +228,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    # Three value heads to a key head, other widths of keys and values, and attention with gates.
+    "qwen3_5_text": {
+        **PLAIN,
+        "num_hidden_layers": 4,
+        "head_dim": 40,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        "rope_parameters": {**HALF_TURNING, "mrope_section": [4, 3, 3], "mrope_interleaved": True},
+        "attention_bias": True,
+        "rms_norm_eps": 1e-3,
+    },
+    # Projections by key heads, and experts behind delta nets and attention.
+    "qwen3_next": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "head_dim": 40,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "full_attention_interval": 2,
+        "rope_parameters": HALF_TURNING,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 80,
+        "shared_expert_intermediate_size": 144,
+    },
+    "qwen3_5_moe_text": {
+        **PLAIN,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "full_attention_interval": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 80,
+        "shared_expert_intermediate_size": 144,
+        "rope_parameters": HALF_TURNING,
+    },
     # The width of the network has the name of shared experts'.
     "granitemoehybrid": {
         **PLAIN,
@@ -426,7 +471,9 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith("A_log"):
+                parameter.uniform_(-3.0, 1.0)
+            elif name.endswith(("bias", "conv1d.weight")):
                 parameter.normal_(std=0.5)
             else:
                 # Queries and keys wide enough that attention has something to choose.

@@ -297,6 +297,12 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "block_ffn_dim_multiplier": "factor of that width",
         "block_multiple_of": "the width is rounded up to a multiple of it",
         "tie_embedding": "older name of tie_word_embeddings, which it precedes",
+        "full_attention_interval": "every so many layers one has attention; layer_types precedes it",
+        "linear_conv_kernel_dim": "tokens that the convolution of a delta net spans",
+        "linear_num_key_heads": "heads of queries and keys in a delta net",
+        "linear_num_value_heads": "heads of values in a delta net; neighbours share a key head",
+        "linear_key_head_dim": "width of a head of queries or keys in a delta net",
+        "linear_value_head_dim": "width of a head of values in a delta net",
     }
 )
 """Fields that no other model type knows."""
@@ -384,6 +390,15 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
     convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
     yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
+    nets = readers("linear_conv_kernel_dim")
+    for name, why, neutral in (
+        ("attn_output_gate", "attention without an output gate", True),
+        ("mamba_ssm_dtype", "recurrent state in another type", "float32"),
+    ):
+        yield from _one("refused", name, why, nets, PUBLISHED, (neutral,))
+    yield from _one(
+        "none", "mtp_*", "layers that predict further tokens, which no answer needs", nets, PUBLISHED
+    )
     for name, why in (
         ("router_jitter_noise", "training"),
         ("input_jitter_noise", "training"),

@@ -7,6 +7,7 @@
 // With -DPIECES each work-item has one piece of a head (see below), PIECES of them.
 // With -DKV_CODES a head of k or v is scaled by its largest magnitude at a position, which each work-item finds for itself
 // as it does the factor of a norm. Bits of magnitudes are compared as integers, so that NaN is the largest.
+// The linear may have more members behind v, of which a row of its segments has `more_split` columns, and `more_rows` in all.
 // Follows common.h and glue.h. Grid: work-items over runs of 8 elements of heads, tokens.
 
 // 1 / rms of one head, its bias (null for none) added.
@@ -53,15 +54,15 @@ GROUP_SIZE __kernel void rope_and_store(
     __global float *q_out, __global kv_t *cache,
     __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT,
     int q_split,
-    int k_split, int v_split, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
+    int k_split, int v_split, int more_split, int more_rows, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
     int has_norm, float epsilon LIMIT_ARGUMENT QUERY_ARGUMENT) {
   int token = get_global_id(1);
   int position = step[STEP_POSITION] + token;
   if (token >= step[STEP_LENGTH] || position >= capacity)
     return;
   int q_rows = heads * head_dim, kv_rows = kv_heads * head_dim;
-  int a_columns = q_split + k_split + v_split;
-  int b_columns = COLUMNS_OF_B(q_rows + 2 * kv_rows, a_columns);
+  int a_columns = q_split + k_split + v_split + more_split;
+  int b_columns = COLUMNS_OF_B(q_rows + 2 * kv_rows + more_rows, a_columns);
   // A piece is two runs of up to 8 elements, half the rotated (or the unrotated) part of a head apart.
   int normed_head = -1;
   float factor = 1.0f;

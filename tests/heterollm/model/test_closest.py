@@ -29,8 +29,6 @@ OTHER_LAYERS = {
     "modernbert-decoder": "local_attention",
     "nemotron_h": "conv_kernel",
     "olmo_hybrid": "linear_attention",
-    "qwen3_5_text": "linear_attention",
-    "qwen3_next": "linear_attention",
     "recurrent_gemma": "block_types|attention_window|conv1d|lru_width",
     "rwkv": "attention_hidden_size",
     "t5": "is_encoder_decoder",

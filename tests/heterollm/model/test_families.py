@@ -14,7 +14,15 @@ import heterollm.loading
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, RopeConfig, expert_specs
-from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock
+from heterollm.model.blocks import (
+    AnyBlock,
+    AttentionBlock,
+    DeltaNetBlock,
+    FfnBlock,
+    LayerConfig,
+    MixtureBlock,
+)
+from heterollm.model.layout import other_name
 
 Reference = Callable[[LLM, Path, list[int]], np.ndarray]
 Oracle = Callable[..., np.ndarray]
@@ -47,14 +55,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
-    **{name: (name, {}) for name in ("phi", "opt", "lfm2", *DECLARED)},
+    **{
+        name: (name, {})
+        for name in ("phi", "opt", "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", *DECLARED)
+    },
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
+    "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
 }
 VARIANTS = (
     *("mistral without window", "qwen2 with window", "llama with biases"),
     *("granite 4 without positions", "granite 4 with experts", "stablelm in parallel"),
+    "qwen3_next with a dense layer",
 )
 
 # The level layer runs the graphs of npu with the kernels of gpu.
@@ -288,6 +301,7 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
         config, FfnBlock, lambda one: dataclasses.replace(one, token_gated=False)
     ),
     "blocks side by side": one_after_the_other,
+    "output gate": lambda config: attention(config, gated=False),
 }
 GEMMA = (
     *("window", "layers without window", "norms of outputs", "norm offset", "embedding scale"),
@@ -352,6 +366,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("stages without a norm before", "norms of outputs", "norms of heads", "window"),
         *("layers without window", "layers without positions"),
     ),
+    "qwen3_next": ("norm offset", "output gate", "normalised weights", "all chosen experts"),
+    "qwen3_5_text": (
+        *("norms of heads", "partly turning heads", "norm offset", "output gate"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
 }
 
 
@@ -381,4 +400,33 @@ def test_a_feature_that_is_taken_away_is_seen(
     monkeypatch.setattr(heterollm.loading, "load_weights", without_it)
     llm = host_llm(folder, plan="gpu")
     # Even the emulator's gate would see it.
+    assert sqnr_db(all_logits(llm, ids), expected) < LOGITS_SQNR_DB["fp16"]
+
+
+@pytest.mark.parametrize(
+    ("role", "value"), [("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0), ("gated_norm", 1.0)]
+)
+def test_a_tensor_of_a_delta_net_that_is_taken_away_is_seen(
+    role: str,
+    value: float,
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    oracle: Oracle,
+    token_ids: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, ids = checkpoint("qwen3_5_text"), token_ids(PROMPT + STEPS)
+    expected = oracle(folder, ids)
+    load_weights = heterollm.loading.load_weights
+
+    def without_it(*arguments: Any, **options: Any) -> Any:
+        weights = load_weights(*arguments, **options)
+        names = {other_name(weights.config, layer, role) for layer in weights.config.blocks(DeltaNetBlock)}
+        floats = {
+            name: np.full_like(own, value) if name in names else own for name, own in weights.floats.items()
+        }
+        return dataclasses.replace(weights, floats=floats)
+
+    monkeypatch.setattr(heterollm.loading, "load_weights", without_it)
+    llm = host_llm(folder, plan="gpu")
     assert sqnr_db(all_logits(llm, ids), expected) < LOGITS_SQNR_DB["fp16"]

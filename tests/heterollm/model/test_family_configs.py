@@ -175,6 +175,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+KINDS = ["linear_attention", "full_attention"]
+NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16}
+
+
 @pytest.fixture(params=CONFIGS)
 def published(request: pytest.FixtureRequest) -> dict[str, Any]:
     return COMMON | CONFIGS[request.param]
@@ -387,6 +391,39 @@ def test_layers_and_widths_of_lfm2_are_those_of_transformers(changes: dict[str, 
         assert ours.rms_norm_eps == theirs.norm_eps
         assert ours.tie_word_embeddings == theirs.tie_word_embeddings
         assert ours.rope.base == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"full_attention_interval": 2, "attention_bias": True}, {"layer_types": KINDS * 4}]
+)
+def test_layers_of_qwen3_5_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    fields = COMMON | {"model_type": "qwen3_5_text", "num_attention_heads": 8, **NET} | changes
+    theirs = theirs_of(fields)
+    for given in (fields, theirs.to_dict()):
+        ours = ModelConfig.from_dict(given)
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        assert expected_tensors(ours) == shapes
+        assert [KINDS[bool(layer.find(AttentionBlock))] for layer in ours.per_layer] == theirs.layer_types
+        assert ours.attention.rotary_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"linear_key_head_dim": 160}, UnsupportedModelError, "linear_key_head_dim 160, above 128"),
+        ({"linear_num_value_heads": 3}, CheckpointError, "a multiple of the 2 of linear_num_key_heads"),
+        ({"linear_conv_kernel_dim": 1}, CheckpointError, "linear_conv_kernel_dim is 1"),
+        ({"full_attention_interval": 0}, CheckpointError, "full_attention_interval is 0"),
+        ({"full_attention_interval": 9}, UnsupportedModelError, "A model without attention"),
+        ({"layer_types": ["conv"] * 8}, UnsupportedModelError, "'conv'"),
+        ({"attn_output_gate": False}, UnsupportedModelError, "without an output gate"),
+        ({"mamba_ssm_dtype": "float16"}, UnsupportedModelError, "recurrent state in another type"),
+    ],
+)
+def test_other_delta_nets_are_refused(changes: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        ModelConfig.from_dict(COMMON | {"model_type": "qwen3_5_text", **NET} | changes)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Configurations and tensors of mixtures of experts."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Routing
@@ -34,6 +36,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared")
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def config_of(model_type: str, **changes: Any) -> ModelConfig:
@@ -182,3 +185,28 @@ def test_experts_are_read_one_at_a_time(
         np.testing.assert_array_equal(member, whole[place.start : place.stop])
     assert len(members) == 2 * config.mixture.routing.experts
     assert sizes[::2] == [config.mixture.width * config.hidden_size] * len(members)
+
+
+def test_experts_in_one_tensor_are_those_of_their_own(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As published checkpoints of Qwen3.5-MoE have them."""
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    source, folder = checkpoint("qwen3_5_moe_text"), tmp_path / "stacked"
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        prefix = next(name for name in tensors if f"layers.{layer}.mlp.experts.0.down" in name)
+        prefix = prefix.partition("0.down")[0]
+        for stacked, members in STACKED.items():
+            parts = [
+                np.concatenate([tensors.pop(f"{prefix}{expert}.{member}.weight") for member in members])
+                for expert in range(6)
+            ]
+            tensors[f"{prefix}{stacked}"] = np.stack(parts)
+    save_file(tensors, folder / "model.safetensors")
+    config = ModelConfig.from_folder(folder)
+    one, other = (load_weights(Checkpoint(own), config) for own in (source, folder))
+    assert list(one.linears) == list(other.linears)
+    for name, weight in one.linears.items():
+        assert np.array_equal(weight.dequantize(), other.linears[name].dequantize()), name

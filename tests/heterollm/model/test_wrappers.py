@@ -73,6 +73,52 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**EYE, "model_type": "pixtral", "intermediate_size": 32},
         "image_token_index": 7,
     },
+    "qwen3_5": {
+        "text_config": {
+            **TEXT,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+        },
+        "image_token_id": 7,
+        "video_token_id": 8,
+        "vision_start_token_id": 9,
+        "vision_end_token_id": 10,
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **TEXT,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+        },
+        "image_token_id": 7,
+        "video_token_id": 8,
+        "vision_start_token_id": 9,
+        "vision_end_token_id": 10,
+    },
     # Positions on three axes, which are equal for text; norms in a row of the tower feed the first layers.
     "qwen3_vl": {
         "text_config": {
