@@ -14,6 +14,7 @@ import numpy as np
 
 from heterollm.base import Progress
 from heterollm.engine.blocks.attention import AttentionEmitter
+from heterollm.engine.blocks.delta_net import DeltaNetEmitter
 from heterollm.engine.blocks.ffn import FfnEmitter
 from heterollm.engine.blocks.layer_input import LayerInputEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
@@ -43,6 +44,7 @@ from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
 from heterollm.model import (
     AttentionBlock,
+    DeltaNetBlock,
     FfnBlock,
     LayerInputBlock,
     LayerStage,
@@ -101,6 +103,7 @@ class Compiler:
             AttentionBlock.NAME: AttentionEmitter(
                 device, weights.config, context, self._linears, tensors, self.techniques
             ),
+            DeltaNetBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
             ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors),
             LayerInputBlock.NAME: self.layer_inputs,

@@ -69,7 +69,7 @@ class GlueEmitter:
         delta: Delta | None,
         codes: RoundedInputs | NpuCodes | None,
     ) -> None:
-        """Append the norm before a stage.
+        """Append the norm before a stage, or without one the copy of the residual stream for its linears.
 
         Args:
             builder: The pass so far.
@@ -93,7 +93,8 @@ class GlueEmitter:
         )
         reads = (residual, *_read(delta))
         updated = () if delta is None else (residual,)
-        builder.kernel("norm", layer, launch, reads=reads, writes=(*updated, out, *codes_of(codes)))
+        name = "residual" if norm is None else "norm"
+        builder.kernel(name, layer, launch, reads=reads, writes=(*updated, out, *codes_of(codes)))
 
     def summed(self, builder: PassBuilder, layer: int, stage: LayerStage, outputs: Sequence[Delta]) -> Delta:
         """Return the sum of the outputs of a stage's blocks, as far as the next norm can add them."""

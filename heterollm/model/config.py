@@ -23,7 +23,6 @@ from heterollm.model.blocks import (
     LayerConfig,
     LayerInputBlock,
     MixtureBlock,
-    StateSpec,
 )
 from heterollm.model.families import CONFIG_FIELDS, FAMILIES, SUPPORTED, unsupported
 from heterollm.model.family import Family
@@ -32,6 +31,7 @@ from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.missing import MISSING
 from heterollm.model.rope import RopeConfig
 from heterollm.model.sampling_defaults import read_generation
+from heterollm.model.states import StateSpec
 from heterollm.model.stored import refuse_foreign_weights
 from heterollm.model.stored_formats import StoredFormats, read_stored_formats
 from heterollm.model.token_ids import token_ids
@@ -243,12 +243,12 @@ def _check_supported(fields: JsonFields) -> Family:
         raise unsupported(f"Model type {model_type!r}{f' ({lacks})' if lacks else ''}")
     family = FAMILIES[model_type]
     architectures = fields.get("architectures")
-    published = (family.published_code or "").rpartition(".")[-1]
-    if architectures and architectures not in ([family.architecture], [published]):
+    published = [[name.rpartition(".")[-1]] for name in family.published_code]
+    if architectures and architectures not in ([family.architecture], *published):
         raise unsupported(f"Architecture {architectures!r}")
     code = fields.get("auto_map")
     named = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
-    if code and (named is None or named != family.published_code):
+    if code and named not in family.published_code:
         raise unsupported("A checkpoint that brings its own code (auto_map)")
     check_config(fields.values)
     return family

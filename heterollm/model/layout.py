@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from heterollm.kernels.formats import effective_block
+from heterollm.kernels.gpu import DeltaShape
 from heterollm.kernels.ops import Group, Member, OpSpec, Precision, Scales, WeightFormat
-from heterollm.model.blocks import AttentionBlock, GroupShape, MixtureBlock, Norm, kind_names
+from heterollm.model.blocks import AttentionBlock, DeltaNetBlock, GroupShape, MixtureBlock, Norm, kind_names
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_tensors
 from heterollm.model.families import FAMILIES
@@ -42,9 +44,11 @@ def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]
     if layer == HEAD_LAYER:
         return {"head": {"head": embedding_name(config) if config.tie_word_embeddings else head_name(config)}}
     prefix = names.layer.format(layer=layer)
+    sparse = config.per_layer[layer].find(MixtureBlock) is not None
+    modules = {**names.modules, **names.shared} if sparse else names.modules
     return {
         shape.group: {
-            member.name: f"{prefix}{names.modules[shape.group][source]}.weight"
+            member.name: f"{prefix}{modules[shape.group][source]}.weight"
             for member in shape.members
             for source in (shape.copies.get(member.name, member.name),)
         }
@@ -59,7 +63,7 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
     for shape in group_shapes(config, layer):
         used: dict[str, int] = {}
         found[shape.group] = {}
-        orders = _head_orders(config, layer) if shape.group == "qkv" else {}
+        orders = _head_orders(config, layer, shape.group)
         for member in shape.members:
             name, order = names[shape.group][member.name], orders.get(member.name)
             if member.name in shape.copies:
@@ -74,11 +78,27 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
     return found
 
 
-def _head_orders(config: ModelConfig, layer: int) -> dict[str, HeadOrder]:
-    """Return the order of rows of each member of a layer's attention that a checkpoint has in another one."""
-    family, block = FAMILIES[config.model_type], config.per_layer[layer].find(AttentionBlock)
-    assert block is not None  # the layer has a group qkv
+def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, HeadOrder]:
+    """Return the order of rows of each member of a group that a checkpoint has in another one."""
+    family = FAMILIES[config.model_type]
+    names = family.tensors.modules.get(group, {})
+    if group == "delta_in" and names["q"] == names["z"]:
+        net = config.per_layer[layer].find(DeltaNetBlock)
+        assert net is not None  # the layer has the group
+        return {
+            name: order
+            for own in (("q", "k", "v", "z"), ("b", "a"))
+            for name, order in _by_key_heads(net.shape, own).items()
+        }
+    if group != "qkv":
+        return {}
+    block = config.per_layer[layer].find(AttentionBlock)
+    assert block is not None  # the layer has the group
     dim = block.head_dim
+    if block.gated:
+        return {
+            name: HeadOrder(block.heads, 2 * dim, first, 1, dim) for name, first in (("q", 0), ("gate", dim))
+        }
     if family.grouped_heads:
         queries = block.heads // block.kv_heads
         heads = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}
@@ -93,6 +113,16 @@ def _head_orders(config: ModelConfig, layer: int) -> dict[str, HeadOrder]:
             name: HeadOrder(1, count * dim, 0, count, dim, block.rotary_dim) for name, count in counts.items()
         }
     return {}
+
+
+def _by_key_heads(shape: DeltaShape, names: Sequence[str]) -> dict[str, HeadOrder]:
+    """Return the order of members of a delta net that a tensor has by key heads, in this order."""
+    rows = {name: shape.members[name] // shape.key_heads for name in names}
+    starts = itertools.accumulate(rows.values(), initial=0)
+    return {
+        name: HeadOrder(shape.key_heads, sum(rows.values()), start, 1, own)
+        for (name, own), start in zip(rows.items(), starts, strict=False)
+    }
 
 
 def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:

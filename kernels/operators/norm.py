@@ -45,7 +45,7 @@ from heterollm.kernels.ops import Group, Join, WeightFormat
 EPSILON: Final = 1e-5
 """Of checks."""
 
-STEPS: Final[Mapping[str, StepCategory]] = {"norm": "norm", "final norm": "norm"}
+STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(("norm", "residual", "final norm"), "norm")
 
 NORM_ONLY, NORM_ADD, NORM_ADD_HEAD = range(3)
 """Modes of rms_norm.cl."""
@@ -70,12 +70,12 @@ def rms_norm(
     """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
 
     The delta includes ``bias``; with ``post`` it is then normed: ``delta / rms(delta) * post``. The sum is
-    multiplied by ``gain``.
+    multiplied by ``gain``. Without a weight ``out`` is the residual itself.
 
     Args:
         on: The device's kernels.
         residual: float32 ``[tokens, hidden]``, updated in place if there is a delta.
-        weight: float32 ``[hidden]``; None for the sum without a norm.
+        weight: float32 ``[hidden]``, or None.
         out: ``[tokens, hidden]`` in the activation type.
         hidden: Width of the model.
         tokens: Rows.
@@ -150,21 +150,20 @@ def _norm_launch(
     out.require(rows * hidden * on.item_bytes, f"{label} output")
     files = ("codes.h", "rms_norm.cl") if isinstance(rounded, NpuCodes) else ("rms_norm.cl",)
     widths = (hidden, delta.splits[0])
-    defines: Defines = {"CENTERED": 1} if centered else {}
-    defines |= {"GAIN": 1} if gain != 1 else {}
-    defines |= {"UNNORMED": 1} if weight is None else {}
+    defines: Defines = {"UNNORMED": 1} if weight is None else {"CENTERED": 1} if centered else {}
+    if gain != 1:
+        defines = {**defines, "GAIN": 1}
     kernel, _, items = on.kernel(
         files, "rms_norm", lambda _: defines, rounded=rounded, widths=widths, segments=delta
     )
+    given = tuple(extra is not None for extra in extras)
     # Absent memory is never read, but OpenCL needs a valid argument.
-    absent = residual if weight is None else weight
+    present = tuple(residual if own is None else own for own in (weight, *extras))
     arguments = (
-        *(residual, absent if weight is None else weight, out, delta.a, delta.b),
-        *(absent if extra is None else extra for extra in extras),
-        step,
+        *(residual, present[0], out, delta.a, delta.b, *present[1:], step),
         *map(np.int32, (delta.splits[0], hidden)),
         np.float32(epsilon),
-        *map(np.int32, (mode, *(extra is not None for extra in extras))),
+        *map(np.int32, (mode, *given)),
         *((np.float32(gain),) if gain != 1 else ()),
         *(rounded.arguments(rows, hidden, label) if rounded else ()),
     )
@@ -199,9 +198,9 @@ class NormCase:
     """A norm of the residual stream with a linear's output added.
 
     The delta, in two segments at ``split``, may have a bias and be normed first (``post``). The sum may be
-    multiplied by a ``gain``, and be the output itself (``plain``). With a
-    ``head_row`` it is the norm before the head, of the rows from there on. Codes that are written beside
-    floats (``rounds``) are those of a grid, or int8 for a linear of that format.
+    multiplied by a ``gain``. With a ``head_row`` it is the norm before the head, of the rows from there on;
+    ``unnormed`` writes the stream itself. Codes that are written beside floats (``rounds``) are those of a
+    grid, or int8 for a linear of that format.
     """
 
     tokens: int
@@ -213,16 +212,17 @@ class NormCase:
     scale: float = 1.0
     centered: bool = False
     gain: float = 1.0
-    plain: bool = False
+    unnormed: bool = False
     head_row: int | None = None
     rounds: CodeGrid | WeightFormat | None = None
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         tokens, hidden = self.tokens, self.hidden
         rows = tokens - (self.head_row or 0)
+        factors = (2, hidden) if self.centered else (hidden,)
         memory = (
             data.floats("residual", tokens, hidden),
-            None if self.plain else data.weights("norm", *(2, hidden) if self.centered else (hidden,)),
+            None if self.unnormed else data.weights("norm", *factors),
             data.output("normed", rows, hidden),
         )
         options: dict[str, Any] = {
@@ -250,14 +250,11 @@ class NormCase:
             added = exact_rms_norm(added, data["post"], EPSILON)
         residual = data["residual"].astype(np.float64)
         total = (residual + added) * self.gain
-        if self.plain:
-            return {"normed": total, "residual": total}
-        seen, weights = total[self.head_row or 0 :], data["norm"]
-        normed = (
-            exact_layer_norm(seen, weights[0], weights[1], EPSILON)
-            if self.centered
-            else exact_rms_norm(seen, weights, EPSILON)
-        )
+        normed = total[self.head_row or 0 :]
+        if self.centered:
+            normed = exact_layer_norm(normed, data["norm"][0], data["norm"][1], EPSILON)
+        elif not self.unnormed:
+            normed = exact_rms_norm(normed, data["norm"], EPSILON)
         return {"normed": normed, "residual": total if self.head_row is None else residual}
 
 
@@ -266,6 +263,7 @@ CHECKS: Final = (
     OperatorCheck("norm with residual", "normed delta", NormCase(5, 192, 64, post=True), "normed"),
     OperatorCheck("norm with residual", "scaled sum", NormCase(5, 192, 64, gain=0.3), "residual"),
     OperatorCheck("norm with residual", "5 tokens, sum", NormCase(5, 192, 64, "sum"), "normed"),
+    OperatorCheck("norm with residual", "no norm", NormCase(5, 192, 64, unnormed=True), "normed"),
     OperatorCheck("final norm", "3 of 5 tokens, split", NormCase(5, 192, 64, head_row=2), "normed"),
 )
 

@@ -42,23 +42,6 @@ static inline float8 load_normed(norm_delta delta, __global const float *post, f
 #define SUMMED(value, added) ((value) + (added))
 #endif
 
-// The sum of one value of each work-item of the group.
-static inline float group_sum(float value, __local float *sums) {
-#if WG > 1
-  int lane = get_local_id(0);
-  barrier(CLK_LOCAL_MEM_FENCE);
-  sums[lane] = value;
-  for (int width = WG / 2; width > 0; width /= 2) {
-    barrier(CLK_LOCAL_MEM_FENCE);
-    if (lane < width)
-      sums[lane] += sums[lane + width];
-  }
-  barrier(CLK_LOCAL_MEM_FENCE);
-  value = sums[0];
-#endif
-  return value;
-}
-
 // split: columns of the delta in a.
 GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float *weight,
                                   __global act_t *out, __global const act_t *a, __global const act_t *b,
@@ -101,6 +84,10 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     if (mode == NORM_ADD) {
       STORE_PART(store_float8, store_float, value, values, i, count)
     }
+#ifdef UNNORMED
+    STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
+  }
+#else
 #ifdef CENTERED
     value -= mean;
 #endif
@@ -125,6 +112,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
 #endif
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
   }
+#endif
 #ifdef CODE_BITS
   wait_for_values();
   int blocks = (uint)hidden / CODE_BLOCK;
