@@ -34,7 +34,8 @@ ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
 class ModelSize(NamedTuple):
     """The numbers of a configuration that determine its time, named as in :class:`ModelConfig`.
 
-    In a mixture ``intermediate`` is the width of an expert, and each token chooses ``chosen`` of ``experts``.
+    In a mixture ``intermediate`` is the width of an expert, each token chooses ``chosen`` of ``experts``, and
+    ``shared`` is the width of the network that computes every token.
     """
 
     hidden: int
@@ -48,6 +49,7 @@ class ModelSize(NamedTuple):
     positions: int
     experts: int = 0
     chosen: int = 0
+    shared: int = 0
 
     def config(self, kind: str = "llama", more: Mapping[str, Any] | None = None) -> ModelConfig:
         """Return the configuration of a model of this size.
@@ -57,7 +59,8 @@ class ModelSize(NamedTuple):
             more: Further fields of the type.
         """
         mixture = {
-            **({"moe_intermediate_size": self.intermediate} if kind == "qwen3_moe" else {}),
+            **({"moe_intermediate_size": self.intermediate} if kind in ("qwen2_moe", "qwen3_moe") else {}),
+            **({"shared_expert_intermediate_size": self.shared} if self.shared else {}),
             ("num_local_experts" if kind in ("mixtral", "phimoe") else "num_experts"): self.experts,
             "num_experts_per_tok": self.chosen,
             "norm_topk_prob": kind == "qwen3_moe",
@@ -83,6 +86,12 @@ class ModelSize(NamedTuple):
                 **(mixture if self.experts else {}),
                 **({"attention_bias": True, "lm_head_bias": True} if kind == "phimoe" else {}),
                 **({"partial_rotary_factor": 0.4} if kind == "phi" else {}),
+                # All sizes have values as wide as queries, in heads of 128.
+                **(
+                    {"linear_num_value_heads": self.heads * self.head_dim // 128}
+                    if kind == "qwen3_5_text"
+                    else {}
+                ),
                 **(more or {}),
             }
         )
@@ -127,7 +136,7 @@ def _known(kind: str, source: str, numbers: Sequence[Any]) -> KnownModel:
     """Return the model of a row, which may end in further fields of its type."""
     more = numbers[-1] if isinstance(numbers[-1], Mapping) else {}
     stated = [number for number in numbers if number is not more]
-    return KnownModel(kind, ModelSize._make((*stated, 0, 0)[: len(ModelSize._fields)]), source, more)
+    return KnownModel(kind, ModelSize._make((*stated, 0, 0, 0)[: len(ModelSize._fields)]), source, more)
 
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(

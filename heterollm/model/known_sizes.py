@@ -25,7 +25,8 @@ LFM2: Final = _convolutions(16, 2, 5, 8, 10, 12, 14)
 
 # fmt: off
 # Name, model_type, repository, and the numbers of ModelSize: hidden, intermediate, layers, heads, kv_heads,
-# vocabulary, tied, head_dim, positions; of a mixture the experts of a layer and of a token as well.
+# vocabulary, tied, head_dim, positions; of a mixture the experts of a layer and of a token as well, and
+# the width of the shared network.
 ROWS: Final[tuple[Row, ...]] = (
     ("llama-3-8b", "llama", "meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128256, False, 128, 8192),
     ("llama-2-7b", "llama", "meta-llama/Llama-2-7b-hf", 4096, 11008, 32, 32, 32, 32000, False, 128, 4096),
@@ -67,6 +68,15 @@ ROWS: Final[tuple[Row, ...]] = (
     ("qwen3-32b", "qwen3", "Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 151936, False, 128, 40960),
     ("qwen3-30b-a3b", "qwen3_moe", "Qwen/Qwen3-30B-A3B",
      2048, 768, 48, 32, 4, 151936, False, 128, 40960, 128, 8),
+    ("qwen3.5-0.8b", "qwen3_5_text", "Qwen/Qwen3.5-0.8B", 1024, 3584, 24, 8, 2, 248320, True, 256, 262144),
+    ("qwen3.5-2b", "qwen3_5_text", "Qwen/Qwen3.5-2B", 2048, 6144, 24, 8, 2, 248320, True, 256, 262144),
+    ("qwen3.5-4b", "qwen3_5_text", "Qwen/Qwen3.5-4B", 2560, 9216, 32, 16, 4, 248320, True, 256, 262144),
+    ("qwen3.5-9b", "qwen3_5_text", "Qwen/Qwen3.5-9B", 4096, 12288, 32, 16, 4, 248320, False, 256, 262144),
+    ("qwen3.5-27b", "qwen3_5_text", "Qwen/Qwen3.5-27B", 5120, 17408, 64, 24, 4, 248320, False, 256, 262144),
+    ("qwen1.5-moe-a2.7b", "qwen2_moe", "Qwen/Qwen1.5-MoE-A2.7B",
+     2048, 1408, 24, 16, 16, 151936, False, 128, 8192, 60, 4, 5632),
+    ("phi-tiny-moe", "phimoe", "microsoft/Phi-tiny-MoE-instruct",
+     4096, 448, 32, 16, 4, 32064, False, 128, 4096, 16, 2),
     ("phi-3.5-moe", "phimoe", "microsoft/Phi-3.5-MoE-instruct",
      4096, 6400, 32, 32, 8, 32064, False, 128, 131072, 16, 2),
     ("mixtral-8x7b", "mixtral", "mistralai/Mixtral-8x7B-v0.1",
@@ -131,22 +141,14 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      2048, 5632, 24, 32, 32, 100352, False, 64, 4096),
     ("phi-mini-moe", "phimoe", "microsoft/Phi-mini-MoE-instruct",
      4096, 960, 32, 32, 8, 32064, False, 128, 4096, 16, 2),
-    ("phi-tiny-moe", "phimoe", "microsoft/Phi-tiny-MoE-instruct",
-     4096, 448, 32, 16, 4, 32064, False, 128, 4096, 16, 2),
 )
 """Models of families that people run on phones and laptops; a row may end in further fields of its type."""
 # fmt: on
 
 TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "qwen3-next": "qwen3_next",
-        "qwen3.5": "qwen3_5_text",
-        "qwen3.6": "qwen3_5_text",
-        "qwen3.8": "qwen3_5_text",
-        "gemma-4": "gemma4_text",
         "gemma-3n": "gemma3n_text",
         "gpt-oss": "gpt_oss",
-        "ministral-3": "ministral3",
         "lfm3": "lfm3",
         "lfm2-8b-a1b": "lfm2_moe",
         "lfm2-24b-a2b": "lfm2_moe",
@@ -155,12 +157,8 @@ TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "glm-4.7-flash": "glm4_moe_lite",
         "glm-4.5-air": "glm4_moe",
         "granite-4.0-h": "bamba",  # granitemoehybrid with the layers of this type
-        "exaone-4": "exaone4",
         "falcon-h1": "falcon_h1",
-        "hunyuan": "hunyuan_v1_dense",
         "ernie-4.5-21b": "ernie4_5_moe",
-        "olmo-2": "olmo2",
-        "olmo-3": "olmo3",
         "muse-glimmer": "muse_glimmer",
         "llama-4": "llama4_text",
         "internlm3": "internlm3",
