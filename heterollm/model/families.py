@@ -528,6 +528,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             eos_ids=(2,),
         ),
         **UNGATED,
+        **GEMMA4,
         **HYBRIDS,
         **MIXTURES,
     }
