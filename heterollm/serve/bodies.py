@@ -50,6 +50,9 @@ GBNF: Final = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 MOST_STOPS: Final = 16
 MOST_TOP_LOGPROBS: Final = 20
 SEEDS: Final = 1 << 64
+RANDOM_SEED: Final = -1
+"""The seed that llama.cpp and Ollama take as none."""
+
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -63,6 +66,7 @@ class _AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str
     max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     # The ranges are those of the Python API.
     temperature: float | None = None
     top_p: float | None = None
@@ -127,7 +131,6 @@ class _SchemaFormat(
 
 class _ChatBody(_AnswerBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     response_format: _TextFormat | _ObjectFormat | _SchemaFormat | None = None
@@ -175,8 +178,7 @@ def chat_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> AnswerR
     body = _decoded(content, _ChatBody, defaults.name, llm.context)
     messages = [_message(one) for one in body.messages]
     options: AnswerKeywords = {"stop": (*_stops(body), *llm.tokenizer.chat_stop_strings)}
-    most = defaults.max_tokens if body.max_tokens is None else body.max_tokens
-    most = most if body.max_completion_tokens is None else body.max_completion_tokens
+    most = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
     match body.response_format:
         case _ObjectFormat():
             options["json_object"] = True
@@ -195,7 +197,7 @@ def completion_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> A
     body = _decoded(content, _CompletionBody, defaults.name, llm.context)
     options: AnswerKeywords = {"stop": _stops(body)}
     prompts = _prompts(body.prompt)
-    most = body.max_tokens or defaults.max_tokens or 16
+    most = body.max_completion_tokens or body.max_tokens or defaults.max_tokens or 16
     wanted = body.logprobs is not None
     return _request(llm, defaults, body, prompts, options, most, logprobs=wanted, top=body.logprobs)
 
@@ -222,6 +224,7 @@ def _request(
     given = {name: getattr(body, name) for name in SAMPLED if getattr(body, name) is not None}
     answer: Any = {**defaults.sampling, **options, **given, "max_new_tokens": most}
     seed = answer.pop("seed", None)
+    seed = None if seed == RANDOM_SEED else seed
     # The number of guesses follows measured times, on which a seeded answer must not depend.
     answer["speculate"] = seed is None
     answer |= {"log_probabilities": logprobs, "top_log_probabilities": top or 0}

@@ -242,6 +242,20 @@ def test_a_bias_forbids_and_forces_tokens(llm: LLM, defaults: RequestDefaults) -
     assert varied.token_ids[0] == 77
 
 
+def test_the_seed_of_none_is_none(llm: LLM, defaults: RequestDefaults) -> None:
+    assert not asked(llm, defaults, {"seed": -1}).reproducible
+    assert asked(llm, defaults, {"seed": -2}).reproducible
+    seeds = RequestDefaults(defaults.name, {**defaults.sampling, "seed": 7}, None, "")
+    assert asked(llm, seeds, {}).reproducible
+    assert not asked(llm, seeds, {"seed": -1}).reproducible
+
+
+def test_both_limits_hold_in_both_kinds_of_requests(llm: LLM, defaults: RequestDefaults) -> None:
+    for kind in ({}, {"prompt": "x"}):
+        given: Any = {**kind, "max_completion_tokens": 3, "max_tokens": 5, "ignore_eos": True}
+        assert answered(llm, defaults, **given).generated_tokens == 3
+
+
 def test_a_request_without_parameters_has_the_servers_defaults(
     llm: LLM, defaults: RequestDefaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
