@@ -37,6 +37,7 @@ class GenerationOptions:
         json_schema: JSON Schema that the answer follows, as text or as an object.
         json_object: The answer is a JSON object.
         grammar: Lark grammar that the answer follows, in llguidance's dialect.
+        marks: Ids of tokens that have no text, whatever the tokenizer says, and before which no text waits.
 
     Raises:
         OptionError: A value is illegal.
@@ -51,6 +52,7 @@ class GenerationOptions:
     json_schema: str | Mapping[str, Any] | None = None
     json_object: bool = False
     grammar: str | None = None
+    marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         limit = self.max_new_tokens

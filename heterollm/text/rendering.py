@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from heterollm.base import InputError
@@ -11,6 +12,12 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 NEEDLE: Final = "zq8Kx2vW"
 """A text that no template writes by itself."""
+
+SPLIT: Final = "\ufdd0"
+"""Divides a text that spells a token without being one; Unicode gives this number to no character."""
+
+FOREIGN: Final = ("user", "tool")
+"""Roles whose texts are others' than the model's and its operator's."""
 
 
 def render_whole(render: Callable[[Messages], str], messages: Messages) -> str:
@@ -41,6 +48,24 @@ def render_whole(render: Callable[[Messages], str], messages: Messages) -> str:
             fix="Put their text into a message of the user, or use another template.",
         )
     return text
+
+
+def guarded(messages: Messages, names: Collection[str]) -> list[Mapping[str, Any]]:
+    """Return messages in which no text of users and tools spells a token, such as the end of a turn.
+
+    Args:
+        messages: Role and content of each.
+        names: The spellings; each is divided by :data:`SPLIT`.
+    """
+    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+
+    def divided(text: str) -> str:
+        return pattern.sub(lambda found: f"{found[0][0]}{SPLIT}{found[0][1:]}", text.replace(SPLIT, ""))
+
+    return [
+        {**message, "content": divided(message["content"])} if message["role"] in FOREIGN else message
+        for message in messages
+    ]
 
 
 def _is_lost(text: str, messages: Messages, role: str) -> bool:

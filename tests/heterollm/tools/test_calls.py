@@ -1,0 +1,72 @@
+"""Calls over random logits: whatever a model writes, they parse and follow the schemas of their tools."""
+
+import json
+
+import jsonschema
+import pytest
+from chat_models import CHATS
+from tool_schemas import parameters
+
+from heterollm.tools import CallRules, ChatRequest, Tool, chat_prompt
+
+SAY = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(CHATS)))
+def test_required_calls_follow_their_schemas(number, name, tokenizer_of, answered):
+    seen = 0
+    for seed in range(5 * number, 5 * number + 5):
+        tools = [Tool(f"tool_{i}", "Does it.", parameters(3 * seed + i)) for i in range(3)]
+        rules = CallRules(tools=tools, required=True)
+        prompt = chat_prompt(tokenizer_of(name), ChatRequest(dialogue=SAY, tools=tools, rules=rules), 4000)
+        answer = answered(name, prompt, seed)
+        if answer.reason not in ("complete", "eos"):
+            continue
+        assert answer.whole.calls, answer.text
+        for call in answer.whole.calls:
+            seen += 1
+            arguments = json.loads(call.arguments)
+            schema = next(tool.parameters for tool in tools if tool.name == call.name)
+            jsonschema.Draft202012Validator(schema).validate(arguments)
+    assert seen > 3
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Köln", "Bonn"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "note": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+    },
+    "required": ["city", "days"],
+}
+TOOLS = [Tool("weather", "Weather.", WEATHER), Tool("clock")]
+
+
+def prompt_of(tokenizer, **rules):
+    made = CallRules(tools=TOOLS, **rules) if rules is not None else None
+    return chat_prompt(tokenizer, ChatRequest(dialogue=SAY, tools=TOOLS, rules=made), 4000)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_an_answer_may_have_text_and_calls(name, tokenizer_of, answered):
+    """Whatever looks like a call to the reader is one to the grammar, and the other way round."""
+    tokenizer = tokenizer_of(name)
+    prompt = prompt_of(tokenizer)
+    brace = tokenizer.vocabulary["{"]
+    begins = [tokenizer.encode(text, add_bos=False)[0] for text in ("<tool_call>", "{")]
+    called = 0
+    for seed in range(30):
+        if called > 2:
+            break
+        liked = {} if prompt.form.marks else {**dict.fromkeys(begins, 4.0), brace: 4.0}
+        answer = answered(name, prompt, seed, liked=liked)
+        if answer.reason not in ("complete", "eos"):
+            continue
+        called += len(answer.whole.calls)
+        for call in answer.whole.calls:
+            schema = next(tool.held() for tool in TOOLS if tool.name == call.name)
+            jsonschema.Draft202012Validator(schema).validate(json.loads(call.arguments))
+        assert "weather" not in answer.whole.content
+        assert "clock" not in answer.whole.content
+    assert called or not prompt.form.marks
