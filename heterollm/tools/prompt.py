@@ -61,6 +61,7 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, most_tokens: int) ->
     Raises:
         InputError: The template refuses or ignores a message, or a result has no call.
         OptionError: The template has no such variable.
+        GrammarError: The schema of a tool cannot be followed.
         ContextError: The prompt is longer than ``most_tokens``.
         CheckpointError: The template is damaged.
     """
@@ -70,6 +71,8 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, most_tokens: int) ->
     if most_calls:
         dialogue = (support.several if most_calls > 1 else support.single)(dialogue)
     variables = _variables(support, request)
+    for tool in request.tools:
+        tool.held()  # before a template meets a schema that no answer can follow
     declared = [tool.declared() for tool in request.tools]
     text = render(tokenizer, support.way, dialogue, declared, variables)
     reasoning = support.reasoning

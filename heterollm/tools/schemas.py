@@ -51,7 +51,7 @@ class Tool:
         """Return the schema to hold arguments to: no object has further keys unless it asks for them.
 
         Raises:
-            GrammarError: The arguments are no object.
+            GrammarError: The arguments are no object, or nested too deeply.
         """
         own = dict(self.parameters)
         if own.setdefault("type", "object") != "object":
@@ -61,8 +61,11 @@ class Tool:
             )
         if not {"properties", "anyOf", "oneOf", "allOf", "$ref", "additionalProperties"} & own.keys():
             own["properties"] = {}
-        # An object in several parts would exclude the keys of its other parts.
-        return own if _in_parts(own) else _closed(own)
+        try:
+            # An object in several parts would exclude the keys of its other parts.
+            return own if _in_parts(own) else _closed(own)
+        except RecursionError:
+            raise GrammarError(f"The parameters of {self.name!r:.80} are nested too deeply.") from None
 
 
 def _in_parts(schema: object) -> bool:

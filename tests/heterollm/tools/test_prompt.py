@@ -1,13 +1,14 @@
 """Dialogues with tools in the templates of families: nothing is lost, and nothing makes control tokens."""
 
 import json
+import re
 
 import pytest
 from chat_models import CHATML, CHATS, HERMES, chat_folder
 
 from heterollm.base import GrammarError, InputError, OptionError
 from heterollm.text import Tokenizer
-from heterollm.tools import CallRules, ChatRequest, Tool, chat_prompt, fault_of
+from heterollm.tools import AnswerReader, CallRules, ChatRequest, Tool, chat_prompt, fault_of
 
 TOOLS = [
     Tool("weather", "Weather of a city", {"type": "object", "properties": {"city": {"type": "string"}}}),
@@ -160,3 +161,56 @@ def test_a_part_that_nothing_enforces_is_refused_if_the_tool_is_strict(tokenizer
                 answered("hermes", prompt, 0)
         else:
             assert json.loads(answered("hermes", prompt, 0).whole.calls[0].arguments) is not None
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_calls_that_are_read_are_rendered_as_they_were(name, tokenizer_of):
+    """Else the server would read the turn again."""
+    tokenizer = tokenizer_of(name)
+    request = ChatRequest(dialogue=dialogue()[:2], tools=TOOLS, rules=CallRules(tools=TOOLS))
+    form = chat_prompt(tokenizer, request, 4000).form
+    before = rendered(tokenizer, dialogue(results=[]))
+    first = form.calls.opens + "".join(form.calls.pieces()[:2])
+    begin = before.index(first.replace("{name}", "weather"))
+    ids = tokenizer.encode(before[begin:], add_bos=False)
+    reader, decoder = AnswerReader(form), tokenizer.stream_decoder()
+    parts = []
+    for token in ids:
+        if token in form.marks.values():
+            parts.append(reader.push(decoder.finish(), token))
+        else:
+            parts.append(reader.push(decoder.push(token), token))
+    calls = [one for part in (*parts, reader.finish()) for one in part.calls]
+    again = [call(one.call_id, one.name, **json.loads(one.arguments)) for one in calls]
+    assert [one["function"] for one in again] == [
+        one["function"] for one in dialogue()[2]["tool_calls"][: len(again)]
+    ]
+    if form.calls.between is not None or form.calls.repeat is not None:
+        ids_of = {one["id"] for one in again}
+        assert len(ids_of) == len(again) == 2
+        turn = {"role": "assistant", "content": "", "tool_calls": again}
+        text = rendered(tokenizer, [*dialogue()[:2], turn])
+        # Ids of the family's own form come back as they were.
+        assert text.replace(again[0]["id"], "").replace(again[1]["id"], "") == strip_ids(before, form)
+
+
+def strip_ids(text, form):
+    return text if "{id}" not in form.calls.call else re.sub(r"\b[0-9a-f]{9}\b", "", text)
+
+
+def test_deep_schemas_are_refused_and_crash_nothing(tokenizer_of):
+    deep: dict = {"type": "integer"}
+    for _ in range(2000):
+        deep = {"type": "object", "properties": {"a": deep}}
+    chain = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(3000)
+    }
+    chain["d3000"] = {"type": "integer"}
+    linked = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": chain}
+    assert "'other'" in str(fault_of([Tool("other", None, deep)]))
+    fault_of([Tool("other", None, linked)])  # within the stack, with an error or without
+    tools = [Tool("other", None, deep)]
+    for name in ("hermes", "gemma-4", "glm", "lfm2"):
+        request = ChatRequest(dialogue=dialogue()[:2], tools=tools, rules=CallRules(tools=tools))
+        with pytest.raises(GrammarError):
+            chat_prompt(tokenizer_of(name), request, 4000)
