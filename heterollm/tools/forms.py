@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 PLACES: Final = re.compile(r"(\{name\}|\{id\}|\{arguments\})")
@@ -78,6 +78,34 @@ class ToolForm:
 
 PYTHON: Final = ValueForm("'", ("True", "False", "None"))
 
+HERMES: Final = ToolForm(
+    name="hermes",
+    signs=(("<tools>", "<tool_call>"),),
+    begin="<tool_call>",
+    opens="<tool_call>\n",
+    closes="\n</tool_call>",
+    repeat="\n",
+)
+MISTRAL_3: Final = ToolForm(
+    name="mistral-v3",
+    signs=(("[TOOL_CALLS]",),),
+    begin="[TOOL_CALLS]",
+    opens="[TOOL_CALLS][",
+    call='{"name": "{name}", "arguments": {arguments}, "id": "{id}"}',
+    between=", ",
+    closes="]",
+)
+GLM: Final = ToolForm(
+    name="glm",
+    signs=(("<tool_call>", "<arg_key>", "<arg_value>"),),
+    begin="<tool_call>",
+    opens="<tool_call>",
+    call="{name}\n{arguments}",
+    closes="</tool_call>",
+    repeat="\n",
+    member="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+)
+
 FORMS: Final = (
     ToolForm(
         name="qwen3-coder",
@@ -89,16 +117,14 @@ FORMS: Final = (
         repeat="\n",
         member="<parameter={key}>\n{value}\n</parameter>\n",
     ),
-    ToolForm(
-        name="glm",
-        signs=(("<tool_call>", "<arg_key>", "<arg_value>"),),
-        begin="<tool_call>",
-        opens="<tool_call>",
-        call="{name}\n{arguments}",
-        closes="</tool_call>",
-        repeat="\n",
-        member="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    replace(
+        GLM,
+        signs=(("<tool_call>", "</arg_key><arg_value>"),),
+        call="{name}{arguments}",
+        member=GLM.member.replace("\n", ""),
     ),
+    GLM,
+    HERMES,
     ToolForm(
         name="granite-3.1",
         signs=(("available_tools", "<tool_call>"),),
@@ -115,14 +141,7 @@ FORMS: Final = (
         between=", ",
         closes="]",
     ),
-    ToolForm(
-        name="hermes",
-        signs=(("<tool_call>", "arguments"), ("<tool_call>", "tojson")),
-        begin="<tool_call>",
-        opens="<tool_call>\n",
-        closes="\n</tool_call>",
-        repeat="\n",
-    ),
+    replace(HERMES, signs=(("<tool_call>",),)),
     ToolForm(
         name="mistral-v13",
         signs=(("[TOOL_CALLS]", "[ARGS]"),),
@@ -130,15 +149,9 @@ FORMS: Final = (
         call="[TOOL_CALLS]{name}[ARGS]{arguments}",
         between="",
     ),
-    ToolForm(
-        name="mistral-v3",
-        signs=(("[TOOL_CALLS]",),),
-        begin="[TOOL_CALLS]",
-        opens="[TOOL_CALLS][",
-        call='{"name": "{name}", "arguments": {arguments}, "id": "{id}"}',
-        between=", ",
-        closes="]",
-    ),
+    # The vocabulary of SentencePiece has a space behind each mark.
+    replace(MISTRAL_3, signs=(("[TOOL_CALLS] [",),), opens="[TOOL_CALLS] ["),
+    MISTRAL_3,
     ToolForm(
         name="lfm2",
         signs=(("<|tool_call_start|>",),),
@@ -190,7 +203,7 @@ FORMS: Final = (
 )
 """The first one whose signs are found is the form of a checkpoint."""
 
-MISTRAL_V11: Final = ToolForm(
+MISTRAL_11: Final = ToolForm(
     name="mistral-v11",
     signs=(("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),),
     begin="[TOOL_CALLS]",
@@ -222,7 +235,7 @@ REASONING: Final = (
 def tool_form(template: str, tokens: Iterable[str]) -> ToolForm | None:
     """Return the form of a checkpoint's calls, by its chat template and then by its added tokens."""
     known = frozenset(tokens)
-    for form in (MISTRAL_V11, *FORMS):
+    for form in (MISTRAL_11, *FORMS):
         if any(all(sign in template for sign in signs) for signs in form.signs):
             return form
     for form in FORMS:

@@ -116,19 +116,21 @@ def _system(dialogue: Dialogue) -> tuple[Mapping[str, Any], Dialogue]:
 
 
 def _way(tokenizer: Tokenizer, template: str) -> str:
-    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}}
-    function = {"name": NEEDLES[0], "description": "x", "parameters": parameters}
     for way in (*VARIABLES, "system"):
         if way in VARIABLES and way not in template:
             continue
         try:
-            declared = [{"type": "function", "function": function}]
-            text = render(tokenizer, way, [{"role": "user", "content": "x"}], declared, {})
+            text = render(tokenizer, way, [{"role": "user", "content": "x"}], [_declared(NEEDLES[0])], {})
         except (InputError, CheckpointError):
             continue
         if NEEDLES[0] in text:
             return way
     return "text"
+
+
+def _declared(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}}
+    return {"type": "function", "function": {"name": name, "description": "x", "parameters": parameters}}
 
 
 # -- past calls ------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ def _change(tokenizer: Tokenizer, form: ToolForm, way: str, count: int) -> Rewri
     changes: tuple[Rewriting, ...] = (_as_they_are, _divided, _as_texts, _divided_as_texts, written)
     for change in changes if way != "text" else ():
         try:
-            text = tokenizer.render_chat(change(dialogue))
+            text = render(tokenizer, way, change(dialogue), [_declared("f")], {})
         except (InputError, CheckpointError):
             continue
         if all(name in text and name.lower() in text for name in names):

@@ -143,6 +143,29 @@ def test_the_turn_after_a_call_is_answered(client: openai.OpenAI, content: Any) 
     assert answer.choices[0].finish_reason
 
 
+def test_a_loop_of_three_tools_comes_to_its_end(client: openai.OpenAI) -> None:
+    messages, left = list(SAY), list(SCHEMAS)
+    for seed in range(8):
+        one: Any = [{"type": "function", "function": {"name": name}} for name in left]
+        choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": one}}
+        asked: Any = {**ASK, "messages": messages, "tool_choice": choice, "seed": seed}
+        (answer,) = client.chat.completions.create(**asked, parallel_tool_calls=False).choices
+        if answer.finish_reason == "length":
+            continue
+        check(answer.message.tool_calls)
+        messages.append(answer.message.model_dump(exclude_none=True))
+        for call in answer.message.tool_calls or ():
+            left.remove(call.function.name)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "done"})
+        if not left:
+            break
+    assert not left
+    (last,) = client.chat.completions.create(
+        **{**ASK, "messages": messages, "max_tokens": 4}, tool_choice="none"
+    ).choices
+    assert last.message.content
+
+
 def test_an_answer_that_is_cut_in_a_call_has_its_beginning(client: openai.OpenAI) -> None:
     one: Any = {"type": "function", "function": {"name": "weather"}}
     options: Any = {**ASK, "tool_choice": one, "temperature": 0}
