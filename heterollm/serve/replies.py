@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from heterollm.serve.answers import Ended, Spent, StepOf
 from heterollm.serve.bodies import AnswerRequest
 from heterollm.text import decode_rate, prefill_rate
-from heterollm.tools import AnswerPart, AnswerReader, ReplyForm, ToolCall
+from heterollm.tools import AnswerPart, AnswerReader, ReplyForm, ToolCall, joined
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -103,7 +103,7 @@ class Reply:
         if self._form is None:
             said = [{"content": step.text}] if step.text else []
         else:
-            said = self._deltas(event.choice, self._readers[event.choice].push(step.text, step.token_id))
+            said = self._deltas(self._readers[event.choice].push(step.text, step.token_id))
         if self._logprobs and not said:
             said = [{"content": ""}]
         steps = [step]
@@ -117,7 +117,7 @@ class Reply:
         """Return the last chunks of an answer."""
         said = []
         if self._form is not None:
-            said = self._deltas(event.choice, self._readers[event.choice].finish())
+            said = self._deltas(self._readers[event.choice].finish())
         chunks = [self._delta(event.choice, delta, [], None) for delta in said]
         last = self._delta(event.choice, {}, [], self._reason(event))
         return [*chunks, last if event.spent is None else {**last, "timings": self._timings(event.spent)}]
@@ -134,26 +134,21 @@ class Reply:
             return message
         reader = self._readers[end.choice]
         parts = [reader.push(step.text, step.token_id) for step in steps]
-        parts.append(reader.finish())
-        calls = [call for part in parts for call in part.calls]
-        reasoning = "".join(part.reasoning for part in parts)
-        message["content"] = "".join(part.content for part in parts) or (None if calls else "")
-        if reasoning:
-            message |= _reasoning(reasoning)
-        if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
+        whole = joined((*parts, reader.finish()))
+        message["content"] = whole.content or (None if whole.calls else "")
+        if whole.reasoning:
+            message |= _reasoning(whole.reasoning)
+        if whole.calls:
+            message["tool_calls"] = [_call(call) for call in whole.calls]
         return message
 
-    def _deltas(self, choice: int, part: AnswerPart) -> list[dict[str, Any]]:
-        """Return the deltas of a part: a call has its id and name once, then its arguments."""
+    def _deltas(self, part: AnswerPart) -> list[dict[str, Any]]:
+        """Return the deltas of a part: a call has its id and name once, before its arguments."""
         deltas: list[dict[str, Any]] = [_reasoning(part.reasoning)] if part.reasoning else []
         deltas += [{"content": part.content}] if part.content else []
-        first = self._readers[choice].calls - len(part.calls)
-        for index, call in enumerate(part.calls, first):
-            whole = _call(call)
-            begin = {**whole, "index": index, "function": {"name": call.name, "arguments": ""}}
-            rest = {"index": index, "function": {"arguments": call.arguments}}
-            deltas += [{"tool_calls": [begin]}, {"tool_calls": [rest]}]
+        for piece in part.calls:
+            said = _call(piece) if piece.call_id else {"function": {"arguments": piece.arguments}}
+            deltas.append({"tool_calls": [{"index": piece.index, **said}]})
         return deltas
 
     def _reason(self, end: Ended) -> str:

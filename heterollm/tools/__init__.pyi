@@ -7,4 +7,5 @@ from .reading import AnswerPart as AnswerPart
 from .reading import AnswerReader as AnswerReader
 from .reading import ReplyForm as ReplyForm
 from .reading import ToolCall as ToolCall
+from .reading import joined as joined
 from .schemas import Tool as Tool

@@ -71,6 +71,11 @@ class ToolForm:
         """Whether anything may follow a group."""
         return self.repeat is not None or self.tail
 
+    @property
+    def streams(self) -> bool:
+        """Whether arguments can be sent as they come: as JSON, and behind the id."""
+        return not self.member and "{id}" not in self.call.partition("{arguments}")[2]
+
     def pieces(self) -> list[str]:
         """Return the texts and places of a call, in order."""
         return [piece for piece in PLACES.split(self.call) if piece]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from heterollm.tools.forms import ReasoningForm, ToolForm
@@ -20,14 +20,16 @@ ID_LENGTH: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call.
+    """A call, or a piece of one.
 
     Args:
-        call_id: Its id.
-        name: The tool's name.
-        arguments: JSON text of an object; its beginning, if the answer was cut in it.
+        index: Its number in the answer.
+        call_id: Its id; empty in a piece that continues a call.
+        name: The tool's name; empty as well.
+        arguments: JSON text of an object, or the next piece of it.
     """
 
+    index: int
     call_id: str
     name: str
     arguments: str
@@ -35,11 +37,25 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """New parts of an answer, in this order."""
+    """New pieces of an answer, in this order."""
 
     reasoning: str = ""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
+
+
+def joined(parts: Iterable[AnswerPart]) -> AnswerPart:
+    """Return the whole of an answer's parts."""
+    reasoning, content, calls = "", "", list[ToolCall]()
+    for part in parts:
+        reasoning += part.reasoning
+        content += part.content
+        for piece in part.calls:
+            if piece.call_id:
+                calls.append(piece)
+            else:
+                calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + piece.arguments)
+    return AnswerPart(reasoning, content, tuple(calls))
 
 
 def new_id() -> str:
@@ -91,6 +107,7 @@ class AnswerReader:
         self._has_content = False
         self._searched = 0
         self._parts: list[AnswerPart] = []
+        self._sent: list[int] = []
         self.reasoning_tokens = 0
         self.calls = 0
 
@@ -199,20 +216,21 @@ class AnswerReader:
             self._parts.append(AnswerPart(reasoning=shown))
 
     def _take_group(self) -> bool:
-        """Read a whole group of calls, if it is there and the answer may continue behind it."""
+        """Read a group of calls as far as it is there; return whether the answer continues behind it."""
         form = self._form.calls
         assert form is not None  # it began
-        if not form.may_continue:
-            return False
         place = self._held.find(form.closes, max(0, self._searched - len(form.closes)))
         self._searched = len(self._held)
-        if place < 0:
+        if not form.streams and not (form.may_continue and place >= 0):
             return False
         calls, end = read_group(self._held, self._form)
-        if end is None:  # an argument has the mark as a text
+        if form.streams:
+            self._add(calls)
+        # Without an end an argument has the mark as a text.
+        if end is None or not form.may_continue:
             return False
         self._add(calls)
-        rest = self._held[end:]
+        rest, self._sent = self._held[end:], []
         self._enter("text")
         self._held = rest
         return True
@@ -225,8 +243,19 @@ class AnswerReader:
         return bool(form.begin) or self._held.startswith(begin) or begin.startswith(self._held)
 
     def _add(self, calls: Sequence[ToolCall]) -> None:
-        self.calls += len(calls)
-        self._parts.append(AnswerPart(calls=tuple(calls)))
+        """Add the pieces of a group's calls that are new."""
+        pieces = []
+        for number, call in enumerate(calls):
+            if number == len(self._sent):
+                self._sent.append(0)
+                self.calls += 1
+                pieces.append(
+                    replace(call, index=self.calls - 1, call_id=call.call_id or new_id(), arguments="")
+                )
+            if rest := call.arguments[self._sent[number] :]:
+                self._sent[number] += len(rest)
+                pieces.append(ToolCall(self.calls - len(self._sent) + number, "", "", rest))
+        self._parts.append(AnswerPart(calls=tuple(pieces)))
 
 
 def read_group(text: str, form: ReplyForm) -> tuple[list[ToolCall], int | None]:
@@ -279,12 +308,12 @@ def _read_call(text: str, place: int, form: ToolForm, tools: Sequence[Tool], cal
                 arguments, place = _arguments(text, place, form, tool)
             except CutError:
                 if not form.member:
-                    calls.append(ToolCall(call_id or new_id(), tool.name, text[begin:]))
+                    calls.append(ToolCall(len(calls), call_id, tool.name, text[begin:]))
                 raise
         else:
             place = _behind(text, place, piece)
     assert tool is not None  # as above
-    calls.append(ToolCall(call_id or new_id(), tool.name, arguments))
+    calls.append(ToolCall(len(calls), call_id, tool.name, arguments))
     return place
 
 

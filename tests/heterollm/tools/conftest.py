@@ -10,7 +10,7 @@ import pytest
 from chat_models import CHATS, chat_folder
 
 from heterollm.text import GenerationOptions, GrammarTokens, SamplingOptions, Tokenizer, TokenSequence, drive
-from heterollm.tools import AnswerPart, AnswerReader, ChatPrompt
+from heterollm.tools import AnswerPart, AnswerReader, ChatPrompt, joined
 
 ROWS = 2048
 
@@ -79,12 +79,9 @@ def answered(tokenizer_of) -> Iterator[Callable[..., Answer]]:
         pieces = [reader.push(step.text, step.token_id) for step in drive(sequence, source)]
         pieces.append(reader.finish())
         assert sequence.result is not None
-        whole = AnswerPart(
-            "".join(one.reasoning for one in pieces),
-            "".join(one.content for one in pieces),
-            tuple(call for one in pieces for call in one.calls),
+        return Answer(
+            joined(pieces), pieces, sequence.result.stop_reason, tokenizer.decode(sequence.result.token_ids)
         )
-        return Answer(whole, pieces, sequence.result.stop_reason, tokenizer.decode(sequence.result.token_ids))
 
     # The trial in a child has tests of its own, and takes most of the time of these.
     with pytest.MonkeyPatch.context() as patch:

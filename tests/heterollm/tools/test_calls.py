@@ -44,7 +44,7 @@ TOOLS = [Tool("weather", "Weather.", WEATHER), Tool("clock")]
 
 
 def prompt_of(tokenizer, **rules):
-    made = CallRules(tools=TOOLS, **rules) if rules is not None else None
+    made = CallRules(**{"tools": TOOLS, **rules})
     return chat_prompt(tokenizer, ChatRequest(dialogue=SAY, tools=TOOLS, rules=made), 4000)
 
 
@@ -70,3 +70,14 @@ def test_an_answer_may_have_text_and_calls(name, tokenizer_of, answered):
         assert "weather" not in answer.whole.content
         assert "clock" not in answer.whole.content
     assert called or not prompt.form.marks
+
+
+@pytest.mark.parametrize(("name", "is_streamed"), [("hermes", True), ("phi-4", True), ("lfm2", False)])
+def test_arguments_come_in_pieces_where_the_model_writes_json(name, is_streamed, tokenizer_of, answered):
+    answer = answered(name, prompt_of(tokenizer_of(name), tools=TOOLS[:1], required=True), 1)
+    pieces = [call for part in answer.pieces for call in part.calls if call.index == 0]
+    assert pieces[0].call_id
+    assert pieces[0].name
+    assert not any(piece.call_id or piece.name for piece in pieces[1:])
+    assert (len(pieces) > 3) == is_streamed
+    assert "".join(piece.arguments for piece in pieces) == answer.whole.calls[0].arguments

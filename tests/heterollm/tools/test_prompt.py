@@ -8,7 +8,7 @@ from chat_models import CHATML, CHATS, HERMES, chat_folder
 
 from heterollm.base import GrammarError, InputError, OptionError
 from heterollm.text import Tokenizer
-from heterollm.tools import AnswerReader, CallRules, ChatRequest, Tool, chat_prompt, fault_of
+from heterollm.tools import AnswerReader, CallRules, ChatRequest, Tool, chat_prompt, fault_of, joined
 
 TOOLS = [
     Tool("weather", "Weather of a city", {"type": "object", "properties": {"city": {"type": "string"}}}),
@@ -180,7 +180,7 @@ def test_calls_that_are_read_are_rendered_as_they_were(name, tokenizer_of):
             parts.append(reader.push(decoder.finish(), token))
         else:
             parts.append(reader.push(decoder.push(token), token))
-    calls = [one for part in (*parts, reader.finish()) for one in part.calls]
+    calls = joined((*parts, reader.finish())).calls
     again = [call(one.call_id, one.name, **json.loads(one.arguments)) for one in calls]
     assert [one["function"] for one in again] == [
         one["function"] for one in dialogue()[2]["tool_calls"][: len(again)]
