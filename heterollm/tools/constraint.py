@@ -70,6 +70,7 @@ class _Writer:
         self._marks = marks
         self._end_ids = end_ids
         self._lines: list[str] = []
+        self._strict = True
         names = sorted(marks, key=len, reverse=True)
         self._parts = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
@@ -77,34 +78,50 @@ class _Writer:
 
     def whole(self, rules: CallRules, reasoning: ReasoningForm | None, *, opened: bool) -> str:
         """Return the whole grammar."""
-        form, many = self._form, rules.parallel
-        think, free = self._think(reasoning, opened=opened), self._free()
-        end = self._end()
-        if rules.final is not None and not rules.tools:
-            return self._text(f"{think}{self._json(rules.final, rules.final)}")
-        if rules.required or rules.final is not None:
-            whole = self._calls(rules.tools, many=many)
-            if many and form.repeat is not None:
-                whole = f"{whole} ({self._literal(form.repeat)} {whole})*"
-            other = "" if rules.required else f" | {self._json(rules.final or {}, {})}"
-            return self._text(f"{think}({whole}{end}{other})")
-        if form.begin in self._marks:  # free text is any other token, reasoning too
-            if not rules.tools:
-                return self._text(free)
-            lead, call, think, rest = "", self._calls(rules.tools, many=many), f"{free} ", free
-        else:
-            if not rules.tools:
-                return self._text(f"{think}{free}")
-            # A lazy rule ends with its mark, so that the call lacks it.
-            lead = f"{self._rule(f'/{ANY}{_regex(form.begin)}/', lazy=True)} " if form.begin else ""
-            call, rest = self._calls(rules.tools, many=many, led=bool(form.begin)), free
-        if many and form.repeat is not None:
-            again = f"{lead}{call}{'' if lead else ' ' + rest}"
-            return self._text(f"{think}({again})*{' ' + rest if lead else ''}{end}")
-        tail = f" {rest}" if many and form.tail else ""
-        if form.begin in self._marks:
-            return self._text(f"{think}({call}{end}{tail})?")
-        return self._text(f"{think}({free} | {lead}{call}{end}{tail})")
+        think = self._think(reasoning, opened=opened)
+        final = "" if rules.final is None else self._json(rules.final, rules.final)
+        if final and not rules.tools:
+            return self._text(think + final)
+        if rules.required or final:
+            groups = f"{self._groups(rules)}{self._end()}"
+            return self._text(f"{think}({groups}{f' | {final}' if final and not rules.required else ''})")
+        if self._form.begin in self._marks:
+            return self._text(self._with_tokens(rules))
+        return self._text(think + self._with_texts(rules))
+
+    def _groups(self, rules: CallRules) -> str:
+        """Return calls without text."""
+        group = self._calls(rules.tools, many=rules.parallel)
+        if not self._continues(rules):
+            return group
+        return f"{group} ({self._literal(self._form.repeat or '')} {group})*"
+
+    def _continues(self, rules: CallRules) -> bool:
+        return rules.parallel and self._form.repeat is not None
+
+    def _with_tokens(self, rules: CallRules) -> str:
+        """Return text and calls whose mark is a token; text is any other token, reasoning too."""
+        free = self._free()
+        if not rules.tools:
+            return free
+        group = self._calls(rules.tools, many=rules.parallel)
+        if self._continues(rules):
+            return f"{free} ({group} {free})*{self._end()}"
+        tail = f" {free}" if rules.parallel and self._form.tail else ""
+        return f"{free} ({group}{self._end()}{tail})?"
+
+    def _with_texts(self, rules: CallRules) -> str:
+        """Return text and calls whose mark is a text, or that are the whole answer."""
+        free, begin = self._free(), self._form.begin
+        if not rules.tools:
+            return free
+        # A lazy rule ends with its mark, so that the call lacks it.
+        lead = f"{self._rule(f'/{ANY}{_regex(begin)}/', lazy=True)} " if begin else ""
+        group = self._calls(rules.tools, many=rules.parallel, led=bool(begin))
+        if self._continues(rules):
+            return f"({lead}{group})* {free}{self._end()}"
+        tail = f" {free}" if rules.parallel and self._form.tail else ""
+        return f"({free} | {lead}{group}{self._end()}{tail})"
 
     def _text(self, start: str) -> str:
         return "\n".join((f"start: {start}", *self._lines, ""))
@@ -167,10 +184,10 @@ class _Writer:
         return self._rule(" | ".join(alternatives))
 
     def _arguments(self, tool: Tool) -> str:
-        schema = tool.held()
+        root = schema = tool.held()
+        self._strict = tool.strict
         if not self._form.member:
-            return self._json(schema, schema, strict=tool.strict)
-        root = {**schema, "x-strict": tool.strict}
+            return self._json(schema, root)
         known = resolved(schema, schema)
         if set(known) - ANNOTATIONS - {"type", "properties", "required", "additionalProperties"}:
             raise GrammarError(
@@ -283,12 +300,12 @@ class _Writer:
         self._lines.append(f"{name}: {body}")
         return name
 
-    def _json(self, schema: Any, root: Schema, *, strict: bool | None = None) -> str:  # noqa: ANN401 - JSON
+    def _json(self, schema: Any, root: Schema) -> str:  # noqa: ANN401 - JSON
+        """Return the rule of JSON that follows a schema, with the definitions of its root."""
         if not isinstance(schema, Mapping):
-            schema = {} if schema is True or schema is None else {"not": {}}
-        strict = bool(root.get("x-strict")) if strict is None else strict
+            schema = {} if schema is True else {"not": {}}
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        guidance = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
+        guidance = {"whitespace_pattern": WHITESPACE, "lenient": not self._strict}
         return self._rule(f"%json {json.dumps({**definitions, **schema, 'x-guidance': guidance})}")
 
     def _literal(self, text: str) -> str:
