@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from heterollm.base import CheckpointError, ContextError, InputError, parse_json, read_file
 from heterollm.text.chat_template import ChatTemplate, TemplateSource
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
-from heterollm.text.rendering import SPLIT, guarded
+from heterollm.text.rendering import SPLIT, ControlTokens
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
 from heterollm.text.token_bytes import TokenBytes
 from heterollm.text.tokenizer_check import check_tokenizer_file
@@ -68,6 +68,13 @@ class Tokenizer:
         self._eos_ids = eos_ids
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._added = {token.content: index for index, token in added.items()}
+        # Other added tokens are words or spaces.
+        self._controls = ControlTokens(
+            name
+            for name, index in self._added.items()
+            if len(name) > 1 and (index in self._special_ids or (name[0], name[-1]) == ("<", ">"))
+        )
         base: int = self._backend.get_vocab_size(False)
         self._vocab_size = max(base, max(added, default=-1) + 1)
         self._prefix = self._added_prefix()
@@ -152,12 +159,17 @@ class Tokenizer:
             InputError: The text is not valid Unicode.
             ContextError: The text has more than ``most_tokens``.
         """
+        return self._encode([text], add_bos, most_tokens)
+
+    def _encode(self, parts: list[str], add_bos: bool, most_tokens: int | None) -> list[int]:
+        """Return the ids of parts of a text, between which no token lies."""
         try:
             if most_tokens is not None:
-                self._check_length(text, most_tokens)
+                self._check_length("".join(parts), most_tokens)
             with LIBRARY:
                 # `encode` would keep Python's lock.
-                ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+                encoded = self._backend.encode_batch_fast(parts, add_special_tokens=False)
+            ids: list[int] = [index for part in encoded for index in part.ids]
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError(
                 f"The text is not valid Unicode text: {error}.", fix="Remove lone surrogates."
@@ -230,7 +242,7 @@ class Tokenizer:
         """
         if not messages:
             raise InputError("A chat prompt needs at least one message.")
-        messages = guarded(messages, self._spellings)
+        messages = self._controls.guard(messages)
         if self.has_chat_template:
             given = {**(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
             return self._template.render(messages, given)
@@ -240,26 +252,12 @@ class Tokenizer:
 
     def encode_chat(self, text: str, *, most_tokens: int | None = None) -> list[int]:
         """Return the ids of a rendered dialogue; no content of users and tools makes control tokens."""
-        first, *others = text.split(SPLIT)
-        ids = self.encode(first, add_bos=not self.has_chat_template, most_tokens=most_tokens)
-        for part in others:
-            ids += self.encode(part, add_bos=False, most_tokens=most_tokens)
-        return ids
+        return self._encode(text.split(SPLIT), not self.has_chat_template, most_tokens)
 
-    @cached_property
+    @property
     def added_tokens(self) -> Mapping[str, int]:
         """The id of each token that no merge makes, by its spelling; special ones are among them."""
-        added = self._backend.get_added_tokens_decoder()
-        return {token.content: index for index, token in added.items()}
-
-    @cached_property
-    def _spellings(self) -> list[str]:
-        """The spellings of control tokens; other added tokens are words or spaces."""
-        return [
-            name
-            for name, index in self.added_tokens.items()
-            if len(name) > 1 and (index in self._special_ids or (name[0], name[-1]) == ("<", ">"))
-        ]
+        return self._added
 
     def chat_template(self, *, tools: bool = False) -> str:
         """Return the chat template, of dialogues with tools if there is another; empty if there is none."""
