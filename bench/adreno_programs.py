@@ -19,6 +19,7 @@ from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor, b
 from heterollm.kernels.gpu import (
     KV_CODES,
     STEP_WORDS,
+    DeltaShape,
     ExpertLists,
     ExpertShape,
     GlueKernels,
@@ -31,6 +32,7 @@ from heterollm.kernels.gpu import (
     KernelStyle,
     KvLayer,
     NpuCodes,
+    RecurrentLayer,
     Rotation,
     RoundedInputs,
     ScoreMemory,
@@ -47,16 +49,19 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import attend
+from heterollm.kernels.operators.delta_net import apply_delta_rule, convolve_inputs
 from heterollm.kernels.operators.experts import GpuExperts
 from heterollm.kernels.operators.gated_activation import activate
 from heterollm.kernels.operators.logits import join_logits, soft_cap
 from heterollm.kernels.operators.norm import rms_norm
 from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 from heterollm.kernels.operators.outliers import HotWeights, OutlierList, find_outliers, multiply_outliers
+from heterollm.kernels.operators.output_gate import gate_output
 from heterollm.kernels.operators.rope import rope_and_store
 from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
 from heterollm.kernels.operators.selection import select_positions
 from heterollm.kernels.operators.sparse_attention import attend_selected
+from heterollm.kernels.operators.token_gate import gate_tokens
 from heterollm.kernels.ops import Routing, WeightFormat
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -214,6 +219,19 @@ def _record_glue(
     activate(layers, two, slot, tokens=16, intermediate=hidden, rounded=rounded)
     runtime.label = "join_logits f16"
     join_logits(layers, Segments(slot, slot, (1024,), (512,)), slot, rows=1)
+    runtime.label = "token_gate f16"
+    gate_tokens(layers, slot, slot, one, slot, tokens=16)
+    net = DeltaShape(16, 32, 128, 128, taps=4)
+    members = Segments(slot, slot, tuple(net.members.values()), tuple(net.members.values()))
+    state = RecurrentLayer(slot, 0, net.history + net.matrix)
+    sizes: dict[str, Any] = {"shape": net, "tokens": 16}
+    runtime.label = "delta_conv f16"
+    convolve_inputs(layers, members, slot, slot, slot, slot, state, step, **sizes)
+    runtime.label = "delta_rule f16"
+    apply_delta_rule(layers, slot, slot, slot, state, step, **sizes)
+    for name, norm in (("output_gate f16", None), ("gated_norm f16", slot)):
+        runtime.label = name
+        list(gate_output(layers, slot, members, 3, slot, heads=32, tokens=16, norm=norm))
     runtime.label = "soft_cap f16"
     soft_cap(layers, slot, 30.0, rows=1, vocabulary=1024)
     cache = KvLayer(slot, 0)

@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 _Key: TypeAlias = tuple[int, Group]
 
 ATTENTION: Final = "attention"
-ORDERED: Final = (ATTENTION, "short convolution")
+ORDERED: Final = (ATTENTION, "short convolution", "delta convolution", "delta rule")
 """Operators that need the state behind earlier chunks."""
 
 _Times: TypeAlias = Callable[[_Key], GroupTimes]

@@ -13,7 +13,7 @@ from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec, ffn_specs
-from heterollm.model import AttentionBlock, ModelConfig, expert_specs
+from heterollm.model import AttentionBlock, DeltaNetBlock, FfnBlock, ModelConfig, expert_specs
 from heterollm.solver import Plan
 
 TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (ShadowSlots(), SparseSlots(), ExpertSlots())
@@ -29,14 +29,24 @@ EXPERT_ACTIVATED, EXPERT_OUTPUT = "expert_activated", "expert_output"
 """Slots of a mixture of experts: the router's logits; rows in the order of experts, inputs and later outputs;
 their intermediate values; and the sum of each token."""
 
+LAYER_ROWS, LAYER_INPUTS = "layer_rows", "layer_inputs"
+"""Slots of layers' embeddings of tokens: rows of their table, which the host writes, and those embeddings."""
+
+GATED_OUTPUT: Final = "gated_output"
+"""Slot of the output of a network behind the gate of whole tokens."""
+
 EXPERT_LISTS: Final[dict[str, str]] = {
     name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "places")
 }
 """Slots of the lists of :class:`heterollm.kernels.gpu.ExpertLists`."""
 
+DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT = "delta_mixed", "delta_factors", "delta_output"
+"""Slots of a delta net: q, k and v behind the convolution, factors of heads, and output before its norm."""
+
 PRIVATE_SLOTS: Final = (
-    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS),
-    *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT),
+    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, LAYER_INPUTS),
+    *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT, GATED_OUTPUT),
+    *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT),
     *EXPERT_LISTS.values(),
     *(slot for own in TECHNIQUES for slot in own.PRIVATE),
 )
@@ -94,6 +104,15 @@ def pool_sizes(
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
+    if config.layer_vocabulary:
+        columns = config.layers * config.layer_input_width
+        sizes |= {LAYER_ROWS: tokens * columns * 4, LAYER_INPUTS: tokens * columns * item_bytes}
+    for net in config.blocks(DeltaNetBlock).values():
+        sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes
+        sizes[DELTA_FACTORS] = tokens * net.shape.factors * 4
+        sizes[DELTA_OUTPUT] = tokens * net.shape.value_columns * 4
+    if any(block.token_gated for block in config.blocks(FfnBlock).values()):
+        sizes[GATED_OUTPUT] = tokens * config.hidden_size * item_bytes
     experts = next(iter(expert_specs(config, specs)), None)
     if experts is not None:
         sizes |= _expert_sizes(experts, tokens, item_bytes)

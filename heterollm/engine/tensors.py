@@ -9,7 +9,18 @@ from numpy.typing import NDArray
 
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
-from heterollm.model import AttentionBlock, ModelWeights, Norm, RopeConfig, ShortConvBlock, rope_tables
+from heterollm.model import (
+    LAYER_SCALE,
+    AttentionBlock,
+    DeltaNetBlock,
+    FfnBlock,
+    ModelWeights,
+    Norm,
+    QueryGrowth,
+    RopeConfig,
+    ShortConvBlock,
+    rope_tables,
+)
 
 
 class GlueTensors:
@@ -32,6 +43,7 @@ class GlueTensors:
         self._norms: dict[tuple[int, Norm], Any] = {}
         self._head_norms: dict[int, Any] = {}
         self._biases: dict[tuple[int, Group, int], Any] = {}
+        self._growths: dict[QueryGrowth, Any] = {}
         self._ropes: dict[tuple[RopeConfig | None, int], tuple[Any, Any]] = {}
         for number, layer in enumerate(config.per_layer):
             for stage in layer.stages:
@@ -40,14 +52,28 @@ class GlueTensors:
                     self._norms[number, norm] = self._uploaded(factors, weights.norm_bias(number, norm))
         for number, block in config.blocks(AttentionBlock).items():
             if block.head_norms:
-                heads = [weights.norm(number, "query_head"), weights.norm(number, "key_head")]
+                heads = [weights.norm(number, norm) for norm in block.norms()]
                 self._head_norms[number] = runtime.upload(np.concatenate(heads) + offset)
             if (key := (block.rope, block.rotary_dim)) not in self._ropes:
                 tables = _tables(*key, context)
                 self._ropes[key] = runtime.upload(tables[0]), runtime.upload(tables[1])
+            if (growth := block.query_growth) is not None and growth not in self._growths:
+                self._growths[growth] = runtime.upload(growth.factors(context))
         self._taps: dict[int, Any] = {
             number: runtime.upload(np.ascontiguousarray(weights.other(number, "taps")[:, 0].T))
-            for number in config.blocks(ShortConvBlock)
+            for number in (*config.blocks(ShortConvBlock), *config.blocks(DeltaNetBlock))
+        }
+        self._nets: dict[int, tuple[Any, Any]] = {
+            number: (
+                runtime.upload(_rates(weights, number)),
+                runtime.upload(weights.other(number, "gated_norm")),
+            )
+            for number in config.blocks(DeltaNetBlock)
+        }
+        self._token_gates: dict[int, Any] = {
+            number: runtime.upload(weights.other(number, "token_gate")[0])
+            for number, block in config.blocks(FfnBlock).items()
+            if block.token_gated
         }
         for spec in weights.specs:
             self.bias(spec.layer, spec.group)
@@ -56,6 +82,11 @@ class GlueTensors:
         """Return a norm's factors, then its bias if it has one, float32 ``[hidden]``; None for no norm."""
         return None if norm is None else self._norms[layer, norm]
 
+    def gain(self, layer: int) -> float:
+        """Return the factor on the residual stream at the end of a layer."""
+        is_scaled = self._weights.config.per_layer[layer].is_scaled
+        return float(self._weights.other(layer, LAYER_SCALE)[0]) if is_scaled else 1.0
+
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401
         """Return the factors of q and then of k, float32, of a head or of all; None without such norms."""
         return self._head_norms.get(layer)
@@ -63,6 +94,14 @@ class GlueTensors:
     def taps(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a convolution, float32 ``[taps, width]``, that of a token itself last."""
         return self._taps[layer]
+
+    def net(self, layer: int) -> tuple[Any, Any]:
+        """Return rates and shifts of a delta net's decay, float32 ``[2, heads]``, and its norm's factors."""
+        return self._nets[layer]
+
+    def token_gate(self, layer: int) -> Any:  # noqa: ANN401
+        """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""
+        return self._token_gates[layer]
 
     def bias(self, layer: int, group: Group, start: int = 0) -> Any:  # noqa: ANN401
         """Return the float32 biases of a group's members, from ``start`` on of each; None without bias."""
@@ -75,9 +114,17 @@ class GlueTensors:
     def _uploaded(self, factors: NDArray[np.float32], bias: NDArray[np.float32] | None) -> Any:  # noqa: ANN401
         return self._runtime.upload(factors if bias is None else np.concatenate([factors, bias]))
 
+    def query_scales(self, block: AttentionBlock) -> Any:  # noqa: ANN401
+        """Return the factors of queries by position, float32 ``[context]``; None if they do not grow."""
+        return None if block.query_growth is None else self._growths[block.query_growth]
+
     def rope(self, block: AttentionBlock) -> tuple[Any, Any]:
         """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders without RoPE."""
         return self._ropes[block.rope, block.rotary_dim]
+
+
+def _rates(weights: ModelWeights, layer: int) -> NDArray[np.float32]:
+    return np.stack([-np.exp(weights.other(layer, "decay")), weights.other(layer, "decay_shift")])
 
 
 def _tables(

@@ -1,12 +1,13 @@
 from .blocks import ALL_GROUPS as ALL_GROUPS
 from .blocks import LAYER_GROUPS as LAYER_GROUPS
+from .blocks import LAYER_SCALE as LAYER_SCALE
 from .blocks import AttentionBlock as AttentionBlock
+from .blocks import DeltaNetBlock as DeltaNetBlock
 from .blocks import FfnBlock as FfnBlock
-from .blocks import KvSpec as KvSpec
+from .blocks import LayerInputBlock as LayerInputBlock
 from .blocks import LayerStage as LayerStage
 from .blocks import MixtureBlock as MixtureBlock
 from .blocks import Norm as Norm
-from .blocks import RecurrentSpec as RecurrentSpec
 from .blocks import ShortConvBlock as ShortConvBlock
 from .channel_file import ChannelFile as ChannelFile
 from .checkpoint import Checkpoint as Checkpoint
@@ -27,6 +28,7 @@ from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel
 from .library import remove_models as remove_models
 from .library import stored_models as stored_models
+from .rope import QueryGrowth as QueryGrowth
 from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables
 from .sampling_defaults import SamplingDefaults as SamplingDefaults
@@ -37,6 +39,8 @@ from .shape import kinds_of_specs as kinds_of_specs
 from .shape import model_shape as model_shape
 from .shape import read_config as read_config
 from .shape import shape_of_specs as shape_of_specs
+from .states import KvSpec as KvSpec
+from .states import RecurrentSpec as RecurrentSpec
 from .weights import ModelWeights as ModelWeights
 from .weights import load_weights as load_weights
 from .weights import shape_only_weights as shape_only_weights

@@ -18,6 +18,8 @@ from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
+from heterollm.model.expert_layout import experts_apart
+from heterollm.model.families import FAMILIES
 from heterollm.model.hub import hub_folder, pull_model
 from heterollm.model.hub_names import is_ollama_name, parse_hub_name
 from heterollm.model.json_fields import read_json_object
@@ -43,7 +45,7 @@ from heterollm.model.stored import (
 )
 from heterollm.model.stored_formats import normalized_quantization
 from heterollm.model.tensor_file import TensorFile
-from heterollm.model.wrappers import is_wrapped, text_names
+from heterollm.model.wrappers import family_name, is_wrapped, text_names
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
@@ -148,6 +150,7 @@ class Checkpoint:
         self._unread = 0
         if self._stored is None:
             self._take_text_part()
+            self._files = experts_apart(self._files, FAMILIES.get(family_name(self._stated)))
             self._name_tied_embedding()
             self._add_packed()
         self.adapter = None if lora is None else LoraAdapter(lora)

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from heterollm.base import OptionError, Progress, UnsupportedModelError, round_up, scratch_folder, silent
 from heterollm.kernels.formats import QuantizedTensor, effective_block
-from heterollm.model.blocks import MixtureBlock
+from heterollm.model.blocks import FfnBlock, MixtureBlock
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_specs, expert_tensors, router_name
 from heterollm.model.hub import CONFIG_FILES, HUB_FILES
 from heterollm.model.json_fields import read_json_object
-from heterollm.model.layout import embedding_name, expected_tensors, head_name, op_specs
+from heterollm.model.layout import embedding_name, expected_tensors, head_name, op_specs, other_name
 from heterollm.model.tensor_file import layout_tensors, write_header
 from heterollm.model.weights import load_weights
 
@@ -196,16 +196,18 @@ def _write_settings(source: Path, folder: Path, config: ModelConfig, block: int,
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *_routers(config)],
+        "ignore": ["lm_head", *_float_linears(config)],
     }
     settings = read_json_object(source / "config.json") | {"quantization_config": stated}
     (folder / "config.json").write_text(json.dumps(settings, indent=2), "utf-8")
 
 
-def _routers(config: ModelConfig) -> list[str]:
-    """Return the modules of a mixture's routers, which stay floats."""
-    layers = config.blocks(MixtureBlock)
-    return [router_name(config, layer).removesuffix(".weight") for layer in layers]
+def _float_linears(config: ModelConfig) -> list[str]:
+    """Return the modules of a mixture's routers, and of gates of whole tokens, which stay floats."""
+    names = [router_name(config, layer) for layer in config.blocks(MixtureBlock)]
+    gated = (layer for layer, block in config.blocks(FfnBlock).items() if block.token_gated)
+    names += [other_name(config, layer, "token_gate") for layer in gated]
+    return [name.removesuffix(".weight") for name in names]
 
 
 def _write_weights(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -12,7 +13,8 @@ from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 from heterollm.model.blocks import MixtureBlock
 from heterollm.model.config import ModelConfig
 from heterollm.model.families import FAMILIES
-from heterollm.model.family import Mixture
+from heterollm.model.family import Family, Mixture
+from heterollm.model.tensor_file import TensorFile
 from heterollm.model.tensor_rows import TensorRows
 
 
@@ -51,6 +53,27 @@ def expert_tensors(config: ModelConfig, layer: int, mixture: MixtureBlock) -> di
             for expert in range(experts):
                 shapes[expert_rows(config, layer, expert)[member].name] = (rows.stop, columns)
     return shapes
+
+
+def experts_apart(files: Mapping[str, TensorFile], family: Family | None) -> dict[str, TensorFile]:
+    """Return the files of tensors by name, those of single experts in place of :attr:`Mixture.stacked`."""
+    if family is None or family.mixture is None:
+        return dict(files)
+    found, modules = {}, family.mixture.members
+    for name, file in files.items():
+        module = next((own for own in family.mixture.stacked if name.endswith(f".{own}")), None)
+        entry = file.entries[name]
+        if module is None or len(entry.shape) != 3:
+            found[name] = file
+            continue
+        (experts, rows, columns), members = entry.shape, family.mixture.stacked[module]
+        size = (entry.stop - entry.start) // (experts * len(members))
+        for place, (expert, member) in enumerate(itertools.product(range(experts), members)):
+            start = entry.start + place * size
+            part = replace(entry, shape=(rows // len(members), columns), start=start, stop=start + size)
+            own = f"{name.removesuffix(module)}{modules[member].format(expert=expert)}.weight"
+            found[own] = replace(file, entries={own: part})
+    return found
 
 
 def expert_specs(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[OpSpec, ...]:

@@ -20,15 +20,16 @@ from heterollm.model.family import (
     BIASES,
     HEAD_NORMS,
     NORMS,
+    OUTPUT_NORMS,
     SECTION_COUNTS,
     SEPARATE,
     Family,
     StageNames,
     TensorNames,
-    by_type,
     every_layer,
 )
 from heterollm.model.fields import config_fields
+from heterollm.model.hybrids import HYBRIDS
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
@@ -43,12 +44,7 @@ FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
     {**FUSED_NETWORK, "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj")}
 )
 SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
-    {
-        "attention": "input_layernorm",
-        "attention_output": "post_attention_layernorm",
-        "feed_forward": "pre_feedforward_layernorm",
-        "feed_forward_output": "post_feedforward_layernorm",
-    }
+    {"attention": "input_layernorm", "feed_forward": "pre_feedforward_layernorm", **OUTPUT_NORMS}
 )
 
 
@@ -97,23 +93,6 @@ def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
     }
 
 
-def lfm2_sizes(fields: JsonFields) -> dict[str, object]:
-    """Return the kinds of layers, and the width of networks, that LFM2 derives (configuration_lfm2.py)."""
-    layers, attend = fields.count("num_hidden_layers"), fields.get("full_attn_idxs")
-    width = fields.count("intermediate_size" if fields.get("block_ff_dim") is None else "block_ff_dim")
-    attend = attend if isinstance(attend, list) else range(layers)
-    kinds = ["full_attention" if number in attend else "conv" for number in range(layers)]
-    if fields.flag("block_auto_adjust_ff_dim", True):
-        multiple = fields.count("block_multiple_of")
-        width = int(fields.positive("block_ffn_dim_multiplier") * int(2 * width / 3))
-        width = -(-width // multiple) * multiple
-    return {
-        "layer_types": fields.get("layer_types") or kinds,
-        "intermediate_size": width,
-        "tie_word_embeddings": fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
-    }
-
-
 # ---- the families ---------------------------------------------------------------------------------------
 
 QWEN: Mapping[str, object] = MappingProxyType(
@@ -147,6 +126,15 @@ GLM: Mapping[str, object] = MappingProxyType(
         "attention_bias": True,
     }
 )
+MINISTRAL_ROPE: Final[dict[str, object]] = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 CWM_ROPE: Final[dict[str, object]] = {
     "rope_type": "llama3",
     "rope_theta": 1_000_000.0,
@@ -207,7 +195,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             slides=every_layer,
             # The name of longrope in the first checkpoints.
             rope_aliases={"su": "longrope", "yarn": "longrope"},
-            published_code="modeling_phi3.Phi3ForCausalLM",
+            published_code=("modeling_phi3.Phi3ForCausalLM",),
             bos_ids=(1,),
             eos_ids=(32000,),
         ),
@@ -401,7 +389,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             biases=dict.fromkeys(("qkv", "o"), "bias"),
             grouped_heads=True,
-            published_code="modeling_internlm2.InternLM2ForCausalLM",
+            published_code=("modeling_internlm2.InternLM2ForCausalLM",),
             bos_ids=(1,),
             eos_ids=(2,),
         ),
@@ -412,7 +400,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             tensors=TensorNames(SEPARATE, NORMS),
             defaults={"hidden_act": "relu"},
             biases=BIASES,
-            published_code="modeling_phonelm.PhoneLMForCausalLM",
+            published_code=("modeling_phonelm.PhoneLMForCausalLM",),
             bos_ids=(1,),
             eos_ids=(2,),
         ),
@@ -426,7 +414,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             derived=minicpm_multipliers,
             follows=GRANITE_FIELDS | {"scale_depth", "dim_model_base"},
             biases={"qkv": "attention_bias", "o": "attention_bias"},
-            published_code="modeling_minicpm.MiniCPMForCausalLM",
+            published_code=("modeling_minicpm.MiniCPMForCausalLM",),
             bos_ids=(1,),
             eos_ids=(2,),
         ),
@@ -448,54 +436,99 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             bos_ids=(128000,),
             eos_ids=(128001,),
         ),
-        **UNGATED,
-        "lfm2": Family(
-            name="LFM2",
-            covers="LFM2 and LFM2.5 from 350M to 2.6B",
-            architecture="Lfm2ForCausalLM",
-            tensors=TensorNames(
-                {
-                    **SEPARATE,
-                    "o": {"o": "self_attn.out_proj"},
-                    "conv_in": dict.fromkeys("bcx", "conv.in_proj"),
-                    "conv_out": {"out": "conv.out_proj"},
-                    "gate_up": {"gate": "feed_forward.w1", "up": "feed_forward.w3"},
-                    "down": {"down": "feed_forward.w2"},
-                },
-                {
-                    "attention": "operator_norm",
-                    "feed_forward": "ffn_norm",
-                    "query_head": "self_attn.q_layernorm",
-                    "key_head": "self_attn.k_layernorm",
-                },
-                others={"taps": "conv.conv"},
-                # The last norm, in spite of its name.
-                final_norm="model.embedding_norm",
-            ),
-            layers=by_type(
-                {"conv": (("short_conv",), ("ffn",)), "full_attention": (("attention",), ("ffn",))}
-            ),
-            kinds=("conv",),
+        "ministral3": Family(
+            name="Ministral 3",
+            covers="Ministral 3 and Devstral 2",
+            architecture="Ministral3ForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
             defaults={
                 "num_key_value_heads": 8,
+                "head_dim": 128,
                 "rms_norm_eps": 1e-5,
-                "rope_theta": 1_000_000.0,
-                "tie_word_embeddings": True,
-                "conv_L_cache": 3,
-                "block_multiple_of": 256,
-                "block_ffn_dim_multiplier": 1.0,
+                "rope_parameters": MINISTRAL_ROPE,
             },
-            renamed={"rms_norm_eps": "norm_eps"},
-            derived=lfm2_sizes,
-            follows=frozenset(
-                {
-                    *("layer_types", "full_attn_idxs", "conv_L_cache", "block_auto_adjust_ff_dim"),
-                    *("block_multiple_of", "block_ffn_dim_multiplier", "block_ff_dim", "tie_embedding"),
-                }
-            ),
+            follows=frozenset({"llama_4_scaling_beta"}),
+            slides=every_layer,
             bos_ids=(1,),
             eos_ids=(2,),
         ),
+        "hunyuan_v1_dense": Family(
+            name="Hunyuan",
+            covers="Hunyuan dense 0.5B to 7B",
+            architecture="HunYuanDenseV1ForCausalLM",
+            tensors=TensorNames(
+                SEPARATE,
+                {
+                    **NORMS,
+                    "query_head": "self_attn.query_layernorm",
+                    "key_head": "self_attn.key_layernorm",
+                },
+            ),
+            defaults={"rms_norm_eps": 1e-5},
+            follows=frozenset({"alpha"}),
+            ignores={
+                "use_qk_norm": "heads have norms in any case",
+                **dict.fromkeys(
+                    (
+                        *("attention_head_dim", "cla_share_factor", "eod_token_id", "norm_type"),
+                        *("org_vocab_size", "use_cla", "use_rotary_pos_emb"),
+                    ),
+                    "transformers ignores it",
+                ),
+            },
+            biases=ATTENTION_BIASES,
+            norms_last=True,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "olmo2": Family(
+            name="OLMo 2",
+            covers="OLMo 2",
+            architecture="Olmo2ForCausalLM",
+            tensors=TensorNames(SEPARATE, {**OUTPUT_NORMS, **HEAD_NORMS}),
+            defaults={"rms_norm_eps": 1e-5},
+            biases=ATTENTION_BIASES,
+            joint_head_norms=True,
+            eos_ids=(50279,),
+        ),
+        "olmo3": Family(
+            name="OLMo 3",
+            covers="OLMo 3",
+            architecture="Olmo3ForCausalLM",
+            tensors=TensorNames(SEPARATE, {**OUTPUT_NORMS, **HEAD_NORMS}),
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+                **dict.fromkeys(("rope_theta", "rope_local_base_freq"), 500_000.0),
+            },
+            follows=frozenset({"layer_types"}),
+            layered_rope=True,
+            ignores={"original_max_position_embeddings": SECTION_COUNTS},
+            biases=ATTENTION_BIASES,
+            slides=all_but_every_nth,
+            joint_head_norms=True,
+            eos_ids=(50279,),
+        ),
+        "exaone4": Family(
+            name="EXAONE 4",
+            covers="EXAONE 4",
+            architecture="Exaone4ForCausalLM",
+            tensors=TensorNames(SEPARATE, {**OUTPUT_NORMS, **HEAD_NORMS}),
+            defaults={
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            follows=frozenset({"layer_types", "sliding_window_pattern"}),
+            rope_needs_window=True,
+            slides=all_but_every_nth,
+            bos_ids=(0,),
+            eos_ids=(2,),
+        ),
+        **UNGATED,
+        **HYBRIDS,
         **MIXTURES,
     }
 )

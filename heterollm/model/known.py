@@ -35,7 +35,9 @@ ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "mixtral": "MixtralForCausalLM",
         "olmoe": "OlmoeForCausalLM",
         "phimoe": "PhimoeForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
     }
 )
 
@@ -43,7 +45,8 @@ ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 class ModelSize(NamedTuple):
     """The numbers of a configuration that determine its time, named as in :class:`ModelConfig`.
 
-    In a mixture ``intermediate`` is the width of an expert, and each token chooses ``chosen`` of ``experts``.
+    In a mixture ``intermediate`` is the width of an expert, each token chooses ``chosen`` of ``experts``, and
+    ``shared`` is the width of the network that computes every token.
     """
 
     hidden: int
@@ -57,11 +60,13 @@ class ModelSize(NamedTuple):
     positions: int
     experts: int = 0
     chosen: int = 0
+    shared: int = 0
 
     def config(self, kind: str = "llama") -> ModelConfig:
         """Return the configuration of a model of this size with ``model_type`` ``kind``."""
         mixture = {
-            **({"moe_intermediate_size": self.intermediate} if kind == "qwen3_moe" else {}),
+            **({"moe_intermediate_size": self.intermediate} if kind in ("qwen2_moe", "qwen3_moe") else {}),
+            **({"shared_expert_intermediate_size": self.shared} if self.shared else {}),
             ("num_local_experts" if kind in ("mixtral", "phimoe") else "num_experts"): self.experts,
             "num_experts_per_tok": self.chosen,
             "norm_topk_prob": kind == "qwen3_moe",
@@ -88,6 +93,12 @@ class ModelSize(NamedTuple):
                 **(mixture if self.experts else {}),
                 **({"attention_bias": True, "lm_head_bias": True} if kind == "phimoe" else {}),
                 **({"partial_rotary_factor": 0.4} if kind == "phi" else {}),
+                # All sizes have values as wide as queries, in heads of 128.
+                **(
+                    {"linear_num_value_heads": self.heads * self.head_dim // 128}
+                    if kind == "qwen3_5_text"
+                    else {}
+                ),
             }
         )
 
@@ -126,7 +137,8 @@ class KnownModel:
 
 
 # Name, model_type, repository, and the numbers of ModelSize: hidden, intermediate, layers, heads, kv_heads,
-# vocabulary, tied, head_dim, positions; of a mixture the experts of a layer and of a token as well.
+# vocabulary, tied, head_dim, positions; of a mixture the experts of a layer and of a token as well, and
+# the width of the shared network.
 # fmt: off
 _ROWS = (
     ("llama-3-8b", "llama", "meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128256, False, 128, 8192),
@@ -169,6 +181,15 @@ _ROWS = (
     ("qwen3-32b", "qwen3", "Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 151936, False, 128, 40960),
     ("qwen3-30b-a3b", "qwen3_moe", "Qwen/Qwen3-30B-A3B",
      2048, 768, 48, 32, 4, 151936, False, 128, 40960, 128, 8),
+    ("qwen3.5-0.8b", "qwen3_5_text", "Qwen/Qwen3.5-0.8B", 1024, 3584, 24, 8, 2, 248320, True, 256, 262144),
+    ("qwen3.5-2b", "qwen3_5_text", "Qwen/Qwen3.5-2B", 2048, 6144, 24, 8, 2, 248320, True, 256, 262144),
+    ("qwen3.5-4b", "qwen3_5_text", "Qwen/Qwen3.5-4B", 2560, 9216, 32, 16, 4, 248320, True, 256, 262144),
+    ("qwen3.5-9b", "qwen3_5_text", "Qwen/Qwen3.5-9B", 4096, 12288, 32, 16, 4, 248320, False, 256, 262144),
+    ("qwen3.5-27b", "qwen3_5_text", "Qwen/Qwen3.5-27B", 5120, 17408, 64, 24, 4, 248320, False, 256, 262144),
+    ("qwen1.5-moe-a2.7b", "qwen2_moe", "Qwen/Qwen1.5-MoE-A2.7B",
+     2048, 1408, 24, 16, 16, 151936, False, 128, 8192, 60, 4, 5632),
+    ("phi-tiny-moe", "phimoe", "microsoft/Phi-tiny-MoE-instruct",
+     4096, 448, 32, 16, 4, 32064, False, 128, 4096, 16, 2),
     ("phi-3.5-moe", "phimoe", "microsoft/Phi-3.5-MoE-instruct",
      4096, 6400, 32, 32, 8, 32064, False, 128, 131072, 16, 2),
     ("mixtral-8x7b", "mixtral", "mistralai/Mixtral-8x7B-v0.1",
@@ -180,7 +201,7 @@ _ROWS = (
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = MappingProxyType(
     {
-        name: KnownModel(kind, ModelSize._make((*numbers, 0, 0)[: len(ModelSize._fields)]), source)
+        name: KnownModel(kind, ModelSize._make((*numbers, 0, 0, 0)[: len(ModelSize._fields)]), source)
         for name, kind, source, *numbers in _ROWS
     }
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from heterollm.kernels.formats import effective_block
+from heterollm.kernels.gpu import DeltaShape
 from heterollm.kernels.ops import Group, Member, OpSpec, Precision, Scales, WeightFormat
-from heterollm.model.blocks import AttentionBlock, GroupShape, MixtureBlock, Norm, kind_names
+from heterollm.model.blocks import AttentionBlock, DeltaNetBlock, GroupShape, MixtureBlock, Norm, kind_names
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_tensors
 from heterollm.model.families import FAMILIES
@@ -42,10 +44,13 @@ def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]
     if layer == HEAD_LAYER:
         return {"head": {"head": embedding_name(config) if config.tie_word_embeddings else head_name(config)}}
     prefix = names.layer.format(layer=layer)
+    sparse = config.per_layer[layer].find(MixtureBlock) is not None
+    modules = {**names.modules, **names.shared} if sparse else names.modules
     return {
         shape.group: {
-            member.name: f"{prefix}{names.modules[shape.group][member.name]}.weight"
+            member.name: f"{prefix}{modules[shape.group][source]}.weight"
             for member in shape.members
+            for source in (shape.copies.get(member.name, member.name),)
         }
         for shape in group_shapes(config, layer)
     }
@@ -58,10 +63,12 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
     for shape in group_shapes(config, layer):
         used: dict[str, int] = {}
         found[shape.group] = {}
-        orders = _head_orders(config, layer) if shape.group == "qkv" else {}
+        orders = _head_orders(config, layer, shape.group)
         for member in shape.members:
             name, order = names[shape.group][member.name], orders.get(member.name)
-            if order is not None:
+            if member.name in shape.copies:
+                rows = found[shape.group][shape.copies[member.name]]
+            elif order is not None:
                 rows = TensorRows(name, 0, order.groups * order.stride, order)
             else:
                 start = used.get(name, 0)
@@ -71,11 +78,27 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
     return found
 
 
-def _head_orders(config: ModelConfig, layer: int) -> dict[str, HeadOrder]:
-    """Return the order of rows of each member of a layer's attention that a checkpoint has in another one."""
-    family, block = FAMILIES[config.model_type], config.per_layer[layer].find(AttentionBlock)
-    assert block is not None  # the layer has a group qkv
+def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, HeadOrder]:
+    """Return the order of rows of each member of a group that a checkpoint has in another one."""
+    family = FAMILIES[config.model_type]
+    names = family.tensors.modules.get(group, {})
+    if group == "delta_in" and names["q"] == names["z"]:
+        net = config.per_layer[layer].find(DeltaNetBlock)
+        assert net is not None  # the layer has the group
+        return {
+            name: order
+            for own in (("q", "k", "v", "z"), ("b", "a"))
+            for name, order in _by_key_heads(net.shape, own).items()
+        }
+    if group != "qkv":
+        return {}
+    block = config.per_layer[layer].find(AttentionBlock)
+    assert block is not None  # the layer has the group
     dim = block.head_dim
+    if block.gated:
+        return {
+            name: HeadOrder(block.heads, 2 * dim, first, 1, dim) for name, first in (("q", 0), ("gate", dim))
+        }
     if family.grouped_heads:
         queries = block.heads // block.kv_heads
         heads = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}
@@ -90,6 +113,16 @@ def _head_orders(config: ModelConfig, layer: int) -> dict[str, HeadOrder]:
             name: HeadOrder(1, count * dim, 0, count, dim, block.rotary_dim) for name, count in counts.items()
         }
     return {}
+
+
+def _by_key_heads(shape: DeltaShape, names: Sequence[str]) -> dict[str, HeadOrder]:
+    """Return the order of members of a delta net that a tensor has by key heads, in this order."""
+    rows = {name: shape.members[name] // shape.key_heads for name in names}
+    starts = itertools.accumulate(rows.values(), initial=0)
+    return {
+        name: HeadOrder(shape.key_heads, sum(rows.values()), start, 1, own)
+        for (name, own), start in zip(rows.items(), starts, strict=False)
+    }
 
 
 def bias_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
@@ -129,7 +162,7 @@ def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
 def other_name(config: ModelConfig, layer: int, role: str) -> str:
     """Return the tensor name of another tensor of a layer's blocks by its role."""
     names = _tensors(config)
-    return f"{names.layer.format(layer=layer)}{names.others[role]}.weight"
+    return f"{names.layer.format(layer=layer)}{names.others[role]}"
 
 
 def final_norm_name(config: ModelConfig) -> str:
@@ -155,6 +188,18 @@ def embedding_name(config: ModelConfig) -> str:
 def positions_name(config: ModelConfig) -> str:
     """Return the tensor name of the table of learned positions."""
     return f"{_tensors(config).positions}.weight"
+
+
+def layer_input_names(config: ModelConfig) -> tuple[str, str, str]:
+    """Return the tensor names of the table of layers' embeddings, its linear, and the norm of that."""
+    names = _tensors(config)
+    modules = names.layer_inputs, names.layer_projection, names.layer_norm
+    return f"{modules[0]}.weight", f"{modules[1]}.weight", f"{modules[2]}.weight"
+
+
+def mapped_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of tensors of which a pass reads some rows from the checkpoint's file."""
+    return layer_input_names(config)[:1] if config.layer_vocabulary else ()
 
 
 def first_position(config: ModelConfig) -> int:
@@ -195,6 +240,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.learned_positions:
         last = first_position(config) + config.max_positions
         shapes[positions_name(config)] = (last, config.hidden_size)
+    if config.layer_vocabulary:
+        width, (table, projection, norm) = config.layer_input_width, layer_input_names(config)
+        shapes[table] = config.layer_vocabulary, config.layers * width
+        shapes[projection] = config.layers * width, config.hidden_size
+        shapes[norm] = (width,)
     for layer in (*range(config.layers), HEAD_LAYER):
         biases, names = bias_names(config, layer), linear_rows(config, layer)
         for group in group_shapes(config, layer):
@@ -208,9 +258,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[norm_name(config, layer, norm)] = (width,)
             if config.centered_norms:
                 shapes[norm_bias_name(config, layer, norm)] = (width,)
-        for block in own.blocks:
-            for role, shape in block.tensors(config.hidden_size).items():
-                shapes[other_name(config, layer, role)] = shape
+        for role, shape in own.tensors(config.hidden_size).items():
+            shapes[other_name(config, layer, role)] = shape
         mixture = own.find(MixtureBlock)
         if mixture is not None:
             shapes |= expert_tensors(config, layer, mixture)

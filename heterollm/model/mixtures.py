@@ -41,6 +41,12 @@ SHARED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
 NAMED_EXPERTS: Mapping[str, str] = MappingProxyType(
     {member: f"mlp.experts.{{expert}}.{member}_proj" for member in ("gate", "up", "down")}
 )
+SHARED_EXPERT: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {
+        "gate_up": {member: f"mlp.shared_expert.{member}_proj" for member in ("gate", "up")},
+        "down": {"down": "mlp.shared_expert.down_proj"},
+    }
+)
 NUMBERED_EXPERTS: Mapping[str, str] = MappingProxyType(
     {
         member: f"block_sparse_moe.experts.{{expert}}.{name}"
@@ -65,6 +71,11 @@ def by_mlp_type(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
     ):
         raise fields.fail("mlp_layer_types", "a list of dense or sparse, one for each layer")
     return ("attention",), ("ffn",) if kinds and kinds[layer] == "dense" else ("mixture",)
+
+
+def every_other_first_layer(fields: JsonFields, layer: int) -> bool:
+    """Return true for the first, the third and so on of the first ``max_window_layers``."""
+    return layer % 2 == 0 and layer < fields.count("max_window_layers", minimum=0)
 
 
 def with_any_experts(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
@@ -104,6 +115,42 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             slides=every_layer,
             bos_ids=(1,),
             eos_ids=(2,),
+        ),
+        "qwen2_moe": Family(
+            name="Qwen2-MoE",
+            covers="Qwen1.5-MoE and Qwen2-MoE",
+            architecture="Qwen2MoeForCausalLM",
+            tensors=TensorNames(
+                SEPARATE, NORMS, shared=SHARED_EXPERT, others={"token_gate": "mlp.shared_expert_gate.weight"}
+            ),
+            layers=sparse_steps(("attention",), dense=("ffn",), sparse=("mixture", "ffn")),
+            mixture=Mixture(
+                "mlp.gate",
+                NAMED_EXPERTS,
+                width_field="moe_intermediate_size",
+                shared_field="shared_expert_intermediate_size",
+                normalized_field="norm_topk_prob",
+                count_fields=("num_experts",),
+            ),
+            defaults={
+                "num_key_value_heads": 16,
+                "sliding_window": 4096,
+                "max_window_layers": 28,
+                "intermediate_size": 5632,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "qkv_bias": True,
+            },
+            follows=frozenset(
+                {
+                    *("use_sliding_window", "max_window_layers", "layer_types"),
+                    *("mlp_only_layers", "decoder_sparse_step"),
+                }
+            ),
+            biases={"qkv": "qkv_bias"},
+            slides=every_other_first_layer,
         ),
         "qwen3_moe": Family(
             name="Qwen3-MoE",
@@ -183,7 +230,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
         ),
         "phimoe": Family(
             name="Phi-MoE",
-            covers="Phi-3.5-MoE and Phi-mini-MoE",
+            covers="Phi-3.5-MoE, Phi-mini-MoE and Phi-tiny-MoE",
             architecture="PhimoeForCausalLM",
             tensors=TensorNames(ATTENTION, NORMS),
             layers=SPARSE,
@@ -206,7 +253,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             slides=every_layer,
             centered_norms=True,
             ignores={"original_max_position_embeddings": SECTION_COUNTS},
-            published_code="modeling_phimoe.PhiMoEForCausalLM",
+            published_code=("modeling_phimoe.PhiMoEForCausalLM", "modeling_slimmoe.PhiMoEForCausalLM"),
             bos_ids=(1,),
             eos_ids=(2,),
         ),

@@ -58,7 +58,7 @@ UNGATED: Mapping[str, Family] = MappingProxyType(
             follows=frozenset({"partial_rotary_factor"}),
             biases=dict.fromkeys(("qkv", "o", "ffn", "head"), True),
             centered_norms=True,
-            published_code="modeling_phi.PhiForCausalLM",
+            published_code=("modeling_phi.PhiForCausalLM",),
             bos_ids=(1,),
             eos_ids=(2,),
         ),

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from heterollm.model.families import FAMILIES, unsupported
+from heterollm.model.fields import AXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,17 @@ class Wrapper:
 WRAPPERS: Final[Mapping[str, Wrapper]] = MappingProxyType(
     {
         "gemma3": Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
+        "gemma4": Wrapper("Gemma4ForConditionalGeneration", {"gemma4_text": "gemma4_text"}),
+        "gemma4_unified": Wrapper(
+            "Gemma4UnifiedForConditionalGeneration", {"gemma4_unified_text": "gemma4_unified_text"}
+        ),
         "mistral3": Wrapper(
             "Mistral3ForConditionalGeneration", {"mistral": "mistral", "ministral3": "ministral3"}
         ),
+        "qwen3_5_moe": Wrapper(
+            "Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": "qwen3_5_moe_text"}
+        ),
+        "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", {"qwen3_5_text": "qwen3_5_text"}),
         "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", {"qwen3_vl_text": "qwen3"}),
     }
 )
@@ -39,9 +48,6 @@ OUTER_FIELDS: Final = (
     *("dtype", "torch_dtype"),
 )
 """Fields that count where the wrapper states them, else where its text part does."""
-
-AXES: Final = ("mrope_section", "mrope_interleaved")
-"""Fields of a rotary embedding of several axes, whose positions are equal for text."""
 
 PREFIXES: Final = (
     ("model.language_model.", "model."),
@@ -57,6 +63,15 @@ def is_wrapped(values: Mapping[str, Any]) -> bool:
     return isinstance(values.get("model_type"), str) and values["model_type"] in WRAPPERS
 
 
+def family_name(values: Mapping[str, Any]) -> str:
+    """Return the family of the content of a ``config.json``, or of its text part; "" if that is of none."""
+    if not is_wrapped(values):
+        return str(values.get("model_type"))
+    part = values.get("text_config")
+    kind = part.get("model_type") if isinstance(part, Mapping) else None
+    return WRAPPERS[values["model_type"]].families.get(str(kind), "")
+
+
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the content of a ``config.json``, or of its text part if it has others.
 
@@ -68,7 +83,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     wrapper, part = WRAPPERS[values["model_type"]], values.get("text_config")
     if not isinstance(part, Mapping):
         raise unsupported(f"Model type {values['model_type']!r} without text_config")
-    family = wrapper.families.get(str(part.get("model_type")))
+    family = family_name(values)
     if family not in FAMILIES:
         raise unsupported(f"Text of model type {part.get('model_type')!r} in {values['model_type']!r}")
     architectures = values.get("architectures")
@@ -76,6 +91,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         raise unsupported(f"Architecture {architectures!r}")
     found = {name: value for name, value in part.items() if name != "architectures"}
     found |= {name: values[name] for name in OUTER_FIELDS if values.get(name) is not None}
+    # For text the positions of all axes are equal.
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(section := found.get(name), Mapping):
             found[name] = {key: value for key, value in section.items() if key not in AXES}

@@ -23,6 +23,8 @@ from .glue_kernels import Defines as Defines
 from .glue_kernels import GlueKernels as GlueKernels
 from .glue_kernels import Segments as Segments
 from .grouped_linear import GroupedLinear as GroupedLinear
+from .heads import LARGEST_KEY_DIM as LARGEST_KEY_DIM
+from .heads import DeltaShape as DeltaShape
 from .heads import HeadShape as HeadShape
 from .heads import KvLayer as KvLayer
 from .heads import KvMemory as KvMemory

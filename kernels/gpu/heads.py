@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from numpy.typing import DTypeLike
 
@@ -61,6 +62,60 @@ class HeadShape:
         return keys, keys + self.kv_heads * stride, stride, end
 
 
+LARGEST_KEY_DIM: Final = 128
+"""Most elements of a head's keys in a delta net: work-items hold a row of the state in registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Sizes of a gated delta net.
+
+    Args:
+        key_heads: Heads of q and k.
+        value_heads: Heads of v, a multiple of ``key_heads``; neighbours share a key head.
+        key_dim: Elements of a head of q or k.
+        value_dim: Elements of a head of v.
+        taps: Tokens that the convolution of q, k and v spans.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def members(self) -> dict[str, int]:
+        """Output rows of the linears by name: z gates the output, b writes to the state, a makes it decay."""
+        keys, values = self.key_heads * self.key_dim, self.value_columns
+        return {"q": keys, "k": keys, "v": values, "z": values, "b": self.value_heads, "a": self.value_heads}
+
+    @property
+    def value_columns(self) -> int:
+        """Elements of a token's values, and of the output."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_columns
+
+    @property
+    def factors(self) -> int:
+        """Numbers of a token beside its q, k and v: two of each value head, three of each key head."""
+        return 2 * self.value_heads + 3 * self.key_heads
+
+    @property
+    def history(self) -> int:
+        """Values of the convolution's state, its last inputs."""
+        return (self.taps - 1) * self.channels
+
+    @property
+    def matrix(self) -> int:
+        """Values of the delta rule's state, ``[value_heads, value_dim, key_dim]``."""
+        return self.value_columns * self.key_dim
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayer:
     """The keys and values of one layer of a session.
@@ -112,7 +167,7 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """RoPE of queries and keys, and the head norms before it.
+    """RoPE of queries and keys, the norms of heads, and factors of queries.
 
     Element i of a head's first ``dim`` pairs with element ``i + dim / 2`` (the half-split convention of
     Hugging Face checkpoints).
@@ -125,6 +180,9 @@ class Rotation:
         epsilon: Added to the mean square in those norms.
         joint: Whether one norm spans all heads of q, another all of k, with weights for each element.
         limit: Magnitude that bounds q, k and v before the rotation; 0 for none.
+        values: Whether each head of v has a norm without weights.
+        norms_last: Whether the norms come behind the rotation.
+        query_scales: float32 ``[capacity]``, factors of q by position; None for none.
     """
 
     cos: Argument
@@ -134,6 +192,9 @@ class Rotation:
     epsilon: float = 0.0
     joint: bool = False
     limit: float = 0.0
+    values: bool = False
+    norms_last: bool = False
+    query_scales: Argument = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,11 @@ from .attention import attend as attend
 from .data import Data as Data
 from .data import Numbers as Numbers
 from .data import run_launches as run_launches
+from .delta_net import apply_delta_rule as apply_delta_rule
+from .delta_net import convolve_inputs as convolve_inputs
 from .embedding import add_positions as add_positions
 from .experts import GpuExperts as GpuExperts
+from .gated_activation import Factors as Factors
 from .gated_activation import activate as activate
 from .gated_activation import exact_gated_activation as exact_gated_activation
 from .linear import LINEARS as LINEARS
@@ -30,6 +33,7 @@ from .outliers import find_outliers as find_outliers
 from .outliers import found_bytes as found_bytes
 from .outliers import multiply_outliers as multiply_outliers
 from .outliers import outlier_flag_bytes as outlier_flag_bytes
+from .output_gate import gate_output as gate_output
 from .registry import name_in_profiles as name_in_profiles
 from .registry import operator_checks as operator_checks
 from .registry import operator_steps as operator_steps
@@ -45,3 +49,4 @@ from .short_conv import convolve as convolve
 from .sparse_attention import SparseCase as SparseCase
 from .sparse_attention import SparsePass as SparsePass
 from .sparse_attention import attend_selected as attend_selected
+from .token_gate import gate_tokens as gate_tokens

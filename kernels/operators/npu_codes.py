@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -49,7 +50,7 @@ def read_codes(
         codes: The codes.
         out: ``[tokens, rows]`` in the activation type.
         tokens: Tokens.
-        member_rows: Rows of each member, at most three members.
+        member_rows: Rows of each member.
     """
     rows = sum(member_rows)
     label = "reading of codes"
@@ -60,7 +61,7 @@ def read_codes(
     kernel, style, items = on.kernel(
         CODE_FILES,
         "read_npu_codes",
-        lambda _: {"MEMBER_STEPS": 1} if steps else {},
+        lambda _: {"MEMBER_STEPS": len(steps)} if steps else {},
         rounded=codes,
         widths=(rows,),
     )
@@ -76,10 +77,9 @@ def read_codes(
 
 
 def _steps_of_members(steps: tuple[float, ...], rows: tuple[int, ...]) -> Iterator[np.generic]:
-    """Yield the first row of the second and third member, and the step of each of three."""
-    ends = [sum(rows[: count + 1]) for count in range(len(rows))]
-    yield from (np.int32(ends[min(place, len(ends) - 1)]) for place in (0, 1))
-    yield from (np.float32(steps[min(place, len(steps) - 1)]) for place in (0, 1, 2))
+    """Yield the first row and the step of each member."""
+    for first, step in zip(itertools.accumulate(rows, initial=0), steps, strict=False):
+        yield from (np.int32(first), np.float32(step))
 
 
 @dataclass(frozen=True, slots=True)

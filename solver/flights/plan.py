@@ -422,7 +422,7 @@ def _chunk_stages(
             glue_us = fraction * (one.before_us + position * one.before_us_per_position)
             gpu_us, needs = fraction * one.gpu_us, kernel + graph
             whole_gpu = not one.npu_us
-            attends, convolves = one.group == "o", one.group == "conv_out"
+            attends, recurs = one.group == "o", one.group in ("conv_out", "delta_out")
             # Norms and activations wait for memory, and attention for arithmetic: it reads little.
             slowdown, slows = one.gpu_slowdown if whole_gpu or attends else 1.0, whole_gpu or not attends
             if attends:
@@ -430,11 +430,11 @@ def _chunk_stages(
                 yield Stage("gpu", 0.0, needs, refill_us=one.refill_us)
                 stored.append((number, next(count)))
                 needs = tuple(stored)
-            elif convolves:
+            elif recurs:
                 needs += tuple(stored)
             yield Stage("gpu", glue_us + gpu_us * whole_gpu, needs, slowdown, slows, one.refill_us)
             kernel, graph = ((number, next(count)),), ()
-            if convolves:
+            if recurs:
                 stored += kernel
             if whole_gpu:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from heterollm.engine.blocks.gate import append_gate
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
@@ -41,10 +42,15 @@ class AttentionEmitter:
         return Begun(qkv.input_codes, functools.partial(self._emit, builder, layer, block, qkv), keeps=False)
 
     def _emit(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp) -> Delta:
-        self._rope(builder, layer, block, self._linears.linear(builder, qkv))
+        inputs = self._linears.linear(builder, qkv)
+        self._rope(builder, layer, block, inputs)
         o = self._linears.placed(builder, layer, "o")
-        dense = functools.partial(self._attention, builder, layer, block, o.rounded)
+        rounded = None if block.gated else o.rounded
+        dense = functools.partial(self._attention, builder, layer, block, rounded)
         self._techniques.around(builder, "attention", layer, o).run(dense)
+        if block.gated:
+            bias = self._tensors.bias(layer, "qkv")
+            append_gate(builder, self._kernels, o.source, inputs, 3, o, heads=block.heads, bias=bias)
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
 
     def _shape(self, block: AttentionBlock) -> HeadShape:
@@ -68,11 +74,15 @@ class AttentionEmitter:
                 epsilon=self._epsilon,
                 joint=block.joint_head_norms,
                 limit=block.qkv_limit,
+                values=block.value_norms,
+                norms_last=block.norms_last,
+                query_scales=self._tensors.query_scales(block),
             ),
             tokens=builder.tokens,
         )
-        reads = (*segments_of(qkv), step)
-        builder.kernel("rope", layer, launch, reads=reads, writes=(query, kv.memory))
+        reads, stores = (*segments_of(qkv), step), block.kv_layer is None
+        seen, stored = ((), (kv.memory,)) if stores else ((kv.memory,), ())
+        builder.kernel("rope", layer, launch, reads=(*reads, *seen), writes=(query, *stored))
 
     def _attention(
         self,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
+from heterollm.engine.slots import GATED_OUTPUT
 from heterollm.engine.step import LinearWork, Step, shard_name
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GlueKernels, Launch, RoundedInputs, Segments
-from heterollm.kernels.operators import activate
+from heterollm.kernels.operators import activate, gate_tokens
 from heterollm.model import FfnBlock
 
 
@@ -25,8 +26,18 @@ class FfnEmitter:
         whole = (layer, "ffn") in builder.placements
         op = self._linears.placed(builder, layer, "ffn" if whole else "gate_up")
         emit = self._ffn if whole else self._gate_up_and_down
-        bias = self._tensors.bias(layer, "down")
-        return Begun(op.input_codes, lambda: Delta(emit(builder, block, op), bias))
+        return Begun(op.input_codes, lambda: self._gated(builder, layer, block, emit(builder, block, op)))
+
+    def _gated(self, builder: PassBuilder, layer: int, block: FfnBlock, output: Segments) -> Delta:
+        """Append the gate of whole tokens, if the network has one, and return the output."""
+        if not block.token_gated:
+            return Delta(output, self._tensors.bias(layer, "down"))
+        x, out = builder.lane.shared["linear_input"], builder.lane.private[GATED_OUTPUT]
+        launch = gate_tokens(
+            self._kernels, x, self._tensors.token_gate(layer), output, out, tokens=builder.tokens
+        )
+        builder.kernel("token gate", layer, launch, reads=(x, *segments_of(output)), writes=(out,))
+        return Delta(Segments(out, out, output.rows, (0,)))
 
     def _gate_up_and_down(self, builder: PassBuilder, block: FfnBlock, op: PlacedOp) -> Segments:
         """Append the network as two operators, of which ``op`` is the first."""

@@ -5,6 +5,7 @@ from .generation import GENERATION_FIELDS as GENERATION_FIELDS
 from .gguf import GGUF_FIELDS as GGUF_FIELDS
 from .quantization import FOREIGN_METHODS as FOREIGN_METHODS
 from .quantization import QUANTIZATION_FIELDS as QUANTIZATION_FIELDS
+from .rope import AXES as AXES
 from .rope import ROPE_FIELDS as ROPE_FIELDS
 from .table import Field as Field
 from .table import FieldTable as FieldTable

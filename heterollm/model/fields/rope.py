@@ -8,6 +8,9 @@ from heterollm.model.fields.table import FieldTable, rows
 
 ROPE: Final = "transformers, modeling_rope_utils"
 
+AXES: Final = ("mrope_section", "mrope_interleaved")
+"""Fields of a rotary embedding of several axes."""
+
 ROPE_FIELDS: Final = FieldTable(
     "config.json, rope_parameters",
     (
@@ -49,6 +52,24 @@ ROPE_FIELDS: Final = FieldTable(
             only=frozenset({"phimoe"}),
         ),
         *rows(
+            "read",
+            "transformers, HunYuanDenseV1RotaryEmbedding",
+            {"alpha": "stretches the base of type dynamic, whatever the context"},
+            only=frozenset({"hunyuan_v1_dense"}),
+        ),
+        *rows(
+            "read",
+            "transformers, Ministral3Attention",
+            {"llama_4_scaling_beta": "growth of queries with the position"},
+            only=frozenset({"ministral3"}),
+        ),
+        *rows(
+            "none",
+            "transformers, Ministral3Config",
+            {"max_position_embeddings": "a copy; the field beside the section counts"},
+            only=frozenset({"ministral3"}),
+        ),
+        *rows(
             "none",
             "YaRN's own code; transformers ignores it",
             {"finetuned": "whether the model was trained on"},
@@ -64,11 +85,16 @@ ROPE_FIELDS: Final = FieldTable(
             neutral=(1,),
         ),
         *rows(
+            "none",
+            "transformers, models with vision",
+            dict.fromkeys(AXES, "rotary embedding of several axes, whose positions are equal for text"),
+            only=frozenset({"qwen3_5_text", "qwen3_5_moe_text"}),
+        ),
+        *rows(
             "refused",
             "transformers, models with vision",
             {
-                "mrope_section": "rotary embedding of several axes",
-                "mrope_interleaved": "rotary embedding of several axes",
+                **dict.fromkeys(AXES, "rotary embedding of several axes"),
                 "alpha": "a base by the length of the context",
                 "llama_4_scaling_beta": "queries that grow with the position",
             },

@@ -56,23 +56,6 @@ static inline ulong group_best(ulong rank, __local ulong *ranks) {
   return rank;
 }
 
-// The sum of the work-items of the group.
-static inline float group_sum(float value, __local float *values) {
-#if WG > 1
-  const uint lane = get_local_id(0);
-  barrier(CLK_LOCAL_MEM_FENCE);
-  values[lane] = value;
-  for (uint width = WG / 2; width > 0; width /= 2) {
-    barrier(CLK_LOCAL_MEM_FENCE);
-    if (lane < width)
-      values[lane] += values[lane + width];
-  }
-  barrier(CLK_LOCAL_MEM_FENCE);
-  value = values[0];
-#endif
-  return value;
-}
-
 #if SCORING == SOFTMAX
 #define SCORE(logit) exp((logit) - top) / total
 #else

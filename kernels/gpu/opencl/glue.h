@@ -130,6 +130,23 @@ static inline float8 load_member(member_row row, int column, int count) {
 #endif
 }
 
+// The sum of one value of each work-item of the group.
+static inline float group_sum(float value, __local float *sums) {
+#if WG > 1
+  int lane = get_local_id(0);
+  barrier(CLK_LOCAL_MEM_FENCE);
+  sums[lane] = value;
+  for (int width = WG / 2; width > 0; width /= 2) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (lane < width)
+      sums[lane] += sums[lane + width];
+  }
+  barrier(CLK_LOCAL_MEM_FENCE);
+  value = sums[0];
+#endif
+  return value;
+}
+
 // 2^x for x <= 127, zero below -126; relative error 1e-7. Adding 1.5 * 2^23 rounds x to an integer, which
 // then lies in the sum's lowest bits; the rest goes through a minimax polynomial.
 static inline float8 exp2_8(float8 x) {

@@ -8,13 +8,15 @@ GROUP_SIZE __kernel void write_npu_codes(__global const act_t *restrict x, int c
               counts + count_place, values);
 }
 
-// With MEMBER_STEPS up to three members have steps of their own; second and third are their first columns.
+// With MEMBER_STEPS so many members have steps of their own, from the column `first` on.
 #ifdef MEMBER_STEPS
-#define MEMBER_ARGUMENTS , int second, int third, float step_0, float step_1, float step_2
-#define STEP_AT(i) ((i) < second ? step_0 : (i) < third ? step_1 : step_2)
+#define MEMBER_ARGUMENT(n) , int first_##n, float step_##n
+#define MEMBER_ARGUMENTS REPEAT(MEMBER_STEPS, MEMBER_ARGUMENT)
+#define FROM_MEMBER(n) steps = at < first_##n ? steps : (steps_t)(step_##n);
+#define CHOOSE_STEPS REPEAT(MEMBER_STEPS, FROM_MEMBER)
 #else
 #define MEMBER_ARGUMENTS
-#define STEP_AT(i) step
+#define CHOOSE_STEPS (void)at;
 #endif
 
 // Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
@@ -36,19 +38,19 @@ GROUP_SIZE __kernel void read_npu_codes(__global const code_t *restrict codes, _
     const float8 code = FLOATS_OF_CODES(*(__global const loose_code8_t *)(codes + i));
 #endif
     at_end += (code < 0.5f) + (code > LARGEST_CODE - 0.5f);
-#ifdef MEMBER_STEPS
+    typedef float8 steps_t;
     const int8 at = i + (int8)(0, 1, 2, 3, 4, 5, 6, 7);
-    const float8 steps =
-        at < second ? (float8)(step_0) : at < third ? (float8)(step_1) : (float8)(step_2);
+    steps_t steps = step;
+    CHOOSE_STEPS
     store_act8((code - ZERO_CODE) * (steps * factor), out, i);
-#else
-    store_act8((code - ZERO_CODE) * (step * factor), out, i);
-#endif
   }
 #ifndef WHOLE_EIGHTS
-  for (int i = max(begin, end - end % 8); i < end; ++i) {
-    at_end.s0 -= codes[i] == 0 || codes[i] == LARGEST_CODE;
-    store_act(((float)codes[i] - ZERO_CODE) * (STEP_AT(i) * factor), out, i);
+  for (int at = max(begin, end - end % 8); at < end; ++at) {
+    typedef float steps_t;
+    steps_t steps = step;
+    CHOOSE_STEPS
+    at_end.s0 -= codes[at] == 0 || codes[at] == LARGEST_CODE;
+    store_act(((float)codes[at] - ZERO_CODE) * (steps * factor), out, at);
   }
 #endif
   count_ends(at_end, counts + count_place);

@@ -29,7 +29,7 @@ static inline int sum_of_eight(int8 value) {
 }
 
 // Sum over the work-items of the group.
-static inline int group_sum(int value, __local int *values) {
+static inline int group_count(int value, __local int *values) {
 #if WG > 1
   const int lane = get_local_id(0);
   barrier(CLK_LOCAL_MEM_FENCE);
@@ -251,7 +251,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
   for (int bit = 1 << 30; bit > 0; bit >>= 1) {
     int8 reach = 0;
     for (int i = lane * 8; i < size; i += WG * 8) reach += *(__global const int8 *)(own + i) >= (least | bit);
-    const int reached = -group_sum(sum_of_eight(reach), lane_values);
+    const int reached = -group_count(sum_of_eight(reach), lane_values);
     if (reached >= kept)
       least |= bit;
     if (reached == kept)
@@ -259,7 +259,7 @@ GROUP_SIZE __kernel void select_positions(__global const uchar *restrict scores,
   }
   int8 above = 0;
   for (int i = lane * 8; i < size; i += WG * 8) above += *(__global const int8 *)(own + i) > least;
-  equals += group_sum(sum_of_eight(above), lane_values);
+  equals += group_count(sum_of_eight(above), lane_values);
 
   // Runs of eight positions per work-item: all are read before the group writes, which it does at or before them.
   int found = 0;

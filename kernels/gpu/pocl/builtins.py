@@ -39,7 +39,7 @@ def _lines() -> Iterator[str]:
             yield _declaration(kind, "atomic_cmpxchg", f"{pointer}, {kind}, {kind}")
     for width in WIDTHS:
         kind = f"float{width}"
-        for name in ("ceil", "exp", "exp2", "fabs", "sqrt", "tanh"):
+        for name in ("ceil", "exp", "exp2", "fabs", "log1p", "sqrt", "tanh"):
             yield _declaration(kind, name, kind, "const")
         for other in dict.fromkeys((kind, "float")):
             yield _declaration(kind, "fmax", f"{kind}, {other}", "const")

@@ -21,8 +21,14 @@ from heterollm.solver.plan_records import PlanEntry
 CHUNK = 128
 LISTED: dict[str, Any] = {"num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 192}
 STEPPED: dict[str, Any] = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "intermediate_size": 192}
-MODELS = {"listed": LISTED, "stepped": STEPPED}
-SPARSE = {"listed": (0, 2), "stepped": (1, 3)}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "listed": ("qwen3_moe", LISTED),
+    "stepped": ("qwen3_moe", STEPPED),
+    # The network beside the experts has other sizes than that of a dense layer, and a gate of whole tokens.
+    "gated": ("qwen2_moe", {**STEPPED, "shared_expert_intermediate_size": 160}),
+}
+SPARSE = {"listed": (0, 2), "stepped": (1, 3), "gated": (1, 3)}
+NETWORKS = {"listed": {1}, "stepped": {0, 2}, "gated": {0, 1, 2, 3}}
 
 
 def answers(llm: LLM, ids: list[int]) -> np.ndarray:
@@ -60,6 +66,7 @@ def with_experts(plan: Plan, layers: tuple[int, ...]) -> Plan:
     ("model", "options"),
     [
         *(("listed", {}), ("stepped", {"precision": "fp16"}), ("listed", {"precision": "w4a8"})),
+        *(("gated", {}), ("gated", {"precision": "w4a8"})),
         pytest.param("stepped", {}, marks=pytest.mark.slow),
         pytest.param("listed", {"precision": "fp16"}, marks=pytest.mark.slow),
         pytest.param("stepped", {"precision": "w4a8"}, marks=pytest.mark.slow),
@@ -75,7 +82,8 @@ def test_logits_are_those_of_transformers(
     token_ids: Callable[[int], list[int]],
 ) -> None:
     """All on the GPU and on the NPU, cut along rows and widths, and with experts on the NPU."""
-    folder, ids = checkpoint("qwen3_moe", **MODELS[model]), token_ids(73)
+    family, overrides = MODELS[model]
+    folder, ids = checkpoint(family, **overrides), token_ids(73)
     on_gpu = host_llm(folder, plan="gpu", **options)
     rows = half_rows_plan(on_gpu, CHUNK)
     rounded = options.get("precision") == "w4a8"
@@ -96,7 +104,7 @@ def test_logits_are_those_of_transformers(
         dense = {layer for layer, operator in npu if operator in ("ffn", "down")}
         assert sparse == (set(SPARSE[model]) if name == "experts" else set())
         if name != "gpu":
-            assert dense == set(range(llm.config.layers)) - set(SPARSE[model])
+            assert dense == NETWORKS[model]
         found = sqnr_db(answers(llm, ids), expected)
         assert found >= (40.0 if rounded else LOGITS_SQNR_DB["fp32"]), name
 
@@ -116,13 +124,16 @@ def test_any_budget_of_experts_gives_the_same_bits(
         assert (llm.expert_reads.slots, llm.expert_reads.experts) == (slots, 24)
 
 
+@pytest.mark.parametrize("model", ["stepped", "gated"])
 def test_a_saved_model_has_the_logits_of_its_source(
+    model: str,
     checkpoint: Callable[..., Path],
     host_llm: Callable[..., LLM],
     token_ids: Callable[[int], list[int]],
     tmp_path: Path,
 ) -> None:
-    folder, ids = checkpoint("qwen3_moe", **STEPPED), token_ids(73)
+    family, overrides = MODELS[model]
+    folder, ids = checkpoint(family, **overrides), token_ids(73)
     saved = convert_model(folder, tmp_path / "saved")
     found, expected = (
         answers(host_llm(own, plan="gpu", group_size=saved.block), ids) for own in (saved.folder, folder)
@@ -130,11 +141,12 @@ def test_a_saved_model_has_the_logits_of_its_source(
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["listed", "stepped"])
 def test_need_of_memory_sums_both_kinds(
     model: str, checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]
 ) -> None:
-    llm = host_llm(checkpoint("qwen3_moe", **MODELS[model]), plan="gpu", precision="fp16")
+    family, overrides = MODELS[model]
+    llm = host_llm(checkpoint(family, **overrides), plan="gpu", precision="fp16")
     need = memory_need(llm.config, llm._weights.specs, llm.plan, 64, {}, np.dtype(np.float32))
     sparse, layers = len(SPARSE[model]), llm.config.layers
     values = layers * 128 * (4 + 2 + 2 + 4) * 40 + sparse * 12 * 3 * 96 * 128

@@ -49,7 +49,7 @@ def answers(llm: LLM, ids: list[int], length: int) -> np.ndarray:
     return np.stack([*found, *map(session.decode, ids[:3])])
 
 
-@pytest.fixture(scope="module", params=["llama-layer", "mistral-rows", "lfm2-rows"])
+@pytest.fixture(scope="module", params=["llama-layer", "mistral-rows", "lfm2-rows", "qwen3_5_text-rows"])
 def planned(
     request: pytest.FixtureRequest, checkpoint: Callable[..., Path], half_rows_plan: Callable[..., Plan]
 ) -> tuple[Path, Plan]:

@@ -21,11 +21,19 @@ CHUNK, CONTEXT = 64, 1088
 Load = Callable[..., LLM]
 
 
+@pytest.fixture(params=["lfm2", "qwen3_5_text"])
+def family(request: pytest.FixtureRequest) -> str:
+    """Return a model type with recurrent state."""
+    return str(request.param)
+
+
 @pytest.fixture
-def load(checkpoint: Callable[..., Path], host_llm: Load, half_rows_plan: Callable[..., Plan]) -> Load:
+def load(
+    family: str, checkpoint: Callable[..., Path], host_llm: Load, half_rows_plan: Callable[..., Plan]
+) -> Load:
     def made(level: str = "gpu", **options: Any) -> LLM:
         options = {"context": CONTEXT, **options}
-        folder = checkpoint("lfm2")
+        folder = checkpoint(family)
         first = host_llm(folder, plan="gpu" if level == "rows" else level, **options)
         if level == "rows":
             return host_llm(folder, plan=half_rows_plan(first, CHUNK), **options)
@@ -62,6 +70,7 @@ def states(llm: LLM, session: Any) -> np.ndarray:
 @pytest.mark.parametrize("level", ["rows", "gpu"])
 def test_logits_are_those_of_transformers_in_any_pieces(
     level: str,
+    family: str,
     checkpoint: Callable[..., Path],
     load: Load,
     reference: Callable[..., np.ndarray],
@@ -70,7 +79,7 @@ def test_logits_are_those_of_transformers_in_any_pieces(
 ) -> None:
     monkeypatch.setenv(CHECK_VARIABLE, "5")
     llm = load(level)
-    expected = reference(llm, checkpoint("lfm2"), ids[:73])
+    expected = reference(llm, checkpoint(family), ids[:73])
     kept = []
     for pieces in ((64,), (33, 1, 30), (1, 1, 62)):
         session, rows, first = llm.session(), [], 0
@@ -186,6 +195,7 @@ def test_guesses_give_the_tokens_of_plain_decoding(load: Load) -> None:
     assert guessed.token_ids == plain.token_ids
 
 
+@pytest.mark.parametrize("family", ["lfm2"])
 def test_memory_is_bounded_and_counted(load: Load, ids: list[int]) -> None:
     llm = load()
     config, dtype = llm.config, np.dtype(np.float32)
@@ -204,9 +214,9 @@ def test_memory_is_bounded_and_counted(load: Load, ids: list[int]) -> None:
 
 @pytest.mark.slow
 def test_errors_do_not_grow_over_2048_tokens(
-    checkpoint: Callable[..., Path], host_llm: Load, reference: Callable[..., np.ndarray]
+    family: str, checkpoint: Callable[..., Path], host_llm: Load, reference: Callable[..., np.ndarray]
 ) -> None:
-    folder, ids = checkpoint("lfm2"), np.random.default_rng(4).integers(1, 2048, 2048).tolist()
+    folder, ids = checkpoint(family), np.random.default_rng(4).integers(1, 2048, 2048).tolist()
     for precision in ("w4a16", "fp16"):
         llm = host_llm(folder, plan="gpu", context=2048, precision=precision)
         expected = reference(llm, folder, ids)

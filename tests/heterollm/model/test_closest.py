@@ -29,9 +29,6 @@ OTHER_LAYERS = {
     "modernbert-decoder": "local_attention",
     "nemotron_h": "conv_kernel",
     "olmo_hybrid": "linear_attention",
-    "qwen2_moe": "num_experts|moe_intermediate_size",
-    "qwen3_5_text": "linear_attention",
-    "qwen3_next": "linear_attention",
     "recurrent_gemma": "block_types|attention_window|conv1d|lru_width",
     "rwkv": "attention_hidden_size",
     "t5": "is_encoder_decoder",
@@ -41,9 +38,7 @@ OTHER_LAYERS = {
 
 LIKE_LLAMA = {
     "cohere2": True,
-    "exaone4": True,
     "gpt_neox": False,
-    "olmo3": True,
     "persimmon": False,
 }
 """Families whose layers are attention and one network, and whether some of their layers slide by default."""

@@ -24,7 +24,7 @@ def loaded(folder, **options):
     ("family", "symmetric", "sizes"),
     [
         *(("llama", True, {}), ("qwen2", False, {}), ("phi3", True, {}), ("olmoe", False, {})),
-        ("lfm2", True, {}),
+        *(("lfm2", True, {}), ("qwen3_5_text", True, {})),
         *(("mixtral", True, {}), ("qwen3_moe", True, {"mlp_only_layers": [0], "intermediate_size": 192})),
     ],
 )

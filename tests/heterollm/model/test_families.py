@@ -14,7 +14,16 @@ import heterollm.loading
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, RopeConfig, expert_specs
-from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock
+from heterollm.model.blocks import (
+    AnyBlock,
+    AttentionBlock,
+    DeltaNetBlock,
+    FfnBlock,
+    LayerConfig,
+    LayerInputBlock,
+    MixtureBlock,
+)
+from heterollm.model.layout import other_name
 
 Reference = Callable[[LLM, Path, list[int]], np.ndarray]
 Oracle = Callable[..., np.ndarray]
@@ -23,7 +32,8 @@ LEVELS = ("gpu", "npu", "layer")
 # Families that cost a declaration and no code.
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
-    *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee"),
+    *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
+    *("ministral3", "hunyuan_v1_dense"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -37,22 +47,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4 in one stream": ("gemma4_unified_text", {}),
     "smollm3": ("smollm3", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
-    **{name: (name, {}) for name in ("phi", "opt", "lfm2", *DECLARED)},
+    **{
+        name: (name, {})
+        for name in ("phi", "opt", "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", *DECLARED)
+    },
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
+    "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
 }
 VARIANTS = (
     *("mistral without window", "qwen2 with window", "llama with biases"),
     *("granite 4 without positions", "granite 4 with experts", "stablelm in parallel"),
+    "gemma4 in one stream",
+    "qwen3_next with a dense layer",
 )
 
 # The level layer runs the graphs of npu with the kernels of gpu.
@@ -61,7 +80,7 @@ SLOW = (
     # What is asked of the NPU in the variants is asked by their families.
     *((name, "layer") for name in VARIANTS if name != "llama with biases"),
     *((name, level) for name in DECLARED for level in ("npu", "layer")),
-    *((name, "layer") for name in ("mixtral", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
+    *((name, "layer") for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
 )
 PROMPT, STEPS = 70, 5
 
@@ -181,7 +200,7 @@ def changed(config: ModelConfig, kind: type[AnyBlock], change: Callable[[AnyBloc
             )
             for stage in layer.stages
         ]
-        layers.append(LayerConfig(tuple(stages)))
+        layers.append(dataclasses.replace(layer, stages=tuple(stages)))
     return {"per_layer": tuple(layers)}
 
 
@@ -189,11 +208,28 @@ def attention(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return changed(config, AttentionBlock, lambda block: dataclasses.replace(block, **changes))
 
 
+def each_layer(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]) -> dict[str, Any]:
+    return {"per_layer": tuple(map(change, config.per_layer))}
+
+
 def without_output_norms(config: ModelConfig) -> dict[str, Any]:
-    layers = [
-        LayerConfig(tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages))
-        for layer in config.per_layer
-    ]
+    return each_layer(
+        config,
+        lambda layer: LayerConfig(
+            tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages), layer.is_scaled
+        ),
+    )
+
+
+def unstretched(config: ModelConfig) -> dict[str, Any]:
+    return attention(config, rope=dataclasses.replace(config.rope, base=100.0))
+
+
+def normed_stages(config: ModelConfig) -> dict[str, Any]:
+    layers = []
+    for layer in config.per_layer:
+        stages = [dataclasses.replace(stage, norm=stage.output_norm) for stage in layer.stages]
+        layers.append(LayerConfig(tuple(stages)))
     return {"per_layer": tuple(layers)}
 
 
@@ -239,9 +275,19 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "layers without positions": lambda config: attention(config, rope=config.rope),
     "positions of sliding layers": lambda config: attention(config, rope=config.rope),
     "scaled positions": plain_rope,
+    "part of the pairs": plain_rope,
+    "norms of values": lambda config: attention(config, value_norms=False),
+    "factors of layers": lambda config: each_layer(config, lambda one: LayerConfig(one.stages)),
+    "activation beside embeddings of layers": lambda config: changed(
+        config, LayerInputBlock, lambda one: dataclasses.replace(one, activation="silu")
+    ),
     "partly turning heads": wholly_turning,
     "norms of heads": lambda config: attention(config, head_norms=False),
+    "norms of heads behind positions": lambda config: attention(config, norms_last=False),
+    "stretched positions": unstretched,
+    "growth of queries": lambda config: attention(config, query_growth=None),
     "norms of outputs": without_output_norms,
+    "stages without a norm before": normed_stages,
     "norm offset": lambda _config: {"norm_offset": 0.0},
     "embedding scale": lambda _config: {"embedding_scale": 1.0},
     "attention scale": lambda config: attention(config, scale=config.attention.head_dim**-0.5),
@@ -266,7 +312,11 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "jitter": lambda config: other_routing(config, jitter=0.01),
     "scale of logits": lambda _config: {"logit_scale": 1.0},
     "learned positions": lambda _config: {"learned_positions": False},
+    "gate of tokens": lambda config: changed(
+        config, FfnBlock, lambda one: dataclasses.replace(one, token_gated=False)
+    ),
     "blocks side by side": one_after_the_other,
+    "output gate": lambda config: attention(config, gated=False),
 }
 GEMMA = (
     *("window", "layers without window", "norms of outputs", "norm offset", "embedding scale"),
@@ -280,8 +330,14 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "phi3": ("window", "scaled positions", "partly turning heads"),
     "gemma2": (*GEMMA, "attention soft cap"),
     "gemma3": (*GEMMA, "norms of heads", "positions of sliding layers", "scaled positions"),
+    "gemma4": (
+        *("window", "layers without window", "norms of outputs", "embedding scale", "logit soft cap"),
+        *("activation", "norms of heads", "part of the pairs", "norms of values", "factors of layers"),
+        *("activation beside embeddings of layers", "attention scale"),
+    ),
     "smollm3": ("window", "layers without positions", *BIASES),
     "mixtral": ("window", "normalised weights", "all chosen experts"),
+    "qwen2_moe": ("window", "biases of q, k and v", "weights as they are", "gate of tokens"),
     "qwen3_moe": ("window", "norms of heads", "biases of q, k and v", "normalised weights"),
     "olmoe": ("one norm of all heads", "limit of q, k and v", "weights as they are", "biases of q, k and v"),
     "phimoe": (
@@ -313,6 +369,28 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
+    "ministral3": ("window", "growth of queries", "scaled positions"),
+    "hunyuan_v1_dense": (
+        *("norms of heads", "norms of heads behind positions", "stretched positions"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
+    "olmo2": (
+        *("stages without a norm before", "norms of outputs", "one norm of all heads"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
+    "olmo3": (
+        *("stages without a norm before", "norms of outputs", "one norm of all heads", "window"),
+        *("layers without window", "positions of sliding layers", "scaled positions"),
+    ),
+    "exaone4": (
+        *("stages without a norm before", "norms of outputs", "norms of heads", "window"),
+        *("layers without window", "layers without positions"),
+    ),
+    "qwen3_next": ("norm offset", "output gate", "normalised weights", "all chosen experts"),
+    "qwen3_5_text": (
+        *("norms of heads", "partly turning heads", "norm offset", "output gate"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
 }
 
 
@@ -342,4 +420,33 @@ def test_a_feature_that_is_taken_away_is_seen(
     monkeypatch.setattr(heterollm.loading, "load_weights", without_it)
     llm = host_llm(folder, plan="gpu")
     # Even the emulator's gate would see it.
+    assert sqnr_db(all_logits(llm, ids), expected) < LOGITS_SQNR_DB["fp16"]
+
+
+@pytest.mark.parametrize(
+    ("role", "value"), [("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0), ("gated_norm", 1.0)]
+)
+def test_a_tensor_of_a_delta_net_that_is_taken_away_is_seen(
+    role: str,
+    value: float,
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    oracle: Oracle,
+    token_ids: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, ids = checkpoint("qwen3_5_text"), token_ids(PROMPT + STEPS)
+    expected = oracle(folder, ids)
+    load_weights = heterollm.loading.load_weights
+
+    def without_it(*arguments: Any, **options: Any) -> Any:
+        weights = load_weights(*arguments, **options)
+        names = {other_name(weights.config, layer, role) for layer in weights.config.blocks(DeltaNetBlock)}
+        floats = {
+            name: np.full_like(own, value) if name in names else own for name, own in weights.floats.items()
+        }
+        return dataclasses.replace(weights, floats=floats)
+
+    monkeypatch.setattr(heterollm.loading, "load_weights", without_it)
+    llm = host_llm(folder, plan="gpu")
     assert sqnr_db(all_logits(llm, ids), expected) < LOGITS_SQNR_DB["fp16"]

@@ -1,15 +1,26 @@
 """Configurations and tensors of mixtures of experts."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Routing
-from heterollm.model import AttentionBlock, Checkpoint, ModelConfig, expert_specs, load_weights, op_specs
+from heterollm.model import (
+    AttentionBlock,
+    Checkpoint,
+    FfnBlock,
+    ModelConfig,
+    expert_specs,
+    load_weights,
+    op_specs,
+)
+from heterollm.model.config import check_config
 from heterollm.model.expert_layout import TensorRows, expert_rows
 from heterollm.model.layout import expected_tensors
 
@@ -24,7 +35,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "eos_token_id": 2,
 }
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared")
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def config_of(model_type: str, **changes: Any) -> ModelConfig:
@@ -37,16 +49,17 @@ def test_defaults_are_those_of_transformers(model_type: str, saved: bool) -> Non
     theirs = transformers.AutoConfig.for_model(model_type, **SIZES)
     ours = ModelConfig.from_dict(theirs.to_dict() if saved else SIZES | {"model_type": model_type})
     assert ours.mixture is not None
-    assert (
-        ours.mixture.routing.experts == theirs.num_experts if model_type in ("qwen3_moe", "olmoe") else True
+    assert ours.mixture.routing.experts == (
+        theirs.num_local_experts if hasattr(theirs, "num_local_experts") else theirs.num_experts
     )
-    assert ours.mixture.routing.experts == theirs.num_local_experts
     assert ours.mixture.routing.chosen == theirs.num_experts_per_tok
     mixes = model_type == "phimoe"
     assert ours.mixture.routing.normalized == getattr(theirs, "norm_topk_prob", not mixes)
     assert ours.mixture.routing.jitter == (theirs.router_jitter_noise if mixes else 0)
     assert ours.mixture.width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-    assert (0 if ours.ffn is None else ours.ffn.width) == getattr(theirs, "shared_intermediate_size", 0)
+    names = ("shared_intermediate_size", "shared_expert_intermediate_size")
+    shared = next((getattr(theirs, name) for name in names if hasattr(theirs, name)), 0)
+    assert (0 if ours.ffn is None else ours.ffn.width) == shared
     assert ours.attention.kv_heads == theirs.num_key_value_heads
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.attention.scale == getattr(theirs, "attention_multiplier", ours.attention.head_dim**-0.5)
@@ -65,12 +78,36 @@ def test_multipliers_become_scales() -> None:
     assert config.logit_scale == 0.125
 
 
-def test_published_names_of_phi_moe() -> None:
+@pytest.mark.parametrize("file", ["modeling_phimoe", "modeling_slimmoe"])
+def test_published_names_of_phi_moe(file: str) -> None:
     published = {
         "architectures": ["PhiMoEForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "modeling_phimoe.PhiMoEForCausalLM"},
+        "auto_map": {"AutoModelForCausalLM": f"{file}.PhiMoEForCausalLM"},
     }
     assert config_of("phimoe", **published) == config_of("phimoe")
+
+
+def test_published_fields_of_qwen_moe() -> None:
+    published = {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "max_window_layers": 21,
+        "moe_intermediate_size": 80,
+        "norm_topk_prob": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 192,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    }
+    config = config_of("qwen2_moe", **published)
+    assert check_config(SIZES | {"model_type": "qwen2_moe"} | published) == ()
+    assert [block.width for block in config.blocks(FfnBlock).values()] == [192, 192]
+    dense = config_of("qwen2_moe", **published, mlp_only_layers=[0])
+    assert [block.width for block in dense.blocks(FfnBlock).values()] == [96, 192]
+    assert [block.token_gated for block in dense.blocks(FfnBlock).values()] == [False, True]
 
 
 def test_rows_of_an_expert() -> None:
@@ -148,3 +185,28 @@ def test_experts_are_read_one_at_a_time(
         np.testing.assert_array_equal(member, whole[place.start : place.stop])
     assert len(members) == 2 * config.mixture.routing.experts
     assert sizes[::2] == [config.mixture.width * config.hidden_size] * len(members)
+
+
+def test_experts_in_one_tensor_are_those_of_their_own(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As published checkpoints of Qwen3.5-MoE have them."""
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    source, folder = checkpoint("qwen3_5_moe_text"), tmp_path / "stacked"
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        prefix = next(name for name in tensors if f"layers.{layer}.mlp.experts.0.down" in name)
+        prefix = prefix.partition("0.down")[0]
+        for stacked, members in STACKED.items():
+            parts = [
+                np.concatenate([tensors.pop(f"{prefix}{expert}.{member}.weight") for member in members])
+                for expert in range(6)
+            ]
+            tensors[f"{prefix}{stacked}"] = np.stack(parts)
+    save_file(tensors, folder / "model.safetensors")
+    config = ModelConfig.from_folder(folder)
+    one, other = (load_weights(Checkpoint(own), config) for own in (source, folder))
+    assert list(one.linears) == list(other.linears)
+    for name, weight in one.linears.items():
+        assert np.array_equal(weight.dequantize(), other.linears[name].dequantize()), name

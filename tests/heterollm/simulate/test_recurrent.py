@@ -1,4 +1,4 @@
-"""A model with short convolutions on a simulated phone: all operators have times, which meet the clock."""
+"""Models with recurrent state on a simulated phone: all operators have times, which meet the clock."""
 
 from __future__ import annotations
 
@@ -34,14 +34,33 @@ CONFIG = ModelConfig.from_dict(
 )
 """LFM2-1.2B."""
 
+NET = ModelConfig.from_dict(
+    {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": True,
+    }
+)
+"""Qwen3.5-4B."""
 
-def test_passes_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(
+    ("config", "groups"), [(CONFIG, {"conv_in", "conv_out"}), (NET, {"delta_in", "delta_out"})]
+)
+def test_passes_take_as_long_as_predicted(
+    config: ModelConfig, groups: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
-    specs = op_specs(CONFIG, "w4a16", 128, True)
-    profile = profile_of(open_device(SOC), "lfm2-1.2b", CONFIG, specs, silent)
-    model = ProfiledModel(profile, CONFIG, specs, "w4a16")
+    specs = op_specs(config, "w4a16", 128, True)
+    profile = profile_of(open_device(SOC), "tested", config, specs, silent)
+    model = ProfiledModel(profile, config, specs, "w4a16")
     plan, device = solve_plan(model, PlanRequest(level="tensor")).plan, open_device(SOC)
-    engine = Engine(device, shape_only_weights(CONFIG, specs), plan, 512, silent)
+    engine = Engine(device, shape_only_weights(config, specs), plan, 512, silent)
     cache, ids = engine.new_cache(), np.zeros(256, np.int32)
     for phase, tokens in (("prefill", 256), ("decode", 1), ("decode", 8)):
         for _ in range(3):  # graphs are built, and waits are learnt
@@ -56,7 +75,7 @@ def test_passes_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert found.time_us / 1e6 == pytest.approx(took_s, rel=0.05), (phase, tokens)
     assert model.missing == set()
     on_npu = {step.operator for step in engine.steps("prefill", 256) if step.action == "graph"}
-    assert {"conv_in", "conv_out"} <= on_npu
+    assert groups <= on_npu
 
 
 def test_sparse_attention_needs_attention_in_all_layers() -> None:

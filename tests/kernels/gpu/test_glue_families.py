@@ -18,6 +18,7 @@ from heterollm.kernels.operators.gated_activation import (
 from heterollm.kernels.operators.logits import AddBiasCase, SoftCapCase, soft_cap
 from heterollm.kernels.operators.norm import NormCase
 from heterollm.kernels.operators.rope import RopeCase
+from heterollm.kernels.operators.token_gate import TokenGateCase
 
 STYLES = ["vector", "simt"]
 PAIRS = [
@@ -41,7 +42,11 @@ def test_a_delta_is_biased_and_normed_before_it_is_added(cases, check, style, dt
         options = {"biased": biased, "post": post, "scale": 40}
         final, (stored, residual) = made(NormCase(*shape, head_row=tokens // 2, **options))
         np.testing.assert_array_equal(stored, residual)
-        for numbers in (final, *made(NormCase(*shape, **options))):
+        for numbers in (
+            final,
+            *made(NormCase(*shape, **options)),
+            *made(NormCase(*shape, **options, unnormed=True)),
+        ):
             check(numbers, (shape, options))
 
 
@@ -88,6 +93,20 @@ def test_one_norm_of_all_heads_and_a_limit(cases, check, style, dtype):
             check(numbers, (shape, options))
 
 
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+def test_norms_behind_the_rotation_and_factors_of_queries(cases, check, style, dtype):
+    made = cases(style, dtype, 9)
+    for heads, kv_heads, head_dim, normed, scaled in (
+        *((4, 2, 32, True, True), (3, 1, 36, True, False)),
+        *((2, 2, 10, False, True), (2, 1, 128, True, True)),
+    ):
+        shape = HeadShape(heads, kv_heads, head_dim, 9)
+        splits = (shape.rows[0] // 3, 5, shape.rows[2])
+        options = {"biased": True, "normed": normed, "norms_last": True, "scaled": scaled}
+        for numbers in made(RopeCase(4, 4, shape, splits, **options)):
+            check(numbers, (shape, options))
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_positions_are_added_from_that_of_the_pass_on(cases, check, style):
     for shape in ((1, 0, 8), (1, 7, 5), (33, 30, 2060)):
@@ -98,6 +117,14 @@ def test_positions_are_added_from_that_of_the_pass_on(cases, check, style):
 def test_logits_get_their_bias_in_place(cases, check, style):
     for rows, width in ((1, 5), (3, 2060)):
         check(*cases(style)(AddBiasCase(rows, width)))
+
+
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+def test_the_output_of_each_token_is_gated(cases, check, style, dtype):
+    made = cases(style, dtype, 8)
+    for shape in ((3, 100, 41), (1, 7, 0), (33, 512, 512), (2, 2052, 1000)):
+        check(*made(TokenGateCase(*shape)), shape)
+        check(*made(TokenGateCase(*shape, "sum")), shape)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -15,7 +15,7 @@ from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 PER_TOKEN = CodeGrid(1 / LARGEST_CODE, 3 / LARGEST_CODE, per_token=True)
 STATIC = CodeGrid(6 / LARGEST_CODE, 0.7 / LARGEST_CODE, per_token=False)
 STATIC_8_BITS = CodeGrid(6 / 127, 0.7 / 127, per_token=False, bits=8)
-MEMBERS = dataclasses.replace(STATIC_8_BITS, member_steps=(0.7 / 127, 0.1 / 127, 0.3 / 127))
+MEMBERS = dataclasses.replace(STATIC_8_BITS, member_steps=(0.7 / 127, 0.1 / 127, 0.3 / 127, 0.5 / 127))
 GRIDS = pytest.mark.parametrize(
     "grid", [PER_TOKEN, STATIC, STATIC_8_BITS, MEMBERS], ids=["per token", "static", "8 bits", "members"]
 )
@@ -71,7 +71,9 @@ def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
         codes.outputs.array[...] = outputs
         y = runtime.shared((tokens, rows), dtype)
         # The second member begins within eight columns.
-        members = (rows // 3, rows // 4, rows - rows // 3 - rows // 4) if grid.member_steps else (rows,)
+        members = (
+            (rows // 3, rows // 4, 1, rows - rows // 3 - rows // 4 - 1) if grid.member_steps else (rows,)
+        )
         read_codes(layers, codes, y, tokens=tokens, member_rows=members)()
         runtime.finish()
         np.testing.assert_array_equal(y.array, grid.values(outputs, factors, members).astype(dtype))

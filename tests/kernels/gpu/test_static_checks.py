@@ -29,6 +29,7 @@ from heterollm.kernels.gpu import (
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
+    DeltaShape,
     DeviceMemory,
     ExpertLists,
     ExpertShape,
@@ -58,6 +59,7 @@ from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import AttentionCase, attend
 from heterollm.kernels.operators.data import Data, fill_slot
+from heterollm.kernels.operators.delta_net import DeltaCase
 from heterollm.kernels.operators.embedding import PositionsCase
 from heterollm.kernels.operators.experts import GpuExperts
 from heterollm.kernels.operators.gated_activation import GatedCase, activate
@@ -67,9 +69,11 @@ from heterollm.kernels.operators.norm import NormCase, final_norm, rms_norm
 from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 from heterollm.kernels.operators.operator import OperatorCase
 from heterollm.kernels.operators.outliers import OutlierCase
+from heterollm.kernels.operators.output_gate import OutputGateCase
 from heterollm.kernels.operators.rope import RopeCase
 from heterollm.kernels.operators.short_conv import ShortConvCase
 from heterollm.kernels.operators.sparse_attention import SparseCase, SparsePass
+from heterollm.kernels.operators.token_gate import TokenGateCase
 from heterollm.kernels.ops import Routing, WeightFormat
 
 SIMULATOR = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
@@ -110,6 +114,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1",
         "-DWG=1 -DCENTERED",
         "-DWG=64 -DCENTERED -DWHOLE_EIGHTS",
+        "-DWG=64 -DUNNORMED -DWHOLE_EIGHTS",
+        "-DWG=1 -DUNNORMED -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64",
         "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64 -DWHOLE_EIGHTS",
@@ -122,7 +128,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ],
     (*LAYERS, "codes.h", "npu_codes.cl"): [
         "-DWG=1 -DNPU_CODES=16",
-        "-DWG=1 -DNPU_CODES=8",
+        "-DWG=1 -DNPU_CODES=8 -DMEMBER_STEPS=6",
         "-DWG=64 -DNPU_CODES=16 -DWHOLE_EIGHTS",
     ],
     (*LAYERS, "pointwise.cl"): [
@@ -137,10 +143,29 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DTAPS=3 -DCODE_BITS=8 -DCODE_BLOCK=128 -DWHOLE_EIGHTS",
         "-DWG=64 -DTAPS=3 -DSUM",
     ],
+    (*LAYERS, "gates.h", "delta_conv.cl"): [
+        "-DWG=1 -DTAPS=4",
+        "-DWG=64 -DTAPS=4 -DWHOLE_EIGHTS",
+        "-DWG=64 -DTAPS=3 -DSUM",
+    ],
+    (*LAYERS, "delta_rule.cl"): [
+        "-DWG=1 -DGROUP=3 -DKEY_DIM=21 -DLANES=1 -DRUNS=3 -DBLOCK=32",
+        "-DWG=64 -DGROUP=3 -DKEY_DIM=21 -DLANES=4 -DRUNS=1 -DBLOCK=1024",
+        "-DWG=64 -DGROUP=2 -DKEY_DIM=128 -DLANES=4 -DRUNS=4 -DBLOCK=1024 -DWHOLE_EIGHTS",
+    ],
+    (*LAYERS, "gates.h", "output_gate.cl"): [
+        "-DWG=1",
+        "-DWG=1 -DNORMED",
+        "-DWG=64 -DNORMED -DWHOLE_EIGHTS",
+        "-DWG=64 -DSUM -DWHOLE_EIGHTS",
+    ],
+    (*LAYERS, "token_gate.cl"): ["-DWG=1", "-DWG=64 -DWHOLE_EIGHTS", "-DWG=64 -DSUM"],
     (*LAYERS, "rope.cl"): [
         "-DWG=1",
         "-DWG=1 -DJOINT_NORM -DLIMITED",
         "-DWG=64 -DPIECES=4 -DJOINT_NORM -DLIMITED -DWHOLE_EIGHTS",
+        "-DWG=64 -DPIECES=4 -DNORMS_LAST -DQUERY_SCALES -DWHOLE_EIGHTS",
+        "-DWG=1 -DKV_CODES -DNORMS_LAST -DQUERY_SCALES",
         "-DWG=64 -DKV_HALF",
         "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS",
         "-DWG=1 -DKV_CODES -DJOINT_NORM",
@@ -394,6 +419,7 @@ class ExactData(Data):
 
 
 ODD = HeadShape(3, 1, 20, 69)
+NET = DeltaShape(key_heads=2, value_heads=6, key_dim=21, value_dim=13, taps=4)
 TURNED = RopeCase(3, 66, ODD, (24, 8, 0), rotary=12, biased=True)
 OPERATORS = (
     # The row of an operator in the tests: sizes that fill no vector, in every way that a caller asks for.
@@ -402,6 +428,7 @@ OPERATORS = (
     NormCase(3, 44, 13, biased=True, post=True),
     NormCase(3, 44, 44, "sum", biased=True),
     NormCase(3, 48, 13, centered=True),
+    NormCase(3, 44, 13, unnormed=True, post=True),
     GatedCase(3, 21, (3, 16)),
     GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
     GatedCase(3, 21, (3, 16), activation="relu", biased=True),
@@ -413,13 +440,22 @@ OPERATORS = (
     ShortConvCase(2, 0, 21, 4, (8, 21, 0)),
     ShortConvCase(1, 9, 21, 4, (0, 0, 0)),
     ShortConvCase(5, 9, 21, 3, (8, 21, 0), "sum"),
+    DeltaCase(35, 9, NET, (8, 21, 0, 5, 0, 3)),
+    DeltaCase(2, 0, NET),
+    DeltaCase(1, 9, NET, (42, 0, 7, 39, 3, 0), "sum"),
+    OutputGateCase(3, 3, 21, (5, 7), biased=True),
+    OutputGateCase(3, 3, 21, (63, 7), "sum", normed=True),
     JoinCase(3, 21, 9),
     JoinCase(3, 21, 9, "sum"),
     AddBiasCase(3, 21),
     SoftCapCase(3, 21, 0.7),
+    TokenGateCase(3, 44, 13),
+    TokenGateCase(3, 44, 44, "sum"),
     TURNED,
     replace(TURNED, normed=True),
+    replace(TURNED, splits=(24, 8, 0, 5)),
     replace(TURNED, normed=True, joint=True, limit=0.5),
+    replace(TURNED, normed=True, norms_last=True, scaled=True),
     replace(TURNED, join="sum"),
     *(
         AttentionCase(tokens, 66, ODD, Scores(0.2, 67, cap), bucket=128, parts=parts)

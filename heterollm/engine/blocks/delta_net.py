@@ -1,0 +1,60 @@
+"""Emits gated delta nets: their linears, and convolution, delta rule and gated norm between them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+from heterollm.engine.blocks.gate import append_gate
+from heterollm.engine.builder import PassBuilder
+from heterollm.engine.linears import LinearEmitter
+from heterollm.engine.placed import Begun, Delta, PlacedOp, segments_of
+from heterollm.engine.slots import DELTA_FACTORS, DELTA_MIXED, DELTA_OUTPUT
+from heterollm.engine.tensors import GlueTensors
+from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import GlueKernels
+from heterollm.kernels.operators import apply_delta_rule, convolve_inputs
+from heterollm.model import DeltaNetBlock, ModelConfig
+
+Z: Final = 3
+"""Place of the gate among the members of the first group."""
+
+
+class DeltaNetEmitter:
+    """Emits delta nets."""
+
+    def __init__(
+        self, device: Device, config: ModelConfig, linears: LinearEmitter, tensors: GlueTensors
+    ) -> None:
+        self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._epsilon, self._linears, self._tensors = config.rms_norm_eps, linears, tensors
+
+    def begin(self, builder: PassBuilder, layer: int, block: DeltaNetBlock) -> Begun:
+        """Return a layer's delta net, whose norm comes next."""
+        op = self._linears.placed(builder, layer, "delta_in")
+        return Begun(op.input_codes, functools.partial(self._emit, builder, layer, block, op))
+
+    def _emit(self, builder: PassBuilder, layer: int, block: DeltaNetBlock, op: PlacedOp) -> Delta:
+        inputs = self._linears.linear(builder, op)
+        out = self._linears.placed(builder, layer, "delta_out")
+        private, step, state = builder.lane.private, builder.lane.step, builder.recurrent(layer)
+        mixed, factors, output = private[DELTA_MIXED], private[DELTA_FACTORS], private[DELTA_OUTPUT]
+        shape, tokens = block.shape, builder.tokens
+        taps, (rates, norm) = self._tensors.taps(layer), self._tensors.net(layer)
+        launch = convolve_inputs(
+            *(self._kernels, inputs, taps, rates, mixed, factors, state, step), shape=shape, tokens=tokens
+        )
+        reads, writes = (*segments_of(inputs), state.memory, step), (mixed, factors, state.memory)
+        builder.kernel("delta convolution", layer, launch, reads=reads, writes=writes)
+        launch = apply_delta_rule(
+            *(self._kernels, mixed, factors, output, state, step), shape=shape, tokens=tokens
+        )
+        read = (mixed, factors, state.memory, step)
+        builder.kernel("delta rule", layer, launch, reads=read, writes=(output, state.memory))
+        append_gate(
+            *(builder, self._kernels, output, inputs, Z, out),
+            heads=shape.value_heads,
+            norm=norm,
+            epsilon=self._epsilon,
+        )
+        return Delta(self._linears.linear(builder, out))

@@ -1,0 +1,97 @@
+// The gated delta rule of each value head, token after token: S = decay S; e = beta (v - S k); S = S + e k^T; out = S q,
+// with S [value_dim][KEY_DIM] in float. A row of S depends on no other one, and needs of the token only q, k, the head's
+// factors and its own element of v. The output follows from the S before as decay (S q) + e (k q), so that a token
+// needs one sum over the row. q and k come before their norms, whose factors delta_conv.cl has found.
+// LANES work-items share a row, RUNS runs of 8 elements each, which stay in registers for BLOCK tokens.
+// S comes from one slot of the state, behind `matrix` others of its values, is zero at position 0, and goes to another slot.
+// Follows common.h, rounding.h and glue.h. Grid: LANES work-items for each `span` rows of a head; value heads, of which
+// GROUP share a key head.
+
+#define RUN_AT(r) (((r) * LANES + (int)lane) * 8)
+#define RUN_COUNT(r) min(8, KEY_DIM - RUN_AT(r))
+
+#define DECLARE_RUN(r) float8 held_##r = 0.0f, key_##r = 0.0f;
+#define LOAD_RUN(r)                                                            \
+  if (RUN_AT(r) < KEY_DIM) {                                                   \
+    LOAD_PART(load_float8, load_float, from, RUN_AT(r), RUN_COUNT(r), part)    \
+    held_##r = part;                                                           \
+  }
+#define STORE_RUN(r)                                                           \
+  if (RUN_AT(r) < KEY_DIM) {                                                   \
+    STORE_PART(store_float8, store_float, held_##r, to, RUN_AT(r), RUN_COUNT(r)) \
+  }
+#define SUM_RUN(r)                                                             \
+  if (RUN_AT(r) < KEY_DIM) {                                                   \
+    LOAD_PART(load_act8, load_act, k, RUN_AT(r), RUN_COUNT(r), key)            \
+    LOAD_PART(load_act8, load_act, q, RUN_AT(r), RUN_COUNT(r), query)          \
+    key_##r = key;                                                             \
+    recalled = FMA(held_##r, key, recalled);                                   \
+    seen = FMA(held_##r, query, seen);                                         \
+  }
+#define UPDATE_RUN(r) held_##r = FMA(key_##r, written, held_##r * decay);
+
+GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const float *factors, __global float *out,
+                                    __global float *states, __global const int *step, ulong start, int values,
+                                    int matrix, int value_heads, int value_dim, int span) {
+#if LANES > 1
+  __local float2 parts[2][WG];
+  const uint item = get_local_id(0), lane = item % LANES;
+#else
+  const int lane = 0;
+#endif
+  const int length = step[STEP_LENGTH], known = step[STEP_POSITION] != 0, key_heads = (uint)value_heads / GROUP;
+  const int rows = value_heads * value_dim, channels = 2 * key_heads * KEY_DIM + rows;
+  const int factor_count = 2 * value_heads + 3 * key_heads;
+  __global const float *before = states + start + (size_t)step[STEP_STATE_READ] * values + matrix;
+  __global float *behind = states + start + (size_t)step[STEP_STATE_WRITTEN] * values + matrix;
+  // All work-items of a group take part in its barriers.
+  const uint head = get_global_id(1), key_head = head / GROUP;
+  const int begin = (uint)get_global_id(0) / LANES * span;
+  const int own = begin < value_dim, base = head * value_dim + min(begin, value_dim - span);
+  for (int first = 0; first < length; first += BLOCK) {
+    const int stop = min(length, first + BLOCK);
+    for (int row = base; row < base + span; ++row) {
+      __global const float *from = (first ? behind : before) + row * KEY_DIM;
+      __global float *to = behind + row * KEY_DIM;
+      REPEAT(RUNS, DECLARE_RUN)
+      if (first || known) {
+        REPEAT(RUNS, LOAD_RUN)
+      }
+      __global const act_t *q = mixed + first * channels + key_head * KEY_DIM, *k = q + key_heads * KEY_DIM;
+      __global const act_t *v = mixed + first * channels + 2 * key_heads * KEY_DIM + row;
+      __global const float *own_factors = factors + first * factor_count + head;
+      __global const float *key_factors = factors + first * factor_count + 2 * value_heads + key_head;
+      __global float *target = out + first * rows + row;
+      for (int token = first; token < stop; ++token) {
+        const float decay = own_factors[0], beta = own_factors[value_heads];
+        const float query_factor = key_factors[0], key_factor = key_factors[key_heads];
+        float8 recalled = 0.0f, seen = 0.0f;
+        REPEAT(RUNS, SUM_RUN)
+        float2 sums = {sum8(recalled), sum8(seen)};
+#if LANES > 1
+        // Work-items that are one token ahead write the other half.
+        __local float2 *shared = parts[token & 1];
+        shared[item] = sums;
+        barrier(CLK_LOCAL_MEM_FENCE);
+        sums = 0.0f;
+        for (int other = 0; other < LANES; ++other)
+          sums += shared[item - lane + other];
+#endif
+        const float error = beta * (load_act(v, 0) - decay * key_factor * sums.x);
+        const float written = error * key_factor;
+        REPEAT(RUNS, UPDATE_RUN)
+        if (lane == 0 && own)
+          *target = decay * query_factor * sums.y + error * key_factors[2 * key_heads];
+        q += channels;
+        k += channels;
+        v += channels;
+        own_factors += factor_count;
+        key_factors += factor_count;
+        target += rows;
+      }
+      if (own) {
+        REPEAT(RUNS, STORE_RUN)
+      }
+    }
+  }
+}

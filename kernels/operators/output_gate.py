@@ -1,0 +1,164 @@
+"""The gate of a block's output, a member of its first linears; a norm of each head may come before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from heterollm.base import KernelError
+from heterollm.kernels.gpu import (
+    Argument,
+    DeviceMemory,
+    GlueKernels,
+    Launch,
+    RoundedInputs,
+    Segments,
+    SharedArray,
+    pointwise_work,
+)
+from heterollm.kernels.operators.data import Data
+from heterollm.kernels.operators.gated_activation import exact_gated_activation
+from heterollm.kernels.operators.norm import exact_rms_norm
+from heterollm.kernels.operators.operator import (
+    Exact,
+    Form,
+    OperatorCheck,
+    Point,
+    StepCategory,
+    Timed,
+    Values,
+)
+from heterollm.kernels.ops import Join, WeightFormat
+
+GATE: Final = "output gate"
+NORM: Final = "gated norm"
+STEPS: Final[Mapping[str, StepCategory]] = {GATE: "activation", NORM: "norm"}
+
+EPSILON: Final = 1e-6
+"""Of checks."""
+
+
+def gate_output(
+    on: GlueKernels,
+    x: DeviceMemory,
+    gates: Segments,
+    member: int,
+    out: SharedArray,
+    *,
+    heads: int,
+    tokens: int,
+    bias: Argument = None,
+    norm: Argument = None,
+    epsilon: float = 0.0,
+    rounded: RoundedInputs | None = None,
+) -> Iterator[Launch]:
+    """Yield the launches of ``out = x * sigmoid(gate)``, or of ``norm(x) * silu(gate)`` for each head.
+
+    Args:
+        on: The device's kernels.
+        x: ``[tokens, width]`` in the activation type, which may be ``out``; float32 before a norm.
+        gates: Output of a group of linears.
+        member: Place of the gate among its members; the width is that of its rows.
+        out: ``[tokens, width]`` in the activation type.
+        heads: Heads of the width.
+        tokens: Tokens of the pass.
+        bias: float32 of all members, of which that of the gate is added; or None.
+        norm: float32 ``[width / heads]``, the weights of the norm; None without.
+        epsilon: Added to the mean square in the norm.
+        rounded: Target of the int8 codes of ``out``, which a second kernel writes; None for no codes.
+    """
+    label = GATE if norm is None else NORM
+    width, split = gates.rows[member], gates.splits[member]
+    if width % heads:
+        raise KernelError(f"{label}: {width} columns are not {heads} heads.")
+    out.require(tokens * width * on.item_bytes, f"{label} output")
+    before, leading = sum(gates.rows[:member]), sum(gates.splits[:member])
+    sizes = (sum(gates.rows), sum(gates.splits), before, leading, split, heads, width // heads)
+    kernel, _, items = on.kernel(
+        ("gates.h", "output_gate.cl"),
+        "output_gate",
+        lambda _: {} if norm is None else {"NORMED": 1},
+        widths=(width // heads, *gates.rows, *gates.splits),
+        segments=gates,
+    )
+    # Absent memory is never read, but OpenCL needs a valid argument.
+    memory = (x, gates.a, gates.b, *(x if one is None else one for one in (bias, norm)), out)
+    arguments = (*memory, *map(np.int32, (*sizes, bias is not None)), np.float32(epsilon))
+    read_bytes = on.item_bytes * gates.reads + (on.item_bytes if norm is None else 4)
+    work = functools.partial(pointwise_work, tokens * width, 12, read_bytes, on.item_bytes)
+    yield on.runtime.launch(kernel, arguments, (heads * items, tokens), (items, 1), label, work=work)
+    if rounded is not None:
+        yield on.round_output(out, rounded, tokens, width)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGateCase:
+    """The gate of an output, the last of two members; ``splits`` are their columns in the first segment."""
+
+    tokens: int
+    heads: int
+    head_dim: int
+    splits: tuple[int, ...] = (0, 0)
+    join: Join = "concatenate"
+    normed: bool = False
+    biased: bool = False
+    rounds: WeightFormat | None = None
+
+    def launches(self, on: GlueKernels, data: Data) -> Iterator[Launch]:
+        tokens, width = self.tokens, self.heads * self.head_dim
+        out = data.output("gated", tokens, width)
+        return gate_output(
+            on,
+            data.floats("x", tokens, width) if self.normed else data.inputs("x", tokens, width),
+            data.linear(tokens, (width, width), self.splits, self.join),
+            1,
+            out,
+            heads=self.heads,
+            tokens=tokens,
+            bias=data.floats("bias", 2 * width) if self.biased else None,
+            norm=data.weights("norm", self.head_dim) if self.normed else None,
+            epsilon=EPSILON,
+            rounded=data.int8(self.rounds, tokens, width),
+        )
+
+    def exact(self, data: Values) -> Exact:
+        gate = np.split(data["linear"] + data.get("bias", 0.0), 2, axis=1)[1]
+        x = data["x"].astype(np.float64)
+        if self.normed:
+            x = exact_rms_norm(x.reshape(-1, self.head_dim), data["norm"], EPSILON).reshape(gate.shape)
+            return {"gated": exact_gated_activation(gate, x)}
+        return {"gated": x / (1.0 + np.exp(-gate))}
+
+
+_SPLIT: Final = OutputGateCase(5, 4, 40, (64, 96))
+CHECKS: Final = (
+    OperatorCheck(GATE, "5 tokens, split", _SPLIT, "gated"),
+    OperatorCheck(GATE, "5 tokens, sum", replace(_SPLIT, join="sum"), "gated"),
+    OperatorCheck(NORM, "5 tokens, split", replace(_SPLIT, normed=True), "gated"),
+)
+
+MEASURED_DIMS: Final = {GATE: 256, NORM: 128}
+"""Width of a head in published models."""
+
+
+def _measured(at: Point, name: str) -> OutputGateCase:
+    width, normed = at.sizes.hidden, name == NORM
+    heads = max(1, width // MEASURED_DIMS[name])
+    rounds = at.int8("delta_out" if normed else "o")
+    return OutputGateCase(
+        at.sizes.tokens, heads, width // heads, (width // 2,) * 2, normed=normed, rounds=rounds
+    )
+
+
+OUTPUT_GATE: Final = Timed(
+    forms={Form(): "output_gate", Form(codes="int8"): "output_gate_int8"},
+    case=functools.partial(_measured, name=GATE),
+)
+GATED_NORM: Final = Timed(
+    forms={Form(): "gated_norm", Form(codes="int8"): "gated_norm_int8"},
+    case=functools.partial(_measured, name=NORM),
+)
