@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from heterollm.base import parse_json
 from heterollm.serve.errors import RequestError
 from heterollm.tools import CallRules, Tool
 
@@ -168,7 +168,7 @@ def _message(message: ChatMessage, place: str) -> dict[str, Any]:
 def _function(call: _Call, place: str) -> dict[str, Any]:
     # Templates write objects; a text would have its quotes and escapes twice.
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = parse_json(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

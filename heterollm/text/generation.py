@@ -65,6 +65,8 @@ class GenerationOptions:
                 raise OptionError(
                     f"stop is {stop!r:.80}, which no text holds.", fix="Remove lone surrogates."
                 )
+        if not isinstance(self.marks, tuple) or not all(type(one) is int and one >= 0 for one in self.marks):
+            raise OptionError(f"marks is {self.marks!r:.80}, but must be a tuple of token ids.")
         top = self.top_log_probabilities
         if type(top) is not int or top < 0:
             raise OptionError(f"top_log_probabilities is {top!r}, but must be a whole number of at least 0.")

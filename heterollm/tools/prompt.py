@@ -131,7 +131,7 @@ def _variables(support: ToolSupport, request: ChatRequest) -> dict[str, Any]:
     if request.effort is None:
         return made
     known = [name for name in EFFORTS if support.has_variable(name)]
-    if not known and request.effort != "none":
+    if not known and (request.effort != "none" or support.reasoning is not None):
         raise OptionError("reasoning_effort has no effect: the chat template has no variable for it.")
     for name in known:
         is_switch = name != "reasoning_effort"

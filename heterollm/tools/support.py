@@ -30,6 +30,10 @@ You then get the results. If you need no function, answer with text."""
 VARIABLES: Final = ("tools", "xml_tools")
 """Variables in which templates take tools."""
 
+CODE: Final = re.compile(r"\{[{%](.*?)[}%]\}", re.DOTALL)
+TEXT: Final = re.compile(r"'[^']*'|\"[^\"]*\"")
+"""The code of a template, and the texts in it."""
+
 RESERVED: Final = {
     *("tools", "documents", "messages", "chat_template", "conversations", "add_generation_prompt"),
     *("return_assistant_tokens_mask", "continue_final_message"),
@@ -59,7 +63,8 @@ class ToolSupport:
 
     def has_variable(self, name: str) -> bool:
         """Return whether the template reads a variable."""
-        read = re.search(rf"(?<![\w.'\"]){re.escape(name)}\b", self.template)
+        code = " ".join(found[1] for found in CODE.finditer(self.template))
+        read = re.search(rf"(?<![\w.]){re.escape(name)}\b", TEXT.sub("", code))
         return name not in RESERVED and read is not None
 
 

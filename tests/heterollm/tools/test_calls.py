@@ -7,7 +7,7 @@ import pytest
 from chat_models import CHATS
 from tool_schemas import parameters
 
-from heterollm.tools import CallRules, ChatRequest, Tool, chat_prompt
+from heterollm.tools import CallRules, ChatPrompt, ChatRequest, ReplyForm, Tool, chat_prompt
 
 SAY = [{"role": "user", "content": "x"}]
 
@@ -81,3 +81,11 @@ def test_arguments_come_in_pieces_where_the_model_writes_json(name, is_streamed,
     assert not any(piece.call_id or piece.name for piece in pieces[1:])
     assert (len(pieces) > 3) == is_streamed
     assert "".join(piece.arguments for piece in pieces) == answer.whole.calls[0].arguments
+
+
+def test_no_text_waits_before_a_mark_for_the_rest_of_a_stop_string(tokenizer_of, answered):
+    mark = tokenizer_of("hermes").added_tokens["<|im_end|>"]
+    prompt = ChatPrompt([5], ReplyForm(marks={"<|im_end|>": mark}), f'start: "a" <[{mark}]> "b"')
+    answer = answered("hermes", prompt, 0, stop=("ab",))
+    assert (answer.whole.content, answer.reason) == ("ab", "complete")
+    assert [part.content for part in answer.pieces if part.content] == ["a", "b"]

@@ -130,7 +130,8 @@ def test_variables_of_the_template_turn_reasoning_on_and_off(tokenizer_of):
     chat_prompt(plain, ChatRequest(dialogue=dialogue()[:2], effort="none"), 4000)
     with pytest.raises(OptionError, match="reasoning_effort"):
         chat_prompt(plain, ChatRequest(dialogue=dialogue()[:2], effort="high"), 4000)
-    for name in ("colour", "chat_template", "messages"):
+    # "thinking" is a word of the template's texts, and "reasoning_content" a field.
+    for name in ("colour", "chat_template", "messages", "tool_response", "reasoning_content"):
         with pytest.raises(OptionError, match=name):
             chat_prompt(thinking, ChatRequest(dialogue=dialogue()[:2], variables={name: "x"}), 4000)
 
