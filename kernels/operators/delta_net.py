@@ -74,7 +74,7 @@ def convolve_inputs(
         on: The device's kernels.
         inputs: Output of the group, the members of :attr:`DeltaShape.members`.
         taps: float32 ``[taps, channels]``; the last row weighs the token itself.
-        rates: float32 ``[2, value_heads]``: rates of decay, and what is added to a.
+        rates: float32 ``[2, value_heads]``: rates of decay, then shifts of a.
         mixed: q, k and v ``[tokens, channels]`` in the activation type, before norms of heads.
         factors: float32 ``[tokens, factors]``: decay and beta of value heads, then for key heads the factors
             that norm q and k, and the product of both.
