@@ -117,10 +117,9 @@ class AttentionBlock(Block):
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places."""
         rows, key_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        members = (Member("q", rows), Member("k", key_rows), Member("v", key_rows))
-        rope, attention = "rope_and_store", ("attention",)
-        if self.gated:
-            members, attention = (*members, Member("gate", rows)), (*attention, "output_gate")
+        gate, gated = ((Member("gate", rows),), ("output_gate",)) if self.gated else ((), ())
+        members = (Member("q", rows), Member("k", key_rows), Member("v", key_rows), *gate)
+        rope, attention = "rope_and_store", ("attention", *gated)
         return (
             GroupShape("qkv", members, hidden, "linear_input", "qkv", (NORM,), rope, self.qkv_bias),
             GroupShape(

@@ -44,13 +44,14 @@ class DeltaNetEmitter:
         launch = convolve_inputs(
             *(self._kernels, inputs, taps, rates, mixed, factors, state, step), shape=shape, tokens=tokens
         )
-        reads, writes = (*segments_of(inputs), state.memory, step), (mixed, factors, state.memory)
+        reads = (*segments_of(inputs), state.memory, step)
+        writes = (mixed, factors, state.memory)
         builder.kernel("delta convolution", layer, launch, reads=reads, writes=writes)
         launch = apply_delta_rule(
             *(self._kernels, mixed, factors, output, state, step), shape=shape, tokens=tokens
         )
-        reads, writes = (mixed, factors, state.memory, step), (output, state.memory)
-        builder.kernel("delta rule", layer, launch, reads=reads, writes=writes)
+        reads = (mixed, factors, state.memory, step)
+        builder.kernel("delta rule", layer, launch, reads=reads, writes=(output, state.memory))
         append_gate(
             *(builder, self._kernels, output, inputs, Z, out),
             heads=shape.value_heads,

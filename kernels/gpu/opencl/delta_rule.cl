@@ -25,8 +25,13 @@
     LOAD_PART(load_act8, load_act, k, RUN_AT(r), RUN_COUNT(r), key)            \
     LOAD_PART(load_act8, load_act, q, RUN_AT(r), RUN_COUNT(r), query)          \
     key_##r = key;                                                             \
-    recalled = FMA(held_##r, key, recalled);                                   \
-    seen = FMA(held_##r, query, seen);                                         \
+    if ((r) & 1) {                                                             \
+      recalled_1 = FMA(held_##r, key, recalled_1);                             \
+      seen_1 = FMA(held_##r, query, seen_1);                                   \
+    } else {                                                                   \
+      recalled_0 = FMA(held_##r, key, recalled_0);                             \
+      seen_0 = FMA(held_##r, query, seen_0);                                   \
+    }                                                                          \
   }
 #define UPDATE_RUN(r) held_##r = FMA(key_##r, written, held_##r * decay);
 
@@ -65,9 +70,9 @@ GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const 
       for (int token = first; token < stop; ++token) {
         const float decay = own_factors[0], beta = own_factors[value_heads];
         const float query_factor = key_factors[0], key_factor = key_factors[key_heads];
-        float8 recalled = 0.0f, seen = 0.0f;
+        float8 recalled_0 = 0.0f, recalled_1 = 0.0f, seen_0 = 0.0f, seen_1 = 0.0f;
         REPEAT(RUNS, SUM_RUN)
-        float2 sums = {sum8(recalled), sum8(seen)};
+        float2 sums = {sum8(recalled_0 + recalled_1), sum8(seen_0 + seen_1)};
 #if LANES > 1
         // Work-items that are one token ahead write the other half.
         __local float2 *shared = parts[token & 1];

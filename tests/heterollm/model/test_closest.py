@@ -29,7 +29,6 @@ OTHER_LAYERS = {
     "modernbert-decoder": "local_attention",
     "nemotron_h": "conv_kernel",
     "olmo_hybrid": "linear_attention",
-    "qwen2_moe": "num_experts|moe_intermediate_size",
     "recurrent_gemma": "block_types|attention_window|conv1d|lru_width",
     "rwkv": "attention_hidden_size",
     "t5": "is_encoder_decoder",
