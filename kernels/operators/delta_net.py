@@ -147,13 +147,8 @@ def apply_delta_rule(
         block = CPU_BLOCK if style == "vector" else GPU_BLOCK
         runs = -(-shape.key_dim // (8 * lanes(style)))
         group = shape.value_heads // shape.key_heads
-        return {
-            "GROUP": group,
-            "KEY_DIM": shape.key_dim,
-            "LANES": lanes(style),
-            "RUNS": runs,
-            "BLOCK": block,
-        }
+        sizes: Defines = {"GROUP": group, "KEY_DIM": shape.key_dim, "RUNS": runs, "BLOCK": block}
+        return sizes | ({"LANES": 1, "TWO_ROWS": 1} if style == "vector" else {"LANES": LANES})
 
     widths = (shape.key_dim, shape.channels, state.values, shape.history)
     kernel, style, items = on.kernel(("delta_rule.cl",), "delta_rule", defines, widths=widths)
