@@ -65,16 +65,16 @@ class GlueEmitter:
         self,
         builder: PassBuilder,
         layer: int,
-        norm: Norm,
+        norm: Norm | None,
         delta: Delta | None,
         codes: RoundedInputs | NpuCodes | None,
     ) -> None:
-        """Append the norm before a stage.
+        """Append the norm before a stage, or without one the copy of the residual stream for its linears.
 
         Args:
             builder: The pass so far.
             layer: Decoder layer.
-            norm: The norm.
+            norm: The norm; None for the stream itself.
             delta: Values to add to the residual stream first; None at the start of the model.
             codes: Buffers for codes of the output, or None.
         """
@@ -93,7 +93,8 @@ class GlueEmitter:
         )
         reads = (residual, *_read(delta))
         updated = () if delta is None else (residual,)
-        builder.kernel("norm", layer, launch, reads=reads, writes=(*updated, out, *codes_of(codes)))
+        name = "residual" if norm is None else "norm"
+        builder.kernel(name, layer, launch, reads=reads, writes=(*updated, out, *codes_of(codes)))
 
     def summed(self, builder: PassBuilder, layer: int, stage: LayerStage, outputs: Sequence[Delta]) -> Delta:
         """Return the sum of the outputs of a stage's blocks, as far as the next norm can add them."""
@@ -117,7 +118,9 @@ class GlueEmitter:
             launch = self._layers.round_output(out, codes, tokens, hidden)
         builder.kernel("rounding of inputs", layer, launch, reads=(out,), writes=codes_of(codes))
 
-    def add(self, builder: PassBuilder, layer: int, norm: Norm, delta: Delta, out: SharedArray) -> None:
+    def add(
+        self, builder: PassBuilder, layer: int, norm: Norm | None, delta: Delta, out: SharedArray
+    ) -> None:
         """Append the addition of values to the residual stream, by a norm whose output nothing reads."""
         residual = builder.lane.private["residual"]
         launch = rms_norm(
@@ -171,7 +174,9 @@ class GlueEmitter:
 
 def _added(delta: Delta | None) -> dict[str, Any]:
     """Return the arguments of a norm that adds values first."""
-    return {} if delta is None else {"delta": delta.segments, "bias": delta.bias, "post": delta.post}
+    if delta is None:
+        return {}
+    return {"delta": delta.segments, "bias": delta.bias, "post": delta.post, "gain": delta.gain}
 
 
 def _read(delta: Delta | None) -> tuple[DeviceMemory, ...]:

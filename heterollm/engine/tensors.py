@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
 from heterollm.model import (
+    LAYER_SCALE,
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
     ModelWeights,
     Norm,
+    QueryGrowth,
     RopeConfig,
     ShortConvBlock,
     rope_tables,
@@ -41,6 +43,7 @@ class GlueTensors:
         self._norms: dict[tuple[int, Norm], Any] = {}
         self._head_norms: dict[int, Any] = {}
         self._biases: dict[tuple[int, Group, int], Any] = {}
+        self._growths: dict[QueryGrowth, Any] = {}
         self._ropes: dict[tuple[RopeConfig | None, int], tuple[Any, Any]] = {}
         for number, layer in enumerate(config.per_layer):
             for stage in layer.stages:
@@ -49,11 +52,13 @@ class GlueTensors:
                     self._norms[number, norm] = self._uploaded(factors, weights.norm_bias(number, norm))
         for number, block in config.blocks(AttentionBlock).items():
             if block.head_norms:
-                heads = [weights.norm(number, "query_head"), weights.norm(number, "key_head")]
+                heads = [weights.norm(number, norm) for norm in block.norms()]
                 self._head_norms[number] = runtime.upload(np.concatenate(heads) + offset)
             if (key := (block.rope, block.rotary_dim)) not in self._ropes:
                 tables = _tables(*key, context)
                 self._ropes[key] = runtime.upload(tables[0]), runtime.upload(tables[1])
+            if (growth := block.query_growth) is not None and growth not in self._growths:
+                self._growths[growth] = runtime.upload(growth.factors(context))
         self._taps: dict[int, Any] = {
             number: runtime.upload(np.ascontiguousarray(weights.other(number, "taps")[:, 0].T))
             for number in (*config.blocks(ShortConvBlock), *config.blocks(DeltaNetBlock))
@@ -76,6 +81,11 @@ class GlueTensors:
     def norm(self, layer: int, norm: Norm | None) -> Any:  # noqa: ANN401 - pyopencl is not typed
         """Return a norm's factors, then its bias if it has one, float32 ``[hidden]``; None for no norm."""
         return None if norm is None else self._norms[layer, norm]
+
+    def gain(self, layer: int) -> float:
+        """Return the factor on the residual stream at the end of a layer."""
+        is_scaled = self._weights.config.per_layer[layer].is_scaled
+        return float(self._weights.other(layer, LAYER_SCALE)[0]) if is_scaled else 1.0
 
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401
         """Return the factors of q and then of k, float32, of a head or of all; None without such norms."""
@@ -103,6 +113,10 @@ class GlueTensors:
 
     def _uploaded(self, factors: NDArray[np.float32], bias: NDArray[np.float32] | None) -> Any:  # noqa: ANN401
         return self._runtime.upload(factors if bias is None else np.concatenate([factors, bias]))
+
+    def query_scales(self, block: AttentionBlock) -> Any:  # noqa: ANN401
+        """Return the factors of queries by position, float32 ``[context]``; None if they do not grow."""
+        return None if block.query_growth is None else self._growths[block.query_growth]
 
     def rope(self, block: AttentionBlock) -> tuple[Any, Any]:
         """Return cosine and sine, float32 ``[context, rotary_dim / 2]``; placeholders without RoPE."""

@@ -1,8 +1,10 @@
 from .blocks import ALL_GROUPS as ALL_GROUPS
 from .blocks import LAYER_GROUPS as LAYER_GROUPS
+from .blocks import LAYER_SCALE as LAYER_SCALE
 from .blocks import AttentionBlock as AttentionBlock
 from .blocks import DeltaNetBlock as DeltaNetBlock
 from .blocks import FfnBlock as FfnBlock
+from .blocks import LayerInputBlock as LayerInputBlock
 from .blocks import LayerStage as LayerStage
 from .blocks import MixtureBlock as MixtureBlock
 from .blocks import Norm as Norm
@@ -26,6 +28,7 @@ from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel
 from .library import remove_models as remove_models
 from .library import stored_models as stored_models
+from .rope import QueryGrowth as QueryGrowth
 from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables
 from .sampling_defaults import SamplingDefaults as SamplingDefaults

@@ -10,11 +10,13 @@ from heterollm.base import CheckpointError
 from heterollm.kernels.gpu import LARGEST_KEY_DIM, DeltaShape
 from heterollm.kernels.ops import Activation, Routing
 from heterollm.model.blocks import (
+    LAYER_SCALE,
     AttentionBlock,
     Block,
     DeltaNetBlock,
     FfnBlock,
     LayerConfig,
+    LayerInputBlock,
     LayerStage,
     MixtureBlock,
     Norm,
@@ -23,7 +25,7 @@ from heterollm.model.blocks import (
 from heterollm.model.families import unsupported
 from heterollm.model.family import MIXERS, BiasedPart, BlockName, Family, Mixture, StageNames
 from heterollm.model.json_fields import JsonFields
-from heterollm.model.rope_config import read_ropes, read_rotary_dim
+from heterollm.model.rope_config import read_query_growth, read_ropes, read_rotary_dim
 
 ACTIVATIONS: Mapping[object, Activation] = {
     "silu": "silu",
@@ -39,12 +41,6 @@ KINDS_OF_LAYERS: Final = {"attention": "full_attention"}
 
 MOST_EXPERTS = 10_000
 """A limit that refuses a damaged number before any list over experts is made."""
-
-STAGE_NORMS: tuple[tuple[Norm, Norm], ...] = (
-    ("attention", "attention_output"),
-    ("feed_forward", "feed_forward_output"),
-)
-"""The norm before each stage, and that of its outputs in families that have one."""
 
 
 class BlockFields:
@@ -77,6 +73,8 @@ class BlockFields:
             raise CheckpointError(f"config.json: {heads} query heads cannot share {kv_heads} key heads.")
         rotary_dim = read_rotary_dim(fields, family, head_dim)
         self.rope, self._sliding_rope = read_ropes(fields, family, rotary_dim, max_positions)
+        if family.norms_last and self.rope.kind in ("yarn", "longrope"):
+            raise unsupported(f"A RoPE that scales heads ({self.rope.kind}) before their norms")
         scale: float = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
         if "attention_multiplier" in family.follows:
             scale = fields.positive("attention_multiplier", 1.0)
@@ -93,22 +91,32 @@ class BlockFields:
             o_bias=is_biased(fields, family, "o"),
             head_norms="query_head" in family.tensors.norms,
             joint_head_norms=family.joint_head_norms,
+            norms_last=family.norms_last,
+            query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
             gated="gate" in family.tensors.modules["qkv"],
         )
         self._activation = _activation(fields, family)
-        self._windows, self._rotated = _windows(fields, family, layers), _rotated(fields, family, layers)
+        self._windows = _windows(fields, family, layers)
+        self._rotated = _rotated(fields, family, self._windows)
 
     def layer(self, number: int) -> LayerConfig:
         """Return a layer."""
         stages = []
         rows = self._family.layers(self._fields, number)
         for names in rows:
-            norm, output_norm = STAGE_NORMS[not any(name in MIXERS for name in names)]
-            blocks = tuple(block for name in names if (block := self._block(name, number, names)))
-            own = output_norm if output_norm in self._family.tensors.norms else None
-            stages.append(LayerStage(norm, blocks, own))
-        return LayerConfig(tuple(stages))
+            norm, output_norm = (
+                one if one in self._family.tensors.norms else None for one in _stage_norms(names)
+            )
+            blocks = tuple(
+                self._adapted(number, block) for name in names if (block := self._block(name, number, names))
+            )
+            stages.append(LayerStage(norm, blocks, output_norm))
+        return LayerConfig(tuple(stages), LAYER_SCALE in self._family.tensors.others)
+
+    def _adapted(self, layer: int, block: Block) -> Block:
+        adapts = self._family.adapts
+        return block if adapts is None else adapts(self._fields, layer, block)
 
     def _block(self, name: BlockName, layer: int, beside: StageNames) -> Block | None:
         """Return a block of a layer; None for shared experts without width."""
@@ -117,6 +125,8 @@ class BlockFields:
             window = self._windows[layer]
             rope = self._sliding_rope if window else self.rope
             return replace(self._attention, window=window, rope=rope if self._rotated[layer] else None)
+        if name == "layer_input":
+            return LayerInputBlock(fields.count("hidden_size_per_layer_input"), self._activation)
         if name == "short_conv":
             return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
         if name == "delta_net":
@@ -136,6 +146,14 @@ class BlockFields:
         biased, gated = is_biased(fields, self._family, "ffn"), "gate" in tensors.modules["gate_up"]
         token_gated = shared and "token_gate" in tensors.others
         return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
+
+
+def _stage_norms(names: StageNames) -> tuple[Norm | None, Norm]:
+    """Return the norm before a stage, and that of its outputs, in families that have them."""
+    if "layer_input" in names:
+        return None, "layer_input_output"
+    mixes = any(name in MIXERS for name in names)
+    return ("attention", "attention_output") if mixes else ("feed_forward", "feed_forward_output")
 
 
 def is_biased(fields: JsonFields, family: Family, part: BiasedPart) -> bool:
@@ -177,8 +195,11 @@ def _windows(fields: JsonFields, family: Family, layers: int) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _rotated(fields: JsonFields, family: Family, layers: int) -> list[bool]:
+def _rotated(fields: JsonFields, family: Family, windows: list[int]) -> list[bool]:
     """Return whether each layer has RoPE."""
+    layers = len(windows)
+    if family.rope_needs_window and fields.get("sliding_window") is not None:
+        return [bool(window) for window in windows]
     if family.tensors.positions:
         return [False] * layers
     if "position_embedding_type" in family.follows:

@@ -20,6 +20,7 @@ from heterollm.model.family import (
     BIASES,
     HEAD_NORMS,
     NORMS,
+    OUTPUT_NORMS,
     SECTION_COUNTS,
     SEPARATE,
     Family,
@@ -43,12 +44,7 @@ FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
     {**FUSED_NETWORK, "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj")}
 )
 SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
-    {
-        "attention": "input_layernorm",
-        "attention_output": "post_attention_layernorm",
-        "feed_forward": "pre_feedforward_layernorm",
-        "feed_forward_output": "post_feedforward_layernorm",
-    }
+    {"attention": "input_layernorm", "feed_forward": "pre_feedforward_layernorm", **OUTPUT_NORMS}
 )
 
 
@@ -130,6 +126,15 @@ GLM: Mapping[str, object] = MappingProxyType(
         "attention_bias": True,
     }
 )
+MINISTRAL_ROPE: Final[dict[str, object]] = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 CWM_ROPE: Final[dict[str, object]] = {
     "rope_type": "llama3",
     "rope_theta": 1_000_000.0,
@@ -430,6 +435,97 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             slides=layers_without_rope,
             bos_ids=(128000,),
             eos_ids=(128001,),
+        ),
+        "ministral3": Family(
+            name="Ministral 3",
+            covers="Ministral 3 and Devstral 2",
+            architecture="Ministral3ForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": MINISTRAL_ROPE,
+            },
+            follows=frozenset({"llama_4_scaling_beta"}),
+            slides=every_layer,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "hunyuan_v1_dense": Family(
+            name="Hunyuan",
+            covers="Hunyuan dense 0.5B to 7B",
+            architecture="HunYuanDenseV1ForCausalLM",
+            tensors=TensorNames(
+                SEPARATE,
+                {
+                    **NORMS,
+                    "query_head": "self_attn.query_layernorm",
+                    "key_head": "self_attn.key_layernorm",
+                },
+            ),
+            defaults={"rms_norm_eps": 1e-5},
+            follows=frozenset({"alpha"}),
+            ignores={
+                "use_qk_norm": "heads have norms in any case",
+                **dict.fromkeys(
+                    (
+                        *("attention_head_dim", "cla_share_factor", "eod_token_id", "norm_type"),
+                        *("org_vocab_size", "use_cla", "use_rotary_pos_emb"),
+                    ),
+                    "transformers ignores it",
+                ),
+            },
+            biases=ATTENTION_BIASES,
+            norms_last=True,
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "olmo2": Family(
+            name="OLMo 2",
+            covers="OLMo 2",
+            architecture="Olmo2ForCausalLM",
+            tensors=TensorNames(SEPARATE, {**OUTPUT_NORMS, **HEAD_NORMS}),
+            defaults={"rms_norm_eps": 1e-5},
+            biases=ATTENTION_BIASES,
+            joint_head_norms=True,
+            eos_ids=(50279,),
+        ),
+        "olmo3": Family(
+            name="OLMo 3",
+            covers="OLMo 3",
+            architecture="Olmo3ForCausalLM",
+            tensors=TensorNames(SEPARATE, {**OUTPUT_NORMS, **HEAD_NORMS}),
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+                **dict.fromkeys(("rope_theta", "rope_local_base_freq"), 500_000.0),
+            },
+            follows=frozenset({"layer_types"}),
+            layered_rope=True,
+            ignores={"original_max_position_embeddings": SECTION_COUNTS},
+            biases=ATTENTION_BIASES,
+            slides=all_but_every_nth,
+            joint_head_norms=True,
+            eos_ids=(50279,),
+        ),
+        "exaone4": Family(
+            name="EXAONE 4",
+            covers="EXAONE 4",
+            architecture="Exaone4ForCausalLM",
+            tensors=TensorNames(SEPARATE, {**OUTPUT_NORMS, **HEAD_NORMS}),
+            defaults={
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            follows=frozenset({"layer_types", "sliding_window_pattern"}),
+            rope_needs_window=True,
+            slides=all_but_every_nth,
+            bos_ids=(0,),
+            eos_ids=(2,),
         ),
         **UNGATED,
         **HYBRIDS,

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import Group, Scoring
-from heterollm.model.blocks import Norm
+from heterollm.model.blocks import Block, Norm
 from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
-BlockName = Literal["attention", "short_conv", "delta_net", "ffn", "mixture"]
+BlockName = Literal["attention", "short_conv", "delta_net", "ffn", "layer_input", "mixture"]
 MIXERS: Final = ("attention", "short_conv", "delta_net")
 """Blocks that mix tokens; the others compute each token by itself."""
 
@@ -33,9 +33,12 @@ class TensorNames:
             delta net by key heads if z is among those of q.
         shared: The modules of groups in layers with experts, where they differ.
         norms: For each norm that a layer may have, the module.
-        others: For the role of each other tensor of blocks, its name.
+        others: For the role of each other tensor of a layer, its name.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
+        layer_inputs: Module of the table with an embedding of each token for each layer; "" without.
+        layer_projection: Module of the linear of the embedding whose output is added to that.
+        layer_norm: Module of the norm of its output for each layer.
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
         final_norm: Module of the norm before the head.
         head: Module of an untied LM head.
@@ -48,6 +51,9 @@ class TensorNames:
     others: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens"
+    layer_inputs: str = ""
+    layer_projection: str = ""
+    layer_norm: str = ""
     positions: str = ""
     final_norm: str = "model.norm"
     head: str = "lm_head"
@@ -141,8 +147,10 @@ class Family:
         defaults: Default values of ``config.json`` that differ from Llama's.
         renamed: The family's own names of common fields, by the common name.
         derived: Returns common fields that follow from the family's own ones; None in a family without any.
+        adapts: Returns a block of a layer with the sizes of that layer; None where all are alike.
         ignores: Fields that change other families and not this one, each with the reason.
         layered_rope: Whether layers with a window have a RoPE of their own.
+        rope_needs_window: Whether layers without a window have no RoPE in a model with windows.
         activation_aliases: Other names of activations.
         interleaved_rope: Whether RoPE rotates neighbouring elements of a head. The rows of q and k are
             reordered as weights are read, so that elements half a head apart give the same scores.
@@ -159,6 +167,7 @@ class Family:
         mixture: The experts of its layers; None in a family without them.
         centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
+        norms_last: Whether the norms of heads come behind RoPE.
         published_code: The classes in ``auto_map`` of official checkpoints that predate the family's support
             in transformers, or have none; any other code is refused. A class may also stand for the
             architecture.
@@ -175,8 +184,10 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[JsonFields], Mapping[str, object]] | None = None
+    adapts: Callable[[JsonFields, int, Block], Block] | None = None
     ignores: Mapping[str, str] = field(default_factory=dict)
     layered_rope: bool = False
+    rope_needs_window: bool = False
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
     grouped_heads: bool = False
@@ -190,6 +201,7 @@ class Family:
     mixture: Mixture | None = None
     centered_norms: bool = False
     joint_head_norms: bool = False
+    norms_last: bool = False
     published_code: tuple[str, ...] = ()
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
@@ -215,6 +227,12 @@ ATTENTION_BIASES: Final[Mapping[BiasedPart, str]] = {"qkv": "attention_bias", "o
 BIASES: Final[Mapping[BiasedPart, str]] = {**ATTENTION_BIASES, "ffn": "mlp_bias"}
 NORMS: Mapping[Norm, str] = MappingProxyType(
     {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
+)
+OUTPUT_NORMS: Mapping[Norm, str] = MappingProxyType(
+    {
+        "attention_output": "post_attention_layernorm",
+        "feed_forward_output": "post_feedforward_layernorm",
+    }
 )
 HEAD_NORMS: Mapping[Norm, str] = MappingProxyType(
     {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}

@@ -10,16 +10,12 @@ _TYPES: Final[Mapping[str, str]] = {
     "layers of short convolutions with experts or windows": "lfm2_moe lfm3",
     "layers of Mamba-2": "nemotron_h falcon_h1 bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
-    "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text gemma4 "
-    "gemma4_text gemma4_unified gemma4_unified_text",
+    "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
     "latent attention (MLA)": "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu longcat_flash",
     "attention sinks, and experts with biases": "gpt_oss",
     "attention sinks": "granite_swa granitemoe_swa",
     "routers by sigmoid": "glm4_moe ernie4_5_moe exaone_moe dots1 llama4 llama4_text afmoe hunyuan_v1_moe "
     "bailing_moe",
-    "queries that grow with the position": "ministral3",
-    "norms behind outputs alone": "olmo2 olmo3 exaone4",
-    "norms of heads behind the rotary embedding": "hunyuan_v1_dense",
     "GELU by the error function": "gpt_neox falcon",
     "linears whose weights are stored transposed": "gpt2",
     "an activation with weights (xIELU)": "apertus",

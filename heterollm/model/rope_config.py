@@ -11,7 +11,7 @@ from typing import Any
 from heterollm.model.families import unsupported
 from heterollm.model.family import Family
 from heterollm.model.json_fields import JsonFields
-from heterollm.model.rope import ROPE_KINDS, RopeConfig, RopeKind
+from heterollm.model.rope import ROPE_KINDS, QueryGrowth, RopeConfig, RopeKind
 
 DEFAULT_ROPE_BASE = 10_000.0
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -67,6 +67,21 @@ def read_ropes(
     return full, sliding
 
 
+def read_query_growth(fields: JsonFields, family: Family) -> QueryGrowth | None:
+    """Return how queries grow with the position; None where they do not.
+
+    Raises:
+        CheckpointError: A field is missing or of the wrong type.
+    """
+    if "llama_4_scaling_beta" not in family.follows:
+        return None
+    rope = _section(fields)
+    if rope.get("llama_4_scaling_beta") == 0:
+        return None
+    beta, positions = rope.positive("llama_4_scaling_beta"), rope.count("original_max_position_embeddings")
+    return QueryGrowth(beta, positions)
+
+
 def _section(fields: JsonFields) -> JsonFields:
     # transformers prefers the older spelling if both are present.
     name = next(
@@ -83,9 +98,13 @@ def _read(
     outside = fields if fields.get("original_max_position_embeddings") is not None else rope
     pairs = rotary_dim // 2
     own_factors = kind == "longrope" and "short_mscale" in family.follows
+    theta = rope.optional_positive("rope_theta") or fields.positive(base, DEFAULT_ROPE_BASE)
+    if kind == "dynamic" and "alpha" in family.follows and rope.get("alpha") and rotary_dim > 2:
+        # The context does not count: the base alone is stretched, once.
+        kind, theta = "default", theta * rope.positive("alpha") ** (rotary_dim / (rotary_dim - 2))
     config = RopeConfig(
         kind=kind,
-        base=rope.optional_positive("rope_theta") or fields.positive(base, DEFAULT_ROPE_BASE),
+        base=theta,
         max_positions=max_positions,
         original_max_positions=outside.count("original_max_position_embeddings", max_positions),
         factor=rope.optional_positive("factor"),
@@ -101,6 +120,7 @@ def _read(
         long_factor=rope.numbers("long_factor", pairs) if kind == "longrope" else (),
         short_attention_factor=rope.positive("short_mscale") if own_factors else None,
         long_attention_factor=rope.positive("long_mscale") if own_factors else None,
+        turning=rope.positive("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0,
     )
     _check(config, rope)
     return config
@@ -127,5 +147,7 @@ def _check(config: RopeConfig, rope: JsonFields) -> None:
         raise rope.fail("beta_fast", f"more than beta_slow ({config.beta_slow:g})")
     if config.high_frequency_factor <= config.low_frequency_factor:
         raise rope.fail("high_freq_factor", f"more than low_freq_factor ({config.low_frequency_factor:g})")
+    if config.turning > 1:
+        raise rope.fail("partial_rotary_factor", "a part of a head, at most 1")
     if config.base <= 1:
         raise rope.fail("rope_theta", "a number above 1")

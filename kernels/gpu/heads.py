@@ -167,7 +167,7 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """RoPE of queries and keys, and the head norms before it.
+    """RoPE of queries and keys, the norms of heads, and factors of queries.
 
     Element i of a head's first ``dim`` pairs with element ``i + dim / 2`` (the half-split convention of
     Hugging Face checkpoints).
@@ -180,6 +180,9 @@ class Rotation:
         epsilon: Added to the mean square in those norms.
         joint: Whether one norm spans all heads of q, another all of k, with weights for each element.
         limit: Magnitude that bounds q, k and v before the rotation; 0 for none.
+        values: Whether each head of v has a norm without weights.
+        norms_last: Whether the norms come behind the rotation.
+        query_scales: float32 ``[capacity]``, factors of q by position; None for none.
     """
 
     cos: Argument
@@ -189,6 +192,9 @@ class Rotation:
     epsilon: float = 0.0
     joint: bool = False
     limit: float = 0.0
+    values: bool = False
+    norms_last: bool = False
+    query_scales: Argument = None
 
 
 @dataclass(frozen=True, slots=True)

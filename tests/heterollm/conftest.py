@@ -34,6 +34,22 @@ PLAIN: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }
 HALF_TURNING = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+GEMMA4: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "global_head_dim": 48,
+    "vocab_size": 2048,
+    "final_logit_softcapping": 2.0,
+    "sliding_window": 20,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 2000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     # 352 rows of the feed-forward are no multiple of 64, and the rotary frequencies are rescaled.
     "llama": {
@@ -134,6 +150,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 2000.0, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+    },
+    # Heads of two sizes, layers that read the keys of others, and embeddings for each layer.
+    "gemma4_text": {
+        **GEMMA4,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 128,
+        "vocab_size_per_layer_input": 2112,
+    },
+    # Values that are keys before their norm, and other key heads where a layer sees everything.
+    "gemma4_unified_text": {
+        **GEMMA4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
     },
     # The second layer has no positions but a window; biases everywhere.
     "smollm3": {
@@ -286,10 +319,58 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
         "mamba_n_heads": 4,
     },
+    # Queries that grow beyond 24 positions, of which the window sees some.
+    "ministral3": {
+        **PLAIN,
+        "head_dim": 40,
+        "sliding_window": 40,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 24,
+            "beta_fast": 8.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.6,
+        },
+    },
+    # Norms of heads behind positions, whose base is stretched.
+    "hunyuan_v1_dense": {
+        **PLAIN,
+        "head_dim": 40,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 30.0},
+    },
+    # No norms before blocks, but behind them; norms that span all heads, of which there are two key heads.
+    "olmo2": {**PLAIN, "head_dim": 32, "attention_bias": True},
+    # Scaled positions and windows in turns, and a network without a factor of 64.
+    "olmo3": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 2000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    # Layers without a window have no positions.
+    "exaone4": {
+        **PLAIN,
+        "head_dim": 40,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     # Experts narrower than the stream, of which only blocks of 16 divide the inputs.
     "mixtral": {
         "hidden_size": 128,
-        "intermediate_size": 80,
+        "intermediate_size": 128,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 2048,
@@ -383,7 +464,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Shared experts of another width.
     "granitemoeshared": {
         "hidden_size": 128,
-        "intermediate_size": 80,
+        "intermediate_size": 128,
         "shared_intermediate_size": 176,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -430,6 +511,9 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
             else:
                 # Queries and keys wide enough that attention has something to choose.
                 parameter.normal_(std=0.12 if re.search("q_proj|k_proj|qkv_proj", name) else 0.06)
+        for name, values in model.named_buffers():
+            if "layer_scalar" in name:
+                values.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled() / name, folder / name)

@@ -52,6 +52,24 @@ ROPE_FIELDS: Final = FieldTable(
             only=frozenset({"phimoe"}),
         ),
         *rows(
+            "read",
+            "transformers, HunYuanDenseV1RotaryEmbedding",
+            {"alpha": "stretches the base of type dynamic, whatever the context"},
+            only=frozenset({"hunyuan_v1_dense"}),
+        ),
+        *rows(
+            "read",
+            "transformers, Ministral3Attention",
+            {"llama_4_scaling_beta": "growth of queries with the position"},
+            only=frozenset({"ministral3"}),
+        ),
+        *rows(
+            "none",
+            "transformers, Ministral3Config",
+            {"max_position_embeddings": "a copy; the field beside the section counts"},
+            only=frozenset({"ministral3"}),
+        ),
+        *rows(
             "none",
             "YaRN's own code; transformers ignores it",
             {"finetuned": "whether the model was trained on"},

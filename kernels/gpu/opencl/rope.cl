@@ -2,7 +2,9 @@
 // head's weights for q, then one's for k), rotates q and k (Hugging Face's half-split convention: element i of
 // a head pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
 // With -DJOINT_NORM one norm spans all heads of q, another all of k, with weights for each element. With -DLIMITED the
-// magnitude of q, k and v is at most `limit` before the rotation.
+// magnitude of q, k and v is at most `limit` before the rotation. With -DNORMS_LAST the weights of norms come after the
+// rotation, which keeps the length of a head. With -DQUERY_SCALES q is multiplied by a factor for its position. With
+// -DVALUE_NORM each head of v has a norm without weights. Without key heads it writes q alone.
 // With -DPIECES each work-item has one piece of a head (see below), PIECES of them.
 // With -DKV_CODES a head of k or v is scaled by its largest magnitude at a position, which each work-item finds for itself
 // as it does the factor of a norm. Bits of magnitudes are compared as integers, so that NaN is the largest.
@@ -41,6 +43,11 @@ static inline int largest_bits(int largest, float8 low, float8 high) {
 #else
 #define LIMIT_ARGUMENT
 #endif
+#ifdef QUERY_SCALES
+#define QUERY_ARGUMENT , __global const float *query_scales
+#else
+#define QUERY_ARGUMENT
+#endif
 
 GROUP_SIZE __kernel void rope_and_store(
     __global const act_t *a, __global const act_t *b, __global const float *bias,
@@ -49,7 +56,7 @@ GROUP_SIZE __kernel void rope_and_store(
     __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT,
     int q_split,
     int k_split, int v_split, int more_split, int more_rows, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
-    int has_norm, float epsilon LIMIT_ARGUMENT) {
+    int has_norm, float epsilon LIMIT_ARGUMENT QUERY_ARGUMENT) {
   int token = get_global_id(1);
   int position = step[STEP_POSITION] + token;
   if (token >= step[STEP_LENGTH] || position >= capacity)
@@ -108,6 +115,17 @@ GROUP_SIZE __kernel void rope_and_store(
       low += low_bias;
       high += high_bias;
     }
+#ifdef VALUE_NORM
+    if (is_v) {
+      if (head != normed_head)
+        factor = head_factor(row, biases, member_head * head_dim, head_dim, epsilon);
+      normed_head = head;
+      low *= factor;
+      high *= factor;
+    }
+#ifdef NORMS_LAST
+    float8 low_scale = 1.0f, high_scale = 1.0f;
+#endif
     if (has_norm && !is_v) {
 #ifdef JOINT_NORM
       // The first head of q, or of k, stands for all.
@@ -124,8 +142,13 @@ GROUP_SIZE __kernel void rope_and_store(
 #endif
       LOAD_PART(load_float8, load_float, weights, low_at, count, low_weight)
       LOAD_PART(load_float8, load_float, weights, high_at, count, high_weight)
+#ifdef NORMS_LAST
+      low_scale = factor * low_weight;
+      high_scale = factor * high_weight;
+#else
       low *= factor * low_weight;
       high *= factor * high_weight;
+#endif
     }
 #ifdef LIMITED
     low = clamp(low, -limit, limit);
@@ -139,6 +162,16 @@ GROUP_SIZE __kernel void rope_and_store(
       high = high * c + low * s;
       low = turned;
     }
+#ifdef NORMS_LAST
+    low *= low_scale;
+    high *= high_scale;
+#endif
+#ifdef QUERY_SCALES
+    if (is_q) {
+      low *= query_scales[position];
+      high *= query_scales[position];
+    }
+#endif
 #ifdef KV_CODES
     if (turn < pieces) {
       largest = largest_bits(largest, low, high);

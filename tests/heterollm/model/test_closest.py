@@ -38,9 +38,7 @@ OTHER_LAYERS = {
 
 LIKE_LLAMA = {
     "cohere2": True,
-    "exaone4": True,
     "gpt_neox": False,
-    "olmo3": True,
     "persimmon": False,
 }
 """Families whose layers are attention and one network, and whether some of their layers slide by default."""

@@ -43,9 +43,22 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+GEMMA4: dict[str, Any] = {
+    "global_head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+GEMMA4_KINDS = ("gemma4_text", "gemma4_unified_text")
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256},
+    "gemma4_unified_text": GEMMA4,
     "mixtral": {"rope_theta": 10_000.0},
     "smollm3": {"no_rope_layer_interval": 2, "rope_theta": 10_000.0},
     "qwen2_moe": {
@@ -165,6 +178,15 @@ VALUES: dict[str, Any] = {
     "ffn_dim": 128,
     "word_embed_proj_dim": 32,
     "activation_function": "silu",
+    "global_head_dim": 48,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 320,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
     "conv_L_cache": 4,
     "conv_bias": True,
     "full_attn_idxs": [0],
@@ -238,12 +260,19 @@ VALUES: dict[str, Any] = {
     "quantization": {"group_size": 64, "bits": 4},
     "compression_config": {"quant_method": "compressed-tensors"},
 }
+OF_GEMMA4: dict[str, Any] = {
+    "rope_parameters": NESTED,
+    "layer_types": ["sliding_attention", *["full_attention"] * 3],
+    "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}},
+    "use_bidirectional_attention": "all",
+}
 OF_KIND: dict[tuple[str, str], Any] = {
     ("lfm2", "layer_types"): ["full_attention", "conv"],
     ("qwen3_5_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_next", "layer_types"): ["full_attention", "linear_attention"],
     ("gemma3_text", "rope_parameters"): NESTED,
+    **{(kind, name): value for kind in GEMMA4_KINDS for name, value in OF_GEMMA4.items()},
     ("mellum", "rope_parameters"): NESTED,
     ("phi3", "rope_parameters"): {"rope_type": "longrope", "rope_theta": 1000.0, **LONG},
     ("phi3", "rope_scaling"): {"type": "longrope", **LONG},
@@ -271,6 +300,10 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},
     ("phi3", "rope_parameters"): {"original_max_position_embeddings": 32},
+    **{
+        (kind, "num_global_key_value_heads"): {"attention_k_eq_v": True}
+        for kind in ("gemma4_text", "gemma4_unified_text")
+    },
     ("qwen2_moe", "sliding_window"): {"use_sliding_window": True},
     ("qwen2_moe", "use_sliding_window"): {"sliding_window": 8},
     ("qwen3_moe", "intermediate_size"): {"mlp_only_layers": [1]},
@@ -281,7 +314,9 @@ SETTINGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_toke
 """Fields that limit or end an answer, and change no logits."""
 SAMPLING = {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}
 SAMPLING |= {"repetition_penalty": 1.5}
-ONE_WINDOW = ("mistral", "phi3", "starcoder2", "mixtral", "qwen3_moe", "phimoe")
+ONE_WINDOW = ("mistral", "ministral3", "phi3", "starcoder2", "mixtral", "qwen3_moe", "phimoe")
+IN_ROPE = ("short_mscale", "alpha", "llama_4_scaling_beta")
+"""Fields of a rotary embedding's section, which has a table of its own."""
 CHECKED = {("layer_types", kind) for kind in ONE_WINDOW}
 CHECKED |= {("num_experts_per_tok", "phimoe"), ("head_dim", "olmoe"), ("word_embed_proj_dim", "opt")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
@@ -380,7 +415,7 @@ def test_every_field_that_transformers_knows_has_a_row(kind: str) -> None:
 
 def test_the_table_reads_the_fields_of_each_family() -> None:
     for kind, family in FAMILIES.items():
-        for name in family.follows - {"short_mscale", *family.renamed}:
+        for name in family.follows - {*IN_ROPE, *family.renamed}:
             row = CONFIG_FIELDS.find(name, kind)
             assert row is not None, (kind, name)
             assert row.effect == "read", (kind, name)

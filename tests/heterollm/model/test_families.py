@@ -20,6 +20,7 @@ from heterollm.model.blocks import (
     DeltaNetBlock,
     FfnBlock,
     LayerConfig,
+    LayerInputBlock,
     MixtureBlock,
 )
 from heterollm.model.layout import other_name
@@ -31,7 +32,8 @@ LEVELS = ("gpu", "npu", "layer")
 # Families that cost a declaration and no code.
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
-    *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee"),
+    *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
+    *("ministral3", "hunyuan_v1_dense"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -45,6 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4 in one stream": ("gemma4_unified_text", {}),
     "smollm3": ("smollm3", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", {}),
@@ -66,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 VARIANTS = (
     *("mistral without window", "qwen2 with window", "llama with biases"),
     *("granite 4 without positions", "granite 4 with experts", "stablelm in parallel"),
+    "gemma4 in one stream",
     "qwen3_next with a dense layer",
 )
 
@@ -195,7 +200,7 @@ def changed(config: ModelConfig, kind: type[AnyBlock], change: Callable[[AnyBloc
             )
             for stage in layer.stages
         ]
-        layers.append(LayerConfig(tuple(stages)))
+        layers.append(dataclasses.replace(layer, stages=tuple(stages)))
     return {"per_layer": tuple(layers)}
 
 
@@ -203,11 +208,28 @@ def attention(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return changed(config, AttentionBlock, lambda block: dataclasses.replace(block, **changes))
 
 
+def each_layer(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]) -> dict[str, Any]:
+    return {"per_layer": tuple(map(change, config.per_layer))}
+
+
 def without_output_norms(config: ModelConfig) -> dict[str, Any]:
-    layers = [
-        LayerConfig(tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages))
-        for layer in config.per_layer
-    ]
+    return each_layer(
+        config,
+        lambda layer: LayerConfig(
+            tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages), layer.is_scaled
+        ),
+    )
+
+
+def unstretched(config: ModelConfig) -> dict[str, Any]:
+    return attention(config, rope=dataclasses.replace(config.rope, base=100.0))
+
+
+def normed_stages(config: ModelConfig) -> dict[str, Any]:
+    layers = []
+    for layer in config.per_layer:
+        stages = [dataclasses.replace(stage, norm=stage.output_norm) for stage in layer.stages]
+        layers.append(LayerConfig(tuple(stages)))
     return {"per_layer": tuple(layers)}
 
 
@@ -253,9 +275,19 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "layers without positions": lambda config: attention(config, rope=config.rope),
     "positions of sliding layers": lambda config: attention(config, rope=config.rope),
     "scaled positions": plain_rope,
+    "part of the pairs": plain_rope,
+    "norms of values": lambda config: attention(config, value_norms=False),
+    "factors of layers": lambda config: each_layer(config, lambda one: LayerConfig(one.stages)),
+    "activation beside embeddings of layers": lambda config: changed(
+        config, LayerInputBlock, lambda one: dataclasses.replace(one, activation="silu")
+    ),
     "partly turning heads": wholly_turning,
     "norms of heads": lambda config: attention(config, head_norms=False),
+    "norms of heads behind positions": lambda config: attention(config, norms_last=False),
+    "stretched positions": unstretched,
+    "growth of queries": lambda config: attention(config, query_growth=None),
     "norms of outputs": without_output_norms,
+    "stages without a norm before": normed_stages,
     "norm offset": lambda _config: {"norm_offset": 0.0},
     "embedding scale": lambda _config: {"embedding_scale": 1.0},
     "attention scale": lambda config: attention(config, scale=config.attention.head_dim**-0.5),
@@ -298,6 +330,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "phi3": ("window", "scaled positions", "partly turning heads"),
     "gemma2": (*GEMMA, "attention soft cap"),
     "gemma3": (*GEMMA, "norms of heads", "positions of sliding layers", "scaled positions"),
+    "gemma4": (
+        *("window", "layers without window", "norms of outputs", "embedding scale", "logit soft cap"),
+        *("activation", "norms of heads", "part of the pairs", "norms of values", "factors of layers"),
+        *("activation beside embeddings of layers", "attention scale"),
+    ),
     "smollm3": ("window", "layers without positions", *BIASES),
     "mixtral": ("window", "normalised weights", "all chosen experts"),
     "qwen2_moe": ("window", "biases of q, k and v", "weights as they are", "gate of tokens"),
@@ -332,6 +369,23 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
+    "ministral3": ("window", "growth of queries", "scaled positions"),
+    "hunyuan_v1_dense": (
+        *("norms of heads", "norms of heads behind positions", "stretched positions"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
+    "olmo2": (
+        *("stages without a norm before", "norms of outputs", "one norm of all heads"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
+    "olmo3": (
+        *("stages without a norm before", "norms of outputs", "one norm of all heads", "window"),
+        *("layers without window", "positions of sliding layers", "scaled positions"),
+    ),
+    "exaone4": (
+        *("stages without a norm before", "norms of outputs", "norms of heads", "window"),
+        *("layers without window", "layers without positions"),
+    ),
     "qwen3_next": ("norm offset", "output gate", "normalised weights", "all chosen experts"),
     "qwen3_5_text": (
         *("norms of heads", "partly turning heads", "norm offset", "output gate"),

@@ -94,6 +94,77 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 32, "norm_epsilon": 1e-4},
     "nemotron": {"model_type": "nemotron", "num_key_value_heads": 2, "norm_eps": 1e-4},
     "arcee": {"model_type": "arcee", "num_key_value_heads": 2, "mlp_bias": True},
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "attention_bias": True, "rope_theta": 5e5},
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_key_value_heads": 2,
+        "sliding_window": 32,
+        "rope_theta": 500_000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
+    "exaone4": {
+        "model_type": "exaone4",
+        "num_key_value_heads": 2,
+        "sliding_window": 32,
+        "sliding_window_pattern": "LLLG",
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+        "rope_theta": 1_000_000,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "exaone4 without window": {
+        "model_type": "exaone4",
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "layer_types": ["full_attention"] * 8,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "use_qk_norm": True,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {
+            "type": "dynamic",
+            "alpha": 1000.0,
+            "factor": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "smollm3 with layers": {
         "model_type": "smollm3",
         "no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 1],
@@ -134,21 +205,26 @@ def test_features_are_those_of_transformers(published: dict[str, Any], saved: bo
     assert own.scale == pytest.approx(scale, rel=1e-12)
     assert own.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0)
     assert ours.logit_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0)
-    slides = theirs.model_type in ("mistral", "phi3", "starcoder2")
+    slides = theirs.model_type in ("mistral", "phi3", "starcoder2", "ministral3")
     everywhere = theirs.sliding_window if slides else 0
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * 8
     windows = [everywhere or 0 if kind == "full_attention" else theirs.sliding_window for kind in kinds]
     assert [block.window for block in ours.blocks(AttentionBlock).values()] == windows
     turning = getattr(theirs, "no_rope_layers", [not family.tensors.positions] * 8)
+    if theirs.model_type == "exaone4" and theirs.sliding_window is not None:
+        turning = [kind == "sliding_attention" for kind in kinds]
     assert [block.rope is not None for block in ours.blocks(AttentionBlock).values()] == [
         bool(one) for one in turning
     ]
-    nested = theirs.model_type == "gemma3_text"
+    nested = theirs.model_type in ("gemma3_text", "olmo3")
     for layer, kind in zip(ours.blocks(AttentionBlock).values(), kinds, strict=True):
         if layer.rope is not None:
             parameters = theirs.rope_parameters[kind] if nested else theirs.rope_parameters
-            assert layer.rope.kind == parameters["rope_type"]
-            assert layer.rope.base == parameters["rope_theta"]
+            kind, base = parameters["rope_type"], parameters["rope_theta"]
+            if "alpha" in parameters:
+                kind, base = "default", base * parameters["alpha"] ** (own.head_dim / (own.head_dim - 2))
+            assert layer.rope.kind == kind
+            assert layer.rope.base == base
             assert layer.rope.factor == parameters.get("factor")
             assert own.rotary_dim == own.head_dim * parameters.get("partial_rotary_factor", 1)
 
@@ -156,8 +232,7 @@ def test_features_are_those_of_transformers(published: dict[str, Any], saved: bo
 def test_tensors_are_those_of_transformers(published: dict[str, Any]) -> None:
     ours = ModelConfig.from_dict(published)
     fields = {**published, "num_hidden_layers": 1}
-    for name in ("layer_types", "no_rope_layers"):
-        fields.pop(name, None)
+    fields |= {name: fields[name][:1] for name in ("layer_types", "no_rope_layers") if name in fields}
     model = transformers.AutoModelForCausalLM.from_config(theirs_of(fields))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     first = {name: shape for name, shape in expected_tensors(ours).items() if ".layers." not in name}
@@ -205,6 +280,7 @@ def test_norms_of_a_layer() -> None:
         return set(layer_norms(ModelConfig.from_dict(COMMON | CONFIGS[name]), 0))
 
     plain, heads = {"attention", "feed_forward"}, {"query_head", "key_head"}
+    assert norms("olmo2") == norms("exaone4") == {"attention_output", "feed_forward_output"} | heads
     assert norms("mistral") == norms("smollm3") == norms("phi3") == plain
     assert norms("qwen3") == plain | heads
     assert norms("gemma2") == plain | {"attention_output", "feed_forward_output"}
@@ -238,6 +314,9 @@ def test_scale_of_the_embedding_is_a_float32() -> None:
         ("phi3", {"model_type": "gpt_oss"}, "'gpt_oss' (attention sinks, and experts with biases)"),
         ("phi3", {"model_type": "lfm3"}, "'lfm3' (layers of short convolutions with experts or windows)"),
         ("smollm3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
+        ("hunyuan", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scales heads (yarn) before"),
+        ("mistral", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "alpha"),
+        ("mistral", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "grow with the position"),
     ],
 )
 def test_what_a_family_does_not_follow_is_refused_by_name(
@@ -266,6 +345,14 @@ def test_what_a_family_does_not_follow_is_refused_by_name(
         ("phi3", {"partial_rotary_factor": 0.1}, "partial_rotary_factor is 0.1"),
         ("phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2.0"),
         ("phi3 128k", {"partial_rotary_factor": 0.5}, "short_factor"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1}},
+            "original_max_position_embeddings",
+        ),
+        ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": -1.0, "factor": 1.0}}, "alpha is -1.0"),
+        ("exaone4", {"layer_types": None}, "sliding_window_pattern is 'LLLG'"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         (
             "gemma3",

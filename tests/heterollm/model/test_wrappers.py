@@ -56,6 +56,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**EYE, "model_type": "pixtral", "intermediate_size": 32},
         "image_token_index": 7,
     },
+    "mistral3 of Ministral 3": {
+        "text_config": {
+            **TEXT,
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+        "vision_config": {**EYE, "model_type": "pixtral", "intermediate_size": 32},
+        "image_token_index": 7,
+    },
     "qwen3_5": {
         "text_config": {
             **TEXT,
@@ -137,13 +154,14 @@ def wrapped(
     """Return a function that writes a random checkpoint with vision, and returns it with its model."""
 
     def make(kind: str) -> tuple[Path, Any]:
-        config = transformers.AutoConfig.for_model(kind, **json.loads(json.dumps(CONFIGS[kind])))
+        wrapper = kind.partition(" ")[0]
+        config = transformers.AutoConfig.for_model(wrapper, **json.loads(json.dumps(CONFIGS[kind])))
         torch.manual_seed(5)
-        model = getattr(transformers, WRAPPERS[kind].architecture)(config).float().eval()
+        model = getattr(transformers, WRAPPERS[wrapper].architecture)(config).float().eval()
         with torch.no_grad():
             for name, values in model.named_parameters():
                 values.uniform_(0.5, 1.5) if "norm" in name else values.normal_(std=0.08)
-        folder = tmp_path_factory.mktemp(kind)
+        folder = tmp_path_factory.mktemp(wrapper)
         model.save_pretrained(folder)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(bundled_model / name, folder / name)
@@ -171,7 +189,7 @@ def test_the_text_part_is_that_of_transformers(
     # The same weights as a model of text, which has no axes.
     config = ModelConfig.from_folder(folder)
     fields = {name: value for name, value in CONFIGS[kind]["text_config"].items() if name != "model_type"}
-    if "rope_parameters" in fields:
+    if "mrope_section" in fields.get("rope_parameters", ()):
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope.base}
     fields["tie_word_embeddings"] = config.tie_word_embeddings
     text = transformers.AutoConfig.for_model(config.model_type, **fields)

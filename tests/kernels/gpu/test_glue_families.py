@@ -42,7 +42,11 @@ def test_a_delta_is_biased_and_normed_before_it_is_added(cases, check, style, dt
         options = {"biased": biased, "post": post, "scale": 40}
         final, (stored, residual) = made(NormCase(*shape, head_row=tokens // 2, **options))
         np.testing.assert_array_equal(stored, residual)
-        for numbers in (final, *made(NormCase(*shape, **options))):
+        for numbers in (
+            final,
+            *made(NormCase(*shape, **options)),
+            *made(NormCase(*shape, **options, unnormed=True)),
+        ):
             check(numbers, (shape, options))
 
 
@@ -86,6 +90,20 @@ def test_one_norm_of_all_heads_and_a_limit(cases, check, style, dtype):
         splits = (shape.rows[0] // 3, 5, shape.rows[2])
         options = {"biased": True, "normed": joint, "joint": joint, "limit": limit}
         for numbers in made(RopeCase(4, 4, shape, splits, rotary=rotary, **options)):
+            check(numbers, (shape, options))
+
+
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+def test_norms_behind_the_rotation_and_factors_of_queries(cases, check, style, dtype):
+    made = cases(style, dtype, 9)
+    for heads, kv_heads, head_dim, normed, scaled in (
+        *((4, 2, 32, True, True), (3, 1, 36, True, False)),
+        *((2, 2, 10, False, True), (2, 1, 128, True, True)),
+    ):
+        shape = HeadShape(heads, kv_heads, head_dim, 9)
+        splits = (shape.rows[0] // 3, 5, shape.rows[2])
+        options = {"biased": True, "normed": normed, "norms_last": True, "scaled": scaled}
+        for numbers in made(RopeCase(4, 4, shape, splits, **options)):
             check(numbers, (shape, options))
 
 

@@ -114,6 +114,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1",
         "-DWG=1 -DCENTERED",
         "-DWG=64 -DCENTERED -DWHOLE_EIGHTS",
+        "-DWG=64 -DUNNORMED -DWHOLE_EIGHTS",
+        "-DWG=1 -DUNNORMED -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64",
         "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64 -DWHOLE_EIGHTS",
@@ -162,6 +164,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1",
         "-DWG=1 -DJOINT_NORM -DLIMITED",
         "-DWG=64 -DPIECES=4 -DJOINT_NORM -DLIMITED -DWHOLE_EIGHTS",
+        "-DWG=64 -DPIECES=4 -DNORMS_LAST -DQUERY_SCALES -DWHOLE_EIGHTS",
+        "-DWG=1 -DKV_CODES -DNORMS_LAST -DQUERY_SCALES",
         "-DWG=64 -DKV_HALF",
         "-DWG=64 -DPIECES=4 -DWHOLE_EIGHTS",
         "-DWG=1 -DKV_CODES -DJOINT_NORM",
@@ -424,6 +428,7 @@ OPERATORS = (
     NormCase(3, 44, 13, biased=True, post=True),
     NormCase(3, 44, 44, "sum", biased=True),
     NormCase(3, 48, 13, centered=True),
+    NormCase(3, 44, 13, unnormed=True, post=True),
     GatedCase(3, 21, (3, 16)),
     GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
     GatedCase(3, 21, (3, 16), activation="relu", biased=True),
@@ -450,6 +455,7 @@ OPERATORS = (
     replace(TURNED, normed=True),
     replace(TURNED, splits=(24, 8, 0, 5)),
     replace(TURNED, normed=True, joint=True, limit=0.5),
+    replace(TURNED, normed=True, norms_last=True, scaled=True),
     replace(TURNED, join="sum"),
     *(
         AttentionCase(tokens, 66, ODD, Scores(0.2, 67, cap), bucket=128, parts=parts)
