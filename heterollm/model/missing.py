@@ -22,6 +22,8 @@ _TYPES: Final[Mapping[str, str]] = {
     "q, k and v in one tensor, head by head": "persimmon",
     "norms that subtract the mean and have no bias": "cohere cohere2",
     "norms inside linears": "bitnet",
+    "norms of heads without weights, and gates of attention": "muse_glimmer",
+    "biases by two fields of its own": "internlm3",
 }
 MISSING: Final[Mapping[str, str]] = {name: what for what, names in _TYPES.items() for name in names.split()}
 """The first feature that a model type needs and heterollm lacks."""

@@ -123,6 +123,7 @@ GROUP_SIZE __kernel void rope_and_store(
       low *= factor;
       high *= factor;
     }
+#endif
 #ifdef NORMS_LAST
     float8 low_scale = 1.0f, high_scale = 1.0f;
 #endif
