@@ -239,5 +239,7 @@ def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
         chosen,
         mixture.scoring,
         normalized=fields.flag(field, False) if field else not sparsemixer,
+        scale=fields.positive(mixture.scale_field, 1.0) if mixture.scale_field else 1.0,
         jitter=fields.positive("router_jitter_noise") if sparsemixer else 0.0,
+        biased=bool(mixture.bias_field) and fields.flag(mixture.bias_field, True),
     )

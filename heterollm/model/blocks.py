@@ -292,6 +292,10 @@ class MixtureBlock(Block):
         """Return no groups."""
         return ()
 
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the bias of the choice of experts, if there is one."""
+        return {"router_bias": (self.routing.experts,)} if self.routing.biased else {}
+
 
 BLOCKS: Final = (AttentionBlock, ShortConvBlock, DeltaNetBlock, FfnBlock, MixtureBlock)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)

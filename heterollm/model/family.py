@@ -71,6 +71,9 @@ class Mixture:
             then the largest of the others; the weight of each is its share in the softmax over the logits
             near it (https://arxiv.org/abs/2409.12136).
         normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
+        bias_field: Field that says whether experts are chosen by score plus a bias, the other tensor
+            ``router_bias``; "" in a family without.
+        scale_field: Field with a factor on the weights; "" in a family without.
         dense_field: Field with the width of the network in layers without experts.
         count_fields: Fields with the number of experts. The first that a configuration has counts; families
             give the last a default.
@@ -83,13 +86,18 @@ class Mixture:
     shared_field: str = ""
     scoring: Scoring = "softmax"
     normalized_field: str = ""
+    bias_field: str = ""
+    scale_field: str = ""
     dense_field: str = "intermediate_size"
     count_fields: tuple[str, ...] = ("num_local_experts", "num_experts")
 
     @property
     def fields(self) -> frozenset[str]:
         """The fields of ``config.json`` that it reads."""
-        own = self.width_field, self.shared_field, self.normalized_field, self.dense_field
+        own = (
+            *(self.width_field, self.shared_field, self.normalized_field, self.bias_field),
+            *(self.scale_field, self.dense_field),
+        )
         return frozenset({"num_experts_per_tok", *self.count_fields, *filter(None, own)})
 
 
@@ -107,6 +115,18 @@ def sparse_steps(mixer: StageNames, *, dense: StageNames, sparse: StageNames) ->
             raise fields.fail("mlp_only_layers", "a list of numbers of layers")
         steps = (layer + 1) % fields.count("decoder_sparse_step", 1) == 0
         return mixer, sparse if steps and layer not in listed else dense
+
+    return stages
+
+
+def sparse_behind(layers: LayerNames, field: str) -> LayerNames:
+    """Return layers whose networks become mixtures behind the first ones, which a field counts."""
+
+    def stages(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
+        found = layers(fields, layer)
+        if layer < fields.count(field, minimum=0):
+            return found
+        return tuple(("mixture",) if names == ("ffn",) else names for names in found)
 
     return stages
 

@@ -273,6 +273,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 144,
         "rope_parameters": HALF_TURNING,
     },
+    # A dense layer, then experts that a bias helps to choose, and whose weights have a factor.
+    "lfm2_moe": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 96,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.7,
+        "norm_eps": 1e-2,
+    },
     # The width of the network has the name of shared experts'.
     "granitemoehybrid": {
         **PLAIN,
@@ -478,6 +490,9 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
             else:
                 # Queries and keys wide enough that attention has something to choose.
                 parameter.normal_(std=0.12 if re.search("q_proj|k_proj|qkv_proj", name) else 0.06)
+        for name, values in model.named_buffers():
+            if name.endswith("expert_bias"):
+                values.normal_(std=0.3)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled() / name, folder / name)
