@@ -279,6 +279,7 @@ class MixtureBlock(Block):
         routing: Rule by which the router chooses experts.
         width: Width of an expert.
         activation: Activation of the gates.
+        bias: Shape of the tensor with the bias of the choice; empty for none.
     """
 
     NAME: ClassVar[str] = "mixture"
@@ -287,6 +288,7 @@ class MixtureBlock(Block):
     routing: Routing
     width: int
     activation: Activation
+    bias: tuple[int, ...] = ()
 
     def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
         """Return no groups."""
@@ -294,7 +296,7 @@ class MixtureBlock(Block):
 
     def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
         """Return the bias of the choice of experts, if there is one."""
-        return {"router_bias": (self.routing.experts,)} if self.routing.biased else {}
+        return {"router_bias": self.bias} if self.bias else {}
 
 
 BLOCKS: Final = (AttentionBlock, ShortConvBlock, DeltaNetBlock, FfnBlock, MixtureBlock)

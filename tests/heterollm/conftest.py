@@ -285,6 +285,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "norm_eps": 1e-2,
     },
+    # Every second layer has experts and two shared ones; a bias helps to choose by softmax.
+    "ernie4_5_moe": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 2,
+        "moe_intermediate_size": 96,
+        "moe_num_experts": 12,
+        "moe_k": 3,
+        "use_bias": True,
+    },
     # The width of the network has the name of shared experts'.
     "granitemoehybrid": {
         **PLAIN,
@@ -485,6 +496,8 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("A_log"):
                 parameter.uniform_(-3.0, 1.0)
+            elif name.endswith("correction_bias"):
+                parameter.normal_(std=0.1)
             elif name.endswith(("bias", "conv1d.weight")):
                 parameter.normal_(std=0.5)
             else:

@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "lfm2_moe": ("lfm2_moe", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
@@ -353,6 +354,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
+    "ernie4_5_moe": ("bias of the choice", "normalised weights", "bias of the head", *BIASES),
     "lfm2_moe": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     "ministral3": ("window", "growth of queries", "scaled positions"),
     "hunyuan_v1_dense": (
