@@ -184,7 +184,8 @@ class Family:
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
         first_position: Row of the first position in the table of learned ones.
         mixture: The experts of its layers; None in a family without them.
-        centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
+        centered_norms: Whether norms subtract the mean (LayerNorm).
+        norm_biases: Whether norms that do have a bias.
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
         norms_last: Whether the norms of heads come behind RoPE.
         published_code: The classes in ``auto_map`` of official checkpoints that predate the family's support
@@ -218,6 +219,7 @@ class Family:
     first_position: int = 0
     mixture: Mixture | None = None
     centered_norms: bool = False
+    norm_biases: bool = True
     joint_head_norms: bool = False
     norms_last: bool = False
     published_code: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ _TYPES: Final[Mapping[str, str]] = {
     "linears whose weights are stored transposed": "gpt2",
     "an activation with weights (xIELU)": "apertus",
     "q, k and v in one tensor, head by head": "persimmon",
-    "norms that subtract the mean and have no bias": "cohere cohere2",
+    "norms of heads that subtract the mean": "cohere",
     "norms inside linears": "bitnet",
 }
 MISSING: Final[Mapping[str, str]] = {name: what for what, names in _TYPES.items() for name in names.split()}

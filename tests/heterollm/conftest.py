@@ -309,6 +309,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
         "mamba_n_heads": 4,
     },
+    # Attention and network side by side, LayerNorm without bias, and no positions in layers without a window.
+    "cohere2": {
+        **PLAIN,
+        "layer_norm_eps": 1e-2,
+        "attention_bias": True,
+        "logit_scale": 0.3,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     # Queries that grow beyond 24 positions, of which the window sees some.
     "ministral3": {
         **PLAIN,

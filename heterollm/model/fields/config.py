@@ -295,6 +295,7 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "no_rope_layer_interval": "every so many layers one has no RoPE; no_rope_layers precedes it",
         "router_jitter_noise": "range of the router's second choice (sparsemixer)",
         "hidden_activation": "activation, as hidden_act",
+        "logit_scale": "a factor on the logits",
         "moe_k": "experts that compute a token",
         "moe_layer_start_index": "first layer with experts",
         "moe_layer_end_index": "last layer with experts; -1 for that of the model",

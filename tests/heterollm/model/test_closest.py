@@ -36,7 +36,6 @@ OTHER_LAYERS = {
 """Families with layers that no simulation models, and the field or kind that the message names."""
 
 LIKE_LLAMA = {
-    "cohere2": True,
     "gpt_neox": False,
     "persimmon": False,
 }

@@ -120,6 +120,7 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 0,
         "rope_theta": 10_000.0,
     },
+    "cohere2": {"sliding_window_pattern": 2},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"],
         "num_dense_layers": 1,
@@ -216,6 +217,7 @@ VALUES: dict[str, Any] = {
     "shared_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "qkv_bias": False,
+    "logit_scale": 0.5,
     "moe_num_experts": 6,
     "moe_num_shared_experts": 1,
     "moe_k": 3,
@@ -289,6 +291,7 @@ OF_KIND: dict[tuple[str, str], Any] = {
         **ALIKE,
     },
     ("starcoder2", "use_bias"): False,
+    ("cohere2", "layer_types"): ["full_attention", "sliding_attention"],
     ("lfm2_moe", "layer_types"): ["full_attention", "conv"],
     ("gemma2", "layer_types"): ["full_attention", "sliding_attention"],
     ("gemma3_text", "layer_types"): ["full_attention", "sliding_attention"],

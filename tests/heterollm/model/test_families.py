@@ -32,7 +32,7 @@ LEVELS = ("gpu", "npu", "layer")
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
     *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
-    *("ministral3", "hunyuan_v1_dense"),
+    *("ministral3", "hunyuan_v1_dense", "cohere2"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -356,6 +356,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "lfm2": ("norms of heads",),
     "ernie4_5_moe": ("bias of the choice", "normalised weights", "bias of the head", *BIASES),
     "lfm2_moe": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
+    "cohere2": (
+        *("means of norms", "blocks side by side", "scale of logits", "window", "layers without window"),
+        *("layers without positions", "biases of q, k and v", "bias of attention"),
+    ),
     "ministral3": ("window", "growth of queries", "scaled positions"),
     "hunyuan_v1_dense": (
         *("norms of heads", "norms of heads behind positions", "stretched positions"),
