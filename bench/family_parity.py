@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
@@ -25,13 +25,12 @@ TESTS: Final = "tests/heterollm/model/test_families.py::test_logits_beyond_the_w
 MIXTURES: Final = "mixtral,qwen3_moe,olmoe,phimoe,granitemoe,granitemoeshared"
 
 
-def rows(families: list[str], levels: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the dB of each family at each level."""
+def rows(tests: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the dB that tests record, by family and level, which are their parameters in this order."""
     root = Path(__file__).resolve().parents[1]
-    names = [f"{TESTS}[{family}-{level}]" for family in families for level in levels]
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary) / "report.xml"
-        command = [sys.executable, "-Im", "pytest", "-q", "-n0", "-m", "", f"--junitxml={report}", *names]
+        command = [sys.executable, "-Im", "pytest", "-q", "-n0", "-m", "", f"--junitxml={report}", *tests]
         done = subprocess.run(command, cwd=root, check=False)  # noqa: S603
         if done.returncode:
             raise SystemExit(done.returncode)
@@ -49,8 +48,8 @@ def main() -> None:
     parser.add_argument("--families", default=MIXTURES, help="Names of the tests, with commas between them.")
     parser.add_argument("--levels", default="gpu", help="gpu, npu, layer, with commas between them.")
     options = parser.parse_args()
-    found = list(rows(options.families.split(","), options.levels.split(",")))
-    for row in found:
+    names = [f"{one}-{level}" for one in options.families.split(",") for level in options.levels.split(",")]
+    for row in rows([f"{TESTS}[{name}]" for name in names]):
         print(f"{row['family']:20} {row['level']:6} {row['sqnr_db']:6.1f} dB")
         append_rows(options.out, {**row, "device": "host", **origin("family_parity")})
 

@@ -231,6 +231,7 @@ class LLM:
             grammar: Lark grammar that the answer follows, in llguidance's dialect. These three exclude one
                 another and need the extra ``grammar``; the answer has all of its text if its
                 ``stop_reason`` is ``complete``.
+            marks: Ids of tokens without text, such as those around calls of tools: no text waits before them.
             speculate: Whether to guess tokens, if the model was loaded with ``speculative``.
             progress: Called on the engine's thread with the name of a stage, tokens read and tokens in all,
                 while a prompt of 128 tokens or more is read; not on a simulated device.

@@ -280,7 +280,9 @@ def _tune(
         used_s = time.monotonic() - begin_s
         compared = tune_attention(
             device.gpu,
-            dict.fromkeys((shape.heads, shape.kv_heads, shape.head_dim) for shape in shapes),
+            dict.fromkeys(
+                (own.heads, own.kv_heads, own.head_dim) for shape in shapes for own in shape.by_heads
+            ),
             activation_dtype=device.activation_dtype,
             kv_dtype=device.cache_dtype,
         )

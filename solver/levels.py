@@ -73,10 +73,11 @@ def level_plan(
         )
     entries: list[PlanEntry] = []
     for spec, layers, kind in _distinct(specs):
+        entry = partial(PlanEntry, layers=layers, group=spec.group, kind=kind)
         for phase in PHASES:
             on_npu = level == "npu" or (level == "layer" and phase == "prefill" and spec.group != "head")
             if not on_npu:
-                entries.append(PlanEntry(phase, (1, chunk_length), layers, spec.group, GPU_ONLY, kind))
+                entries.append(entry(phase, (1, chunk_length), placement=GPU_ONLY))
                 continue
             cost = partial(length_costs, spec) if length_policy == "auto" and length_costs else None
             form: GraphForm | None = None
@@ -86,18 +87,22 @@ def level_plan(
                 usable = [one for one in standard_lengths if one % TILE_OF_INTEGERS[form] == 0]
             for lengths, npu_lengths in _covered(usable, chunk_length, length_policy, cost):
                 placement = RowsPlacement(spec.member_rows, npu_lengths, form)
-                entries.append(PlanEntry(phase, lengths, layers, spec.group, placement, kind))
+                entries.append(entry(phase, lengths, placement=placement))
     return Plan(level, device, precision, model_shape(specs), chunk_length, tuple(entries))
 
 
 def _distinct(specs: Sequence[OpSpec]) -> Iterator[tuple[OpSpec, tuple[int, int], str]]:
-    """Yield one spec of each group with the range of layers, and if sizes differ the kind, that have it."""
+    """Yield one spec of each group with the range of layers that have it, and the kind of these layers.
+
+    A group with as many rows in all layers is one; else that of each kind is one.
+    """
     for group in dict.fromkeys(spec.group for spec in specs):
-        members = [spec for spec in specs if spec.group == group]
-        alike = len({spec.anywhere for spec in members}) == 1
-        for kind in dict.fromkeys("" if alike else spec.kind for spec in members):
-            own = [spec for spec in members if alike or spec.kind == kind]
-            yield own[0], (own[0].layer, own[-1].layer), kind
+        own = [spec for spec in specs if spec.group == group]
+        alike = len({spec.member_rows for spec in own}) == 1
+        for kind in ("",) if alike else dict.fromkeys(spec.kind for spec in own):
+            members = [spec for spec in own if kind in ("", spec.kind)]
+            layers = [spec.layer for spec in members]
+            yield members[0], (min(layers), max(layers)), kind
 
 
 def _covered(

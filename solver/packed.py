@@ -57,7 +57,7 @@ def packed_slices(
     splits: dict[str, set[Rows]] = {}
     for group, spec in groups.items():
         every = aligned_splits(spec, alignment)
-        step = -(-len(every) // FIRST_SPLITS)
+        step = max(1, -(-len(every) // FIRST_SPLITS))  # narrow groups have no splits
         strides[group] *= step
         splits[group] = {*every[step - 1 :: step], *slices.get(group, {}), spec.member_rows} - {()}
     found = search.best(splits)

@@ -223,7 +223,8 @@ class ProfileCosts:
         if position is None:
             position = DECODE_POSITION if tokens == 1 else 0
         for operator in spec.before:
-            key = layer_key(self._shape, operator, tokens, position, width=spec.columns)
+            shape = self._shape.of_kind(spec.kind)
+            key = layer_key(shape, operator, tokens, position, width=spec.columns)
             try:
                 yield key, self._predictor.predict_layer_us(key).us + self._gap_us
             except ProfileError:

@@ -24,6 +24,7 @@ FLOORS = (
     ("heterollm.trace",),
     ("heterollm.calibration",),
     ("heterollm.engine",),
+    ("heterollm.tools",),
     ("heterollm.text",),
     ("heterollm.solver",),
     ("heterollm.profiler",),

@@ -41,13 +41,13 @@ from heterollm.solver import HeadNeeds
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
 SCHEMA_VERSION: Final = 5
 MEMBERS: Final[Mapping[Group, tuple[int, ...]]] = {
-    **dict.fromkeys(("o", "conv_out", "delta_out", "down"), (1,)),
-    "qkv": (3, 4),
+    **dict.fromkeys(("o", "conv_out", "delta_out", "down", "layer_gate", "layer_out"), (1,)),
+    "qkv": (1, 3, 4),
     "conv_in": (3,),
     "delta_in": (6,),
     "gate_up": (1, 2),
 }
-"""Numbers of members that a group can have; gate_up has one without a gate, qkv four with one."""
+"""Numbers of members that a group can have; qkv has one without keys, and four with a gate."""
 LARGEST_FILE_BYTES: Final = 1 << 28
 
 STEPS_PER_OCTAVE: Final = 8

@@ -200,7 +200,8 @@ class _Run:
     def finish(self, parts: Ids, policy: Policy, *, head_importance: bool) -> Calibration:
         """Run the remaining windows, then the check, and decide; then measure the importance of heads."""
         total = self._state.windows_planned + 1
-        self._observer.reader, self._observer.heads = self._measure, self._heads
+        self._observer.reader = self._measure
+        self._observer.heads = self._heads if self._weights.config.has_alike_heads else None
         self._observer.routing = self._routing
         for done in range(self._state.windows, self._state.windows_planned):
             self._progress("Calibrating", done, total)
@@ -246,7 +247,8 @@ class _Run:
     def _prefill(self, ids: Ids) -> None:
         cache = self._engine.new_cache()
         self._engine.prefill(cache, 0, ids, "prefill", None)
-        self._heads.add_keys(self._observer.keys(cache.memory, len(ids), self._weights.config))
+        if self._observer.heads is not None:
+            self._heads.add_keys(self._observer.keys(cache.memory, len(ids), self._weights.config))
 
     def _measure(self, spec: OpSpec, x: Floats, y: Floats) -> None:
         if not (np.isfinite(x).all() and np.isfinite(y).all()):

@@ -7,6 +7,7 @@ prepared. Running the pass means calling its steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from heterollm.base import Progress
 from heterollm.engine.blocks.attention import AttentionEmitter
 from heterollm.engine.blocks.delta_net import DeltaNetEmitter
 from heterollm.engine.blocks.ffn import FfnEmitter
+from heterollm.engine.blocks.layer_input import LayerInputEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
 from heterollm.engine.builder import PassBuilder
@@ -44,6 +46,7 @@ from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
+    LayerInputBlock,
     LayerStage,
     MixtureBlock,
     ModelWeights,
@@ -93,8 +96,9 @@ class Compiler:
         self._linears = LinearEmitter(device, weights, plan, progress, self.techniques, ranges)
         self._splits = self._linears.splits
         self._experts = MixtureEmitter(device, weights, plan, progress, self.techniques, mixture)
-        tensors = GlueTensors(device.gpu, weights, context)
+        self._tensors = tensors = GlueTensors(device.gpu, weights, context)
         self._glue = GlueEmitter(device, weights.config, tensors)
+        self.layer_inputs = LayerInputEmitter(device, weights, self._linears, tensors)
         self._emitters: dict[str, Any] = {
             AttentionBlock.NAME: AttentionEmitter(
                 device, weights.config, context, self._linears, tensors, self.techniques
@@ -102,6 +106,7 @@ class Compiler:
             DeltaNetBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
             ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors),
+            LayerInputBlock.NAME: self.layer_inputs,
             MixtureBlock.NAME: self._experts,
         }
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
@@ -200,6 +205,7 @@ class Compiler:
     def _layers(self, builder: PassBuilder) -> Delta:
         """Append the embedding and all layers, and return the output of the last."""
         self._glue.embedding(builder, self._linears.embedding)
+        self.layer_inputs.start(builder)
         delta: Delta | None = None
         for number, layer in enumerate(self._config.per_layer):
             for stage in layer.stages:
@@ -207,6 +213,8 @@ class Compiler:
                 codes = next((one.codes for one in begun if one.codes is not None), None)
                 self._glue.norm(builder, number, stage.norm, delta, codes)
                 delta = self._stage(builder, number, stage, begun, codes)
+            assert delta is not None  # a layer has stages
+            delta = replace(delta, gain=self._tensors.gain(number))
             builder.submit_layer(number)
         assert delta is not None  # a model has layers
         return delta

@@ -74,7 +74,7 @@ class GlueEmitter:
         Args:
             builder: The pass so far.
             layer: Decoder layer.
-            norm: The norm; None without.
+            norm: The norm; None for the stream itself.
             delta: Values to add to the residual stream first; None at the start of the model.
             codes: Buffers for codes of the output, or None.
         """
@@ -174,7 +174,9 @@ class GlueEmitter:
 
 def _added(delta: Delta | None) -> dict[str, Any]:
     """Return the arguments of a norm that adds values first."""
-    return {} if delta is None else {"delta": delta.segments, "bias": delta.bias, "post": delta.post}
+    if delta is None:
+        return {}
+    return {"delta": delta.segments, "bias": delta.bias, "post": delta.post, "gain": delta.gain}
 
 
 def _read(delta: Delta | None) -> tuple[DeviceMemory, ...]:

@@ -100,11 +100,13 @@ class Delta:
         segments: Output of linears.
         bias: float32 ``[hidden]`` to add first; None without.
         post: Weights of the values' own norm, float32 ``[hidden]``; None without.
+        gain: Factor on the sum.
     """
 
     segments: Segments
     bias: Any = None  # pyopencl is not typed
     post: Any = None
+    gain: float = 1.0
 
 
 class Begun(NamedTuple):

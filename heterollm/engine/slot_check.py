@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from heterollm.base import EngineError, OptionError
+from heterollm.engine.slots import LAYER_ROWS
 from heterollm.engine.step import OWN_OPERATORS, Buffer, Operator, Step
 from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, Launch
 from heterollm.kernels.operators import StepCategory, operator_steps
@@ -33,7 +34,7 @@ DELAYED_FRACTION: Final = 0.25
 LONGEST_DELAY_US: Final = 400.0
 LENGTHS: Final = 16
 """Number of different delays, each of which is a prepared launch."""
-ALWAYS_WRITTEN: Final = ("tokens", "step", "kv_cache", "recurrent")
+ALWAYS_WRITTEN: Final = ("tokens", "step", LAYER_ROWS, "kv_cache", "recurrent")
 """Buffers that the host or an earlier pass has written before a pass begins."""
 
 

@@ -29,6 +29,9 @@ EXPERT_ACTIVATED, EXPERT_OUTPUT = "expert_activated", "expert_output"
 """Slots of a mixture of experts: the router's logits; rows in the order of experts, inputs and later outputs;
 their intermediate values; and the sum of each token."""
 
+LAYER_ROWS, LAYER_INPUTS = "layer_rows", "layer_inputs"
+"""Slots of layers' embeddings of tokens: rows of their table, which the host writes, and those embeddings."""
+
 GATED_OUTPUT: Final = "gated_output"
 """Slot of the output of a network behind the gate of whole tokens."""
 
@@ -41,7 +44,7 @@ DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT = "delta_mixed", "delta_factors", "delt
 """Slots of a delta net: q, k and v behind the convolution, factors of heads, and output before its norm."""
 
 PRIVATE_SLOTS: Final = (
-    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS),
+    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, LAYER_INPUTS),
     *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT, GATED_OUTPUT),
     *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT),
     *EXPERT_LISTS.values(),
@@ -101,6 +104,9 @@ def pool_sizes(
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
     if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
+    if config.layer_vocabulary:
+        columns = config.layers * config.layer_input_width
+        sizes |= {LAYER_ROWS: tokens * columns * 4, LAYER_INPUTS: tokens * columns * item_bytes}
     for net in config.blocks(DeltaNetBlock).values():
         sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes
         sizes[DELTA_FACTORS] = tokens * net.shape.factors * 4

@@ -26,7 +26,7 @@ from heterollm.kernels.gpu import (
     position_bytes,
     scales_start,
 )
-from heterollm.model import KvSpec, ModelConfig, RecurrentSpec
+from heterollm.model import AttentionBlock, KvSpec, ModelConfig, RecurrentSpec
 
 KV_CACHE: Final = "kv_cache"
 """Name of the buffer of keys and values; those of a window have its positions behind a dot."""
@@ -76,6 +76,7 @@ class KvGroup:
     Args:
         spec: Their sizes.
         layers: Their numbers.
+        readers: The layer whose keys and values each layer reads that has none.
         positions: Positions of a session.
         places: Positions in memory; as many, unless a window needs fewer.
         table: First word of their pages in the step buffer.
@@ -83,6 +84,7 @@ class KvGroup:
 
     spec: KvSpec
     layers: tuple[int, ...]
+    readers: Mapping[int, int]
     positions: int
     places: int
     table: int
@@ -110,7 +112,12 @@ def kv_groups(config: ModelConfig, context: int, longest: int) -> tuple[KvGroup,
         found.setdefault((whole, places), []).append(layer)
     groups, table = [], STEP_WORDS
     for (spec, places), layers in found.items():
-        groups.append(KvGroup(spec, tuple(layers), context, places, table))
+        readers = {
+            layer: block.kv_layer
+            for layer, block in config.blocks(AttentionBlock).items()
+            if block.kv_layer in layers
+        }
+        groups.append(KvGroup(spec, tuple(layers), readers, context, places, table))
         table += pages_of(context) if groups[-1].is_paged else 0
     return tuple(groups)
 
@@ -144,6 +151,7 @@ class KvState:
             layer: KvLayer(memories[at // each], at % each, places, group.table)
             for at, layer in enumerate(group.layers)
         }
+        self.layers |= {layer: self.layers[source] for layer, source in group.readers.items()}
         pages = np.arange(pages_of(group.positions), dtype=np.int32)
         self._pages = pages % pages_of(group.places)
         # The pages that are held, ascending and without a gap, and the position behind the last pass.

@@ -41,6 +41,7 @@ class AnswerKeywords(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     json_object: bool
     grammar: str | None
+    marks: tuple[int, ...]
     speculate: bool
     progress: Progress | None
 

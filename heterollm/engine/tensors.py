@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group
 from heterollm.model import (
+    LAYER_SCALE,
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
@@ -51,7 +52,7 @@ class GlueTensors:
                     self._norms[number, norm] = self._uploaded(factors, weights.norm_bias(number, norm))
         for number, block in config.blocks(AttentionBlock).items():
             if block.head_norms:
-                heads = [weights.norm(number, "query_head"), weights.norm(number, "key_head")]
+                heads = [weights.norm(number, norm) for norm in block.norms()]
                 self._head_norms[number] = runtime.upload(np.concatenate(heads) + offset)
             if (key := (block.rope, block.rotary_dim)) not in self._ropes:
                 tables = _tables(*key, context)
@@ -80,6 +81,11 @@ class GlueTensors:
     def norm(self, layer: int, norm: Norm | None) -> Any:  # noqa: ANN401 - pyopencl is not typed
         """Return a norm's factors, then its bias if it has one, float32 ``[hidden]``; None for no norm."""
         return None if norm is None else self._norms[layer, norm]
+
+    def gain(self, layer: int) -> float:
+        """Return the factor on the residual stream at the end of a layer."""
+        is_scaled = self._weights.config.per_layer[layer].is_scaled
+        return float(self._weights.other(layer, LAYER_SCALE)[0]) if is_scaled else 1.0
 
     def head_norms(self, layer: int) -> Any:  # noqa: ANN401
         """Return the factors of q and then of k, float32, of a head or of all; None without such norms."""

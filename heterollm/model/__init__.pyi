@@ -1,8 +1,10 @@
 from .blocks import ALL_GROUPS as ALL_GROUPS
 from .blocks import LAYER_GROUPS as LAYER_GROUPS
+from .blocks import LAYER_SCALE as LAYER_SCALE
 from .blocks import AttentionBlock as AttentionBlock
 from .blocks import DeltaNetBlock as DeltaNetBlock
 from .blocks import FfnBlock as FfnBlock
+from .blocks import LayerInputBlock as LayerInputBlock
 from .blocks import LayerStage as LayerStage
 from .blocks import MixtureBlock as MixtureBlock
 from .blocks import Norm as Norm

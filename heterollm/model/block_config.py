@@ -10,11 +10,13 @@ from heterollm.base import CheckpointError
 from heterollm.kernels.gpu import LARGEST_KEY_DIM, DeltaShape
 from heterollm.kernels.ops import Activation, Routing
 from heterollm.model.blocks import (
+    LAYER_SCALE,
     AttentionBlock,
     Block,
     DeltaNetBlock,
     FfnBlock,
     LayerConfig,
+    LayerInputBlock,
     LayerStage,
     MixtureBlock,
     Norm,
@@ -39,12 +41,6 @@ KINDS_OF_LAYERS: Final = {"attention": "full_attention"}
 
 MOST_EXPERTS = 10_000
 """A limit that refuses a damaged number before any list over experts is made."""
-
-STAGE_NORMS: tuple[tuple[Norm, Norm], ...] = (
-    ("attention", "attention_output"),
-    ("feed_forward", "feed_forward_output"),
-)
-"""The norm before each stage, and that of its outputs, in families that have them."""
 
 
 class BlockFields:
@@ -109,11 +105,18 @@ class BlockFields:
         stages = []
         rows = self._family.layers(self._fields, number)
         for names in rows:
-            places = STAGE_NORMS[not any(name in MIXERS for name in names)]
-            norm, output_norm = (one if one in self._family.tensors.norms else None for one in places)
-            blocks = tuple(block for name in names if (block := self._block(name, number, names)))
+            norm, output_norm = (
+                one if one in self._family.tensors.norms else None for one in _stage_norms(names)
+            )
+            blocks = tuple(
+                self._adapted(number, block) for name in names if (block := self._block(name, number, names))
+            )
             stages.append(LayerStage(norm, blocks, output_norm))
-        return LayerConfig(tuple(stages))
+        return LayerConfig(tuple(stages), LAYER_SCALE in self._family.tensors.others)
+
+    def _adapted(self, layer: int, block: Block) -> Block:
+        adapts = self._family.adapts
+        return block if adapts is None else adapts(self._fields, layer, block)
 
     def _block(self, name: BlockName, layer: int, beside: StageNames) -> Block | None:
         """Return a block of a layer; None for shared experts without width."""
@@ -122,6 +125,8 @@ class BlockFields:
             window = self._windows[layer]
             rope = self._sliding_rope if window else self.rope
             return replace(self._attention, window=window, rope=rope if self._rotated[layer] else None)
+        if name == "layer_input":
+            return LayerInputBlock(fields.count("hidden_size_per_layer_input"), self._activation)
         if name == "short_conv":
             return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
         if name == "delta_net":
@@ -145,6 +150,14 @@ class BlockFields:
         biased, gated = is_biased(fields, self._family, "ffn"), "gate" in tensors.modules["gate_up"]
         token_gated = shared and "token_gate" in tensors.others
         return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
+
+
+def _stage_norms(names: StageNames) -> tuple[Norm | None, Norm]:
+    """Return the norm before a stage, and that of its outputs, in families that have them."""
+    if "layer_input" in names:
+        return None, "layer_input_output"
+    mixes = any(name in MIXERS for name in names)
+    return ("attention", "attention_output") if mixes else ("feed_forward", "feed_forward_output")
 
 
 def is_biased(fields: JsonFields, family: Family, part: BiasedPart) -> bool:

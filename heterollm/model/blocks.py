@@ -6,7 +6,7 @@ A layer is a row of stages, each of which adds the outputs of its blocks to the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
 from heterollm.kernels.gpu import DeltaShape
@@ -15,12 +15,22 @@ from heterollm.model.rope import QueryGrowth, RopeConfig
 from heterollm.model.states import KvSpec, RecurrentSpec, StateSpec
 
 Norm = Literal[
-    "attention", "feed_forward", "attention_output", "feed_forward_output", "query_head", "key_head"
+    "attention",
+    "feed_forward",
+    "attention_output",
+    "feed_forward_output",
+    "layer_input_output",
+    "query_head",
+    "key_head",
 ]
-"""Norms of a layer: of the inputs and outputs of attention and feed-forward, and of the heads of q and k."""
+"""Norms of a layer: of the inputs and outputs of its stages, and of the heads of q and k."""
 
 NORM: Final = "rms_norm"
 """The norm before each block, by its name in profiles."""
+
+
+LAYER_SCALE: Final = "scale"
+"""Role of the factor of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class GroupShape:
         before: The operators that lead to it from the group before, or from the stream.
         reader: The operator that reads the output.
         biased: Whether the members have biases.
+        copies: Members whose weights are those of another one, with the name of that one.
     """
 
     group: Group
@@ -46,6 +57,7 @@ class GroupShape:
     before: tuple[str, ...]
     reader: str
     biased: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 class Block(Protocol):
@@ -96,6 +108,9 @@ class AttentionBlock(Block):
         query_growth: Growth of queries with the position; None without.
         qkv_limit: Magnitude that bounds q, k and v after the norm; 0 for none.
         gated: Whether the output is multiplied by the sigmoid of a fourth member beside q, k and v.
+        value_norms: Whether each head of v has a norm without weights.
+        values_are_keys: Whether the linear of k is that of v, too.
+        kv_layer: The layer before whose keys and values it reads, in place of own ones; None for own ones.
     """
 
     NAME: ClassVar[str] = "attention"
@@ -117,19 +132,25 @@ class AttentionBlock(Block):
     query_growth: QueryGrowth | None = None
     qkv_limit: float = 0.0
     gated: bool = False
+    value_norms: bool = False
+    values_are_keys: bool = False
+    kv_layer: int | None = None
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
-        """Return the groups of linears that a plan places."""
+        """Return the groups of linears that a plan places; without own keys and values one of q alone."""
         rows, key_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        members = (Member("q", rows), Member("k", key_rows), Member("v", key_rows))
-        rope, attention = "rope_and_store", ("attention",)
-        if self.gated:
-            members, attention = (*members, Member("gate", rows)), (*attention, "output_gate")
+        own = (Member("k", key_rows), Member("v", key_rows)) if self.kv_layer is None else ()
+        gate = (Member("gate", rows),) if self.gated else ()
+        members, copies = (Member("q", rows), *own, *gate), {"v": "k"} if self.values_are_keys else {}
+        rope, gates = "rope_and_store", ("output_gate",) if self.gated else ()
         return (
-            GroupShape("qkv", members, hidden, "linear_input", "qkv", (NORM,), rope, self.qkv_bias),
+            GroupShape(
+                *("qkv", members, hidden, "linear_input", "qkv"),
+                *((NORM,), rope, self.qkv_bias, copies),
+            ),
             GroupShape(
                 *("o", (Member("o", hidden),), rows, "attention_output", "attention_delta"),
-                *((rope, *attention), NORM, self.o_bias),
+                *((rope, "attention", *gates), NORM, self.o_bias),
             ),
         )
 
@@ -138,15 +159,20 @@ class AttentionBlock(Block):
         if not self.head_norms:
             return {}
         queries, keys = (self.heads, self.kv_heads) if self.joint_head_norms else (1, 1)
-        return {"query_head": queries * self.head_dim, "key_head": keys * self.head_dim}
+        own: dict[Norm, int] = {"query_head": queries * self.head_dim}
+        return own if self.kv_layer is not None else own | {"key_head": keys * self.head_dim}
 
-    def state(self) -> KvSpec:
-        """Return the keys and values."""
+    def state(self) -> KvSpec | None:
+        """Return the keys and values, if they are its own."""
+        if self.kv_layer is not None:
+            return None
         return KvSpec(self.kv_heads, self.head_dim, self.window)
 
     def timed(self) -> AttentionBlock:
-        """Return the block without window, RoPE and biases."""
-        return replace(self, window=0, rope=None, query_growth=None, qkv_bias=False, o_bias=False)
+        """Return the block without window, RoPE, biases, and the number of the layer of its keys."""
+        kv_layer = None if self.kv_layer is None else 0
+        plain = replace(self, window=0, rope=None, query_growth=None, kv_layer=kv_layer)
+        return replace(plain, qkv_bias=False, o_bias=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +325,31 @@ class MixtureBlock(Block):
         return {"router_bias": self.bias} if self.bias else {}
 
 
-BLOCKS: Final = (AttentionBlock, ShortConvBlock, DeltaNetBlock, FfnBlock, MixtureBlock)
+@dataclass(frozen=True, slots=True)
+class LayerInputBlock(Block):
+    """A network between two linears, multiplied by the layer's own embedding of the token.
+
+    Args:
+        width: Elements of the embedding for a layer.
+        activation: Activation of the first linear.
+    """
+
+    NAME: ClassVar[str] = "layer_input"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("layer_gate", "layer_out")
+
+    width: int
+    activation: Activation
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears that a plan places."""
+        gate, out, activation = (Member("gate", self.width),), (Member("out", hidden),), "gated_activation"
+        return (
+            GroupShape("layer_gate", gate, hidden, "linear_input", "layer_gate", (NORM,), activation),
+            GroupShape("layer_out", out, self.width, "activated", "layer_delta", (activation,), NORM),
+        )
+
+
+BLOCKS: Final = (AttentionBlock, ShortConvBlock, DeltaNetBlock, FfnBlock, LayerInputBlock, MixtureBlock)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
 
@@ -314,7 +364,7 @@ class LayerStage:
     """Blocks that read one norm of the residual stream, or the stream, to which their outputs are added.
 
     Args:
-        norm: The norm before; None without.
+        norm: The norm before; None where the blocks read the stream itself.
         blocks: The blocks: one, or a mixture and its shared experts.
         output_norm: The norm of the outputs; None without.
     """
@@ -335,14 +385,23 @@ class LayerConfig:
 
     Args:
         stages: Its parts in order.
+        is_scaled: Whether the residual stream is multiplied by a number of the layer at its end.
     """
 
     stages: tuple[LayerStage, ...]
+    is_scaled: bool = False
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of all stages."""
         return tuple(block for stage in self.stages for block in stage.blocks)
+
+    def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of tensors beside linears and norms, by role."""
+        own: dict[str, tuple[int, ...]] = {LAYER_SCALE: (1,)} if self.is_scaled else {}
+        for block in self.blocks:
+            own |= block.tensors(hidden)
+        return own
 
     def find(self, kind: type[AnyBlock]) -> AnyBlock | None:
         """Return the layer's block of a kind; None without."""

@@ -134,9 +134,10 @@ class Checkpoint:
         self._files: dict[str, TensorFile] = {}
         if (self.folder / "config.json").is_file():
             self._hashed_paths.append(self.folder / "config.json")
-        self._stored: StoredTensors | None = open_gguf(self.folder)
-        if self._stored is not None:
-            self._hashed_paths.append(self._stored.path)
+        gguf = open_gguf(self.folder)
+        self._stored: StoredTensors | None = gguf
+        if gguf is not None:
+            self._hashed_paths += gguf.paths
         elif (self.folder / SINGLE_FILE).is_file():
             self._add_file(SINGLE_FILE, None)
         elif (self.folder / INDEX_FILE).is_file():

@@ -6,7 +6,7 @@ Features that the runtime would compute wrongly are refused by name, before any 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,14 @@ import numpy as np
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Activation
 from heterollm.model.block_config import BlockFields, is_biased
-from heterollm.model.blocks import AnyBlock, AttentionBlock, FfnBlock, LayerConfig, MixtureBlock
+from heterollm.model.blocks import (
+    AnyBlock,
+    AttentionBlock,
+    FfnBlock,
+    LayerConfig,
+    LayerInputBlock,
+    MixtureBlock,
+)
 from heterollm.model.families import CONFIG_FIELDS, FAMILIES, SUPPORTED, unsupported
 from heterollm.model.family import Family
 from heterollm.model.fields import ROPE_FIELDS
@@ -58,6 +65,7 @@ class ModelConfig:
         norm_offset: Added to the stored weight of every norm.
         embedding_scale: Factor on the embedding.
         learned_positions: Whether a table of learned positions is added to the embedding.
+        layer_vocabulary: Tokens that have an embedding for each layer; 0 without such embeddings.
         logit_soft_cap: Soft cap of the logits; 0 for none.
         logit_scale: Factor on the logits.
         stored: Formats of weights that the checkpoint stores quantised; None for floats.
@@ -81,6 +89,7 @@ class ModelConfig:
     norm_offset: float
     embedding_scale: float
     learned_positions: bool
+    layer_vocabulary: int
     logit_soft_cap: float
     logit_scale: float
     stored: StoredFormats | None = None
@@ -115,8 +124,23 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionBlock:
-        """The attention of the first layer that has one; its sizes are those of all."""
+        """The attention of the first layer that has one."""
         return next(iter(self.blocks(AttentionBlock).values()))
+
+    @property
+    def layer_input_width(self) -> int:
+        """Elements of a token's embedding for a layer; 0 without."""
+        block = self.per_layer[0].find(LayerInputBlock)
+        return 0 if block is None else block.width
+
+    @property
+    def has_alike_heads(self) -> bool:
+        """Whether every layer with attention has as many heads, as wide, with keys of its own."""
+        sizes = {
+            (block.heads, block.kv_heads, block.head_dim, block.kv_layer)
+            for block in self.blocks(AttentionBlock).values()
+        }
+        return len(sizes) == 1
 
     @property
     def mixture(self) -> MixtureBlock | None:
@@ -204,6 +228,7 @@ class ModelConfig:
             norm_offset=family.norm_offset,
             embedding_scale=embedding_scale * _multiplier(fields, family, "embedding_multiplier") / added,
             learned_positions=bool(family.tensors.positions),
+            layer_vocabulary=_layer_vocabulary(fields, per_layer, vocab_size),
             logit_soft_cap=fields.optional_positive("final_logit_softcapping") or 0.0,
             logit_scale=fields.positive("logit_scale", 1.0) / _multiplier(fields, family, "logits_scaling"),
             stored=read_stored_formats(fields),
@@ -230,6 +255,16 @@ def _check_supported(fields: JsonFields) -> Family:
         raise unsupported("A checkpoint that brings its own code (auto_map)")
     check_config(fields.values)
     return family
+
+
+def _layer_vocabulary(fields: JsonFields, layers: Sequence[LayerConfig], vocabulary: int) -> int:
+    """Return the rows of the table with an embedding of each token for each layer; 0 without one."""
+    if layers[0].find(LayerInputBlock) is None:
+        return 0
+    rows = fields.count("vocab_size_per_layer_input", vocabulary)
+    if rows < vocabulary:
+        raise fields.fail("vocab_size_per_layer_input", f"at least the vocab_size of {vocabulary}")
+    return rows
 
 
 def check_config(values: Mapping[str, Any]) -> tuple[str, ...]:

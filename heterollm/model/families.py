@@ -30,6 +30,7 @@ from heterollm.model.family import (
     every_layer,
 )
 from heterollm.model.fields import config_fields
+from heterollm.model.gemma4 import GEMMA4
 from heterollm.model.hybrids import HYBRIDS
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
@@ -571,6 +572,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             eos_ids=(2,),
         ),
         **UNGATED,
+        **GEMMA4,
         **HYBRIDS,
         **MIXTURES,
     }

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import Group, Scoring
-from heterollm.model.blocks import Norm
+from heterollm.model.blocks import Block, Norm
 from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
-BlockName = Literal["attention", "short_conv", "delta_net", "ffn", "mixture"]
+BlockName = Literal["attention", "short_conv", "delta_net", "ffn", "layer_input", "mixture"]
 MIXERS: Final = ("attention", "short_conv", "delta_net")
 """Blocks that mix tokens; the others compute each token by itself."""
 
@@ -33,9 +33,12 @@ class TensorNames:
             delta net by key heads if z is among those of q.
         shared: The modules of groups in layers with experts, where they differ.
         norms: For each norm that a layer may have, the module.
-        others: For the role of each other tensor of blocks, its name.
+        others: For the role of each other tensor of a layer, its name.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
+        layer_inputs: Module of the table with an embedding of each token for each layer; "" without.
+        layer_projection: Module of the linear of the embedding whose output is added to that.
+        layer_norm: Module of the norm of its output for each layer.
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
         final_norm: Module of the norm before the head.
         head: Module of an untied LM head.
@@ -48,6 +51,9 @@ class TensorNames:
     others: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens"
+    layer_inputs: str = ""
+    layer_projection: str = ""
+    layer_norm: str = ""
     positions: str = ""
     final_norm: str = "model.norm"
     head: str = "lm_head"
@@ -167,6 +173,7 @@ class Family:
         defaults: Default values of ``config.json`` that differ from Llama's.
         renamed: The family's own names of common fields, by the common name.
         derived: Returns common fields that follow from the family's own ones; None in a family without any.
+        adapts: Returns a block of a layer with the sizes of that layer; None where all are alike.
         ignores: Fields that change other families and not this one, each with the reason.
         layered_rope: Whether layers with a window have a RoPE of their own.
         rope_needs_window: Whether layers without a window have no RoPE in a model with windows.
@@ -204,6 +211,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[JsonFields], Mapping[str, object]] | None = None
+    adapts: Callable[[JsonFields, int, Block], Block] | None = None
     ignores: Mapping[str, str] = field(default_factory=dict)
     layered_rope: bool = False
     rope_needs_window: bool = False

@@ -17,6 +17,7 @@ import huggingface_hub
 
 from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked
 from heterollm.model.hub_names import parse_hub_name
+from heterollm.model.stored import part_names
 
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 CONFIG_FILES: Final = ("config.json", "generation_config.json")
@@ -203,6 +204,8 @@ def _sha256(path: Path) -> str:
 def needed_files(name: str, files: Sequence[str], gguf: str | None) -> list[str]:
     """Return the files of a model that a load needs: safetensors with settings and tokenizer, or one GGUF.
 
+    All parts of a split GGUF file are one.
+
     Raises:
         OptionError: No GGUF file or several match the pattern.
         CheckpointError: The model has neither kind of files.
@@ -213,8 +216,8 @@ def needed_files(name: str, files: Sequence[str], gguf: str | None) -> list[str]
         # Settings first: what a load refuses by them costs no download of weights.
         return sorted(plain, key=lambda file: (file.endswith(".safetensors"), file))
     found = ggufs if gguf is None else [file for file in ggufs if _matches(file, (gguf, f"*/{gguf}"))]
-    if len(found) == 1:
-        return found
+    if found and set(found) <= {*(parts := part_names(found[0]))}:
+        return [file for file in parts if file in ggufs]
     if not ggufs:
         raise CheckpointError(
             f"{name} has no GGUF files." if gguf else f"{name} has neither safetensors nor GGUF files.",

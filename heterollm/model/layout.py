@@ -48,7 +48,9 @@ def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]
     modules = {**names.modules, **names.shared} if sparse else names.modules
     return {
         shape.group: {
-            member.name: f"{prefix}{modules[shape.group][member.name]}.weight" for member in shape.members
+            member.name: f"{prefix}{modules[shape.group][source]}.weight"
+            for member in shape.members
+            for source in (shape.copies.get(member.name, member.name),)
         }
         for shape in group_shapes(config, layer)
     }
@@ -64,7 +66,9 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
         orders = _head_orders(config, layer, shape.group)
         for member in shape.members:
             name, order = names[shape.group][member.name], orders.get(member.name)
-            if order is not None:
+            if member.name in shape.copies:
+                rows = found[shape.group][shape.copies[member.name]]
+            elif order is not None:
                 rows = TensorRows(name, 0, order.groups * order.stride, order)
             else:
                 start = used.get(name, 0)
@@ -186,6 +190,18 @@ def positions_name(config: ModelConfig) -> str:
     return f"{_tensors(config).positions}.weight"
 
 
+def layer_input_names(config: ModelConfig) -> tuple[str, str, str]:
+    """Return the tensor names of the table of layers' embeddings, its linear, and the norm of that."""
+    names = _tensors(config)
+    modules = names.layer_inputs, names.layer_projection, names.layer_norm
+    return f"{modules[0]}.weight", f"{modules[1]}.weight", f"{modules[2]}.weight"
+
+
+def mapped_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of tensors of which a pass reads some rows from the checkpoint's file."""
+    return layer_input_names(config)[:1] if config.layer_vocabulary else ()
+
+
 def first_position(config: ModelConfig) -> int:
     """Return the row of the first position in that table."""
     return FAMILIES[config.model_type].first_position
@@ -224,6 +240,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.learned_positions:
         last = first_position(config) + config.max_positions
         shapes[positions_name(config)] = (last, config.hidden_size)
+    if config.layer_vocabulary:
+        width, (table, projection, norm) = config.layer_input_width, layer_input_names(config)
+        shapes[table] = config.layer_vocabulary, config.layers * width
+        shapes[projection] = config.layers * width, config.hidden_size
+        shapes[norm] = (width,)
     for layer in (*range(config.layers), HEAD_LAYER):
         biases, names = bias_names(config, layer), linear_rows(config, layer)
         for group in group_shapes(config, layer):
@@ -237,9 +258,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[norm_name(config, layer, norm)] = (width,)
             if config.norm_biases:
                 shapes[norm_bias_name(config, layer, norm)] = (width,)
-        for block in own.blocks:
-            for role, shape in block.tensors(config.hidden_size).items():
-                shapes[other_name(config, layer, role)] = shape
+        for role, shape in own.tensors(config.hidden_size).items():
+            shapes[other_name(config, layer, role)] = shape
         mixture = own.find(MixtureBlock)
         if mixture is not None:
             shapes |= expert_tensors(config, layer, mixture)

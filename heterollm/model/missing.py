@@ -10,8 +10,7 @@ _TYPES: Final[Mapping[str, str]] = {
     "layers of short convolutions with windows": "lfm3",
     "layers of Mamba-2": "nemotron_h falcon_h1 bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
-    "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text gemma4 "
-    "gemma4_text gemma4_unified gemma4_unified_text",
+    "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
     "latent attention (MLA)": "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu longcat_flash",
     "attention sinks, and experts with biases": "gpt_oss",
     "attention sinks": "granite_swa granitemoe_swa",
@@ -22,6 +21,8 @@ _TYPES: Final[Mapping[str, str]] = {
     "q, k and v in one tensor, head by head": "persimmon",
     "norms of heads that subtract the mean": "cohere",
     "norms inside linears": "bitnet",
+    "norms of heads without weights, and gates of attention": "muse_glimmer",
+    "biases by two fields of its own": "internlm3",
 }
 MISSING: Final[Mapping[str, str]] = {name: what for what, names in _TYPES.items() for name in names.split()}
 """The first feature that a model type needs and heterollm lacks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,9 @@ from heterollm.base import CheckpointError, OptionError
 
 Frequencies = NDArray[np.float32]
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_KINDS: Final[tuple[RopeKind, ...]] = get_args(RopeKind)
 """The supported RoPE scalings."""
 
 
@@ -65,6 +65,7 @@ class RopeConfig:
         long_factor: longrope: divisor of each frequency beyond it.
         short_attention_factor: longrope: attention factor up to the original context, in place of the other.
         long_attention_factor: longrope: attention factor beyond it.
+        turning: proportional: part of the pairs that rotate, those of the highest frequencies.
     """
 
     kind: RopeKind
@@ -84,6 +85,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     short_attention_factor: float | None = None
     long_attention_factor: float | None = None
+    turning: float = 1.0
 
 
 def rope_tables(
@@ -151,6 +153,12 @@ def _linear(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[
     return frequencies, 1.0
 
 
+def _proportional(rope: RopeConfig, wavelengths: Frequencies, context: int) -> tuple[Frequencies, float]:
+    frequencies, attention_factor = _linear(rope, wavelengths, context)
+    frequencies[int(rope.turning * 2 * len(frequencies)) // 2 :] = 0
+    return frequencies, attention_factor
+
+
 def _yarn(rope: RopeConfig, wavelengths: Frequencies, _context: int) -> tuple[Frequencies, float]:
     factor, pairs = _factor(rope), len(wavelengths)
     low, high = (_rotation_dimension(rope, beta, 2 * pairs) for beta in (rope.beta_fast, rope.beta_slow))
@@ -209,6 +217,8 @@ def _longrope(rope: RopeConfig, wavelengths: Frequencies, context: int) -> tuple
 
 
 def _factor(rope: RopeConfig) -> float:
+    if rope.kind == "proportional":
+        return 1.0 if rope.factor is None else rope.factor
     return rope.max_positions / rope.original_max_positions if rope.factor is None else rope.factor
 
 
@@ -220,4 +230,5 @@ _SCALINGS: dict[RopeKind, Callable[[RopeConfig, Frequencies, int], tuple[Frequen
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

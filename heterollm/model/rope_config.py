@@ -120,6 +120,7 @@ def _read(
         long_factor=rope.numbers("long_factor", pairs) if kind == "longrope" else (),
         short_attention_factor=rope.positive("short_mscale") if own_factors else None,
         long_attention_factor=rope.positive("long_mscale") if own_factors else None,
+        turning=rope.positive("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0,
     )
     _check(config, rope)
     return config
@@ -146,5 +147,7 @@ def _check(config: RopeConfig, rope: JsonFields) -> None:
         raise rope.fail("beta_fast", f"more than beta_slow ({config.beta_slow:g})")
     if config.high_frequency_factor <= config.low_frequency_factor:
         raise rope.fail("high_freq_factor", f"more than low_freq_factor ({config.low_frequency_factor:g})")
+    if config.turning > 1:
+        raise rope.fail("partial_rotary_factor", "a part of a head, at most 1")
     if config.base <= 1:
         raise rope.fail("rope_theta", "a number above 1")

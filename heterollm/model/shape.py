@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import OpSpec, Precision, Scales, ffn_specs
+from heterollm.model.blocks import AttentionBlock
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_specs
 from heterollm.model.layout import HEAD_LAYER, op_specs
@@ -56,6 +57,7 @@ class ModelShape:
         head_dim: Width of a head.
         vocab_size: Rows of the head.
         weight_bytes: Bytes of all weights, embedding included.
+        other_heads: Query heads, key heads and their width of kinds of layers that have others.
     """
 
     name: str
@@ -67,6 +69,18 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     weight_bytes: int
+    other_heads: tuple[tuple[str, tuple[int, int, int]], ...] = ()
+
+    def of_kind(self, kind: str) -> ModelShape:
+        """Return the shape with the heads of a kind of layers."""
+        heads, kv_heads, head_dim = dict(self.other_heads).get(kind, (0, 0, 0))
+        return replace(self, heads=heads, kv_heads=kv_heads, head_dim=head_dim) if heads else self
+
+    @property
+    def by_heads(self) -> tuple[ModelShape, ...]:
+        """The shape with each of its heads."""
+        kinds = {heads: kind for kind, heads in reversed(self.other_heads)}
+        return (self, *(self.of_kind(kind) for kind in reversed(kinds.values())))
 
     @property
     def layers(self) -> int:
@@ -141,17 +155,22 @@ def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> M
     """Return the shape of a model from all its groups, under a name for reports."""
     head = next(spec for spec in specs if spec.layer == HEAD_LAYER)
     kinds = kinds_of(config, specs)
+    first = config.attention
+    blocks = ((kind.name, config.per_layer[kind.layers[0]].find(AttentionBlock)) for kind in kinds)
+    heads = {name: (own.heads, own.kv_heads, own.head_dim) for name, own in blocks if own is not None}
+    usual = first.heads, first.kv_heads, first.head_dim
     tables = 1 if config.tie_word_embeddings else 2
     return ModelShape(
         name=name,
         kinds=kinds,
         head=head,
         hidden_size=config.hidden_size,
-        heads=config.attention.heads,
-        kv_heads=config.attention.kv_heads,
-        head_dim=config.attention.head_dim,
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
         vocab_size=config.vocab_size,
         weight_bytes=sum(kind.weight_bytes for kind in kinds) + tables * head.weight_bytes(),
+        other_heads=tuple((name, own) for name, own in heads.items() if own != usual),
     )
 
 

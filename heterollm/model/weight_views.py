@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError
 from heterollm.kernels.formats import LinearWeight, take_rows
@@ -51,6 +52,21 @@ class FloatLinears(Mapping[str, LinearWeight]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class TokenRows:
+    """A table with a row for each token, of which a pass reads those of its tokens from the mapped file."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._name, self._bits = name, checkpoint.file(name).bits(name)
+
+    def read(self, ids: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Write the rows of some tokens to ``out [n, columns]``."""
+        out[:] = self._bits[ids]
+        if not np.isfinite(out).all():
+            raise CheckpointError(
+                f"Tensor {self._name} has values that are not finite.", fix="Download it again."
+            )
 
 
 class Members(Sequence[LinearWeight]):

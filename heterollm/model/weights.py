@@ -39,8 +39,10 @@ from heterollm.model.layout import (
     final_norm_name,
     first_position,
     kept_formats,
+    layer_input_names,
     linear_names,
     linear_rows,
+    mapped_tensors,
     matrix_shape,
     norm_bias_name,
     norm_name,
@@ -59,7 +61,7 @@ from heterollm.model.weight_cache import (
     quantized_view,
     stored_errors,
 )
-from heterollm.model.weight_views import FloatLinears, Members
+from heterollm.model.weight_views import FloatLinears, Members, TokenRows
 
 logger = logging.getLogger(__name__)
 
@@ -185,12 +187,30 @@ class ModelWeights:
             return None
         return self.floats[positions_name(self.config)][first_position(self.config) :]
 
+    @property
+    def layer_projection(self) -> LinearWeight:
+        """The linear ``[layers * width, hidden]`` of the embedding that adds to layers' embeddings."""
+        return self.linears[layer_input_names(self.config)[1]]
+
+    @property
+    def layer_norm(self) -> NDArray[np.float32]:
+        """Weight ``[width]`` of the norm of its output for each layer."""
+        return self.floats[layer_input_names(self.config)[2]]
+
+    @property
+    def layer_rows(self) -> TokenRows | None:
+        """The table of layers' embeddings; None without one, or without values."""
+        names = mapped_tensors(self.config)
+        return TokenRows(self.checkpoint, names[0]) if names and self.checkpoint is not None else None
+
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the runtime's tensors one at a time, as float32, as the checkpoint names and shapes them."""
         shapes = expected_tensors(self.config)
         for name in self.linears:
             yield name, _as_float32(self.linears[name]).reshape(shapes[name])
         yield from self.floats.items()
+        if self.checkpoint is not None:
+            yield from ((name, self.checkpoint.read(name)) for name in mapped_tensors(self.config))
 
 
 def load_weights(
@@ -259,7 +279,8 @@ def load_weights(
     content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))
     stored = "w4a16" if precision == "w4a8" else precision
     content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
-    float_names = tuple(name for name in expected_tensors(config) if name not in formats)
+    kept = {*formats, *mapped_tensors(config)}
+    float_names = tuple(name for name in expected_tensors(config) if name not in kept)
     recipe = Recipe(content_key, formats, float_names, integers)
     file = None
     if precision == "fp16":
@@ -284,15 +305,16 @@ def shape_only_weights(config: ModelConfig, specs: Sequence[OpSpec]) -> ModelWei
     linears = {
         name: shape_only_weight(*matrix_shape(shapes[name]), weight) for name, weight in formats.items()
     }
-    floats = {
-        name: shape_only_array(shape, np.float32) for name, shape in shapes.items() if name not in formats
-    }
+    kept = {*formats, *mapped_tensors(config)}
+    floats = {name: shape_only_array(shape, np.float32) for name, shape in shapes.items() if name not in kept}
     return _model_weights(config, specs, "shapes alone", (), linears, floats)
 
 
 def _formats(config: ModelConfig, specs: Sequence[OpSpec]) -> dict[str, WeightFormat]:
     """Return the number format of the embedding and of every linear by tensor name."""
     formats = {embedding_name(config): specs[-1].weight}
+    if config.layer_vocabulary:
+        formats[layer_input_names(config)[1]] = specs[-1].weight
     for spec in specs:
         formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
     for experts in expert_specs(config, specs):

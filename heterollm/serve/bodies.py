@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,9 +24,19 @@ from heterollm.engine import AnswerKeywords, ServiceTier
 from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import RequestError
 from heterollm.serve.fields import settle_fields
+from heterollm.serve.messages import (
+    MOST_TOOLS,
+    ChatMessage,
+    ToolChoice,
+    ToolField,
+    dialogue_of,
+    rules_of,
+    tools_of,
+)
 from heterollm.serve.options import MOST_CHOICES
 from heterollm.serve.reading import check_values
 from heterollm.text import TokenSequence
+from heterollm.tools import ChatPrompt, ChatRequest, ReplyForm, chat_prompt, fault_of
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -50,7 +60,13 @@ GBNF: Final = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 MOST_STOPS: Final = 16
 MOST_TOP_LOGPROBS: Final = 20
 SEEDS: Final = 1 << 64
+RANDOM_SEED: Final = -1
+"""The seed that llama.cpp and Ollama take as none."""
+
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +79,7 @@ class _AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str
     max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     # The ranges are those of the Python API.
     temperature: float | None = None
     top_p: float | None = None
@@ -83,23 +100,6 @@ class _AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-
-
-class _TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class _ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_TextPart], Meta(min_length=1)]
-    name: str | None = None
-    # Clients send back the messages that they received.
-    refusal: Literal[""] | None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
 class _JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,8 +126,13 @@ class _SchemaFormat(
 
 
 class _ChatBody(_AnswerBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    tools: Annotated[list[ToolField], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     response_format: _TextFormat | _ObjectFormat | _SchemaFormat | None = None
@@ -154,6 +159,7 @@ class AnswerRequest:
         tier: The urgency.
         reproducible: Whether the answers must not depend on other requests.
         owner: Names of the client's choice, of user and cache: only requests of equal ones share sessions.
+        form: The forms of calls and reasoning in the answers; None if they are text alone.
     """
 
     chat: bool
@@ -164,6 +170,7 @@ class AnswerRequest:
     tier: ServiceTier
     reproducible: bool
     owner: tuple[str | None, ...]
+    form: ReplyForm | None = None
 
 
 def chat_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> AnswerRequest:
@@ -173,21 +180,49 @@ def chat_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> AnswerR
         HeteroLLMError: The server refuses it.
     """
     body = _decoded(content, _ChatBody, defaults.name, llm.context)
-    messages = [_message(one) for one in body.messages]
-    options: AnswerKeywords = {"stop": (*_stops(body), *llm.tokenizer.chat_stop_strings)}
-    most = defaults.max_tokens if body.max_tokens is None else body.max_tokens
-    most = most if body.max_completion_tokens is None else body.max_completion_tokens
-    match body.response_format:
-        case _ObjectFormat():
-            options["json_object"] = True
-        case _SchemaFormat(wanted):
-            options["json_schema"] = wanted.schema
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
-    ids = llm.tokenizer.apply_chat_template(messages, most_tokens=llm.context)
-    return _request(
-        llm, defaults, body, (ids,), options, most, logprobs=bool(body.logprobs), top=body.top_logprobs
+    options: AnswerKeywords = {"stop": (*_stops(body), *llm.tokenizer.chat_stop_strings)}
+    final: dict[str, Any] | None = None
+    match body.response_format:
+        case _ObjectFormat():
+            options["json_object"], final = True, {"type": "object"}
+        case _SchemaFormat(wanted):
+            options["json_schema"] = final = wanted.schema
+    prompt = _chat_prompt(llm, body, final)
+    if prompt.grammar is not None:
+        if body.grammar is not None:
+            raise RequestError("grammar and tools are both given.", fix="Leave out one.", param="grammar")
+        options = {"stop": options["stop"], "grammar": prompt.grammar}
+    # A grammar of the client's own says what an answer is.
+    form = None if body.grammar is not None or prompt.form.is_text else prompt.form
+    if form is not None:
+        options["marks"] = tuple(form.marks.values())
+    most = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
+    wants = bool(body.logprobs)
+    made = _request(llm, defaults, body, (prompt.ids,), options, most, logprobs=wants, top=body.top_logprobs)
+    return replace(made, form=form)
+
+
+def _chat_prompt(llm: LLM, body: _ChatBody, final: dict[str, Any] | None) -> ChatPrompt:
+    tools = tools_of(body.tools or ())
+    variables = dict(body.chat_template_kwargs or {})
+    if body.enable_thinking is not None:
+        variables["enable_thinking"] = body.enable_thinking
+    request = ChatRequest(
+        dialogue=dialogue_of(body.messages),
+        tools=tools,
+        rules=rules_of(tools, body.tool_choice, parallel=body.parallel_tool_calls is not False, final=final),
+        final=final,
+        effort=body.reasoning_effort,
+        variables=variables,
     )
+    try:
+        return chat_prompt(llm.tokenizer, request, llm.context)
+    except ContextError:
+        raise
+    except (InputError, OptionError) as error:
+        raise RequestError(error.message, fix=error.fix, param=_cause(body, error)) from error
 
 
 def completion_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> AnswerRequest:
@@ -195,7 +230,7 @@ def completion_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> A
     body = _decoded(content, _CompletionBody, defaults.name, llm.context)
     options: AnswerKeywords = {"stop": _stops(body)}
     prompts = _prompts(body.prompt)
-    most = body.max_tokens or defaults.max_tokens or 16
+    most = body.max_completion_tokens or body.max_tokens or defaults.max_tokens or 16
     wanted = body.logprobs is not None
     return _request(llm, defaults, body, prompts, options, most, logprobs=wanted, top=body.logprobs)
 
@@ -222,6 +257,7 @@ def _request(
     given = {name: getattr(body, name) for name in SAMPLED if getattr(body, name) is not None}
     answer: Any = {**defaults.sampling, **options, **given, "max_new_tokens": most}
     seed = answer.pop("seed", None)
+    seed = None if seed == RANDOM_SEED else seed
     # The number of guesses follows measured times, on which a seeded answer must not depend.
     answer["speculate"] = seed is None
     answer |= {"log_probabilities": logprobs, "top_log_probabilities": top or 0}
@@ -235,7 +271,10 @@ def _request(
     except ContextError:
         raise
     except (InputError, OptionError) as error:
-        raise RequestError(error.message, fix=error.fix, param=_cause(body, error)) from error
+        cause: HeteroLLMError = error
+        if isinstance(error, GrammarError) and isinstance(body, _ChatBody) and body.tools:
+            cause = fault_of(tools_of(body.tools)) or error
+        raise RequestError(cause.message, fix=cause.fix, param=_cause(body, cause)) from error
     return AnswerRequest(
         chat=isinstance(body, _ChatBody),
         prompts=tuple(made),
@@ -257,7 +296,8 @@ SAMPLED: Final = (
 def _cause(body: _AnswerBody, error: HeteroLLMError) -> str | None:
     """Return the field at fault: messages on options begin with their name."""
     if isinstance(error, GrammarError):
-        return "response_format" if body.grammar is None else "grammar"
+        tools = isinstance(body, _ChatBody) and body.tools
+        return "grammar" if body.grammar is not None else "tools" if tools else "response_format"
     if isinstance(error, InputError):
         return "messages" if isinstance(body, _ChatBody) else "prompt"
     name = error.message.split()[0]
@@ -296,16 +336,6 @@ def _field(message: str) -> str | None:
     """Return the path of the field that a message of :func:`decode` names."""
     found = re.search(r"valid: (\w[\w\[\].]*): |field `(\w+)`", message)
     return None if found is None else found[1] or found[2]
-
-
-def _message(message: _ChatMessage) -> dict[str, str]:
-    """Return a message as templates take it."""
-    content = message.content
-    made = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content if isinstance(content, str) else "\n".join(part.text for part in content),
-    }
-    return made if message.name is None else {**made, "name": message.name}
 
 
 def _stops(body: _AnswerBody) -> tuple[str, ...]:

@@ -154,13 +154,13 @@ class _EventStream(Response):
 
 def _opened(reply: Reply, events: Sequence[Any], opened: set[int]) -> list[dict[str, Any]]:
     """Return the chunks of events, with an opening before the first of each answer."""
-    chunks = []
+    chunks: list[dict[str, Any]] = []
     for event in events:
         if event.choice not in opened:
             opened.add(event.choice)
-            chunks.append(reply.opening(event.choice))
-        chunks.append(reply.step(event) if isinstance(event, StepOf) else reply.end(event))
-    return [chunk for chunk in chunks if chunk is not None]
+            chunks += reply.opening(event.choice)
+        chunks += reply.step(event) if isinstance(event, StepOf) else reply.end(event)
+    return chunks
 
 
 def _sse(chunks: Sequence[dict[str, Any]]) -> bytes:

@@ -65,6 +65,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "num_ctx": (None,),
         "num_keep": (None, 0),
         "options": (None, {}),
+        "images": (None, []),
         "think": (None, False),
     }
 )
@@ -82,10 +83,9 @@ IGNORED: Final = (
 HINTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "cache_prompt": "A request with a seed or temperature 0 does not depend on earlier ones.",
-        "chat_template_kwargs": "The chat template has no further variables.",
         "echo": "The answer begins behind the prompt.",
         "format": "Use response_format.",
-        "functions": "The server calls no tools.",
+        "functions": "Use tools.",
         "guided_grammar": "Use grammar, with a grammar of Lark.",
         "guided_regex": "Use grammar: start: /…/.",
         "min_tokens": "Use ignore_eos with max_tokens.",
@@ -98,7 +98,7 @@ HINTS: Final[Mapping[str, str]] = MappingProxyType(
         "skip_special_tokens": "The text has none; logprobs name them.",
         "stop_token_ids": "Use stop, with the spelling of the special token.",
         "structured_outputs": "Use response_format or grammar.",
-        "tools": "The server calls no tools.",
+        "tools": "Use /v1/chat/completions.",
     }
 )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from heterollm.serve.answers import Ended, Spent, StepOf
 from heterollm.serve.bodies import AnswerRequest
 from heterollm.text import decode_rate, prefill_rate
+from heterollm.tools import AnswerPart, AnswerReader, ReplyForm, ToolCall, joined
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -69,6 +70,9 @@ class Reply:
             "system_fingerprint": f"{llm.plan.level}-{llm.plan.precision}-{llm.device.name}",
         }
         self._usage_of_chunks = {"usage": None} if request.stream and request.include_usage else {}
+        self._form = request.form
+        form = request.form or ReplyForm()
+        self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(form))
         self._places: defaultdict[int, _Place] = defaultdict(_Place)
 
     def whole(self, steps: Sequence[StepOf], ends: Sequence[Ended], spent: Spent) -> dict[str, Any]:
@@ -78,8 +82,8 @@ class Reply:
             own = [one.step for one in steps if one.choice == end.choice]
             said: dict[str, Any] = {"text": end.result.text}
             if self._chat:
-                said = {"message": {"role": "assistant", "content": end.result.text, "refusal": None}}
-            choices.append(self._choice(end.choice, said, own, REASONS[end.result.stop_reason]))
+                said = {"message": self._message(end, own)}
+            choices.append(self._choice(end.choice, said, own, self._reason(end)))
         return {
             **self._head,
             "object": self._kind,
@@ -89,25 +93,68 @@ class Reply:
             "timings": self._timings(spent),
         }
 
-    def opening(self, choice: int) -> dict[str, Any] | None:
+    def opening(self, choice: int) -> list[dict[str, Any]]:
         """Return the first chunk of an answer, if there is one before its text."""
-        if not self._chat:
-            return None
-        return self._chunk(self._choice(choice, {"delta": {"role": "assistant", "content": ""}}, [], None))
+        return [self._delta(choice, {"role": "assistant", "content": ""}, [], None)] if self._chat else []
 
-    def step(self, event: StepOf) -> dict[str, Any] | None:
-        """Return the chunk of a token; None if it has nothing to say."""
-        text = event.step.text
-        if not text and not self._logprobs:
-            return None
-        said: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
-        return self._chunk(self._choice(event.choice, said, [event.step], None))
+    def step(self, event: StepOf) -> list[dict[str, Any]]:
+        """Return the chunks of a token; none if it has nothing to say."""
+        step = event.step
+        if self._form is None:
+            said = [{"content": step.text}] if step.text else []
+        else:
+            said = self._deltas(self._readers[event.choice].push(step.text, step.token_id))
+        if self._logprobs and not said:
+            said = [{"content": ""}]
+        steps = [step]
+        chunks = []
+        for delta in said:
+            chunks.append(self._delta(event.choice, delta, steps, None))
+            steps = []
+        return chunks
 
-    def end(self, event: Ended) -> dict[str, Any]:
-        """Return the last chunk of an answer."""
-        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        chunk = self._chunk(self._choice(event.choice, said, [], REASONS[event.result.stop_reason]))
-        return chunk if event.spent is None else {**chunk, "timings": self._timings(event.spent)}
+    def end(self, event: Ended) -> list[dict[str, Any]]:
+        """Return the last chunks of an answer."""
+        said = []
+        if self._form is not None:
+            said = self._deltas(self._readers[event.choice].finish())
+        chunks = [self._delta(event.choice, delta, [], None) for delta in said]
+        last = self._delta(event.choice, {}, [], self._reason(event))
+        return [*chunks, last if event.spent is None else {**last, "timings": self._timings(event.spent)}]
+
+    def _delta(
+        self, choice: int, delta: Mapping[str, Any], steps: Sequence[GenerationStep], reason: str | None
+    ) -> dict[str, Any]:
+        said = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
+        return self._chunk(self._choice(choice, said, steps, reason))
+
+    def _message(self, end: Ended, steps: Sequence[GenerationStep]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": end.result.text, "refusal": None}
+        if self._form is None:
+            return message
+        reader = self._readers[end.choice]
+        parts = [reader.push(step.text, step.token_id) for step in steps]
+        whole = joined((*parts, reader.finish()))
+        message["content"] = whole.content or (None if whole.calls else "")
+        if whole.reasoning:
+            message |= _reasoning(whole.reasoning)
+        if whole.calls:
+            message["tool_calls"] = [_call(call) for call in whole.calls]
+        return message
+
+    def _deltas(self, part: AnswerPart) -> list[dict[str, Any]]:
+        """Return the deltas of a part: a call has its id and name once, before its arguments."""
+        deltas: list[dict[str, Any]] = [_reasoning(part.reasoning)] if part.reasoning else []
+        deltas += [{"content": part.content}] if part.content else []
+        for piece in part.calls:
+            said = _call(piece) if piece.call_id else {"function": {"arguments": piece.arguments}}
+            deltas.append({"tool_calls": [{"index": piece.index, **said}]})
+        return deltas
+
+    def _reason(self, end: Ended) -> str:
+        reason = REASONS[end.result.stop_reason]
+        called = self._form is not None and self._readers[end.choice].calls
+        return "tool_calls" if called and reason == "stop" else reason
 
     def usage(self, spent: Spent) -> dict[str, Any]:
         """Return the chunk behind all answers, without a choice."""
@@ -161,11 +208,16 @@ class Reply:
         return self._llm.tokenizer.token_bytes.text(token, first=place.first)
 
     def _usage(self, spent: Spent) -> dict[str, Any]:
+        details = {}
+        if self._form is not None and self._form.reasoning is not None:
+            count = sum(reader.reasoning_tokens for reader in self._readers.values())
+            details = {"completion_tokens_details": {"reasoning_tokens": count}}
         return {
             "prompt_tokens": spent.prompt_tokens,
             "completion_tokens": spent.answer_tokens,
             "total_tokens": spent.prompt_tokens + spent.answer_tokens,
             "prompt_tokens_details": {"cached_tokens": spent.cached_tokens},
+            **details,
         }
 
     def _timings(self, spent: Spent) -> dict[str, Any]:
@@ -187,6 +239,16 @@ class Reply:
             "device": self._llm.device.name,
             "time_kind": self._llm.device.time_kind,
         }
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return reasoning under the names of both conventions."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def _logprob(value: float | None) -> float:

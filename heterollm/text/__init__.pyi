@@ -7,6 +7,7 @@ from .generation import GenerationResult as GenerationResult
 from .generation import GenerationStep as GenerationStep
 from .generation import decode_rate as decode_rate
 from .generation import prefill_rate as prefill_rate
+from .grammar import WHITESPACE as WHITESPACE
 from .grammar import GrammarTokens as GrammarTokens
 from .grammar import check_structure as check_structure
 from .likelihood import divergences as divergences

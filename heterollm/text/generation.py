@@ -37,6 +37,7 @@ class GenerationOptions:
         json_schema: JSON Schema that the answer follows, as text or as an object.
         json_object: The answer is a JSON object.
         grammar: Lark grammar that the answer follows, in llguidance's dialect.
+        marks: Ids of tokens that have no text, whatever the tokenizer says, and before which no text waits.
 
     Raises:
         OptionError: A value is illegal.
@@ -51,6 +52,7 @@ class GenerationOptions:
     json_schema: str | Mapping[str, Any] | None = None
     json_object: bool = False
     grammar: str | None = None
+    marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         limit = self.max_new_tokens
@@ -63,6 +65,8 @@ class GenerationOptions:
                 raise OptionError(
                     f"stop is {stop!r:.80}, which no text holds.", fix="Remove lone surrogates."
                 )
+        if not isinstance(self.marks, tuple) or not all(type(one) is int and one >= 0 for one in self.marks):
+            raise OptionError(f"marks is {self.marks!r:.80}, but must be a tuple of token ids.")
         top = self.top_log_probabilities
         if type(top) is not int or top < 0:
             raise OptionError(f"top_log_probabilities is {top!r}, but must be a whole number of at least 0.")

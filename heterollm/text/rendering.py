@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from heterollm.base import InputError
@@ -11,6 +12,15 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 NEEDLE: Final = "zq8Kx2vW"
 """A text that no template writes by itself."""
+
+SPLIT: Final = "\ufdd0"
+"""Divides a text that spells a token without being one; Unicode gives this number to no character."""
+
+SHAPE: Final = re.compile(r"<[^<>\s]{1,80}>|\[/?\w{1,40}\]")
+"""The shape of most control tokens."""
+
+FOREIGN: Final = ("user", "tool")
+"""Roles whose texts are others' than the model's and its operator's."""
 
 
 def render_whole(render: Callable[[Messages], str], messages: Messages) -> str:
@@ -41,6 +51,36 @@ def render_whole(render: Callable[[Messages], str], messages: Messages) -> str:
             fix="Put their text into a message of the user, or use another template.",
         )
     return text
+
+
+class ControlTokens:
+    """The tokens by which a template divides a dialogue: no text of users and tools may spell one.
+
+    Args:
+        names: Their spellings.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        others = sorted((one for one in self._names if not SHAPE.fullmatch(one)), key=len, reverse=True)
+        # A vocabulary may have thousands: a search for each would take a client's long text far too long.
+        self._pattern = re.compile("|".join((SHAPE.pattern, *map(re.escape, others))))
+
+    def guard(self, messages: Messages) -> list[Mapping[str, Any]]:
+        """Return messages in which :data:`SPLIT` divides each spelling of users and tools."""
+        return [
+            {**message, "content": self._divided(message["content"])}
+            if message["role"] in FOREIGN
+            else message
+            for message in messages
+        ]
+
+    def _divided(self, text: str) -> str:
+        def divided(found: re.Match[str]) -> str:
+            name = found[0]
+            return f"{name[0]}{SPLIT}{name[1:]}" if name in self._names else name
+
+        return self._pattern.sub(divided, text.replace(SPLIT, ""))
 
 
 def _is_lost(text: str, messages: Messages, role: str) -> bool:

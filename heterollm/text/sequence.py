@@ -253,7 +253,10 @@ class TokenSequence:
                 self._top_log_probabilities.append(top)
         self._history[end] = token
         self._count += 1
-        text, stopped = self._stops.push(self._decoder.push(token))
+        is_mark = token in self.options.marks
+        text, stopped = self._stops.push(self._decoder.finish() if is_mark else self._decoder.push(token))
+        if is_mark and not stopped:
+            text += self._stops.finish()
         if not stopped and (name := self._stop_names.get(token)) is not None:
             text, stopped = self._push_special(text, name)
         if stopped:

@@ -16,18 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from heterollm.base import (
-    MIB,
-    CheckpointError,
-    ContextError,
-    InputError,
-    LimitedChild,
-    LimitError,
-    parse_json,
-    read_file,
-)
+from heterollm.base import CheckpointError, ContextError, InputError, parse_json, read_file
+from heterollm.text.chat_template import ChatTemplate, TemplateSource
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
-from heterollm.text.rendering import render_whole
+from heterollm.text.rendering import SPLIT, ControlTokens
 from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
 from heterollm.text.token_bytes import TokenBytes
 from heterollm.text.tokenizer_check import check_tokenizer_file
@@ -45,27 +37,16 @@ _FORMATS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.tx
 LONG_TEXT = 1 << 16
 """Characters from which a text may be refused before it is tokenised; a shorter one takes milliseconds."""
 
-TEMPLATES = LimitedChild(
-    "heterollm.text.template_child:render", cpu_s=5, memory_bytes=512 * MIB, answer_bytes=64 * MIB
-)
-"""Renders the chat templates of this process; those of published checkpoints take milliseconds in it."""
-
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
-class _Wrapper(Protocol):
+class _Wrapper(TemplateSource, Protocol):
     """The part of transformers' tokenizers in use; the library has no types."""
 
-    chat_template: str | dict[str, str] | None
     eos_token_id: int | None
 
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
-
-    @property
-    def special_tokens_map(self) -> dict[str, Any]: ...
-
-    def get_chat_template(self) -> str: ...
 
 
 class Tokenizer:
@@ -79,7 +60,7 @@ class Tokenizer:
 
     def __init__(self, wrapper: _Wrapper, folder: Path, eos_ids: frozenset[int]) -> None:
         self._wrapper = wrapper
-        self._folder = folder
+        self._template = ChatTemplate(wrapper, folder)
         self._backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
         # The file may enable both; silently truncating a prompt would give a wrong answer.
         self._backend.no_truncation()
@@ -87,6 +68,13 @@ class Tokenizer:
         self._eos_ids = eos_ids
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._added = {token.content: index for index, token in added.items()}
+        # Other added tokens are words or spaces.
+        self._controls = ControlTokens(
+            name
+            for name, index in self._added.items()
+            if len(name) > 1 and (index in self._special_ids or (name[0], name[-1]) == ("<", ">"))
+        )
         base: int = self._backend.get_vocab_size(False)
         self._vocab_size = max(base, max(added, default=-1) + 1)
         self._prefix = self._added_prefix()
@@ -171,12 +159,17 @@ class Tokenizer:
             InputError: The text is not valid Unicode.
             ContextError: The text has more than ``most_tokens``.
         """
+        return self._encode([text], add_bos, most_tokens)
+
+    def _encode(self, parts: list[str], add_bos: bool, most_tokens: int | None) -> list[int]:
+        """Return the ids of parts of a text, between which no token lies."""
         try:
             if most_tokens is not None:
-                self._check_length(text, most_tokens)
+                self._check_length("".join(parts), most_tokens)
             with LIBRARY:
                 # `encode` would keep Python's lock.
-                ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+                encoded = self._backend.encode_batch_fast(parts, add_special_tokens=False)
+            ids: list[int] = [index for part in encoded for index in part.ids]
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError(
                 f"The text is not valid Unicode text: {error}.", fix="Remove lone surrogates."
@@ -228,43 +221,51 @@ class Tokenizer:
             ContextError: The dialogue has more than ``most_tokens``.
             CheckpointError: The template is damaged.
         """
+        text = self.render_chat(messages, add_generation_prompt)
+        return self.encode_chat(text, most_tokens=most_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a dialogue for :meth:`encode_chat`; errors as for :meth:`apply_chat_template`.
+
+        Args:
+            messages: Role and content of each message, and further fields that the template reads.
+            add_generation_prompt: End with the opening of the assistant's answer.
+            tools: Declarations of tools, if the template takes them.
+            variables: Further variables of the template.
+        """
         if not messages:
             raise InputError("A chat prompt needs at least one message.")
+        messages = self._controls.guard(messages)
         if self.has_chat_template:
-            text = render_whole(lambda given: self._render(given, add_generation_prompt), messages)
-            return self.encode(text, add_bos=False, most_tokens=most_tokens)
+            given = {**(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
+            return self._template.render(messages, given)
         turns = [f"{message['role'].capitalize()}: {message['content'].strip()}\n\n" for message in messages]
         # No space after the colon: most vocabularies join it with the next word.
-        text = "".join(turns) + ("Assistant:" if add_generation_prompt else "")
-        return self.encode(text, most_tokens=most_tokens)
+        return "".join(turns) + ("Assistant:" if add_generation_prompt else "")
+
+    def encode_chat(self, text: str, *, most_tokens: int | None = None) -> list[int]:
+        """Return the ids of a rendered dialogue; no content of users and tools makes control tokens."""
+        return self._encode(text.split(SPLIT), not self.has_chat_template, most_tokens)
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The id of each token that no merge makes, by its spelling; special ones are among them."""
+        return self._added
+
+    def chat_template(self, *, tools: bool = False) -> str:
+        """Return the chat template, of dialogues with tools if there is another; empty if there is none."""
+        return self._template.text([{}] if tools else None) if self.has_chat_template else ""
 
     def stream_decoder(self) -> StreamDecoder:
         """Return a decoder for ids that arrive one at a time."""
         return StreamDecoder(self._backend, self._special_ids, self._byte_ids)
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        template = _template_file(self._folder)
-        try:
-            reply = TEMPLATES.ask(
-                {
-                    "conversations": [[dict(message) for message in messages]],
-                    "chat_template": self._wrapper.get_chat_template(),
-                    "add_generation_prompt": add_generation_prompt,
-                    **self._wrapper.special_tokens_map,
-                }
-            )
-        except ValueError as error:  # several templates, and none by default
-            raise CheckpointError(f"The chat template in {template} fails: {error}.", fix=FIX) from error
-        except LimitError as error:
-            raise CheckpointError(f"The chat template in {template} {error.message}.", fix=FIX) from error
-        if "damaged" in reply:
-            raise CheckpointError(f"The chat template in {template} is damaged: {reply['damaged']}.", fix=FIX)
-        if "refused" in reply:
-            raise InputError(f"The chat template refuses these messages: {reply['refused']}.")
-        if "failed" in reply:
-            raise CheckpointError(f"The chat template in {template} fails: {reply['failed']}.", fix=FIX)
-        text: str = reply["text"]
-        return text
 
     def _added_prefix(self) -> list[int]:
         """Return the ids that the post-processor puts before a text."""
@@ -382,12 +383,6 @@ def _load_wrapper(folder: Path) -> _Wrapper:
             fix="Convert it to tokenizer.json with transformers' save_pretrained.",
         )
     return wrapper
-
-
-def _template_file(folder: Path) -> Path:
-    """Return the file that holds a folder's chat template."""
-    own = folder / "chat_template.jinja"
-    return own if own.is_file() else folder / "tokenizer_config.json"
 
 
 @contextmanager

@@ -31,7 +31,9 @@ from heterollm.kernels.operators.operator import (
 )
 from heterollm.kernels.ops import WeightFormat
 
-STEPS: Final[Mapping[str, StepCategory]] = {"embedding": "embedding", "positions": "embedding"}
+STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
+    ("embedding", "positions", "layer inputs"), "embedding"
+)
 
 TABLE_ROWS: Final = 4096
 """Rows of the table that is measured: the time of a look-up does not depend on their number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,20 @@ ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "relu", "relu
 """Activations in the order of their numbers in pointwise.cl."""
 
 
+class Factors(NamedTuple):
+    """Columns of an array of each token.
+
+    Args:
+        memory: The array ``[tokens, columns]`` in the activation type.
+        columns: Its columns.
+        first: The first of them that counts.
+    """
+
+    memory: DeviceMemory
+    columns: int
+    first: int
+
+
 def activate(
     on: GlueKernels,
     gate_up: Segments,
@@ -48,6 +62,7 @@ def activate(
     activation: Activation = "silu",
     bias: Argument = None,
     rounded: RoundedInputs | None = None,
+    factors: Factors | None = None,
     label: str = "activation",
 ) -> Launch:
     """Return the launch of ``out = activation(gate) * up``, or ``activation(up)`` of a group without a gate.
@@ -61,13 +76,15 @@ def activate(
         activation: Activation of the first member.
         bias: float32 of the members, added first; or None.
         rounded: Target of the int8 codes of ``out``; None for no codes.
+        factors: Values that the output is multiplied by; None for none.
         label: Name for traces and errors.
     """
     members = len(gate_up.rows)
     if members > 2 or gate_up.rows != (intermediate,) * members:
         raise KernelError(f"{label}: members of {gate_up.rows} rows are not one or two of {intermediate}.")
     out.require(tokens * intermediate * on.item_bytes, f"{label} output")
-    memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias)
+    own = () if factors is None else (factors.memory, *map(np.int32, (factors.columns, factors.first)))
+    memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias, *own)
     flags = ACTIVATIONS.index(activation), bias is not None, members
     sizes = (*flags, *(*gate_up.splits, 0)[:2], intermediate)
     item, block = on.item_bytes, rounded.block if rounded else 0
@@ -78,6 +95,7 @@ def activate(
         flags=len(flags),
         rounded=rounded,
         segments=gate_up,
+        defines={"FACTORS": 1} if factors else {},
     )
 
 
@@ -105,7 +123,7 @@ class GatedCase:
     """An activated gate times the up projection, or the activation of as many members as there are splits.
 
     ``splits`` are the columns of each that lie in the first segment, ``rounds`` is the format of a linear
-    that reads int8 codes.
+    that reads int8 codes. The output may be multiplied by columns of another array, from ``factors`` on.
     """
 
     tokens: int
@@ -116,6 +134,7 @@ class GatedCase:
     biased: bool = False
     scale: float = 1.0
     rounds: WeightFormat | None = None
+    factors: int | None = None
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         tokens, width = self.tokens, self.width
@@ -128,12 +147,22 @@ class GatedCase:
             activation=self.activation,
             bias=data.floats("bias", len(self.splits) * width) if self.biased else None,
             rounded=data.int8(self.rounds, tokens, width),
+            factors=self._factors(data),
         )
         return (launch,)
 
+    def _factors(self, data: Data) -> Factors | None:
+        if self.factors is None:
+            return None
+        columns = self.factors + self.width + 3
+        return Factors(data.inputs("factors", self.tokens, columns), columns, self.factors)
+
     def exact(self, data: Values) -> Exact:
         gate, *up = np.split(data["linear"] + data.get("bias", 0.0), len(self.splits), axis=1)
-        return {"activated": exact_gated_activation(gate, up[0] if up else None, self.activation)}
+        found = exact_gated_activation(gate, up[0] if up else None, self.activation)
+        if self.factors is not None:
+            found = found * data["factors"][:, self.factors : self.factors + self.width]
+        return {"activated": found}
 
 
 _SPLIT: Final = GatedCase(5, 160, (64, 64))
@@ -145,6 +174,7 @@ CHECKS: Final = tuple(
         ("5 tokens, ReLU", replace(_SPLIT, activation="relu")),
         ("5 tokens, no gate", replace(_SPLIT, splits=(64,), activation="relu_squared")),
         ("5 tokens, sum", replace(_SPLIT, join="sum")),
+        ("5 tokens, factors", replace(_SPLIT, splits=(64,), factors=11)),
     )
 )
 

@@ -55,7 +55,7 @@ def rms_norm(
     on: GlueKernels,
     residual: DeviceMemory,
     weight: Argument,
-    out: SharedArray,
+    out: DeviceMemory,
     *,
     hidden: int,
     tokens: int,
@@ -65,11 +65,12 @@ def rms_norm(
     post: Argument = None,
     rounded: RoundedInputs | NpuCodes | None = None,
     centered: bool = False,
+    gain: float = 1.0,
 ) -> Launch:
     """Return the launch of ``residual += delta; out = residual / rms(residual) * weight``.
 
-    The delta includes ``bias``; with ``post`` it is then normed: ``delta / rms(delta) * post``. Without a
-    weight ``out`` is the residual itself.
+    The delta includes ``bias``; with ``post`` it is then normed: ``delta / rms(delta) * post``. The sum is
+    multiplied by ``gain``. Without a weight ``out`` is the residual itself.
 
     Args:
         on: The device's kernels.
@@ -85,11 +86,14 @@ def rms_norm(
         rounded: Target of the codes of ``out``, int8 for a GPU, or those of an NPU; None for no codes.
         centered: Whether it is a LayerNorm: the mean is subtracted first, the second row of ``weight``,
             then ``[2, hidden]``, added at the end.
+        gain: Factor on the sum.
     """
     residual.require(tokens * hidden * 4, "norm residual")
     memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
     return _norm_launch(
-        on, mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded, centered=centered
+        *(on, mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded),
+        centered=centered,
+        gain=gain,
     )
 
 
@@ -107,6 +111,7 @@ def final_norm(
     post: Argument = None,
     rounded: RoundedInputs | NpuCodes | None = None,
     centered: bool = False,
+    gain: float = 1.0,
 ) -> Launch:
     """Return the launch of the norm before the head, of ``rows`` rows from the step's head row on.
 
@@ -115,14 +120,16 @@ def final_norm(
     """
     memory, shape = (residual, weight, out, step), (rows, delta.rows[0])
     return _norm_launch(
-        on, NORM_ADD_HEAD, memory, shape, delta, (bias, post), epsilon, rounded, centered=centered
+        *(on, NORM_ADD_HEAD, memory, shape, delta, (bias, post), epsilon, rounded),
+        centered=centered,
+        gain=gain,
     )
 
 
 def _norm_launch(
     on: GlueKernels,
     mode: int,
-    memory: tuple[DeviceMemory, Argument, SharedArray, DeviceMemory],
+    memory: tuple[DeviceMemory, Argument, DeviceMemory, DeviceMemory],
     shape: tuple[int, int],
     delta: Segments | None,
     extras: tuple[Argument, Argument],
@@ -130,6 +137,7 @@ def _norm_launch(
     rounded: RoundedInputs | NpuCodes | None,
     *,
     centered: bool,
+    gain: float,
 ) -> Launch:
     (residual, weight, out, step), (rows, hidden) = memory, shape
     label = "final norm" if mode == NORM_ADD_HEAD else "norm"
@@ -143,6 +151,8 @@ def _norm_launch(
     files = ("codes.h", "rms_norm.cl") if isinstance(rounded, NpuCodes) else ("rms_norm.cl",)
     widths = (hidden, delta.splits[0])
     defines: Defines = {"UNNORMED": 1} if weight is None else {"CENTERED": 1} if centered else {}
+    if gain != 1:
+        defines = {**defines, "GAIN": 1}
     kernel, _, items = on.kernel(
         files, "rms_norm", lambda _: defines, rounded=rounded, widths=widths, segments=delta
     )
@@ -154,6 +164,7 @@ def _norm_launch(
         *map(np.int32, (delta.splits[0], hidden)),
         np.float32(epsilon),
         *map(np.int32, (mode, *given)),
+        *((np.float32(gain),) if gain != 1 else ()),
         *(rounded.arguments(rows, hidden, label) if rounded else ()),
     )
     item, block = on.item_bytes, rounded.block if isinstance(rounded, RoundedInputs) else 0
@@ -186,10 +197,10 @@ def exact_layer_norm(
 class NormCase:
     """A norm of the residual stream with a linear's output added.
 
-    The delta, in two segments at ``split``, may have a bias and be normed first (``post``). With a
-    ``head_row`` it is the norm before the head, of the rows from there on; ``unnormed`` writes the stream
-    itself. Codes that are written beside floats (``rounds``) are those of a grid, or int8 for a linear of
-    that format.
+    The delta, in two segments at ``split``, may have a bias and be normed first (``post``). The sum may be
+    multiplied by a ``gain``. With a ``head_row`` it is the norm before the head, of the rows from there on;
+    ``unnormed`` writes the stream itself. Codes that are written beside floats (``rounds``) are those of a
+    grid, or int8 for a linear of that format.
     """
 
     tokens: int
@@ -200,6 +211,7 @@ class NormCase:
     post: bool = False
     scale: float = 1.0
     centered: bool = False
+    gain: float = 1.0
     unnormed: bool = False
     head_row: int | None = None
     rounds: CodeGrid | WeightFormat | None = None
@@ -220,6 +232,7 @@ class NormCase:
             "rounded": self._rounded(data, rows),
             "epsilon": EPSILON,
             "centered": self.centered,
+            "gain": self.gain,
         }
         if self.head_row is None:
             return (rms_norm(on, *memory, hidden=hidden, tokens=tokens, **options),)
@@ -236,10 +249,10 @@ class NormCase:
         if self.post:
             added = exact_rms_norm(added, data["post"], EPSILON)
         residual = data["residual"].astype(np.float64)
-        total = residual + added
+        total = (residual + added) * self.gain
         normed = total[self.head_row or 0 :]
         if self.centered:
-            normed = exact_layer_norm(normed, *data["norm"], EPSILON)
+            normed = exact_layer_norm(normed, data["norm"][0], data["norm"][1], EPSILON)
         elif not self.unnormed:
             normed = exact_rms_norm(normed, data["norm"], EPSILON)
         return {"normed": normed, "residual": total if self.head_row is None else residual}
@@ -248,6 +261,7 @@ class NormCase:
 CHECKS: Final = (
     OperatorCheck("norm with residual", "5 tokens, split", NormCase(5, 192, 64), "normed"),
     OperatorCheck("norm with residual", "normed delta", NormCase(5, 192, 64, post=True), "normed"),
+    OperatorCheck("norm with residual", "scaled sum", NormCase(5, 192, 64, gain=0.3), "residual"),
     OperatorCheck("norm with residual", "5 tokens, sum", NormCase(5, 192, 64, "sum"), "normed"),
     OperatorCheck("norm with residual", "no norm", NormCase(5, 192, 64, unnormed=True), "normed"),
     OperatorCheck("final norm", "3 of 5 tokens, split", NormCase(5, 192, 64, head_row=2), "normed"),

@@ -63,7 +63,8 @@ def rope_and_store(
 
     Args:
         on: The device's kernels.
-        qkv: Output of the group; members behind q, k and v are not read.
+        qkv: Output of the group, of which members behind q, k and v are not read; or q alone, which leaves
+            the cache as it is.
         bias: float32 of q, then k, then v; or None.
         q_out: float32 ``[tokens, heads * head_dim]``.
         cache: Target of keys and values.
@@ -73,7 +74,8 @@ def rope_and_store(
         tokens: Tokens of the pass.
     """
     head_dim, turned = shape.head_dim, shape.head_dim if rotation.dim is None else rotation.dim
-    if qkv.rows[:3] != shape.rows:
+    kv_heads = shape.kv_heads if len(qkv.rows) > 1 else 0
+    if qkv.rows[:3] != (shape.rows if kv_heads else shape.rows[:1]):
         raise KernelError(
             f"rope: members of {qkv.rows} rows are not {shape.heads} and {shape.kv_heads} heads."
         )
@@ -90,36 +92,39 @@ def rope_and_store(
             "LIMITED": rotation.limit,
             "NORMS_LAST": rotation.norms_last,
             "QUERY_SCALES": rotation.query_scales is not None,
+            "VALUE_NORM": rotation.values,
         }
         return on.cache_defines(cache) | own | {name: 1 for name, holds in flags.items() if holds}
 
-    widths = (head_dim // 2, turned // 2, *qkv.splits, *qkv.rows[3:])
+    splits = qkv.splits if kv_heads else (*qkv.splits, 0, 0)
+    widths = (head_dim // 2, turned // 2, *splits, *qkv.rows[3:])
     kernel, style, items = on.kernel(("rope.cl",), "rope_and_store", defines, widths=widths, segments=qkv)
-    sizes = [*qkv.splits[:3], sum(qkv.splits[3:]), sum(qkv.rows[3:]), shape.heads, shape.kv_heads]
+    sizes = [*splits[:3], sum(splits[3:]), sum(qkv.rows[3:]), shape.heads, kv_heads]
     sizes += [head_dim, turned, shape.capacity, bias is not None, rotation.norms is not None]
     # Absent memory is never read, but OpenCL needs a valid argument.
     extra = (rotation.cos if memory is None else memory for memory in (bias, rotation.norms))
     memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
-    heads = shape.heads + 2 * shape.kv_heads
+    heads = shape.heads + 2 * kv_heads
     width = 1 if style == "vector" else round_up(pieces * heads, items)
-    options = [np.float32(rotation.limit)] * bool(rotation.limit)
+    options: list[Argument] = [np.float32(rotation.limit)] * bool(rotation.limit)
     options += [rotation.query_scales] * (rotation.query_scales is not None)
     arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon), *options)
     read_bytes = on.item_bytes * qkv.reads
-    work = functools.partial(_work, shape, tokens, read_bytes, on.position_bytes(shape))
+    work = functools.partial(_work, shape, kv_heads, tokens, read_bytes, on.position_bytes(shape))
     return on.runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
 
 
-def _work(shape: HeadShape, tokens: int, read_bytes: float, position_bytes: int) -> GpuWork:
+def _work(shape: HeadShape, kv_heads: int, tokens: int, read_bytes: float, position_bytes: int) -> GpuWork:
     """Return the work of RoPE and of the KV write.
 
     Args:
         shape: OperatorSizes of the heads.
+        kv_heads: Key heads that are stored.
         tokens: Tokens of the pass.
         read_bytes: Bytes read for an element of the linear's output.
         position_bytes: Bytes of the cache for one position of a head.
     """
-    queries, stored = tokens * shape.query_columns, 2 * tokens * shape.kv_heads
+    queries, stored = tokens * shape.query_columns, 2 * tokens * kv_heads
     read = read_bytes * (queries + stored * shape.head_dim)
     return GpuWork("elementwise", 6 * queries, read, 4 * queries + position_bytes * stored)
 
@@ -143,9 +148,9 @@ class RopeCase:
 
     ``splits`` are the columns of each member that lie in the first segment, ``rotary`` those of a head that
     turn (None for all), and ``pages`` those of :meth:`heterollm.kernels.operators.data.Data.cache`. One norm
-    may span all heads of queries, another all of keys (``joint``); norms may come behind the rotation
-    (``norms_last``), and queries have a factor for their position (``scaled``). With four splits there is a
-    gate behind v.
+    may span all heads of queries, another all of keys (``joint``); values may have one without weights; norms
+    may come behind the rotation (``norms_last``), and queries have a factor for their position (``scaled``).
+    With four splits there is a gate behind v; a single one is that of queries, which write no keys.
     """
 
     tokens: int
@@ -161,6 +166,7 @@ class RopeCase:
     norms_last: bool = False
     scaled: bool = False
     pages: tuple[int, ...] = ()
+    values: bool = False
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         shape, tokens, position = self.shape, self.tokens, self.position
@@ -183,7 +189,8 @@ class RopeCase:
             data.step(position, tokens),
             shape=shape,
             rotation=Rotation(
-                *(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit, self.norms_last, scales)
+                *(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit, self.values),
+                *(self.norms_last, scales),
             ),
             tokens=tokens,
         )
@@ -191,20 +198,22 @@ class RopeCase:
 
     def exact(self, data: Values) -> Exact:
         shape, places = self.shape, slice(self.position, self.position + self.tokens)
-        parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(shape.rows), axis=1)[:3]
+        parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(self._rows)[:-1], axis=1)[:3]
         if not self.norms_last:
             parts = self._normed(parts, data)
+        if self.values:
+            parts[2] = exact_rms_norm(parts[2].reshape(-1, shape.head_dim), np.ones(1), EPSILON)
         if self.limit:
             parts = [np.clip(part, -self.limit, self.limit) for part in parts]
-        queries, keys, values = (part.reshape(self.tokens, -1, shape.head_dim) for part in parts)
+        heads = [part.reshape(self.tokens, -1, shape.head_dim) for part in parts]
         angle = [data[name][places] for name in ("cos", "sin")]
-        turned = exact_rotation(queries, *angle), exact_rotation(keys, *angle), values
+        turned = [*(exact_rotation(part, *angle) for part in heads[:2]), *heads[2:]]
         found = [one.reshape(self.tokens, -1) for one in turned]
         if self.norms_last:
             found = self._normed(found, data)
         if self.scaled:
             found[0] *= data["query_scales"][places, None]
-        return dict(zip(("queries", "keys", "values"), found, strict=True))
+        return dict(zip(("queries", "keys", "values"), found, strict=False))
 
     def _normed(self, parts: Sequence[NDArray[Any]], data: Values) -> list[NDArray[Any]]:
         """Return queries and keys with norms, if they have any, and values."""
@@ -216,7 +225,7 @@ class RopeCase:
             exact_rms_norm(part.reshape(-1, width), own, EPSILON).reshape(self.tokens, -1)
             for part, width, own in zip(parts, widths, norms, strict=False)
         ]
-        return [*normed, parts[2]]
+        return [*normed, *parts[2:]]
 
     @property
     def _rows(self) -> tuple[int, ...]:
@@ -240,6 +249,8 @@ CHECKS: Final = (
     ),
     OperatorCheck(TITLE, "7 tokens over two pages", RopeCase(7, 60, _HEADS, (0, 0, 0), pages=(2, 1)), "keys"),
     OperatorCheck(TITLE, "7 tokens, sum", replace(_SPLIT, join="sum", biased=False), "queries"),
+    OperatorCheck(TITLE, "normed values", replace(_SPLIT, normed=True, values=True), "values"),
+    OperatorCheck(TITLE, "queries alone", RopeCase(7, 11, _HEADS, (64,), normed=True), "queries"),
 )
 
 

@@ -134,8 +134,9 @@ def layer_tasks(
     """
     cases: dict[Key, LayerCase] = {}
     for shape in shapes:
-        for case in layer_cases(device, shape, quick=quick, sparse=sparse):
-            cases.setdefault(case.key, case)
+        for own in shape.by_heads:
+            for case in layer_cases(device, own, quick=quick, sparse=sparse):
+                cases.setdefault(case.key, case)
     longest = (case.sizes.context for case in cases.values() if case.timed.reads_cache)
     bench = _LayerBench(device, max(POSITIONS[-1] + TOKENS[-1], *longest))
     groups: dict[tuple[str, str, bool], list[LayerCase]] = {}

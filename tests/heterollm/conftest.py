@@ -34,6 +34,22 @@ PLAIN: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }
 HALF_TURNING = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+GEMMA4: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "global_head_dim": 48,
+    "vocab_size": 2048,
+    "final_logit_softcapping": 2.0,
+    "sliding_window": 20,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 2000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     # 352 rows of the feed-forward are no multiple of 64, and the rotary frequencies are rescaled.
     "llama": {
@@ -134,6 +150,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 2000.0, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+    },
+    # Heads of two sizes, layers that read the keys of others, and embeddings for each layer.
+    "gemma4_text": {
+        **GEMMA4,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 128,
+        "vocab_size_per_layer_input": 2112,
+    },
+    # Values that are keys before their norm, and other key heads where a layer sees everything.
+    "gemma4_unified_text": {
+        **GEMMA4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
     },
     # The second layer has no positions but a window; biases everywhere.
     "smollm3": {
@@ -369,7 +402,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Experts narrower than the stream, of which only blocks of 16 divide the inputs.
     "mixtral": {
         "hidden_size": 128,
-        "intermediate_size": 80,
+        "intermediate_size": 128,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 2048,
@@ -463,7 +496,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Shared experts of another width.
     "granitemoeshared": {
         "hidden_size": 128,
-        "intermediate_size": 80,
+        "intermediate_size": 128,
         "shared_intermediate_size": 176,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -515,6 +548,8 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         for name, values in model.named_buffers():
             if name.endswith("expert_bias"):
                 values.normal_(std=0.3)
+            if "layer_scalar" in name:
+                values.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled() / name, folder / name)

@@ -74,13 +74,15 @@ class AttentionEmitter:
                 epsilon=self._epsilon,
                 joint=block.joint_head_norms,
                 limit=block.qkv_limit,
+                values=block.value_norms,
                 norms_last=block.norms_last,
                 query_scales=self._tensors.query_scales(block),
             ),
             tokens=builder.tokens,
         )
-        reads = (*segments_of(qkv), step)
-        builder.kernel("rope", layer, launch, reads=reads, writes=(query, kv.memory))
+        reads, stores = (*segments_of(qkv), step), block.kv_layer is None
+        seen, stored = ((), (kv.memory,)) if stores else ((kv.memory,), ())
+        builder.kernel("rope", layer, launch, reads=(*reads, *seen), writes=(query, *stored))
 
     def _attention(
         self,

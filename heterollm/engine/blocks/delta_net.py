@@ -49,8 +49,8 @@ class DeltaNetEmitter:
         launch = apply_delta_rule(
             *(self._kernels, mixed, factors, output, state, step), shape=shape, tokens=tokens
         )
-        reads, writes = (mixed, factors, state.memory, step), (output, state.memory)
-        builder.kernel("delta rule", layer, launch, reads=reads, writes=writes)
+        read = (mixed, factors, state.memory, step)
+        builder.kernel("delta rule", layer, launch, reads=read, writes=(output, state.memory))
         append_gate(
             *(builder, self._kernels, output, inputs, Z, out),
             heads=shape.value_heads,

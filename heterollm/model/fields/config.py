@@ -306,6 +306,14 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "block_auto_adjust_ff_dim": "whether the network is narrower than intermediate_size",
         "block_ffn_dim_multiplier": "factor of that width",
         "block_multiple_of": "the width is rounded up to a multiple of it",
+        "global_head_dim": "width of heads in layers with full attention",
+        "num_global_key_value_heads": "their key heads, if attention_k_eq_v",
+        "attention_k_eq_v": "whether layers with full attention have one linear for keys and values",
+        "num_kv_shared_layers": "last layers that read the keys and values of layers before",
+        "use_double_wide_mlp": "whether their networks are twice as wide",
+        "hidden_size_per_layer_input": "elements of a token's embedding for each layer; 0 for none",
+        "vocab_size_per_layer_input": "tokens that have one",
+        "per_layer_config": "head_dim and num_key_value_heads of layers that differ",
         "tie_embedding": "older name of tie_word_embeddings, which it precedes",
         "full_attention_interval": "every so many layers one has attention; layer_types precedes it",
         "linear_conv_kernel_dim": "tokens that the convolution of a delta net spans",
@@ -398,14 +406,20 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("sliding_window_size", "older name that transformers ignores"),
     ):
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
+    for name, why, neutral in (
+        ("enable_moe_block", "experts beside a network", (False,)),
+        ("top_k_experts", "experts that compute a token", (0,)),
+        ("use_bidirectional_attention", "attention in both directions", (False, "vision")),
+    ):
+        yield from _one("refused", name, why, readers("global_head_dim"), neutral=neutral)
     convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
     yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
     nets = readers("linear_conv_kernel_dim")
-    for name, why, neutral in (
+    for name, why, usual in (
         ("attn_output_gate", "attention without an output gate", True),
         ("mamba_ssm_dtype", "recurrent state in another type", "float32"),
     ):
-        yield from _one("refused", name, why, nets, PUBLISHED, (neutral,))
+        yield from _one("refused", name, why, nets, PUBLISHED, (usual,))
     yield from _one(
         "none", "mtp_*", "layers that predict further tokens, which no answer needs", nets, PUBLISHED
     )

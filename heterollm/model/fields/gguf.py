@@ -8,6 +8,8 @@ from heterollm.model.fields.gguf_hyperparameters import HYPERPARAMETERS
 from heterollm.model.fields.gguf_rows import NAMES, PACKAGE, VOCABULARY, read, rows
 from heterollm.model.fields.table import FieldTable
 
+LOADER: Final = "llama-model-loader.cpp"
+
 GENERAL: Final = (
     read("general.architecture", "architecture, which selects the rows of this table"),
     read("general.alignment", "alignment of the tensors in bytes, 32 if absent", "gguf.cpp: gguf_init"),
@@ -70,16 +72,9 @@ GENERAL: Final = (
         "general.languages",
     ),
     *rows("none", "record of the quantisation", "quantize.cpp", "quantize.imatrix.*"),
-    *rows(
-        "refused",
-        "the file is a part of a split one",
-        "llama-model-loader.cpp",
-        "split.count",
-        neutral=(0, 1),
-    ),
-    *rows(
-        "none", "numbers of a split file, which split.count refuses", NAMES, "split.no", "split.tensors.count"
-    ),
+    read("split.count", "parts of a split file, which is opened by the first", LOADER),
+    read("split.no", "number of the part, which its name must state", LOADER),
+    read("split.tensors.count", "tensors of all parts", LOADER),
 )
 
 TOKENIZER: Final = (

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Final
 
-from heterollm.model.fields.gguf_rows import ARCHITECTURE, CONTEXT, MODEL, NAMES, PACKAGE, read, rows
+from heterollm.model.fields.gguf_experts import EXPERTS
+from heterollm.model.fields.gguf_rows import (
+    ARCHITECTURE,
+    CONTEXT,
+    MODEL,
+    NAMES,
+    OFF,
+    ONE,
+    PACKAGE,
+    read,
+    rows,
+)
 
 GEMMAS: Final = frozenset({"gemma2", "gemma3"})
-WINDOWED: Final = GEMMAS | {"phi3"}
-NORMALIZED: Final = frozenset({"llama", "qwen3moe"})
-OFF: Final = (0, 0.0, False)
-ONE: Final = (*OFF, 1, 1.0)
+PATTERNED: Final = GEMMAS | {"mellum"}
+WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
+CENTERED: Final = frozenset({"phi2", "stablelm", "starcoder2", "nemotron"})
+GRANITES: Final = frozenset({"granite", "granitemoe"})
+SCALED: Final = GRANITES | {"minicpm"}
+VISION: Final = frozenset({"qwen3vl"})
 
 SIZES: Final = (
     read(".context_length", "longest context"),
@@ -21,6 +34,14 @@ SIZES: Final = (
     read(".attention.head_count_kv", "key heads, the query heads if absent; a list must repeat one number"),
     read(".attention.key_length", "width of a head, embedding_length / head_count if absent"),
     read(".attention.value_length", "width of a value, which must be key_length"),
+    read(".attention.layer_norm_epsilon", "number added in norms; required", ARCHITECTURE, CENTERED),
+    *rows(
+        "none",
+        "number added in norms of another kind than the architecture's",
+        NAMES,
+        ".attention.layer_norm_rms_epsilon",
+        only=CENTERED,
+    ),
     read(".attention.layer_norm_rms_epsilon", "number added in norms; required", ARCHITECTURE),
     *rows("none", "rows of the token embedding, whose shape states it", MODEL, ".vocab_size"),
     *rows(
@@ -46,9 +67,9 @@ ATTENTION: Final = (
     read(
         ".attention.sliding_window_pattern",
         "every n-th layer sees all positions, or a flag for each layer; "
-        "2 in Gemma 2 and 6 in Gemma 3 if absent",
+        "2 in Gemma 2, 6 in Gemma 3 and 4 in Mellum if absent",
         ARCHITECTURE,
-        GEMMAS,
+        PATTERNED,
     ),
     *rows(
         "refused",
@@ -85,6 +106,27 @@ ATTENTION: Final = (
         neutral=OFF,
     ),
     *rows("refused", "attention in both directions", MODEL, ".attention.causal", neutral=(True,)),
+    read(
+        ".attention.scale", "factor of scores; absent or 0: by the width of a head", "granite.cpp", GRANITES
+    ),
+    read(
+        ".embedding_scale",
+        "factor of the embedding; absent: 1, and 12 in MiniCPM",
+        "granite.cpp, minicpm.cpp",
+        SCALED,
+    ),
+    read(
+        ".residual_scale",
+        "factor of what layers add; absent: 1, and 1.4 by the root of the number of layers in MiniCPM",
+        "granite.cpp, minicpm.cpp",
+        SCALED,
+    ),
+    read(
+        ".logit_scale",
+        "divisor of the logits; required, but in MiniCPM, where embedding_length / 256 stands for it",
+        "granite.cpp, minicpm.cpp",
+        SCALED,
+    ),
     *rows(
         "refused",
         "a scale of attention scores; each architecture has its own, Gemma's by the count of layers",
@@ -132,7 +174,7 @@ ATTENTION: Final = (
     ),
     *rows(
         "none",
-        "number added in norms of another kind than RMS, which no supported architecture has",
+        "number added in norms of another kind than the architecture's",
         NAMES,
         ".attention.layer_norm_epsilon",
         ".attention.group_norm_epsilon",
@@ -145,9 +187,9 @@ ROPE: Final = (
     read(".rope.freq_base", "base of the frequencies, 10000 if absent"),
     read(
         ".rope.freq_base_swa",
-        "base in layers with a window, 10000 if absent",
-        "models/gemma3.cpp",
-        frozenset({"gemma3"}),
+        "base in layers with a window; absent: 10000 in Gemma 3, that of all layers in Mellum",
+        "models/gemma3.cpp, mellum.cpp",
+        frozenset({"gemma3", "mellum"}),
     ),
     read(".rope.scaling.type", "none, linear, yarn or longrope; linear if absent"),
     read(".rope.scaling.factor", "factor of linear and yarn; absent or 0: 1"),
@@ -184,8 +226,23 @@ ROPE: Final = (
         ".rope.scaling.yarn_log_multiplier",
         neutral=OFF,
     ),
+    *rows(
+        "refused",
+        "layers without positions",
+        "granite.cpp",
+        ".rope.scaling.finetuned",
+        neutral=(True,),
+        only=GRANITES,
+    ),
     *rows("none", "whether the model was trained with the scaling", MODEL, ".rope.scaling.finetuned"),
     *rows("refused", "NTK scaling of Hunyuan", MODEL, ".rope.scaling.alpha", neutral=OFF),
+    *rows(
+        "none",
+        "positions of text are the same on all axes",
+        NAMES,
+        ".rope.dimension_sections",
+        only=VISION,
+    ),
     *rows(
         "refused",
         "RoPE over several axes",
@@ -202,77 +259,6 @@ ROPE: Final = (
     ),
 )
 
-EXPERTS: Final = (
-    read(".expert_count", "experts; 0 for none"),
-    read(".expert_used_count", "experts that compute a token"),
-    read(
-        ".expert_feed_forward_length",
-        "width of an expert, feed_forward_length / expert_used_count if absent",
-        "models/qwen3moe.cpp",
-        frozenset({"qwen3moe"}),
-    ),
-    *rows(
-        "none",
-        "width of an expert, which the shapes of its tensors state",
-        NAMES,
-        ".expert_feed_forward_length",
-    ),
-    *rows(
-        "refused",
-        "weights of experts that are not divided by their sum",
-        "models: build_moe_ffn",
-        ".expert_weights_norm",
-        neutral=(True,),
-        only=NORMALIZED,
-    ),
-    *rows(
-        "refused",
-        "weights of experts that are divided by their sum",
-        "models: build_moe_ffn",
-        ".expert_weights_norm",
-        neutral=(False,),
-    ),
-    *rows(
-        "refused",
-        "scores of experts by another function than softmax",
-        "models: build_moe_ffn",
-        ".expert_gating_func",
-        neutral=(0, 1),
-    ),
-    *rows(
-        "refused",
-        "a scale of the experts' weights",
-        "models: build_moe_ffn",
-        ".expert_weights_scale",
-        neutral=ONE,
-    ),
-    *rows("refused", "groups of experts", MODEL, ".expert_group_count", neutral=(0, 1)),
-    *rows(
-        "none", "groups that are used, where expert_group_count states any", MODEL, ".expert_group_used_count"
-    ),
-    *rows(
-        "refused",
-        "layers or experts of further kinds",
-        NAMES,
-        ".expert_shared_count",
-        ".expert_shared_feed_forward_length",
-        ".expert_chunk_feed_forward_length",
-        ".expert_group_scale",
-        ".experts_per_group",
-        ".leading_dense_block_count",
-        ".moe_latent_size",
-        neutral=OFF,
-    ),
-    *rows(
-        "refused",
-        "experts in some layers alone",
-        NAMES,
-        ".moe_every_n_layers",
-        ".interleave_moe_layer_step",
-        neutral=ONE,
-    ),
-)
-
 OTHER: Final = (
     *rows(
         "none",
@@ -285,8 +271,16 @@ OTHER: Final = (
         "another activation than the architecture's",
         NAMES,
         ".hidden_activation",
-        neutral=("gelu", "geglu", "gelu_pytorch_tanh"),
-        only=GEMMAS,
+        neutral=("gelu", "geglu", "gelu_pytorch_tanh", "gelu_new"),
+        only=GEMMAS | {"gemma", "phi2", "starcoder2"},
+    ),
+    *rows(
+        "refused",
+        "another activation than the architecture's",
+        NAMES,
+        ".hidden_activation",
+        neutral=("relu2", "relu_sqr"),
+        only=frozenset({"nemotron", "arcee"}),
     ),
     *rows(
         "refused",
@@ -297,6 +291,22 @@ OTHER: Final = (
     ),
     *rows("none", "pooling of embeddings, of which a language model computes none", MODEL, ".pooling_type"),
     *rows("none", "names of a classifier's outputs", MODEL, ".classifier.*"),
+    read(".shortconv.l_cache", "tokens that a convolution spans", "models/lfm2.cpp", frozenset({"lfm2"})),
+    *rows(
+        "none",
+        "the norm before the network says it",
+        "models/stablelm.cpp",
+        ".use_parallel_residual",
+        only=frozenset({"stablelm"}),
+    ),
+    *rows(
+        "none",
+        "Granite 4's sizes of recurrent layers, of which these architectures have none",
+        "conversion/granite.py",
+        ".ssm.*",
+        only=GRANITES,
+    ),
+    *rows("none", "a part of vision", NAMES, ".n_deepstack_layers", only=VISION),
     *rows(
         "refused",
         "a part of models that no supported architecture has",

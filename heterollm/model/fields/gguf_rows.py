@@ -18,6 +18,10 @@ VOCABULARY: Final = "llama-vocab.cpp: load"
 NAMES: Final = "llama-arch.cpp: LLM_KV_NAMES"
 PACKAGE: Final = "gguf/constants.py: Keys"
 
+OFF: Final = (0, 0.0, False)
+ONE: Final = (*OFF, 1, 1.0)
+"""Values that change nothing in fields of numbers and flags."""
+
 
 def rows(
     effect: Effect,

@@ -7,6 +7,7 @@ from .gguf_folder import GGUF_FOLDERS as GGUF_FOLDERS
 from .gguf_folder import gguf_folder as gguf_folder
 from .gguf_folder import open_gguf as open_gguf
 from .gguf_model import GgufTensors as GgufTensors
+from .gguf_split import part_names as part_names
 from .packed_linears import PackedLinears as PackedLinears
 from .packed_linears import PackedTensor as PackedTensor
 from .stored_tensors import StoredTensors as StoredTensors

@@ -5,72 +5,29 @@ What llama.cpp reads and assumes is in :data:`heterollm.model.fields.GGUF_FIELDS
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, Final
 
 from msgspec import structs
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.fields import GGUF_FIELDS
+from heterollm.model.stored.gguf_architectures import (
+    ARCHITECTURES,
+    MIXTURES,
+    Architecture,
+    key_heads,
+)
 from heterollm.model.stored.gguf_blocks import BlockType, block_type
+from heterollm.model.stored.gguf_family_fields import ROPE_BASE
 from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.model.stored.gguf_names import GROUPS, LAYER_TENSOR, LONE_EXPERT
 from heterollm.model.stored.gguf_rope import rope_scaling
 
-
-class Architecture(NamedTuple):
-    """A value of ``general.architecture``.
-
-    Args:
-        model_type: That of ``config.json``.
-        class_name: The class in transformers.
-        permuted: Whether the rows of q and k stand in the order of rotated pairs.
-        norm_offset: What the converter added to the weights of norms.
-        optional_biases: Fields of ``config.json`` for biases, each with a tensor of files that have them.
-    """
-
-    model_type: str
-    class_name: str
-    permuted: bool = False
-    norm_offset: float = 0.0
-    optional_biases: tuple[tuple[str, str], ...] = ()
-
-
 LARGEST_BLOCK: Final = 128
 """Most inputs that share a scale in a canonical tensor."""
-
-ATTENTION_BIAS: Final = ("attention_bias", "blk.0.attn_q.bias")
-BIASES: Final = (ATTENTION_BIAS, ("mlp_bias", "blk.0.ffn_down.bias"))
-ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
-    {
-        "llama": Architecture("llama", "LlamaForCausalLM", permuted=True, optional_biases=BIASES),
-        "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True, optional_biases=BIASES),
-        "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-        "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", optional_biases=(ATTENTION_BIAS,)),
-        "phi3": Architecture("phi3", "Phi3ForCausalLM"),
-        "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", norm_offset=1.0),
-        "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0),
-    }
-)
-MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
-    {
-        "llama": Architecture("mixtral", "MixtralForCausalLM", permuted=True),
-        "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", optional_biases=(ATTENTION_BIAS,)),
-        "olmoe": Architecture("olmoe", "OlmoeForCausalLM"),
-    }
-)
-"""The architectures of files with experts."""
-GEMMA: Final = ("gemma2", "gemma3")
-
-GEMMA2_WINDOW: Final = 4096
-GEMMA2_SOFT_CAPS: Final = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-ROPE_BASE: Final = 10000.0
-MOST_LAYERS: Final = 10_000
-"""Limit of a list over layers; the check of ``config.json`` refuses more."""
-LARGEST_GEMMA_LAYERS: Final = {"gemma2": 46, "gemma3": 62}
-"""Layers of the largest Gemmas, whose attention llama.cpp scales by the share of a head in the width."""
 
 SAMPLING: Final = {
     "temp": ("temperature", 0.8),
@@ -159,7 +116,6 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         UnsupportedModelError: The file has features that would be computed wrongly.
     """
     architecture = architecture_of(file)
-    stated = str(file.metadata["general.architecture"])
     hidden, heads = file.count("embedding_length"), file.count("attention.head_count")
     head_dim = file.count("attention.key_length", default=hidden // heads)
     if file.count("attention.value_length", default=hidden // heads) != head_dim:
@@ -169,6 +125,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     rotated = file.count("rope.dimension_count", default=head_dim)
     if rotated > head_dim:
         raise CheckpointError(f"{file.path}: RoPE rotates {rotated} elements of a head's {head_dim}.")
+    epsilon, own_epsilon = architecture.epsilon
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
@@ -176,26 +133,22 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": file.count("feed_forward_length", "expert_feed_forward_length"),
         "num_hidden_layers": file.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.count("attention.head_count_kv", "attention.head_count"),
+        "num_key_value_heads": key_heads(file, architecture),
         "head_dim": head_dim,
         "vocab_size": _vocabulary(file),
         "max_position_embeddings": file.count("context_length"),
-        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        epsilon: file.number(own_epsilon),
         "rope_theta": file.own("rope.freq_base", ROPE_BASE),
+        "partial_rotary_factor": rotated_part(rotated, head_dim),
         "tie_word_embeddings": not {"output.weight", "token_embd.weight"} <= file.entries.keys(),
         "sliding_window": None,
         **rope_scaling(file),
-        **{field: tensor in file.entries for field, tensor in architecture.optional_biases},
+        **{field: bool({*tensors} & file.entries.keys()) for field, tensors in architecture.biases},
     }
-    if rotated != head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
-    if stated in GEMMA or stated == "phi3":
-        window = GEMMA2_WINDOW if stated == "gemma2" else None
-        config["sliding_window"] = file.own("attention.sliding_window", window) or None
-    if stated in GEMMA:
-        config |= _gemma(file, stated, head_dim)
     if file.own("expert_count"):
-        config |= _mixture(file, architecture)
+        config[architecture.experts_field] = file.count("expert_count")
+        config["num_experts_per_tok"] = file.count("expert_used_count")
+    config |= architecture.fields(file, config)
     formats = _formats(file)
     return {**config, **({"quantization_config": formats} if formats else {})}
 
@@ -211,41 +164,10 @@ def gguf_generation(file: GgufFile) -> dict[str, Any]:
     return found | {"do_sample": found["temperature"] != 0}
 
 
-def _gemma(file: GgufFile, stated: str, head_dim: int) -> dict[str, Any]:
-    """Return the fields of a Gemma: scale of scores, soft caps, and layers with a window."""
-    hidden, heads = file.count("embedding_length"), file.count("attention.head_count")
-    largest = file.count("block_count") == LARGEST_GEMMA_LAYERS[stated]
-    found: dict[str, Any] = {"query_pre_attn_scalar": hidden // heads if largest else head_dim}
-    if stated == "gemma2":
-        found |= {name: file.own(name, cap) or None for name, cap in GEMMA2_SOFT_CAPS.items()}
-    else:
-        found["final_logit_softcapping"] = file.own("final_logit_softcapping") or None
-        found["rope_local_base_freq"] = file.own("rope.freq_base_swa", ROPE_BASE)
-    pattern = file.own("attention.sliding_window_pattern")
-    if stated == "gemma3" and not file.own("attention.sliding_window"):
-        pattern = None  # all layers see all positions
-    if pattern is not None and not isinstance(pattern, list):
-        period = file.count("attention.sliding_window_pattern")
-        pattern = [at % period != period - 1 for at in range(min(file.count("block_count"), MOST_LAYERS))]
-    if pattern is not None:
-        found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
-    return found
-
-
-def _mixture(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
-    """Return the fields of a mixture, whose router llama.cpp scores by softmax."""
-    count = "num_local_experts" if architecture.model_type == "mixtral" else "num_experts"
-    used = file.count("expert_used_count")
-    found: dict[str, Any] = {count: file.count("expert_count"), "num_experts_per_tok": used}
-    if architecture.model_type == "qwen3_moe":
-        whole = file.own("feed_forward_length")
-        width = whole // used if type(whole) is int else None
-        found |= {
-            "moe_intermediate_size": file.count("expert_feed_forward_length", default=width),
-            "norm_topk_prob": True,
-            "use_sliding_window": False,
-        }
-    return found
+def rotated_part(rotated: int, head_dim: int) -> float:
+    """Return the part of a head that rotates, whose product with ``head_dim`` is not below the number."""
+    part = rotated / head_dim
+    return part if head_dim * part >= rotated else math.nextafter(part, 1.0)
 
 
 def _vocabulary(file: GgufFile) -> int:

@@ -15,28 +15,36 @@ from heterollm.base import CheckpointError, atomic_path, own_folder, parse_json
 from heterollm.model.stored.gguf_config import check_metadata, gguf_config, gguf_generation
 from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.model.stored.gguf_model import GgufTensors
+from heterollm.model.stored.gguf_split import part_names, whole_name
 from heterollm.model.stored.gguf_tokenizer import gguf_tokenizer
 
 GGUF_FOLDERS: Final = "gguf"
 """Subfolder of the cache."""
 
 SOURCE: Final = "gguf.json"
-FOLDER_VERSION: Final = 4
+FOLDER_VERSION: Final = 5
 """Part of each folder's name; raise it when equal files would give other files."""
 
 
 def gguf_folder(path: Path) -> Path:
     """Return the folder of a GGUF file, named like the file; write it first if it is missing or stale.
 
+    Args:
+        path: The file, or the first part of a split one.
+
     Raises:
         CheckpointError: The file is damaged.
         UnsupportedModelError: Its model, tokenizer or a type of tensors is not supported.
         CacheError: The folder cannot be written.
     """
-    file = GgufFile.open(path.resolve())
-    header = hashlib.sha256(file.data[: file.header_bytes].data).hexdigest()
-    key = hashlib.sha256(f"{FOLDER_VERSION} {file.path} {len(file.data)} {header}".encode()).hexdigest()
-    folder = own_folder(GGUF_FOLDERS) / key[:32] / path.stem
+    # The hub's cache links to files without names, which the parts of a split file need.
+    split = len(part_names(path.name)) > 1
+    file = GgufFile.open(path.parent.resolve() / path.name if split else path.resolve())
+    key = hashlib.sha256(f"{FOLDER_VERSION} {file.path}".encode())
+    for part in file.parts:
+        key.update(f" {len(part.data)} ".encode())
+        key.update(part.data[: part.header_bytes].data)
+    folder = own_folder(GGUF_FOLDERS) / key.hexdigest()[:32] / whole_name(path.name)
     if not (folder / SOURCE).is_file():
         _write(file, folder)
     return folder

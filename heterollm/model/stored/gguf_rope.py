@@ -12,6 +12,9 @@ FREQUENCIES: Final = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS: Final = (FREQUENCIES, LONG, SHORT)
 """Divisors of the frequencies: those that Llama 3 computes, and longrope's."""
+DIVIDED: Final = ("llama", "arcee", "granite", "granitemoe", "minicpm", "mistral3")
+LONGROPES: Final = ("llama", "phi3", "phimoe", "granite", "granitemoe", "minicpm")
+"""Architectures that read either kind."""
 KINDS: Final = ("none", "linear", "yarn", "longrope")
 
 
@@ -50,7 +53,7 @@ def rope_scaling(file: GgufFile) -> dict[str, Any]:
             "rope_scaling": scaling,
             "original_max_position_embeddings": context if FREQUENCIES in tensors else original or context,
         }
-    if kind == "yarn" and stated != "phi3":
+    if kind == "yarn" and stated not in ("phi3", "phimoe", "mistral3"):
         return {"rope_scaling": _yarn(file, factor, attention, original)}
     if kind in ("yarn", "longrope") or attention != 1:
         raise UnsupportedModelError(
@@ -76,10 +79,9 @@ def _divisors(
     file: GgufFile, architecture: str, kind: str, tensors: list[str]
 ) -> tuple[list[float], list[float]]:
     """Return the divisors of the frequencies up to the original context, and beyond it."""
-    expected = [LONG, SHORT]
-    if architecture == "llama" and kind != "longrope":
-        expected = [FREQUENCIES]
-    if architecture not in ("llama", "phi3") or tensors != expected or kind == "yarn":
+    phi = architecture in ("phi3", "phimoe")  # whose files name no kind
+    expected, readers = ([LONG, SHORT], LONGROPES) if phi or kind == "longrope" else ([FREQUENCIES], DIVIDED)
+    if architecture not in readers or tensors != expected or kind == "yarn":
         raise UnsupportedModelError(
             f"{file.path}: {' and '.join(tensors)} with RoPE scaling {kind!r} are not supported in "
             f"architecture {architecture}."

@@ -179,11 +179,16 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
     """Return the window of each layer.
 
     Raises:
-        OptionError: A layer has no attention.
+        OptionError: A layer has no attention, or heads unlike those of others.
     """
     if len(config.blocks(AttentionBlock)) < config.layers:
         raise OptionError(
             f"Only some layers of {config.family} have attention.",
+            fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
+        )
+    if not config.has_alike_heads:
+        raise OptionError(
+            f"Layers of {config.family} have different heads, or keys of other layers.",
             fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
         )
     return tuple(block.window for block in config.blocks(AttentionBlock).values())

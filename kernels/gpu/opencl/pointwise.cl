@@ -9,9 +9,15 @@
 // out = activation(gate) * up of the two members gate and up, which may have a bias; of one member, its activation
 // alone. Activations but those of RELU are gate * sigmoid(s): s is the gate itself, or for gelu
 // 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since (1 + tanh(x)) / 2 = sigmoid(2 x). With CODE_BITS the kernel also
-// rounds its output to int8.
+// rounds its output to int8. With FACTORS the output is multiplied by columns of another array.
+#ifdef FACTORS
+#define FACTOR_ARGUMENTS __global const act_t *factors, int factor_columns, int first_factor,
+#else
+#define FACTOR_ARGUMENTS
+#endif
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
-                                          __global act_t *out, __global const float *bias, int activation,
+                                          __global act_t *out, __global const float *bias,
+                                          FACTOR_ARGUMENTS int activation,
                                           int has_bias, int members, int gate_split, int up_split, int columns, int span
                                           CODE_ARGUMENTS) {
   size_t token = get_global_id(1);
@@ -45,6 +51,10 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
     if (activation >= RELU)
       share = gate < 0.0f ? (float8)0.0f : activation == RELU ? (float8)1.0f : gate;
     float8 value = gate * share * up;
+#ifdef FACTORS
+    LOAD_PART(load_act8, load_act, factors, token * factor_columns + first_factor + i, count, factor)
+    value *= factor;
+#endif
     STORE_PART(store_act8, store_act, value, target, i, count)
   }
 #ifdef CODE_BITS

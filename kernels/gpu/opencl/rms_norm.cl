@@ -1,5 +1,6 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
-// The delta may have a bias and a norm of its own: delta / rms(delta) * post. With UNNORMED out is the residual itself.
+// The delta may have a bias and a norm of its own: delta / rms(delta) * post. With GAIN the sum is multiplied by `gain`.
+// With UNNORMED the output is the sum itself.
 // With CENTERED it is a LayerNorm: the mean is subtracted first, and the last `hidden` of 2 * hidden weights are
 // added at the end. With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
 // rounding.h and glue.h, and with NPU_CODES codes.h.
@@ -33,12 +34,20 @@ static inline float8 load_normed(norm_delta delta, __global const float *post, f
   return value;
 }
 
+#ifdef GAIN
+#define GAIN_ARGUMENT , float gain
+#define SUMMED(value, added) (((value) + (added)) * gain)
+#else
+#define GAIN_ARGUMENT
+#define SUMMED(value, added) ((value) + (added))
+#endif
+
 // split: columns of the delta in a.
 GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float *weight,
                                   __global act_t *out, __global const act_t *a, __global const act_t *b,
                                   __global const float *bias, __global const float *post,
                                   __global const int *step, int split, int hidden, float epsilon, int mode,
-                                  int has_bias, int has_post CODE_ARGUMENTS) {
+                                  int has_bias, int has_post GAIN_ARGUMENT CODE_ARGUMENTS) {
   __local float sums[WG];
   size_t out_row = get_group_id(0);
   size_t row = mode == NORM_ADD_HEAD ? out_row + step[STEP_HEAD_ROW] : out_row;
@@ -61,7 +70,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     int count = min(8, hidden - i);
     LOAD_PART(load_float8, load_float, values, i, count, value)
     if (mode != NORM_ONLY)
-      value += load_normed(delta, post, delta_factor, has_post, i, count);
+      value = SUMMED(value, load_normed(delta, post, delta_factor, has_post, i, count));
     total += value;
   }
   float mean = group_sum(sum8(total), sums) / hidden;
@@ -71,7 +80,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     int count = min(8, hidden - i);
     LOAD_PART(load_float8, load_float, values, i, count, value)
     if (mode != NORM_ONLY)
-      value += load_normed(delta, post, delta_factor, has_post, i, count);
+      value = SUMMED(value, load_normed(delta, post, delta_factor, has_post, i, count));
     if (mode == NORM_ADD) {
       STORE_PART(store_float8, store_float, value, values, i, count)
     }
@@ -84,18 +93,22 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
 #endif
     squares = FMA(value, value, squares);
   }
+#ifndef UNNORMED
   float factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
+#endif
   for (int i = lane * 8; i < hidden; i += WG * 8) {
     int count = min(8, hidden - i);
     LOAD_PART(load_float8, load_float, values, i, count, value)
-    LOAD_PART(load_float8, load_float, weight, i, count, scale)
     if (mode == NORM_ADD_HEAD)
-      value += load_normed(delta, post, delta_factor, has_post, i, count);
+      value = SUMMED(value, load_normed(delta, post, delta_factor, has_post, i, count));
+#ifndef UNNORMED
+    LOAD_PART(load_float8, load_float, weight, i, count, scale)
 #ifdef CENTERED
     LOAD_PART(load_float8, load_float, weight, hidden + i, count, shift)
     value = (value - mean) * factor * scale + shift;
 #else
     value = value * factor * scale;
+#endif
 #endif
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
   }

@@ -3,7 +3,8 @@
 // a head pairs with element i + rotary / 2), and writes q to its buffer, k and v to the KV cache.
 // With -DJOINT_NORM one norm spans all heads of q, another all of k, with weights for each element. With -DLIMITED the
 // magnitude of q, k and v is at most `limit` before the rotation. With -DNORMS_LAST the weights of norms come after the
-// rotation, which keeps the length of a head. With -DQUERY_SCALES q is multiplied by a factor for its position.
+// rotation, which keeps the length of a head. With -DQUERY_SCALES q is multiplied by a factor for its position. With
+// -DVALUE_NORM each head of v has a norm without weights. Without key heads it writes q alone.
 // With -DPIECES each work-item has one piece of a head (see below), PIECES of them.
 // With -DKV_CODES a head of k or v is scaled by its largest magnitude at a position, which each work-item finds for itself
 // as it does the factor of a norm. Bits of magnitudes are compared as integers, so that NaN is the largest.
@@ -114,6 +115,15 @@ GROUP_SIZE __kernel void rope_and_store(
       low += low_bias;
       high += high_bias;
     }
+#ifdef VALUE_NORM
+    if (is_v) {
+      if (head != normed_head)
+        factor = head_factor(row, biases, member_head * head_dim, head_dim, epsilon);
+      normed_head = head;
+      low *= factor;
+      high *= factor;
+    }
+#endif
 #ifdef NORMS_LAST
     float8 low_scale = 1.0f, high_scale = 1.0f;
 #endif

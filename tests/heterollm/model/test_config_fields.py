@@ -43,9 +43,22 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+GEMMA4: dict[str, Any] = {
+    "global_head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+GEMMA4_KINDS = ("gemma4_text", "gemma4_unified_text")
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256},
+    "gemma4_unified_text": GEMMA4,
     "mixtral": {"rope_theta": 10_000.0},
     "smollm3": {"no_rope_layer_interval": 2, "rope_theta": 10_000.0},
     "qwen2_moe": {
@@ -183,6 +196,15 @@ VALUES: dict[str, Any] = {
     "ffn_dim": 128,
     "word_embed_proj_dim": 32,
     "activation_function": "silu",
+    "global_head_dim": 48,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 320,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
     "conv_L_cache": 4,
     "conv_bias": True,
     "full_attn_idxs": [0],
@@ -266,12 +288,19 @@ VALUES: dict[str, Any] = {
     "quantization": {"group_size": 64, "bits": 4},
     "compression_config": {"quant_method": "compressed-tensors"},
 }
+OF_GEMMA4: dict[str, Any] = {
+    "rope_parameters": NESTED,
+    "layer_types": ["sliding_attention", *["full_attention"] * 3],
+    "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}},
+    "use_bidirectional_attention": "all",
+}
 OF_KIND: dict[tuple[str, str], Any] = {
     ("lfm2", "layer_types"): ["full_attention", "conv"],
     ("qwen3_5_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_next", "layer_types"): ["full_attention", "linear_attention"],
     ("gemma3_text", "rope_parameters"): NESTED,
+    **{(kind, name): value for kind in GEMMA4_KINDS for name, value in OF_GEMMA4.items()},
     ("mellum", "rope_parameters"): NESTED,
     ("phi3", "rope_parameters"): {"rope_type": "longrope", "rope_theta": 1000.0, **LONG},
     ("phi3", "rope_scaling"): {"type": "longrope", **LONG},
@@ -301,6 +330,10 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},
     ("phi3", "rope_parameters"): {"original_max_position_embeddings": 32},
+    **{
+        (kind, "num_global_key_value_heads"): {"attention_k_eq_v": True}
+        for kind in ("gemma4_text", "gemma4_unified_text")
+    },
     ("qwen2_moe", "sliding_window"): {"use_sliding_window": True},
     ("qwen2_moe", "use_sliding_window"): {"sliding_window": 8},
     ("qwen3_moe", "intermediate_size"): {"mlp_only_layers": [1]},

@@ -20,6 +20,7 @@ from heterollm.model.blocks import (
     DeltaNetBlock,
     FfnBlock,
     LayerConfig,
+    LayerInputBlock,
     MixtureBlock,
 )
 from heterollm.model.layout import other_name
@@ -46,6 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4 in one stream": ("gemma4_unified_text", {}),
     "smollm3": ("smollm3", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", {}),
@@ -69,6 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 VARIANTS = (
     *("mistral without window", "qwen2 with window", "llama with biases"),
     *("granite 4 without positions", "granite 4 with experts", "stablelm in parallel"),
+    "gemma4 in one stream",
     "qwen3_next with a dense layer",
 )
 
@@ -198,7 +202,7 @@ def changed(config: ModelConfig, kind: type[AnyBlock], change: Callable[[AnyBloc
             )
             for stage in layer.stages
         ]
-        layers.append(LayerConfig(tuple(stages)))
+        layers.append(dataclasses.replace(layer, stages=tuple(stages)))
     return {"per_layer": tuple(layers)}
 
 
@@ -206,12 +210,17 @@ def attention(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return changed(config, AttentionBlock, lambda block: dataclasses.replace(block, **changes))
 
 
+def each_layer(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]) -> dict[str, Any]:
+    return {"per_layer": tuple(map(change, config.per_layer))}
+
+
 def without_output_norms(config: ModelConfig) -> dict[str, Any]:
-    layers = [
-        LayerConfig(tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages))
-        for layer in config.per_layer
-    ]
-    return {"per_layer": tuple(layers)}
+    return each_layer(
+        config,
+        lambda layer: LayerConfig(
+            tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages), layer.is_scaled
+        ),
+    )
 
 
 def unstretched(config: ModelConfig) -> dict[str, Any]:
@@ -268,6 +277,12 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "layers without positions": lambda config: attention(config, rope=config.rope),
     "positions of sliding layers": lambda config: attention(config, rope=config.rope),
     "scaled positions": plain_rope,
+    "part of the pairs": plain_rope,
+    "norms of values": lambda config: attention(config, value_norms=False),
+    "factors of layers": lambda config: each_layer(config, lambda one: LayerConfig(one.stages)),
+    "activation beside embeddings of layers": lambda config: changed(
+        config, LayerInputBlock, lambda one: dataclasses.replace(one, activation="silu")
+    ),
     "partly turning heads": wholly_turning,
     "norms of heads": lambda config: attention(config, head_norms=False),
     "norms of heads behind positions": lambda config: attention(config, norms_last=False),
@@ -320,6 +335,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "phi3": ("window", "scaled positions", "partly turning heads"),
     "gemma2": (*GEMMA, "attention soft cap"),
     "gemma3": (*GEMMA, "norms of heads", "positions of sliding layers", "scaled positions"),
+    "gemma4": (
+        *("window", "layers without window", "norms of outputs", "embedding scale", "logit soft cap"),
+        *("activation", "norms of heads", "part of the pairs", "norms of values", "factors of layers"),
+        *("activation beside embeddings of layers", "attention scale"),
+    ),
     "smollm3": ("window", "layers without positions", *BIASES),
     "mixtral": ("window", "normalised weights", "all chosen experts"),
     "qwen2_moe": ("window", "biases of q, k and v", "weights as they are", "gate of tokens"),

@@ -90,14 +90,6 @@ def test_files_with_the_ending_of_gguf_are_named_by_their_content(tmp_path, data
         assert "Download it again" not in str(caught.value) or words == "version is 4"
 
 
-def test_a_part_of_a_split_file_names_the_first(tmp_path):
-    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q11sIH", 11, b"split.count", 2, 3)
-    (tmp_path / "model-00002-of-00003.gguf").write_bytes(header)
-    with pytest.raises(UnsupportedModelError, match="one of 3 parts") as caught:
-        Checkpoint(tmp_path / "model-00002-of-00003.gguf")
-    assert "model-00001-of-00003.gguf" in str(caught.value.fix)
-
-
 @pytest.mark.parametrize(
     ("config", "file", "words"),
     [

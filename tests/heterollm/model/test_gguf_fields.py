@@ -17,16 +17,15 @@ from heterollm.model import Checkpoint, ModelConfig, read_sampling_defaults
 from heterollm.model.fields import GGUF_FIELDS
 from heterollm.model.stored.gguf_config import check_metadata, gguf_config
 from heterollm.model.stored.gguf_file import GgufFile
-from tests.heterollm.model.test_gguf import ARCHITECTURES, OVERRIDES, PLAIN, write_gguf
 from tests.heterollm.model.test_gguf_tokens import ID_CASES, TEXT_CASES
 
 gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
+from gguf_writer import CONVERTERS, OVERRIDES, PLAIN, rewritten, write_gguf  # noqa: E402
+
 F32 = gguf.GGMLQuantizationType.F32
 
 PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.75}
-GLOBAL = ("general", "tokenizer", "split", "quantize", "mradermacher", "llama")
-"""Name spaces that are not short here."""
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": PLAIN,
     "phi3": {"rope_parameters": PARTIAL, "original_max_position_embeddings": 2048},
@@ -34,8 +33,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma3_text": OVERRIDES["gemma3_text"],
     "mixtral": OVERRIDES["mixtral"],
     "qwen3_moe": OVERRIDES["qwen3_moe"],
+    "minicpm": {"attention_multiplier": 32**-0.5},
+    "starcoder2": OVERRIDES["starcoder2"],
+    "phimoe": OVERRIDES["phimoe"],
 }
-"""Checkpoints whose files the cases change."""
+"""Changes of the checkpoints whose files the cases change."""
+TENSORS_OF = {"minicpm": "granite", "qwen3vl": "qwen3"}
+"""Checkpoints with the same tensors, from which files are written."""
 LEAST_DB = 90
 """Gate for logits in float32."""
 CHANGED_DB = 70
@@ -66,6 +70,20 @@ class Case(NamedTuple):
     base_value: Any = ...
 
 
+def architecture(family: str) -> str:
+    """The value of ``general.architecture`` in a family's files."""
+    return CONVERTERS[family].stated if family in CONVERTERS else family
+
+
+def scales(name: str, file_name: str) -> list[Case]:
+    """A factor in each architecture that has one."""
+    absent = {"embedding_scale": 12.0, "residual_scale": 1.4 / 2**0.5, "logit_scale": 128 / 256}
+    families = ("granite", "granitemoe", "minicpm")
+    found = [Case(family, 0.5, {name: 0.5}) for family in families]
+    found += [Case(family, None, {name: 1.0}) for family in families[:2] if file_name != "logit_scale"]
+    return [*found, Case("minicpm", None, {name: absent[file_name]}, {file_name: 7.0})]
+
+
 def rope(**fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 1000.0, **fields}}
 
@@ -86,10 +104,28 @@ YARN = {
 }
 MSCALE = 1 + 0.1 * math.log(4)
 GEMMA3 = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 4.0}
+MELLUM = {"rope_type": "default", "rope_theta": 2000.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 CASES: dict[str, list[Case]] = {
-    "attention.layer_norm_rms_epsilon": [Case("llama", 0.25, {"rms_norm_eps": 0.25})],
+    "attention.layer_norm_rms_epsilon": [
+        Case("llama", 0.25, {"rms_norm_eps": 0.25}),
+        Case("lfm2", 0.25, {"norm_eps": 0.25}),
+    ],
+    "attention.layer_norm_epsilon": [
+        Case("phi", 0.25, {"layer_norm_eps": 0.25}),
+        Case("stablelm", 0.25, {"layer_norm_eps": 0.25}),
+        Case("starcoder2", 0.25, {"norm_epsilon": 0.25}),
+        Case("nemotron", 0.25, {"norm_eps": 0.25}),
+    ],
+    "attention.scale": [
+        Case("granite", 0.125, {"attention_multiplier": 0.125}),
+        Case("granite", None, {"attention_multiplier": 32**-0.5}),
+        Case("granitemoe", 0.125, {"attention_multiplier": 0.125}),
+    ],
+    "embedding_scale": scales("embedding_multiplier", "embedding_scale"),
+    "residual_scale": scales("residual_multiplier", "residual_scale"),
+    "logit_scale": scales("logits_scaling", "logit_scale"),
     "attention.sliding_window": [
         Case("phi3", 5, {"sliding_window": 5}),
         Case("phi3", 0, {"sliding_window": None}),
@@ -97,12 +133,17 @@ CASES: dict[str, list[Case]] = {
         Case("gemma2", None, {"sliding_window": 4096}),
         Case("gemma3_text", 5, {"sliding_window": 5}),
         Case("gemma3_text", None, {"layer_types": [FULL] * 3}),
+        Case("mellum", 5, {"sliding_window": 5}),
+        Case("mellum", None, {"layer_types": [FULL] * 2}),
+        Case("phimoe", 5, {"sliding_window": 5}),
     ],
     "attention.sliding_window_pattern": [
         Case("gemma2", 1, {"layer_types": [FULL, FULL]}),
         Case("gemma2", [False, True], {"layer_types": [FULL, SLIDING]}),
         Case("gemma3_text", 3, {"layer_types": [SLIDING, SLIDING, FULL]}),
         Case("gemma3_text", None, {"layer_types": [SLIDING] * 3}),
+        Case("mellum", [True, True], {"layer_types": [SLIDING] * 2}),
+        Case("mellum", None, {"layer_types": [SLIDING] * 2}),
     ],
     "attn_logit_softcapping": [
         Case("gemma2", 0.5, {"attn_logit_softcapping": 0.5}),
@@ -124,6 +165,8 @@ CASES: dict[str, list[Case]] = {
     "rope.freq_base_swa": [
         Case("gemma3_text", 300.0, gemma3(GEMMA3, 300.0)),
         Case("gemma3_text", None, gemma3(GEMMA3, 10000.0)),
+        Case("mellum", 300.0, gemma3(MELLUM, 300.0)),
+        Case("mellum", None, gemma3(MELLUM, 2000.0)),
     ],
     "rope.scaling.type": [
         Case("llama", "none", {}, {"rope.scaling.factor": 4.0}),
@@ -175,50 +218,10 @@ SIZES: dict[str, tuple[str, int]] = {
     "attention.value_length": ("llama", 16),
     "expert_count": ("mixtral", 4),
     "expert_feed_forward_length": ("qwen3_moe", 80),
+    "expert_shared_feed_forward_length": ("granitemoeshared", 80),
+    "shortconv.l_cache": ("lfm2", 4),
 }
 """Fields that the shapes of tensors fix: a family, and a wrong value."""
-
-
-def key(name: str, stated: str) -> str:
-    """The full name of a field; names of the architecture's own are short here."""
-    return name if name.partition(".")[0] in GLOBAL else f"{stated}.{name}"
-
-
-def rewritten(
-    source: Path, target: Path, changes: dict[str, Any], tensors: dict[str, Any] | None = None
-) -> Path:
-    """Write a GGUF file again with other metadata and tensors; None removes one."""
-    file = GgufFile.open(source)
-    stated = str(file.metadata["general.architecture"])
-    values = {**file.metadata, **{key(name, stated): value for name, value in changes.items()}}
-    writer = gguf.GGUFWriter(target, stated)
-    alignment = values.pop("general.alignment", None)
-    if alignment is not None:
-        writer.add_custom_alignment(alignment)
-    del values["general.architecture"]
-    for name, value in values.items():
-        if value is not None:
-            add_value(writer, name, value)
-    kept = {name: file.bits(name).view("<f4").reshape(entry.shape) for name, entry in file.entries.items()}
-    for name, data in {**kept, **(tensors or {})}.items():
-        if data is not None:
-            writer.add_tensor(name, np.asarray(data, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
-def add_value(writer: Any, name: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(name, value)
-    elif isinstance(value, int):
-        (writer.add_int32 if value < 0 else writer.add_uint32)(name, value)
-    elif isinstance(value, float):
-        writer.add_float32(name, value)
-    else:
-        (writer.add_string if isinstance(value, str) else writer.add_array)(name, value)
 
 
 @pytest.fixture(scope="session")
@@ -228,9 +231,9 @@ def sources(checkpoint, tmp_path_factory):
 
     def source(family: str) -> tuple[Path, Path]:
         if family not in made:
-            folder = checkpoint(family, **SHAPES[family])
+            folder = checkpoint(TENSORS_OF.get(family, family), **SHAPES.get(family, {}))
             path = tmp_path_factory.mktemp("files") / f"{family}.gguf"
-            made[family] = folder, write_gguf(folder, path, F32, F32)
+            made[family] = folder, write_gguf(folder, path, F32, F32, stated=architecture(family))
         return made[family]
 
     return source
@@ -254,6 +257,7 @@ def db(found: np.ndarray, wanted: np.ndarray) -> float:
     return math.inf if error == 0 else 10 * math.log10(np.square(wanted, dtype=np.float64).sum() / error)
 
 
+SPLIT = ("split.no", "split.count", "split.tensors.count")
 SAMPLING = {
     "general.sampling.temp": ("temperature", 0.25),
     "general.sampling.top_k": ("top_k", 7),
@@ -262,8 +266,8 @@ SAMPLING = {
     "general.sampling.penalty_repeat": ("repetition_penalty", 1.5),
 }
 """Entries of ``generation_config.json``, and values."""
-PLACES = {*SAMPLING, "general.architecture", "general.alignment"}
-"""Fields with tests of their own below."""
+PLACES = {*SAMPLING, "general.architecture", "general.alignment", *SPLIT}
+"""Fields with tests of their own, below and in test_gguf_split.py."""
 
 
 def read_rows() -> list[tuple[str, frozenset[str]]]:
@@ -275,7 +279,7 @@ def test_every_field_that_is_read_has_a_case(name, only):
     own = name.removeprefix("{arch}.")
     assert own in CASES or own in SIZES or own in TEXT_CASES or own in ID_CASES or own in PLACES
     if only and own in CASES:
-        assert {ARCHITECTURES.get(case.family, case.family) for case in CASES[own]} == only
+        assert {architecture(case.family) for case in CASES[own]} == only
 
 
 @pytest.mark.parametrize(
@@ -412,7 +416,7 @@ def test_defaults_and_repeated_values_change_nothing(family, absent, others, sou
 
 @pytest.mark.parametrize(("stated", "largest"), [("gemma2", 46), ("gemma3", 62)])
 def test_the_largest_gemma_scales_attention_by_its_width(stated, largest, tmp_path):
-    from heterollm.model.stored.gguf_file import GgufEntry
+    from heterollm.model.stored.gguf_reader import GgufEntry
 
     sizes = {
         "embedding_length": 4608,
@@ -425,9 +429,7 @@ def test_the_largest_gemma_scales_attention_by_its_width(stated, largest, tmp_pa
     for layers, scale in ((largest, 4608 // 32), (largest - 1, 128)):
         fields = {f"{stated}.{name}": value for name, value in {**sizes, "block_count": layers}.items()}
         entries = {"token_embd.weight": GgufEntry("F32", (8, 4608), 0, 0)}
-        file = GgufFile(
-            tmp_path, {"general.architecture": stated, **fields}, entries, 0, np.empty(0, np.uint8)
-        )
+        file = GgufFile(tmp_path, {"general.architecture": stated, **fields}, entries)
         assert gguf_config(file)["query_pre_attn_scalar"] == scale
 
 
@@ -453,6 +455,11 @@ FILES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "qwen3moe": "qwen3_moe",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
+    "stablelm": "stablelm",
+    "nemotron": "nemotron",
+    "qwen3vl": "qwen3vl",
 }
 """Checkpoints by architecture."""
 
@@ -478,7 +485,7 @@ def test_a_refused_field_is_named(row, stated, sources, tmp_path):
         value = not row.neutral[0]
     name = row.name.replace("*", "x").replace("{arch}", stated)
     metadata = {**metadata_of(sources, stated), name: value}
-    file = GgufFile(tmp_path / "a.gguf", metadata, {}, 0, np.empty(0, np.uint8))
+    file = GgufFile(tmp_path / "a.gguf", metadata, {})
     with pytest.raises(UnsupportedModelError) as caught:
         check_metadata(file)
     assert name in caught.value.message
@@ -638,4 +645,4 @@ def test_experts_of_older_files_lie_apart(sources, tmp_path):
 def test_files_that_hold_no_whole_model_are_named(kind, stated, tmp_path):
     fields = {"general.type": kind, **({"general.architecture": stated} if stated else {})}
     with pytest.raises(UnsupportedModelError, match=kind):
-        check_metadata(GgufFile(tmp_path / "a.gguf", fields, {}, 0, np.empty(0, np.uint8)))
+        check_metadata(GgufFile(tmp_path / "a.gguf", fields, {}))

@@ -22,6 +22,7 @@ from heterollm.text import GenerationResult, drive
 
 SAY: Any = [{"role": "user", "content": "def add(a, b):"}]
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+BAD_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
 PART: Any = {"type": "text", "text": "x"}
 
 # Values that are taken, and values that are refused, of each field of OpenAI.
@@ -87,7 +88,7 @@ CHAT: dict[str, tuple[list[Any], list[Any]]] = {
     "service_tier": ([None, "auto", "default", "flex", "priority"], ["scale", "fast"]),
     "store": ([None, False, True], []),
     "tool_choice": ([None, "none", "auto"], ["required", {"type": "function", "function": {"name": "f"}}]),
-    "tools": ([None, []], [[TOOL]]),
+    "tools": ([None, [], [TOOL]], [[TOOL, TOOL], [{"type": "custom", "custom": {"name": "f"}}], [BAD_TOOL]]),
     "top_logprobs": ([None, 0], [3, 21, -1]),
     "verbosity": ([None, "medium"], ["low", "high"]),
     "web_search_options": ([None], [{}]),
@@ -159,7 +160,8 @@ FOREIGN: dict[str, tuple[list[Any], list[Any]]] = {
     "top_k": ([None, 0, -1, 40, 10**30], [-2, 1.5]),
     "min_p": ([None, 0, 0.5], [1.1]),
     "cache_prompt": ([None, True], [False]),
-    "chat_template_kwargs": ([None, {}], [{"enable_thinking": False}]),
+    "chat_template_kwargs": ([None, {}, {"enable_thinking": False}], [{"colour": "red"}]),
+    "enable_thinking": ([None, False], [True]),
     "num_ctx": ([None], [2048]),
     "mirostat": ([None, 0], [2]),
     "mirostat_tau": ([None, 5], []),
@@ -202,9 +204,9 @@ def test_names_of_other_servers_are_taken_or_answered(llm: LLM, defaults: Reques
 def test_every_neutral_value_is_taken_and_another_is_not(llm: LLM, defaults: RequestDefaults) -> None:
     for name, neutral in NEUTRAL.items():
         for value in neutral:
-            asked(llm, defaults, {name: value})
+            asked(llm, defaults, {"prompt": "x", name: value})
         with pytest.raises(RequestError, match=name) as caught:
-            asked(llm, defaults, {name: {"not": "neutral"}})
+            asked(llm, defaults, {"prompt": "x", name: {"not": "neutral"}})
         assert caught.value.param == name
         assert caught.value.code == "unsupported_parameter"
         assert caught.value.fix
@@ -242,6 +244,20 @@ def test_a_bias_forbids_and_forces_tokens(llm: LLM, defaults: RequestDefaults) -
     assert varied.token_ids[0] == 77
 
 
+def test_the_seed_of_none_is_none(llm: LLM, defaults: RequestDefaults) -> None:
+    assert not asked(llm, defaults, {"seed": -1}).reproducible
+    assert asked(llm, defaults, {"seed": -2}).reproducible
+    seeds = RequestDefaults(defaults.name, {**defaults.sampling, "seed": 7}, None, "")
+    assert asked(llm, seeds, {}).reproducible
+    assert not asked(llm, seeds, {"seed": -1}).reproducible
+
+
+def test_both_limits_hold_in_both_kinds_of_requests(llm: LLM, defaults: RequestDefaults) -> None:
+    for kind in ({}, {"prompt": "x"}):
+        given: Any = {**kind, "max_completion_tokens": 3, "max_tokens": 5, "ignore_eos": True}
+        assert answered(llm, defaults, **given).generated_tokens == 3
+
+
 def test_a_request_without_parameters_has_the_servers_defaults(
     llm: LLM, defaults: RequestDefaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +290,7 @@ def test_a_message_has_its_name_in_the_template(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        type(llm.tokenizer), "apply_chat_template", lambda _self, messages, **_: seen.append(messages) or [5]
+        type(llm.tokenizer), "render_chat", lambda _self, messages, **_: seen.append(messages) or "x"
     )
     messages = [
         {"role": "developer", "content": "a"},

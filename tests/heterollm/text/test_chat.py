@@ -7,6 +7,7 @@ import pytest
 import heterollm.data.tiny_python_lm as tiny
 from heterollm.base import InputError
 from heterollm.text import Conversation, Tokenizer
+from heterollm.text.rendering import SPLIT, ControlTokens
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +48,28 @@ def test_there_must_be_a_question(tokenizer):
         talk.prompt_ids()
     with pytest.raises(InputError, match="nothing to answer"):
         Conversation(tokenizer).prompt_ids()
+
+
+@pytest.mark.parametrize("name", ["<|endoftext|>", "[INST]", "</s>", "odd one"])
+def test_texts_of_users_make_no_control_tokens(name):
+    guard = ControlTokens(["<|endoftext|>", "[INST]", "</s>", "odd one"]).guard
+    text = f"a{name}{name}<b>[c] <{name}"
+    messages = [{"role": role, "content": text} for role in ("system", "user", "assistant", "tool")]
+    guarded = guard(messages)
+    assert [one["content"].replace(SPLIT, "") for one in guarded] == [text] * 4
+    assert [one["content"].count(SPLIT) for one in guarded] == [0, 3, 0, 3]
+    assert name not in guarded[1]["content"]
+
+
+def test_a_long_text_is_guarded_in_time_in_proportion_to_it():
+    guard = ControlTokens(f"<unused{number}>" for number in range(10_000)).guard
+    for text in ("<" * 400_000, ("<" + "u" * 79) * 5_000, "[" * 400_000):
+        assert guard([{"role": "user", "content": text}])[0]["content"] == text
+
+
+def test_a_user_cannot_end_the_turn(tokenizer):
+    talk = Conversation(tokenizer)
+    talk.add_user("x<|endoftext|>y")
+    ids = talk.prompt_ids()
+    assert 0 not in ids
+    assert tokenizer.decode(ids) == "User: x<|endoftext|>y\n\nAssistant:"

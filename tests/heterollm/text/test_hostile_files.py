@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from heterollm.base import MIB, CheckpointError, LimitedChild, LimitError
-from heterollm.text import tokenizer as text_tokenizer
+from heterollm.text import chat_template
 from heterollm.text.tokenizer import Tokenizer
 from heterollm.text.tokenizer_check import check_tokenizer_file
 
@@ -64,7 +64,7 @@ def save(folder, backend, template=None):
     ],
 )
 def test_a_template_that_never_ends_is_one_error(tmp_path, child, monkeypatch, template):
-    monkeypatch.setattr(text_tokenizer, "TEMPLATES", child)
+    monkeypatch.setattr(chat_template, "TEMPLATES", child)
     tokenizer = Tokenizer.from_folder(save(tmp_path / "model", byte_level(), template))
     with pytest.raises(CheckpointError, match=r"chat template in .*(takes|gives|fails)"):
         tokenizer.apply_chat_template(MESSAGES)

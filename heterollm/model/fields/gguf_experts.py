@@ -1,0 +1,94 @@
+"""The hyperparameters of GGUF files with experts, for each architecture."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from heterollm.model.fields.gguf_rows import MODEL, NAMES, OFF, ONE, read, rows
+
+SIZED: Final = frozenset({"qwen3moe", "mellum"})
+NORMALIZED: Final = SIZED | {"llama", "phimoe", "granitemoe"}
+
+EXPERTS: Final = (
+    read(".expert_count", "experts; 0 for none"),
+    read(".expert_used_count", "experts that compute a token"),
+    read(
+        ".expert_feed_forward_length",
+        "width of an expert, feed_forward_length / expert_used_count if absent",
+        "models/qwen3moe.cpp, mellum.cpp",
+        SIZED,
+    ),
+    read(
+        ".expert_shared_feed_forward_length",
+        "width of the experts that compute every token; absent or 0: none",
+        "granite.cpp",
+        frozenset({"granitemoe"}),
+    ),
+    *rows(
+        "none",
+        "width of an expert, which the shapes of its tensors state",
+        NAMES,
+        ".expert_feed_forward_length",
+    ),
+    *rows(
+        "none",
+        "the network's width, which feed_forward_length states, too",
+        "conversion/granite.py",
+        ".expert_shared_feed_forward_length",
+        only=frozenset({"granite"}),
+    ),
+    *rows(
+        "refused",
+        "weights of experts that are not divided by their sum",
+        "models: build_moe_ffn",
+        ".expert_weights_norm",
+        neutral=(True,),
+        only=NORMALIZED,
+    ),
+    *rows(
+        "refused",
+        "weights of experts that are divided by their sum",
+        "models: build_moe_ffn",
+        ".expert_weights_norm",
+        neutral=(False,),
+    ),
+    *rows(
+        "refused",
+        "scores of experts by another function than softmax",
+        "models: build_moe_ffn",
+        ".expert_gating_func",
+        neutral=(0, 1),
+    ),
+    *rows(
+        "refused",
+        "a scale of the experts' weights",
+        "models: build_moe_ffn",
+        ".expert_weights_scale",
+        neutral=ONE,
+    ),
+    *rows("refused", "groups of experts", MODEL, ".expert_group_count", neutral=(0, 1)),
+    *rows(
+        "none", "groups that are used, where expert_group_count states any", MODEL, ".expert_group_used_count"
+    ),
+    *rows(
+        "refused",
+        "layers or experts of further kinds",
+        NAMES,
+        ".expert_shared_count",
+        ".expert_shared_feed_forward_length",
+        ".expert_chunk_feed_forward_length",
+        ".expert_group_scale",
+        ".experts_per_group",
+        ".leading_dense_block_count",
+        ".moe_latent_size",
+        neutral=OFF,
+    ),
+    *rows(
+        "refused",
+        "experts in some layers alone",
+        NAMES,
+        ".moe_every_n_layers",
+        ".interleave_moe_layer_step",
+        neutral=ONE,
+    ),
+)

@@ -1,0 +1,236 @@
+"""The architectures of GGUF files, and the models in transformers that they were converted from.
+
+What becomes of each tensor: https://github.com/ggml-org/llama.cpp/tree/master/conversion
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from heterollm.model.stored.gguf_family_fields import (
+    Fields,
+    gemma2,
+    gemma3,
+    granite,
+    granite_moe,
+    lfm2,
+    mellum,
+    minicpm,
+    no_fields,
+    one_window,
+    phimoe,
+    qwen3_moe,
+    stablelm,
+)
+from heterollm.model.stored.gguf_file import GgufFile
+
+
+class Architecture(NamedTuple):
+    """A value of ``general.architecture``.
+
+    Args:
+        model_type: That of ``config.json``.
+        class_name: The class in transformers.
+        permuted: Whether the rows of q and k stand in the order of rotated pairs.
+        norm_offset: What the converter added to the weights of norms.
+        biases: Fields of ``config.json`` for biases, each with tensors of files that have them.
+        modules: Modules of a layer by the file's names, where they differ from Llama's.
+        joined: The file's names of tensors that share the rows of a module's weight.
+        top: Modules outside of layers, likewise.
+        experts: Modules of an expert's weights by the stacks that hold them.
+        experts_field: Field of ``config.json`` with the number of experts.
+        epsilon: Field of ``config.json`` for the number added in norms, and the file's.
+        fields: Returns the fields of ``config.json`` that other architectures lack.
+        hybrid: Whether some layers have no attention, and 0 key heads.
+    """
+
+    model_type: str
+    class_name: str
+    permuted: bool = False
+    norm_offset: float = 0.0
+    biases: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    modules: Mapping[str, str] = MappingProxyType({})
+    joined: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    top: Mapping[str, str] = MappingProxyType({})
+    experts: Mapping[str, str] = MappingProxyType({})
+    experts_field: str = "num_experts"
+    epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
+    fields: Callable[[GgufFile, Fields], Fields] = no_fields
+    hybrid: bool = False
+
+
+def key_heads(file: GgufFile, architecture: Architecture) -> int:
+    """Return the key heads of layers with attention."""
+    return file.count("attention.head_count_kv", "attention.head_count", hybrid=architecture.hybrid)
+
+
+LAYER_NORM: Final = ("layer_norm_eps", "attention.layer_norm_epsilon")
+QKV_BIAS: Final = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
+ATTENTION_BIAS: Final = ("attention_bias", QKV_BIAS)
+BIASES: Final = (ATTENTION_BIAS, ("mlp_bias", ("blk.0.ffn_down.bias",)))
+FUSED_NETWORK: Final = {"ffn_up": "mlp.gate_up_proj"}
+GEMMA_MODULES: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+NAMED_EXPERTS: Final = {
+    f"ffn_{member}_exps": f"mlp.experts.{{}}.{member}_proj" for member in ("gate", "up", "down")
+}
+NUMBERED_EXPERTS: Final = {
+    f"ffn_{member}_exps": f"block_sparse_moe.experts.{{}}.{name}"
+    for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+ROUTER: Final = {"ffn_gate_inp": "mlp.gate"}
+SPARSE_ROUTER: Final = {"ffn_gate_inp": "block_sparse_moe.gate"}
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
+    {
+        "llama": Architecture("llama", "LlamaForCausalLM", permuted=True, biases=BIASES),
+        "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True, biases=BIASES),
+        "arcee": Architecture("arcee", "ArceeForCausalLM", permuted=True, biases=BIASES),
+        "mistral3": Architecture("mistral", "MistralForCausalLM", permuted=True),
+        # q, k and v lie apart, as Llama's.
+        "internlm2": Architecture("llama", "LlamaForCausalLM", permuted=True, biases=BIASES),
+        "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+        "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", biases=(ATTENTION_BIAS,)),
+        "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", biases=(ATTENTION_BIAS,)),
+        "phi2": Architecture(
+            "phi",
+            "PhiForCausalLM",
+            modules={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+            top={"output_norm": "model.final_layernorm"},
+            epsilon=LAYER_NORM,
+        ),
+        "phi3": Architecture(
+            "phi3",
+            "Phi3ForCausalLM",
+            modules={"attn_qkv": "self_attn.qkv_proj", **FUSED_NETWORK},
+            fields=one_window,
+        ),
+        "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0, biases=(ATTENTION_BIAS,)),
+        "gemma2": Architecture(
+            "gemma2", "Gemma2ForCausalLM", norm_offset=1.0, modules=GEMMA_MODULES, fields=gemma2
+        ),
+        "gemma3": Architecture(
+            "gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0, modules=GEMMA_MODULES, fields=gemma3
+        ),
+        "granite": Architecture(
+            "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=granite
+        ),
+        "minicpm": Architecture(
+            "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=minicpm
+        ),
+        "stablelm": Architecture(
+            "stablelm",
+            "StableLmForCausalLM",
+            biases=(("use_qkv_bias", QKV_BIAS),),
+            epsilon=LAYER_NORM,
+            fields=stablelm,
+        ),
+        "seed_oss": Architecture(
+            "seed_oss",
+            "SeedOssForCausalLM",
+            biases=(*BIASES, ("attention_out_bias", ("blk.0.attn_output.bias",))),
+            modules={"post_attention_norm": "post_attention_layernorm"},
+        ),
+        "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", biases=(("use_bias", QKV_BIAS),)),
+        "chatglm": Architecture("glm", "GlmForCausalLM", biases=(ATTENTION_BIAS,), modules=FUSED_NETWORK),
+        "glm4": Architecture(
+            "glm4",
+            "Glm4ForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={
+                **FUSED_NETWORK,
+                "post_attention_norm": "post_self_attn_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+            },
+        ),
+        "starcoder2": Architecture(
+            "starcoder2",
+            "Starcoder2ForCausalLM",
+            biases=(("use_bias", QKV_BIAS),),
+            modules={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+            epsilon=("norm_epsilon", LAYER_NORM[1]),
+        ),
+        "nemotron": Architecture(
+            "nemotron",
+            "NemotronForCausalLM",
+            norm_offset=1.0,
+            biases=BIASES,
+            epsilon=("norm_eps", LAYER_NORM[1]),
+        ),
+        "lfm2": Architecture(
+            "lfm2",
+            "Lfm2ForCausalLM",
+            modules={
+                "attn_norm": "operator_norm",
+                "attn_q_norm": "self_attn.q_layernorm",
+                "attn_k_norm": "self_attn.k_layernorm",
+                "attn_output": "self_attn.out_proj",
+                "ffn_norm": "ffn_norm",
+                "ffn_gate": "feed_forward.w1",
+                "ffn_up": "feed_forward.w3",
+                "ffn_down": "feed_forward.w2",
+            },
+            top=dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
+            epsilon=("norm_eps", "attention.layer_norm_rms_epsilon"),
+            fields=lfm2,
+            hybrid=True,
+        ),
+    }
+)
+MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
+    {
+        "llama": Architecture(
+            "mixtral",
+            "MixtralForCausalLM",
+            permuted=True,
+            modules=SPARSE_ROUTER,
+            experts=NUMBERED_EXPERTS,
+            experts_field="num_local_experts",
+        ),
+        "qwen3moe": Architecture(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules=ROUTER,
+            experts=NAMED_EXPERTS,
+            fields=qwen3_moe,
+        ),
+        "olmoe": Architecture("olmoe", "OlmoeForCausalLM", modules=ROUTER, experts=NAMED_EXPERTS),
+        "mellum": Architecture(
+            "mellum", "MellumForCausalLM", modules=ROUTER, experts=NAMED_EXPERTS, fields=mellum
+        ),
+        # Routed as the checkpoint's code does, by sparsemixer; llama.cpp has a softmax instead.
+        "phimoe": Architecture(
+            "phimoe",
+            "PhimoeForCausalLM",
+            biases=(ATTENTION_BIAS, ("lm_head_bias", ("output.bias",))),
+            modules=SPARSE_ROUTER,
+            experts=NUMBERED_EXPERTS,
+            experts_field="num_local_experts",
+            fields=phimoe,
+        ),
+        "granitemoe": Architecture(
+            "granitemoe",
+            "GraniteMoeForCausalLM",
+            permuted=True,
+            biases=(ATTENTION_BIAS,),
+            modules={
+                "ffn_gate_inp": "block_sparse_moe.router.layer",
+                "ffn_down_exps": "block_sparse_moe.output_linear",
+                "ffn_down_shexp": "shared_mlp.output_linear",
+            },
+            joined={
+                "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+                "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+            },
+            experts_field="num_local_experts",
+            fields=granite_moe,
+        ),
+    }
+)
+"""The architectures of files with experts."""

@@ -1,0 +1,147 @@
+"""Where the weights of a model lie in a GGUF file.
+
+llama.cpp's changes of tensors: https://github.com/ggml-org/llama.cpp/tree/master/conversion
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.model.stored.gguf_architectures import Architecture, key_heads
+from heterollm.model.stored.gguf_file import GgufFile
+from heterollm.model.stored.gguf_names import LAYER_TENSOR, LONE_EXPERT, MODULES, TOP_MODULES
+from heterollm.model.stored.gguf_rope import ROPE_TENSORS
+
+FUSED: Final = "attn_qkv"
+MEMBERS: Final = ("attn_q", "attn_k", "attn_v")
+PERMUTED: Final = ("attn_q", "attn_k")
+CONVOLUTION: Final = "shortconv.conv"
+STACKED: Final = len(("expert", "row", "column"))
+
+
+class GgufRows(NamedTuple):
+    """Rows of a tensor of the file.
+
+    Args:
+        own: Name of the tensor.
+        start: First row of its matrix; an element of a vector counts as a row.
+        stop: Row behind the last.
+        heads: Heads whose rows stand in the order of rotated pairs; 0 for rows in order.
+    """
+
+    own: str
+    start: int
+    stop: int
+    heads: int = 0
+
+
+class GgufPlace(NamedTuple):
+    """The shape of a weight, and its rows in the file."""
+
+    shape: tuple[int, ...]
+    parts: tuple[GgufRows, ...]
+
+
+def places(file: GgufFile, architecture: Architecture) -> dict[str, GgufPlace]:
+    """Return the place of each weight by its Hugging Face name; a tensor without such a name keeps its own.
+
+    Raises:
+        CheckpointError: Tensors do not fit each other.
+        UnsupportedModelError: Rows of one weight have several types.
+    """
+    top = {**TOP_MODULES, **architecture.top}
+    if "token_embd.weight" not in file.entries:
+        top["output"] = top["token_embd"]  # a tied embedding under the head's name
+    found: dict[str, GgufPlace] = {}
+    for own in file.entries:
+        if match := LAYER_TENSOR.fullmatch(own):
+            found |= _of_layer(file, architecture, own, match)
+        elif (lone := LONE_EXPERT.fullmatch(own)) and architecture.experts:
+            module = architecture.experts[f"{lone[2]}_exps"].format(lone[3])
+            found[f"model.layers.{lone[1]}.{module}.weight"] = _whole(file, own)
+        elif own not in ROPE_TENSORS:
+            module, _, ending = own.rpartition(".")
+            found[f"{top[module]}.{ending}" if module in top else own] = _whole(file, own)
+    return found
+
+
+def _of_layer(
+    file: GgufFile, architecture: Architecture, own: str, match: re.Match[str]
+) -> Mapping[str, GgufPlace]:
+    """Return the places of the weights that begin in a tensor of a layer."""
+    layer, module, ending = match.groups()
+    shape, modules = file.entries[own].shape, {**MODULES, **architecture.modules}
+
+    def named(module: str) -> str:
+        return f"model.layers.{layer}.{module}.{ending}"
+
+    if module in architecture.experts and len(shape) == STACKED:
+        cut = range(0, math.prod(shape[:-1]) + 1, shape[-2])
+        return {
+            named(architecture.experts[module].format(expert)): GgufPlace(shape[1:], (GgufRows(own, *rows),))
+            for expert, rows in enumerate(itertools.pairwise(cut))
+        }
+    for name, members in architecture.joined.items():
+        if module in members:
+            owns = [f"blk.{layer}.{member}.{ending}" for member in members]
+            return {named(name): _joined(file, owns)} if module == members[0] else {}
+    if module == FUSED and module not in modules:
+        counts = [file.count("attention.head_count"), *[key_heads(file, architecture)] * 2]
+        return _divided(file, architecture, own, [named(modules[one]) for one in MEMBERS], counts)
+    place = _whole(file, own)
+    if architecture.permuted and module in PERMUTED:
+        heads = file.count("attention.head_count") if module == "attn_q" else key_heads(file, architecture)
+        place = _whole(file, own, heads)
+    if module == CONVOLUTION:
+        place = place._replace(shape=(shape[0], 1, *shape[1:]))
+    return {named(modules[module]) if module in modules else own: place}
+
+
+def _whole(file: GgufFile, own: str, heads: int = 0) -> GgufPlace:
+    """Return the place of a weight that a tensor holds alone."""
+    shape = file.entries[own].shape
+    rows = shape[0] if len(shape) == 1 else math.prod(shape[:-1])
+    if heads and rows % (2 * heads):
+        raise CheckpointError(f"{file.path}: {own} has {rows} rows, which {heads} heads cannot share.")
+    return GgufPlace(shape, (GgufRows(own, 0, rows, heads),))
+
+
+def _divided(
+    file: GgufFile, architecture: Architecture, own: str, names: Sequence[str], counts: Sequence[int]
+) -> Mapping[str, GgufPlace]:
+    """Return the places of queries, keys and values that a tensor holds one after the other."""
+    shape = file.entries[own].shape
+    if shape[0] % sum(counts):
+        raise CheckpointError(
+            f"{file.path}: {own} has {shape[0]} rows, which {sum(counts)} heads cannot share."
+        )
+    found, start, width = {}, 0, shape[0] // sum(counts)
+    for name, member, count in zip(names, MEMBERS, counts, strict=True):
+        heads = count if architecture.permuted and member in PERMUTED else 0
+        part = GgufRows(own, start, start + count * width, heads)
+        found[name] = GgufPlace((count * width, *shape[1:]), (part,))
+        start = part.stop
+    return found
+
+
+def _joined(file: GgufFile, owns: Sequence[str]) -> GgufPlace:
+    """Return the place of a weight, or of one for each expert, whose rows several tensors share."""
+    entries = [file.entries[own] for own in owns if own in file.entries]
+    shapes = [entry.shape for entry in entries]
+    if len(entries) < len(owns) or len({(*shape[:-2], shape[-1], len(shape)) for shape in shapes}) > 1:
+        raise CheckpointError(f"{file.path} lacks {' or '.join(owns)}, or their shapes do not fit.")
+    if len({entry.kind for entry in entries}) > 1:
+        raise UnsupportedModelError(
+            f"{file.path}: {' and '.join(owns)}, rows of one weight, have the types "
+            f"{' and '.join(entry.kind for entry in entries)}.",
+            fix="Take a file in which both have the same.",
+        )
+    experts = range(math.prod(shapes[0][:-2]))
+    rows = [(own, shape[-2]) for own, shape in zip(owns, shapes, strict=True)]
+    parts = tuple(GgufRows(own, at * count, (at + 1) * count) for at in experts for own, count in rows)
+    return GgufPlace((*shapes[0][:-2], sum(count for _, count in rows), shapes[0][-1]), parts)

@@ -1,0 +1,176 @@
+"""Messages, tools and choices in the bodies of chats: their fields, and the dialogue that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from heterollm.base import parse_json
+from heterollm.serve.errors import RequestError
+from heterollm.tools import CallRules, Tool
+
+MOST_TOOLS: Final = 512
+ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class _TextPart(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: ToolName
+    arguments: str = ""
+
+
+class _Call(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message in the body of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[_TextPart], Meta(min_length=1)] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_Call] | None = None
+    # Clients send back the messages that they received.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    refusal: Literal[""] | None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class _Function(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool in the body of a chat."""
+
+    type: Literal["function"]
+    function: _Function
+
+
+class _Named(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: ToolName
+
+
+class _NamedTool(
+    _Fields, frozen=True, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True
+):
+    function: _Named
+
+
+class _Allowed(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], Meta(min_length=1)]
+
+
+class _AllowedTools(
+    _Fields, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True
+):
+    allowed_tools: _Allowed
+
+
+ToolChoice: TypeAlias = Literal["auto", "none", "required"] | _NamedTool | _AllowedTools
+
+
+def tools_of(fields: Sequence[ToolField]) -> list[Tool]:
+    """Return the tools of a body.
+
+    Raises:
+        RequestError: Two have one name.
+    """
+    names = [one.function.name for one in fields]
+    if len(set(names)) < len(names):
+        raise RequestError("Two tools have the same name.", param="tools")
+    return [
+        Tool(one.name, one.description, one.parameters or {}, bool(one.strict))
+        for one in (field.function for field in fields)
+    ]
+
+
+def rules_of(
+    tools: Sequence[Tool], choice: ToolChoice | None, *, parallel: bool, final: dict[str, Any] | None
+) -> CallRules | None:
+    """Return the calls that an answer may have; None for none.
+
+    Raises:
+        RequestError: The choice has no such tool.
+    """
+    if not tools and choice not in (None, "auto", "none"):
+        raise RequestError("tool_choice needs tools.", param="tool_choice")
+    if not tools or choice == "none":
+        return None
+    required, names = choice == "required", [tool.name for tool in tools]
+    match choice:
+        case _NamedTool(function=function):
+            required, parallel, names = True, False, [function.name]
+        case _AllowedTools(allowed_tools=allowed):
+            required, names = allowed.mode == "required", [one.function.name for one in allowed.tools]
+    chosen = [tool for tool in tools if tool.name in names]
+    if len(chosen) < len(set(names)):
+        raise RequestError("tool_choice names a tool that is not among tools.", param="tool_choice")
+    return CallRules(tools=chosen, required=required, parallel=parallel, final=final)
+
+
+def dialogue_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them.
+
+    Raises:
+        RequestError: A message lacks its text, or a call's arguments are no JSON object.
+    """
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _message(message: ChatMessage, place: str) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    calls = message.tool_calls or ()
+    if content is None and message.role != "tool" and not calls:
+        raise RequestError("The message has no content.", param=f"{place}.content")
+    if calls and message.role != "assistant":
+        raise RequestError("Only messages of the assistant have tool_calls.", param=f"{place}.tool_calls")
+    role = "system" if message.role == "developer" else message.role
+    reasoning = message.reasoning_content or message.reasoning or message.thinking
+    others = {"name": message.name, "reasoning_content": reasoning}
+    made: dict[str, Any] = {"role": role, "content": content or ""}
+    made |= {name: value for name, value in others.items() if value is not None}
+    if message.role == "tool":
+        made["tool_call_id"] = message.tool_call_id
+    if calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": _function(call, f"{place}.tool_calls[{number}]")}
+            for number, call in enumerate(calls)
+        ]
+    return made
+
+
+def _function(call: _Call, place: str) -> dict[str, Any]:
+    # Templates write objects; a text would have its quotes and escapes twice.
+    try:
+        arguments = parse_json(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError("The arguments are no JSON object.", param=f"{place}.function.arguments")
+    return {"name": call.function.name, "arguments": arguments}

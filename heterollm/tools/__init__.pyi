@@ -1,0 +1,11 @@
+from .constraint import CallRules as CallRules
+from .prompt import ChatPrompt as ChatPrompt
+from .prompt import ChatRequest as ChatRequest
+from .prompt import chat_prompt as chat_prompt
+from .prompt import fault_of as fault_of
+from .reading import AnswerPart as AnswerPart
+from .reading import AnswerReader as AnswerReader
+from .reading import ReplyForm as ReplyForm
+from .reading import ToolCall as ToolCall
+from .reading import joined as joined
+from .schemas import Tool as Tool

@@ -1,0 +1,145 @@
+"""GGUF files of every architecture, with the logits of the checkpoints that they were converted from."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.kernels.formats.tolerances import sqnr_db
+from heterollm.llm import LLM
+from heterollm.model import Checkpoint
+from heterollm.model.families import FAMILIES
+from heterollm.model.stored.gguf_architectures import ARCHITECTURES, MIXTURES
+from heterollm.model.stored.gguf_file import GgufFile
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+from gguf_writer import CONVERTERS, OVERRIDES, PLAIN, rewritten, write_gguf  # noqa: E402
+from own_code import OWN_CODE  # noqa: E402
+from own_code_checkpoints import write_own_code  # noqa: E402
+
+Types = gguf.GGMLQuantizationType
+LEAST_DB = 110
+"""Gate for logits in float32: 1 + w - 1 is not w, and multipliers are float32 in the file."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
+    "granite 4 with experts": (
+        "granitemoehybrid",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96},
+    ),
+    "gemma3 without window": ("gemma3_text", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+}
+WITHOUT_FILES = {"ministral", "cwm", "phonelm", "opt"}
+"""Families for which llama.cpp has no architecture."""
+VISION = {"qwen3vl"}
+"""The text part of a model with vision."""
+QUICK = ("gemma", "granitemoeshared", "internlm2", "minicpm", "phi", "lfm2", "glm4")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+
+
+def test_every_family_has_an_architecture() -> None:
+    read = {one.model_type for one in (*ARCHITECTURES.values(), *MIXTURES.values())}
+    as_others = {"internlm2", "minicpm", "granitemoeshared", "granitemoehybrid"}
+    assert read | as_others | WITHOUT_FILES == FAMILIES.keys()
+    assert {one.stated for one in CONVERTERS.values()} | VISION == {*ARCHITECTURES, *MIXTURES}
+
+
+def logits(model: Path, host_llm: Callable[..., LLM], ids: list[int], **options: Any) -> np.ndarray:
+    options = {"plan": "gpu", "precision": "fp16", "context": 256, **options}
+    session = host_llm(model, **options).session()
+    prompt = session.prefill(ids[:-4], all_logits=True)
+    return np.concatenate([prompt, [session.decode(token) for token in ids[-4:]]])
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=() if one in QUICK else pytest.mark.slow)
+        for one in (*CONVERTERS, *VARIANTS, *VISION)
+    ],
+)
+def test_logits_are_those_of_the_checkpoint(
+    family: str,
+    checkpoint: Callable[..., Path],
+    bundled_model: Path,
+    host_llm: Callable[..., LLM],
+    token_ids: Callable[[int], list[int]],
+    tmp_path: Path,
+) -> None:
+    if family in OWN_CODE:
+        folder = tmp_path
+        write_own_code(folder, family, bundled_model)
+    else:
+        kind, changes = VARIANTS.get(family, ("qwen3" if family in VISION else family, {}))
+        folder = checkpoint(kind, **{**OVERRIDES.get(kind, {}), **changes})
+    stated = "granitemoe" if family == "granite 4 with experts" else family if family in VISION else ""
+    path = write_gguf(folder, tmp_path / "float.gguf", Types.F32, Types.F32, stated=stated)
+    ids = token_ids(44)
+    found, wanted = (logits(model, host_llm, ids) for model in (path, folder))
+    assert sqnr_db(found, wanted) >= LEAST_DB
+
+
+@pytest.mark.parametrize("kinds", [(), (("ffn_down", Types.Q4_1),)])
+def test_joined_experts_keep_their_integers(
+    kinds: tuple[tuple[str, Any], ...],
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    token_ids: Callable[[int], list[int]],
+    tmp_path: Path,
+) -> None:
+    """Granite's experts and shared experts, whose gate and up are apart in the file."""
+    folder = checkpoint("granitemoeshared", intermediate_size=96, shared_intermediate_size=160)
+    path = write_gguf(folder, tmp_path / "integers.gguf", Types.Q4_0, Types.Q8_0, kinds)
+    assert all("bit for bit" in note for note in host_llm(path, plan="gpu").notes if " tensors of " in note)
+    ids = token_ids(20)
+    found, wanted = (logits(path, host_llm, ids, precision=one) for one in ("w4a16", "fp16"))
+    assert sqnr_db(found, wanted) >= 90
+
+
+def test_tensors_of_one_weight_must_fit(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint("granitemoe")
+    path = write_gguf(folder, tmp_path / "mixed.gguf", Types.Q4_0, Types.Q8_0, (("ffn_up_exps", Types.Q8_0),))
+    with pytest.raises(UnsupportedModelError, match="have the types Q4_0 and Q8_0"):
+        Checkpoint(path)
+    source = write_gguf(folder, tmp_path / "float.gguf", Types.F32, Types.F32)
+    lacking = rewritten(source, tmp_path / "lacking.gguf", {}, {"blk.1.ffn_up_exps.weight": None})
+    with pytest.raises(CheckpointError, match=r"lacks .*blk\.1\.ffn_up_exps\.weight"):
+        Checkpoint(lacking)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_one_tensor_of_queries_keys_and_values_is_divided(
+    family: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As in older files of Phi-2 and GLM; rows of Llama's q and k stand in pairs there, too."""
+    folder = checkpoint(family, **({**PLAIN, "attention_bias": True} if family == "llama" else {}))
+    source = write_gguf(folder, tmp_path / "apart.gguf", Types.F32, Types.F32)
+    file, changes = GgufFile.open(source), {}
+    for layer in range(2):
+        for ending in ("weight", "bias"):
+            names = [f"blk.{layer}.attn_{one}.{ending}" for one in "qkv"]
+            parts = [file.bits(one).view("<f4").reshape(file.entries[one].shape) for one in names]
+            changes |= {**dict.fromkeys(names), f"blk.{layer}.attn_qkv.{ending}": np.concatenate(parts)}
+    whole, apart = Checkpoint(rewritten(source, tmp_path / "whole.gguf", {}, changes)), Checkpoint(source)
+    for name in apart.names:
+        assert np.array_equal(whole.read(name), apart.read(name)), name
+        if name.endswith("weight") and len(apart.shape(name)) > 1:
+            assert np.array_equal(whole.read(name, (3, 7)), apart.read(name, (3, 7))), name
+
+
+def test_parts_of_a_head_that_rotate_are_whole_numbers() -> None:
+    from heterollm.model.stored.gguf_config import rotated_part
+
+    for head_dim in range(2, 260, 2):
+        for rotated in range(2, head_dim + 1, 2):
+            assert int(head_dim * rotated_part(rotated, head_dim)) == rotated
+    assert rotated_part(64, 64) == 1
+    assert math.isclose(rotated_part(30, 44), 30 / 44)
