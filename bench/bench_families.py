@@ -25,7 +25,12 @@ from heterollm.model.families import FAMILIES
 RESULTS: Final = Path(__file__).parent / "results" / "families.jsonl"
 OWN_TESTS: Final = "tests/heterollm/model/test_own_code.py::test_logits_are_those_of_the_same_equations"
 OWN_CODE: Final = ("internlm2", "phonelm", "minicpm")
-NAMES: Final = {"llama": "llama with biases", "qwen2": "qwen2 with window", "gemma3_text": "gemma3"}
+NAMES: Final = {
+    "llama": "llama with biases",
+    "qwen2": "qwen2 with window",
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+}
 """Names of tests by model type, where they differ."""
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from msgspec import structs
 
-from heterollm.base import CheckpointError, OptionError, UnsupportedModelError
+from heterollm.base import OptionError, UnsupportedModelError
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import Group, WeightFormat
 from heterollm.model.blocks import LAYER_GROUPS
@@ -27,7 +27,7 @@ class StoredFormats:
     """The canonical formats that hold the weights of a checkpoint best.
 
     Args:
-        layers: Format of each group of the layers; blocks that do not divide the inputs of one are halved.
+        layers: Format of each group that layers have; blocks that do not divide the inputs of one are halved.
         head: Format of embedding and head; None if the checkpoint stores both as floats.
     """
 
@@ -36,12 +36,9 @@ class StoredFormats:
 
     def of_group(self, group: Group, columns: int) -> WeightFormat:
         """Return the format of a group with some inputs; the head's is also the embedding's."""
-        weight = self.layers.get(group)
-        if group == "head":
-            block = max(own.block for own in self.layers.values())
-            weight = self.head or WeightFormat(8, block)
-        if weight is None:
-            raise CheckpointError(f"config.json, quantization_config: layers has no format of {group}.")
+        weight = self.head if group == "head" else self.layers.get(group)
+        if weight is None:  # floats of the head; the check of tensors refuses a file that lacks other groups
+            weight = WeightFormat(8, max(own.block for own in self.layers.values()))
         return structs.replace(weight, block=effective_block(columns, weight.block))
 
 
@@ -60,7 +57,7 @@ def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
     if method == "gguf":
         head, layers = own.section("head"), own.section("layers")
         if not layers or not set(layers) <= set(LAYER_GROUPS):
-            raise own.fail("layers", f"formats of some of {', '.join(LAYER_GROUPS)}")
+            raise own.fail("layers", f"formats of {', '.join(LAYER_GROUPS)}")
         formats = {group: _format(JsonFields(layers, own.where).section(group), own) for group in layers}
         return StoredFormats(formats, _format(head, own) if head else None)
     check_quantization(stated, own.where)

@@ -191,7 +191,7 @@ def _formats(file: GgufFile) -> dict[str, Any] | None:
             heads.append(block_type(entry.kind))
     if all(kind.dtype is not None for kinds in groups.values() for kind in kinds):
         return None
-    formats = {group: smallest_format(kinds) for group, kinds in groups.items()}
+    formats = {group: smallest_format(kinds) for group, kinds in groups.items() if kinds}
     formats["head"] = structs.replace(smallest_format(heads), bits=8)
     stated = {
         group: {"bits": weight.bits, "block": weight.block, "minimum": weight.minimum}

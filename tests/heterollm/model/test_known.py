@@ -1,11 +1,15 @@
 """Models by name: their sizes add up to the parameters that their makers state."""
 
 import json
+import re
 
 import pytest
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.model import KNOWN_MODELS, expert_specs, find_model, op_specs
+from heterollm.model.blocks import AttentionBlock, ShortConvBlock
+from heterollm.model.known_sizes import TYPES_OF_NAMES
+from heterollm.model.missing import MISSING
 
 STATED_BILLIONS = {
     "llama-3-8b": 8.03,
@@ -54,8 +58,43 @@ STATED_BILLIONS = {
     "phi-3.5-moe": 41.9,
     "mixtral-8x7b": 46.7,
     "olmoe-1b-7b": 6.92,
+    "llama-3.1-8b": 8.03,
+    "lfm2-350m": 0.354,
+    "lfm2-700m": 0.742,
+    "lfm2-1.2b": 1.17,
+    "lfm2-2.6b": 2.57,
+    "gemma-2-2b": 2.61,
+    "gemma-3-270m": 0.268,
+    "gemma-3-1b": 1.0,
+    "gemma-3-4b": 3.88,
+    "gemma-3-12b": 11.8,
+    "phi-3.5-mini": 3.82,
+    "phi-4-mini": 3.84,
+    "smollm2-135m": 0.135,
+    "smollm2-360m": 0.362,
+    "smollm2-1.7b": 1.71,
+    "smollm3-3b": 3.08,
+    "granite-4.0-350m": 0.352,
+    "granite-4.0-1b": 1.63,
+    "granite-4.0-micro": 3.4,
+    "minicpm5-1b": 1.081,
+    "minicpm4-0.5b": 0.434,
+    "minicpm4-8b": 8.19,
+    "deepseek-r1-distill-qwen-1.5b": 1.78,
+    "deepseek-r1-distill-qwen-7b": 7.62,
+    "deepseek-r1-distill-llama-8b": 8.03,
+    "mistral-nemo-12b": 12.2,
+    "mistral-small-24b": 23.6,
+    "falcon3-1b": 1.67,
+    "falcon3-3b": 3.23,
+    "ernie-4.5-0.3b": 0.361,
+    "glm-4-9b": 9.4,
+    "phonelm-0.5b": 0.51,
+    "phonelm-1.5b": 1.62,
+    "stablelm-2-1.6b": 1.64,
+    "phi-mini-moe": 7.65,
 }
-"""Parameters by the model cards; a tied head counts once."""
+"""Parameters of the text part, by model cards and the files' sizes; a tied head counts once."""
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
@@ -72,6 +111,22 @@ def test_sizes_add_up(name):
 
 def test_all_are_stated():
     assert STATED_BILLIONS.keys() == KNOWN_MODELS.keys()
+
+
+@pytest.mark.parametrize("start", TYPES_OF_NAMES)
+def test_names_of_unsupported_families_are_refused_with_the_reason(start):
+    with pytest.raises(UnsupportedModelError, match=re.escape(MISSING[TYPES_OF_NAMES[start]])):
+        find_model(f"{start.title()}-99B")
+
+
+def test_layers_with_windows_and_convolutions_are_those_of_the_model():
+    gemma = KNOWN_MODELS["gemma-3-1b"].config
+    windows = [block.window for block in gemma.blocks(AttentionBlock).values()]
+    assert windows[:6] == [512] * 5 + [0]
+    assert windows.count(0) == 4
+    lfm2 = KNOWN_MODELS["lfm2-1.2b"].config
+    assert [*lfm2.blocks(AttentionBlock)] == [2, 5, 8, 10, 12, 14]
+    assert len(lfm2.blocks(ShortConvBlock)) == 10
 
 
 def test_a_file_or_folder_serves_as_well(tmp_path):
