@@ -54,11 +54,13 @@ class Tool:
             GrammarError: The arguments are no object, or nested too deeply.
         """
         own = dict(self.parameters)
-        if own.setdefault("type", "object") != "object":
+        if own.get("type", "object") != "object":
             raise GrammarError(
                 f"The parameters of {self.name!r:.80} have the type {own['type']!r:.40}, not object.",
                 fix='Begin with {"type": "object", "properties": {…}}.',
             )
+        if "$ref" not in own:
+            own["type"] = "object"
         if not {"properties", "anyOf", "oneOf", "allOf", "$ref", "additionalProperties"} & own.keys():
             own["properties"] = {}
         try:
