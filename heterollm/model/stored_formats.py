@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from msgspec import structs
 
-from heterollm.base import OptionError, UnsupportedModelError
+from heterollm.base import CheckpointError, OptionError, UnsupportedModelError
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.ops import Group, WeightFormat
 from heterollm.model.blocks import LAYER_GROUPS
@@ -40,7 +40,8 @@ class StoredFormats:
         if group == "head":
             block = max(own.block for own in self.layers.values())
             weight = self.head or WeightFormat(8, block)
-        assert weight is not None  # by the check of the groups' names
+        if weight is None:
+            raise CheckpointError(f"config.json, quantization_config: layers has no format of {group}.")
         return structs.replace(weight, block=effective_block(columns, weight.block))
 
 
@@ -58,8 +59,8 @@ def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
     method = own.get("quant_method")
     if method == "gguf":
         head, layers = own.section("head"), own.section("layers")
-        if set(layers) != set(LAYER_GROUPS):
-            raise own.fail("layers", f"a format for each of {', '.join(LAYER_GROUPS)}")
+        if not layers or not set(layers) <= set(LAYER_GROUPS):
+            raise own.fail("layers", f"formats of some of {', '.join(LAYER_GROUPS)}")
         formats = {group: _format(JsonFields(layers, own.where).section(group), own) for group in layers}
         return StoredFormats(formats, _format(head, own) if head else None)
     check_quantization(stated, own.where)
