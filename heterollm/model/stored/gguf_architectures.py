@@ -71,11 +71,11 @@ QKV_BIAS: Final = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
 ATTENTION_BIAS: Final = ("attention_bias", QKV_BIAS)
 BIASES: Final = (ATTENTION_BIAS, ("mlp_bias", ("blk.0.ffn_down.bias",)))
 FUSED_NETWORK: Final = {"ffn_up": "mlp.gate_up_proj"}
-GEMMA_MODULES: Final = {
+OUTPUT_NORMS: Final = {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+GEMMA_MODULES: Final = {**OUTPUT_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 NAMED_EXPERTS: Final = {
     f"ffn_{member}_exps": f"mlp.experts.{{}}.{member}_proj" for member in ("gate", "up", "down")
 }
@@ -155,6 +155,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             modules={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
             epsilon=("norm_epsilon", LAYER_NORM[1]),
         ),
+        "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", biases=(ATTENTION_BIAS,), modules=OUTPUT_NORMS),
+        "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", modules=OUTPUT_NORMS),
         "nemotron": Architecture(
             "nemotron",
             "NemotronForCausalLM",

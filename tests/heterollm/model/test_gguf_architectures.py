@@ -37,7 +37,7 @@ WITHOUT_FILES = {"ministral", "cwm", "phonelm", "opt"}
 """Families for which llama.cpp has no architecture."""
 UNREAD = {
     *("gemma4_text", "gemma4_unified_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen2_moe"),
-    *("olmo2", "olmo3", "exaone4", "hunyuan_v1_dense", "ministral3"),
+    *("olmo3", "hunyuan_v1_dense", "ministral3"),
 }
 """Families for which it has one that is not read."""
 VISION = {"qwen3vl"}
