@@ -112,6 +112,8 @@ class GlueTensors:
         return self._biases[key]
 
     def _uploaded(self, factors: NDArray[np.float32], bias: NDArray[np.float32] | None) -> Any:  # noqa: ANN401
+        if self._weights.config.centered_norms and bias is None:
+            bias = np.zeros_like(factors)
         return self._runtime.upload(factors if bias is None else np.concatenate([factors, bias]))
 
     def query_scales(self, block: AttentionBlock) -> Any:  # noqa: ANN401

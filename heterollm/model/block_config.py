@@ -134,10 +134,14 @@ class BlockFields:
         if name == "mixture":
             assert mixture is not None  # by the family
             width = fields.count(mixture.width_field)
-            return MixtureBlock(_routing(fields, mixture), width, self._activation)
+            routing = _routing(fields, mixture)
+            bias = (1, routing.experts) if mixture.bias_row else (routing.experts,)
+            return MixtureBlock(routing, width, self._activation, bias if routing.biased else ())
         shared = mixture is not None and "mixture" in beside
         if mixture is None:
             width = fields.count("intermediate_size")
+        elif shared and mixture.shared_count_field:
+            width = fields.count(mixture.width_field) * fields.count(mixture.shared_count_field, minimum=0)
         elif shared:
             width = fields.count(mixture.shared_field, minimum=0)
         else:
@@ -240,9 +244,9 @@ def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
     # transformers writes either name, whichever the family's publisher took.
     count = next(name for name in mixture.count_fields if fields.get(name) is not None)
     experts = fields.count(count, maximum=MOST_EXPERTS)
-    chosen = fields.count("num_experts_per_tok")
+    chosen, bias = fields.count(mixture.chosen_field), mixture.bias_field
     if chosen > experts:
-        raise fields.fail("num_experts_per_tok", f"at most the {experts} of {count}")
+        raise fields.fail(mixture.chosen_field, f"at most the {experts} of {count}")
     sparsemixer = mixture.scoring == "sparsemixer"
     if sparsemixer and chosen != 2:
         raise fields.fail("num_experts_per_tok", "2, the number that sparsemixer chooses")
@@ -252,5 +256,7 @@ def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
         chosen,
         mixture.scoring,
         normalized=fields.flag(field, False) if field else not sparsemixer,
+        scale=fields.positive(mixture.scale_field, 1.0) if mixture.scale_field else 1.0,
         jitter=fields.positive("router_jitter_noise") if sparsemixer else 0.0,
+        biased=fields.flag(bias, True) if isinstance(bias, str) else bias,
     )

@@ -305,6 +305,7 @@ class MixtureBlock(Block):
         routing: Rule by which the router chooses experts.
         width: Width of an expert.
         activation: Activation of the gates.
+        bias: Shape of the tensor with the bias of the choice; empty for none.
     """
 
     NAME: ClassVar[str] = "mixture"
@@ -313,10 +314,15 @@ class MixtureBlock(Block):
     routing: Routing
     width: int
     activation: Activation
+    bias: tuple[int, ...] = ()
 
     def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
         """Return no groups."""
         return ()
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the bias of the choice of experts, if there is one."""
+        return {"router_bias": self.bias} if self.bias else {}
 
 
 @dataclass(frozen=True, slots=True)

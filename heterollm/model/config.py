@@ -60,7 +60,8 @@ class ModelConfig:
         bos_ids: Token ids that begin a text.
         eos_ids: Token ids that end an answer, from ``generation_config.json``, else ``config.json``.
         pad_id: Padding token, if there is one.
-        centered_norms: Whether norms subtract the mean and have a bias.
+        centered_norms: Whether norms subtract the mean.
+        norm_biases: Whether norms have a bias.
         norm_offset: Added to the stored weight of every norm.
         embedding_scale: Factor on the embedding.
         learned_positions: Whether a table of learned positions is added to the embedding.
@@ -84,6 +85,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     pad_id: int | None
     centered_norms: bool
+    norm_biases: bool
     norm_offset: float
     embedding_scale: float
     learned_positions: bool
@@ -222,12 +224,13 @@ class ModelConfig:
             eos_ids=special_ids("eos_token_id", family.eos_ids),
             pad_id=next(iter(special_ids("pad_token_id")), None),
             centered_norms=family.centered_norms,
+            norm_biases=family.centered_norms and family.norm_biases,
             norm_offset=family.norm_offset,
             embedding_scale=embedding_scale * _multiplier(fields, family, "embedding_multiplier") / added,
             learned_positions=bool(family.tensors.positions),
             layer_vocabulary=_layer_vocabulary(fields, per_layer, vocab_size),
             logit_soft_cap=fields.optional_positive("final_logit_softcapping") or 0.0,
-            logit_scale=1.0 / _multiplier(fields, family, "logits_scaling"),
+            logit_scale=fields.positive("logit_scale", 1.0) / _multiplier(fields, family, "logits_scaling"),
             stored=read_stored_formats(fields),
         )
 

@@ -26,6 +26,7 @@ from heterollm.model.family import (
     Family,
     StageNames,
     TensorNames,
+    alike,
     every_layer,
 )
 from heterollm.model.fields import config_fields
@@ -82,6 +83,12 @@ def layers_without_rope(fields: JsonFields, layer: int) -> bool:
 
 
 # ---- fields that follow from others ---------------------------------------------------------------------
+
+
+def checked_cohere(fields: JsonFields) -> dict[str, object]:
+    """Return nothing further, after a check of the window, without which no layer would have positions."""
+    fields.count("sliding_window")
+    return {}
 
 
 def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
@@ -436,6 +443,42 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             slides=layers_without_rope,
             bos_ids=(128000,),
             eos_ids=(128001,),
+        ),
+        "cohere2": Family(
+            name="Cohere 2",
+            covers="Command R7B and Tiny Aya",
+            architecture="Cohere2ForCausalLM",
+            tensors=TensorNames(SEPARATE, {"attention": "input_layernorm"}),
+            layers=alike(("attention", "ffn")),
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "logit_scale": 0.0625,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+                "tie_word_embeddings": True,
+            },
+            renamed={"rms_norm_eps": "layer_norm_eps"},
+            derived=checked_cohere,
+            follows=frozenset({"layer_types", "logit_scale", "sliding_window_pattern"}),
+            ignores={
+                "position_embedding_type": "neighbouring elements rotate in any case",
+                **dict.fromkeys(
+                    (
+                        *("layer_switch", "order_of_interleaved_layers", "rotary_pct", "use_qk_norm"),
+                        *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
+                        "use_parallel_embedding",
+                    ),
+                    "transformers ignores it",
+                ),
+            },
+            biases=ATTENTION_BIASES,
+            interleaved_rope=True,
+            rope_needs_window=True,
+            slides=all_but_every_nth,
+            centered_norms=True,
+            norm_biases=False,
+            bos_ids=(5,),
+            eos_ids=(255_001,),
         ),
         "ministral3": Family(
             name="Ministral 3",

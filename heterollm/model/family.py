@@ -73,13 +73,19 @@ class Mixture:
         width_field: Field with the width of an expert.
         shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
             without them.
+        shared_count_field: Field with their number instead, each of which is as wide as another expert.
         scoring: Function from the router's logits to the scores. ``sparsemixer`` chooses the largest logit,
             then the largest of the others; the weight of each is its share in the softmax over the logits
             near it (https://arxiv.org/abs/2409.12136).
         normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
+        bias_field: Field that says whether experts are chosen by score plus a bias, the other tensor
+            ``router_bias``; true for always.
+        bias_row: Whether that tensor has the shape ``[1, experts]``.
+        scale_field: Field with a factor on the weights; "" in a family without.
         dense_field: Field with the width of the network in layers without experts.
         count_fields: Fields with the number of experts. The first that a configuration has counts; families
             give the last a default.
+        chosen_field: Field with the number that a token chooses.
     """
 
     router: str
@@ -87,16 +93,24 @@ class Mixture:
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     width_field: str = "intermediate_size"
     shared_field: str = ""
+    shared_count_field: str = ""
     scoring: Scoring = "softmax"
     normalized_field: str = ""
+    bias_field: str | bool = False
+    bias_row: bool = False
+    scale_field: str = ""
     dense_field: str = "intermediate_size"
     count_fields: tuple[str, ...] = ("num_local_experts", "num_experts")
+    chosen_field: str = "num_experts_per_tok"
 
     @property
     def fields(self) -> frozenset[str]:
         """The fields of ``config.json`` that it reads."""
-        own = self.width_field, self.shared_field, self.normalized_field, self.dense_field
-        return frozenset({"num_experts_per_tok", *self.count_fields, *filter(None, own)})
+        own = (
+            *(self.width_field, self.shared_field, self.shared_count_field, self.normalized_field),
+            *(self.bias_field, self.scale_field, self.dense_field, self.chosen_field),
+        )
+        return frozenset({*self.count_fields, *(name for name in own if isinstance(name, str) and name)})
 
 
 def alike(*stages: StageNames) -> LayerNames:
@@ -113,6 +127,18 @@ def sparse_steps(mixer: StageNames, *, dense: StageNames, sparse: StageNames) ->
             raise fields.fail("mlp_only_layers", "a list of numbers of layers")
         steps = (layer + 1) % fields.count("decoder_sparse_step", 1) == 0
         return mixer, sparse if steps and layer not in listed else dense
+
+    return stages
+
+
+def sparse_behind(layers: LayerNames, field: str) -> LayerNames:
+    """Return layers whose networks become mixtures behind the first ones, which a field counts."""
+
+    def stages(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
+        found = layers(fields, layer)
+        if layer < fields.count(field, minimum=0):
+            return found
+        return tuple(("mixture",) if names == ("ffn",) else names for names in found)
 
     return stages
 
@@ -165,7 +191,8 @@ class Family:
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
         first_position: Row of the first position in the table of learned ones.
         mixture: The experts of its layers; None in a family without them.
-        centered_norms: Whether norms subtract the mean and have a bias (LayerNorm).
+        centered_norms: Whether norms subtract the mean (LayerNorm).
+        norm_biases: Whether norms that do have a bias.
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
         norms_last: Whether the norms of heads come behind RoPE.
         published_code: The classes in ``auto_map`` of official checkpoints that predate the family's support
@@ -200,6 +227,7 @@ class Family:
     first_position: int = 0
     mixture: Mixture | None = None
     centered_norms: bool = False
+    norm_biases: bool = True
     joint_head_norms: bool = False
     norms_last: bool = False
     published_code: tuple[str, ...] = ()

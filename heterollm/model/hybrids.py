@@ -21,10 +21,16 @@ from heterollm.model.family import (
     TensorNames,
     alike,
     by_type,
+    sparse_behind,
     sparse_steps,
 )
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import NAMED_EXPERTS, SHARED_EXPERT
+
+
+def lfm2_tie(fields: JsonFields) -> dict[str, object]:
+    """Return whether the head is the embedding, by the older name if a configuration has it."""
+    return {"tie_word_embeddings": fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))}
 
 
 def lfm2_sizes(fields: JsonFields) -> dict[str, object]:
@@ -40,7 +46,7 @@ def lfm2_sizes(fields: JsonFields) -> dict[str, object]:
     return {
         "layer_types": fields.get("layer_types") or kinds,
         "intermediate_size": width,
-        "tie_word_embeddings": fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
+        **lfm2_tie(fields),
     }
 
 
@@ -112,54 +118,88 @@ QWEN_DELTA: Final[Mapping[str, object]] = {
     "linear_num_value_heads": 32,
 }
 
+LFM2: Final = Family(
+    name="LFM2",
+    covers="LFM2 and LFM2.5 from 350M to 2.6B",
+    architecture="Lfm2ForCausalLM",
+    tensors=TensorNames(
+        {
+            **SEPARATE,
+            "o": {"o": "self_attn.out_proj"},
+            "conv_in": dict.fromkeys("bcx", "conv.in_proj"),
+            "conv_out": {"out": "conv.out_proj"},
+            "gate_up": {"gate": "feed_forward.w1", "up": "feed_forward.w3"},
+            "down": {"down": "feed_forward.w2"},
+        },
+        {
+            "attention": "operator_norm",
+            "feed_forward": "ffn_norm",
+            "query_head": "self_attn.q_layernorm",
+            "key_head": "self_attn.k_layernorm",
+        },
+        others={"taps": "conv.conv.weight"},
+        # The last norm, in spite of its name.
+        final_norm="model.embedding_norm",
+    ),
+    layers=by_type({"conv": (("short_conv",), ("ffn",)), "full_attention": (("attention",), ("ffn",))}),
+    kinds=("conv",),
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+    },
+    renamed={"rms_norm_eps": "norm_eps"},
+    derived=lfm2_sizes,
+    follows=frozenset(
+        {
+            *("layer_types", "full_attn_idxs", "conv_L_cache", "block_auto_adjust_ff_dim"),
+            *("block_multiple_of", "block_ffn_dim_multiplier", "block_ff_dim", "tie_embedding"),
+        }
+    ),
+    bos_ids=(1,),
+    eos_ids=(2,),
+)
+
 HYBRIDS: Final[Mapping[str, Family]] = MappingProxyType(
     {
-        "lfm2": Family(
-            name="LFM2",
-            covers="LFM2 and LFM2.5 from 350M to 2.6B",
-            architecture="Lfm2ForCausalLM",
-            tensors=TensorNames(
-                {
-                    **SEPARATE,
-                    "o": {"o": "self_attn.out_proj"},
-                    "conv_in": dict.fromkeys("bcx", "conv.in_proj"),
-                    "conv_out": {"out": "conv.out_proj"},
-                    "gate_up": {"gate": "feed_forward.w1", "up": "feed_forward.w3"},
-                    "down": {"down": "feed_forward.w2"},
-                },
-                {
-                    "attention": "operator_norm",
-                    "feed_forward": "ffn_norm",
-                    "query_head": "self_attn.q_layernorm",
-                    "key_head": "self_attn.k_layernorm",
-                },
-                others={"taps": "conv.conv.weight"},
-                # The last norm, in spite of its name.
-                final_norm="model.embedding_norm",
+        "lfm2": LFM2,
+        "lfm2_moe": replace(
+            LFM2,
+            name="LFM2 with experts",
+            covers="LFM2 8B-A1B and 24B-A2B",
+            architecture="Lfm2MoeForCausalLM",
+            tensors=replace(
+                LFM2.tensors, others={**LFM2.tensors.others, "router_bias": "feed_forward.expert_bias"}
             ),
-            layers=by_type(
-                {"conv": (("short_conv",), ("ffn",)), "full_attention": (("attention",), ("ffn",))}
+            layers=sparse_behind(LFM2.layers, "num_dense_layers"),
+            mixture=Mixture(
+                "feed_forward.gate",
+                {
+                    member: f"feed_forward.experts.{{expert}}.{name}"
+                    for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+                },
+                width_field="moe_intermediate_size",
+                scoring="sigmoid",
+                normalized_field="norm_topk_prob",
+                bias_field="use_expert_bias",
+                scale_field="routed_scaling_factor",
+                count_fields=("num_experts",),
             ),
-            kinds=("conv",),
             defaults={
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1_000_000.0,
-                "tie_word_embeddings": True,
-                "conv_L_cache": 3,
-                "block_multiple_of": 256,
-                "block_ffn_dim_multiplier": 1.0,
+                **LFM2.defaults,
+                "intermediate_size": 7168,
+                "moe_intermediate_size": 1792,
+                "num_dense_layers": 2,
+                "num_experts": 32,
+                "num_experts_per_tok": 4,
+                "norm_topk_prob": True,
             },
-            renamed={"rms_norm_eps": "norm_eps"},
-            derived=lfm2_sizes,
-            follows=frozenset(
-                {
-                    *("layer_types", "full_attn_idxs", "conv_L_cache", "block_auto_adjust_ff_dim"),
-                    *("block_multiple_of", "block_ffn_dim_multiplier", "block_ff_dim", "tie_embedding"),
-                }
-            ),
-            bos_ids=(1,),
-            eos_ids=(2,),
+            derived=lfm2_tie,
+            follows=frozenset({"layer_types", "conv_L_cache", "num_dense_layers", "tie_embedding"}),
         ),
         "qwen3_5_text": Family(
             name="Qwen3.5",

@@ -235,7 +235,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         embedding_name(config): (config.vocab_size, config.hidden_size),
         final_norm_name(config): (config.hidden_size,),
     }
-    if config.centered_norms:
+    if config.norm_biases:
         shapes[final_norm_bias_name(config)] = (config.hidden_size,)
     if config.learned_positions:
         last = first_position(config) + config.max_positions
@@ -256,7 +256,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer, own in enumerate(config.per_layer):
         for norm, width in layer_norms(config, layer).items():
             shapes[norm_name(config, layer, norm)] = (width,)
-            if config.centered_norms:
+            if config.norm_biases:
                 shapes[norm_bias_name(config, layer, norm)] = (width,)
         for role, shape in own.tensors(config.hidden_size).items():
             shapes[other_name(config, layer, role)] = shape

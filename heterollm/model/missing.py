@@ -7,20 +7,19 @@ from typing import Final
 
 _TYPES: Final[Mapping[str, str]] = {
     "layers of a gated delta net": "olmo_hybrid kimi_linear",
-    "layers of short convolutions with experts or windows": "lfm2_moe lfm3",
+    "layers of short convolutions with windows": "lfm3",
     "layers of Mamba-2": "nemotron_h falcon_h1 bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
     "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
     "latent attention (MLA)": "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu longcat_flash",
     "attention sinks, and experts with biases": "gpt_oss",
     "attention sinks": "granite_swa granitemoe_swa",
-    "routers by sigmoid": "glm4_moe ernie4_5_moe exaone_moe dots1 llama4 llama4_text afmoe hunyuan_v1_moe "
-    "bailing_moe",
+    "routers by sigmoid": "glm4_moe exaone_moe dots1 llama4 llama4_text afmoe hunyuan_v1_moe bailing_moe",
     "GELU by the error function": "gpt_neox falcon",
     "linears whose weights are stored transposed": "gpt2",
     "an activation with weights (xIELU)": "apertus",
     "q, k and v in one tensor, head by head": "persimmon",
-    "norms that subtract the mean and have no bias": "cohere cohere2",
+    "norms of heads that subtract the mean": "cohere",
     "norms inside linears": "bitnet",
     "norms of heads without weights, and gates of attention": "muse_glimmer",
     "biases by two fields of its own": "internlm3",

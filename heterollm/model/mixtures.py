@@ -78,6 +78,14 @@ def every_other_first_layer(fields: JsonFields, layer: int) -> bool:
     return layer % 2 == 0 and layer < fields.count("max_window_layers", minimum=0)
 
 
+def ernie_layers(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
+    """Return a layer with experts at every so many layers of a range, else a dense one."""
+    last = fields.count("moe_layer_end_index", minimum=-1)
+    inside = fields.count("moe_layer_start_index", minimum=0) <= layer and (last < 0 or layer <= last)
+    sparse = inside and (layer + 1) % fields.count("moe_layer_interval") == 0
+    return ("attention",), ("mixture", "ffn") if sparse else ("ffn",)
+
+
 def with_any_experts(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
     """Return a layer whose shared experts stand beside others, or alone if there are none."""
     sparse = fields.count("num_local_experts", minimum=0) > 0
@@ -214,6 +222,64 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
                     "layers that predict further tokens are not read",
                 ),
             },
+        ),
+        "ernie4_5_moe": Family(
+            name="ERNIE 4.5 with experts",
+            covers="ERNIE 4.5 21B-A3B",
+            architecture="Ernie4_5_MoeForCausalLM",
+            tensors=TensorNames(
+                SEPARATE,
+                NORMS,
+                shared={
+                    group: {
+                        member: module.replace("mlp.", "mlp.shared_experts.")
+                        for member, module in own.items()
+                    }
+                    for group, own in SEPARATE.items()
+                    if group in ("gate_up", "down")
+                },
+                others={"router_bias": "mlp.moe_statics.e_score_correction_bias"},
+                unread=("model.mtp_",),
+            ),
+            layers=ernie_layers,
+            mixture=Mixture(
+                "mlp.gate",
+                NAMED_EXPERTS,
+                width_field="moe_intermediate_size",
+                shared_count_field="moe_num_shared_experts",
+                bias_field=True,
+                bias_row=True,
+                count_fields=("moe_num_experts",),
+                chosen_field="moe_k",
+            ),
+            defaults={
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+                "tie_word_embeddings": True,
+                "intermediate_size": 12_288,
+                "moe_intermediate_size": 1536,
+                "moe_num_experts": 64,
+                "moe_num_shared_experts": 2,
+                "moe_k": 6,
+                "moe_layer_start_index": 1,
+                "moe_layer_end_index": -1,
+                "moe_layer_interval": 1,
+            },
+            follows=frozenset({"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"}),
+            ignores={
+                "moe_norm_min": "the sum of the chosen scores is larger",
+                "num_nextn_predict_layers": "layers that predict further tokens are not read",
+                **dict.fromkeys(
+                    ("moe_capacity", "moe_gate", "moe_use_aux_free", "compression_ratio", "use_rmsnorm"),
+                    "transformers ignores it",
+                ),
+            },
+            biases=dict.fromkeys(("qkv", "o", "ffn", "head"), "use_bias"),
+            interleaved_rope=True,
+            published_code=("modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM",),
+            bos_ids=(1,),
+            eos_ids=(2,),
         ),
         "olmoe": Family(
             name="OLMoE",

@@ -18,6 +18,8 @@ ANY: Final = r"(.|\n)*"
 WORD: Final = re.compile(r"[\w-]+")
 METACHARACTER: Final = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 MOST_DEPTH: Final = 16
+OBJECT: Final = {"type", "properties", "required", "additionalProperties"}
+"""Keywords of a plain object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,25 +186,32 @@ class _Writer:
         return self._rule(" | ".join(alternatives))
 
     def _arguments(self, tool: Tool) -> str:
+        try:
+            return self._arguments_of(tool)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise GrammarError(f"The parameters of {tool.name!r:.80} are no JSON Schema.") from error
+
+    def _arguments_of(self, tool: Tool) -> str:
         root = schema = tool.held()
         self._strict = tool.strict
         if not self._form.member:
             return self._json(schema, root)
         known = resolved(schema, schema)
-        if set(known) - ANNOTATIONS - {"type", "properties", "required", "additionalProperties"}:
+        keys, needed = known.get("properties", {}), known.get("required", [])
+        if set(known) - ANNOTATIONS - OBJECT or not set(needed) <= set(keys):
             raise GrammarError(
                 f"The parameters of {tool.name!r:.80} are no plain object, which calls of this model are.",
                 fix="Put `anyOf` and others into its properties.",
             )
         before, between, after = member_parts(self._form)
         members = []
-        for key, one in known.get("properties", {}).items():
+        for key, one in keys.items():
             label = f"{before}{key}{between}"
             if self._form.values.quote:
                 value = f"{self._literal(label)} {self._value(one, root)} {self._literal(after)}"
             else:
                 value = f"{self._literal(label)} {self._tagged(one, root, after)}"
-            members.append((value, key in known.get("required", ())))
+            members.append((value, key in needed))
         return self._rule(self._sequence(members, self._form.joint))
 
     def _sequence(self, members: Sequence[tuple[str, bool]], joint: str) -> str:
@@ -246,9 +255,8 @@ class _Writer:
             return self._rule(f'"[" ({item} ({joint} {item})*)? "]"')
         elif kind == "object" and own.get("additionalProperties") is False:
             names = own.get("properties", {})
-            if own.keys() <= {"type", "properties", "required", "additionalProperties"} and all(
-                WORD.fullmatch(name) for name in names
-            ):
+            plain = own.keys() <= OBJECT and set(own.get("required", [])) <= set(names)
+            if plain and all(WORD.fullmatch(name) for name in names):
                 return self._object(own, root, depth)
         return self._json(schema, root)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from heterollm.tools.forms import ToolForm, ValueForm
-from heterollm.tools.schemas import Schema, allows_null, is_text
+from heterollm.tools.schemas import Schema, allows_null, is_text, resolved
 
 NUMBER: Final = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 BARE: Final = re.compile(r"[\w.-]+")
@@ -93,7 +93,7 @@ def read_arguments(text: str, place: int, form: ToolForm, parameters: Schema) ->
         CutError: The text ends before.
     """
     before, between, after = member_parts(form)
-    known: Mapping[str, Any] = parameters.get("properties", {})
+    known: Mapping[str, Any] = resolved(parameters, parameters).get("properties", {})
     keys = sorted(known, key=len, reverse=True)
     found: dict[str, Any] = {}
     while True:

@@ -54,18 +54,21 @@ class Tool:
             GrammarError: The arguments are no object, or nested too deeply.
         """
         own = dict(self.parameters)
-        if own.setdefault("type", "object") != "object":
+        if own.get("type", "object") != "object":
             raise GrammarError(
                 f"The parameters of {self.name!r:.80} have the type {own['type']!r:.40}, not object.",
                 fix='Begin with {"type": "object", "properties": {…}}.',
             )
+        if "$ref" not in own:
+            own["type"] = "object"
         if not {"properties", "anyOf", "oneOf", "allOf", "$ref", "additionalProperties"} & own.keys():
             own["properties"] = {}
         try:
             # An object in several parts would exclude the keys of its other parts.
             return own if _in_parts(own) else _closed(own)
-        except RecursionError:
-            raise GrammarError(f"The parameters of {self.name!r:.80} are nested too deeply.") from None
+        except (RecursionError, TypeError) as error:
+            kind = "nested too deeply" if isinstance(error, RecursionError) else "no JSON Schema"
+            raise GrammarError(f"The parameters of {self.name!r:.80} are {kind}.") from None
 
 
 def _in_parts(schema: object) -> bool:
@@ -87,7 +90,8 @@ def _closed(schema: Any) -> Any:  # noqa: ANN401 - JSON
     for name in ("items", "additionalProperties"):
         if name in made:
             made[name] = _closed(made[name])
-    if "properties" in made and "patternProperties" not in made:
+    named = set(made.get("required", ())) <= set(made.get("properties", ()))
+    if "properties" in made and "patternProperties" not in made and named:
         made.setdefault("additionalProperties", False)
     return made
 

@@ -74,7 +74,7 @@ def convolve_inputs(
         on: The device's kernels.
         inputs: Output of the group, the members of :attr:`DeltaShape.members`.
         taps: float32 ``[taps, channels]``; the last row weighs the token itself.
-        rates: float32 ``[2, value_heads]``: rates of decay, and what is added to a.
+        rates: float32 ``[2, value_heads]``: rates of decay, then shifts of a.
         mixed: q, k and v ``[tokens, channels]`` in the activation type, before norms of heads.
         factors: float32 ``[tokens, factors]``: decay and beta of value heads, then for key heads the factors
             that norm q and k, and the product of both.
@@ -147,13 +147,8 @@ def apply_delta_rule(
         block = CPU_BLOCK if style == "vector" else GPU_BLOCK
         runs = -(-shape.key_dim // (8 * lanes(style)))
         group = shape.value_heads // shape.key_heads
-        return {
-            "GROUP": group,
-            "KEY_DIM": shape.key_dim,
-            "LANES": lanes(style),
-            "RUNS": runs,
-            "BLOCK": block,
-        }
+        sizes: Defines = {"GROUP": group, "KEY_DIM": shape.key_dim, "RUNS": runs, "BLOCK": block}
+        return sizes | ({"LANES": 1, "TWO_ROWS": 1} if style == "vector" else {"LANES": LANES})
 
     widths = (shape.key_dim, shape.channels, state.values, shape.history)
     kernel, style, items = on.kernel(("delta_rule.cl",), "delta_rule", defines, widths=widths)

@@ -38,7 +38,7 @@ ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "relu", "relu
 """Activations in the order of their numbers in pointwise.cl."""
 
 
-class Factors(NamedTuple):
+class TokenFactors(NamedTuple):
     """Columns of an array of each token.
 
     Args:
@@ -62,7 +62,7 @@ def activate(
     activation: Activation = "silu",
     bias: Argument = None,
     rounded: RoundedInputs | None = None,
-    factors: Factors | None = None,
+    factors: TokenFactors | None = None,
     label: str = "activation",
 ) -> Launch:
     """Return the launch of ``out = activation(gate) * up``, or ``activation(up)`` of a group without a gate.
@@ -151,11 +151,11 @@ class GatedCase:
         )
         return (launch,)
 
-    def _factors(self, data: Data) -> Factors | None:
+    def _factors(self, data: Data) -> TokenFactors | None:
         if self.factors is None:
             return None
         columns = self.factors + self.width + 3
-        return Factors(data.inputs("factors", self.tokens, columns), columns, self.factors)
+        return TokenFactors(data.inputs("factors", self.tokens, columns), columns, self.factors)
 
     def exact(self, data: Values) -> Exact:
         gate, *up = np.split(data["linear"] + data.get("bias", 0.0), len(self.splits), axis=1)

@@ -306,6 +306,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 144,
         "rope_parameters": HALF_TURNING,
     },
+    # A dense layer, then experts that a bias helps to choose, and whose weights have a factor.
+    "lfm2_moe": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 96,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.7,
+        "norm_eps": 1e-2,
+    },
+    # Every second layer has experts and two shared ones; a bias helps to choose by softmax.
+    "ernie4_5_moe": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 2,
+        "moe_intermediate_size": 96,
+        "moe_num_experts": 12,
+        "moe_k": 3,
+        "use_bias": True,
+    },
     # The width of the network has the name of shared experts'.
     "granitemoehybrid": {
         **PLAIN,
@@ -318,6 +341,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.03,
         "logits_scaling": 6.0,
         "mamba_n_heads": 4,
+    },
+    # Attention and network side by side, LayerNorm without bias, and no positions in layers without a window.
+    "cohere2": {
+        **PLAIN,
+        "layer_norm_eps": 1e-2,
+        "attention_bias": True,
+        "logit_scale": 0.3,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     # Queries that grow beyond 24 positions, of which the window sees some.
     "ministral3": {
@@ -506,12 +538,16 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("A_log"):
                 parameter.uniform_(-3.0, 1.0)
+            elif name.endswith("correction_bias"):
+                parameter.normal_(std=0.1)
             elif name.endswith(("bias", "conv1d.weight")):
                 parameter.normal_(std=0.5)
             else:
                 # Queries and keys wide enough that attention has something to choose.
                 parameter.normal_(std=0.12 if re.search("q_proj|k_proj|qkv_proj", name) else 0.06)
         for name, values in model.named_buffers():
+            if name.endswith("expert_bias"):
+                values.normal_(std=0.3)
             if "layer_scalar" in name:
                 values.uniform_(0.5, 1.5)
     model.save_pretrained(folder)

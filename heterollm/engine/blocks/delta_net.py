@@ -44,7 +44,8 @@ class DeltaNetEmitter:
         launch = convolve_inputs(
             *(self._kernels, inputs, taps, rates, mixed, factors, state, step), shape=shape, tokens=tokens
         )
-        reads, writes = (*segments_of(inputs), state.memory, step), (mixed, factors, state.memory)
+        reads = (*segments_of(inputs), state.memory, step)
+        writes = (mixed, factors, state.memory)
         builder.kernel("delta convolution", layer, launch, reads=reads, writes=writes)
         launch = apply_delta_rule(
             *(self._kernels, mixed, factors, output, state, step), shape=shape, tokens=tokens

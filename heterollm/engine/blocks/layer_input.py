@@ -16,7 +16,7 @@ from heterollm.engine.slots import LAYER_INPUTS, LAYER_ROWS
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GlueKernels, GpuLinear, Segments
-from heterollm.kernels.operators import Factors, activate, rms_norm
+from heterollm.kernels.operators import TokenFactors, activate, rms_norm
 from heterollm.model import LayerInputBlock, ModelWeights
 
 HALF_POWER: Final = 0.5**0.5
@@ -101,7 +101,7 @@ class LayerInputEmitter:
             intermediate=block.width,
             activation=block.activation,
             rounded=out.rounded,
-            factors=Factors(inputs, self.columns, layer * block.width),
+            factors=TokenFactors(inputs, self.columns, layer * block.width),
         )
         reads, writes = (*segments_of(gate), inputs), (out.source, *codes_of(out.rounded))
         builder.kernel("activation", layer, launch, reads=reads, writes=writes)

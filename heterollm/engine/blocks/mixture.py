@@ -31,6 +31,7 @@ from heterollm.engine.techniques.registry import Techniques
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     STEP_POSITION,
+    Argument,
     ExpertLists,
     ExpertShape,
     GlueKernels,
@@ -66,10 +67,11 @@ ALL_IN_MEMORY: Final = MixtureOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The weights of a layer's mixture: its router, and gate, up and down of all experts or of slots."""
+    """The weights of a layer's mixture: router, bias of its choice if any, and experts or slots."""
 
     spec: OpSpec
     router: GpuLinear
+    bias: Argument
     gate_up: GroupedLinear
     down: GroupedLinear
 
@@ -145,7 +147,7 @@ class MixtureEmitter:
         label = f"{layer}.router"
         launch = own.router.launch(x, logits, tokens=builder.tokens, output_dtype=np.float32, label=label)
         builder.kernel("router", layer, launch, reads=(x,), writes=(logits,), ends=False)
-        launch = self._kernels.route(logits, lists, shape=shape)
+        launch = self._kernels.route(logits, lists, shape=shape, bias=own.bias)
         chosen = lists.chosen, lists.weights
         builder.kernel("routing", layer, launch, reads=(logits,), writes=chosen, ends=False)
         launch = self._kernels.sort(lists, shape=shape, taken=taken)
@@ -259,9 +261,10 @@ def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: Expe
         )
 
     router = GpuLinear.pack(gpu, [weights.router(spec.layer)], activation_dtype=dtype)
+    bias = gpu.upload(weights.other(spec.layer, "router_bias")) if routing.biased else None
     if residency is not None:
-        return _Layer(spec, router, residency.gate_up, residency.down)
-    return _Layer(spec, router, packed(("gate", "up")), packed(("down",)))
+        return _Layer(spec, router, bias, residency.gate_up, residency.down)
+    return _Layer(spec, router, bias, packed(("gate", "up")), packed(("down",)))
 
 
 def _codes(lane: Lane, slot: str, spec: OpSpec) -> RoundedInputs | None:

@@ -240,6 +240,11 @@ OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType
         "shared_intermediate_size": ("experts of every token", (0, False)),
         "shared_expert_intermediate_size": ("experts of every token", (0, False)),
         "use_parallel_residual": ("attention and network side by side", (False,)),
+        "moe_num_experts": ("a mixture of experts", (0, False)),
+        "moe_num_shared_experts": ("experts of every token", (0, False)),
+        "use_expert_bias": ("a bias of the choice of experts", (False,)),
+        "routed_scaling_factor": ("a factor on the experts", (1, False)),
+        "num_dense_layers": ("first layers without experts", (0, False)),
         "norm_topk_prob": ("whether chosen weights sum to 1", (False,)),
         "mlp_only_layers": ("layers without experts", (False,)),
         "decoder_sparse_step": ("every how many layers one has experts", (1, False)),
@@ -290,6 +295,11 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "no_rope_layer_interval": "every so many layers one has no RoPE; no_rope_layers precedes it",
         "router_jitter_noise": "range of the router's second choice (sparsemixer)",
         "hidden_activation": "activation, as hidden_act",
+        "logit_scale": "a factor on the logits",
+        "moe_k": "experts that compute a token",
+        "moe_layer_start_index": "first layer with experts",
+        "moe_layer_end_index": "last layer with experts; -1 for that of the model",
+        "moe_layer_interval": "every how many layers one has experts",
         "conv_L_cache": "tokens that a convolution spans",
         "full_attn_idxs": "layers with attention, where layer_types is missing",
         "block_ff_dim": "older name of intermediate_size, which it precedes",
@@ -364,7 +374,7 @@ def _one(
 def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> Iterator[Field]:
     """Yield the rows whose model types follow from several fields."""
     nested, layered = readers("rope_local_base_freq"), readers("layer_types")
-    alike, sparse = readers("sliding_window") - layered, readers("num_experts_per_tok")
+    alike, sparse = readers("sliding_window") - layered, readers("num_experts_per_tok", "moe_k")
     yield from _one("none", "hidden_act", "hidden_activation counts", readers("hidden_activation"), PUBLISHED)
     yield from _one("read", "layer_types", "kind of each layer: full_attention and others", layered)
     yield from _one(

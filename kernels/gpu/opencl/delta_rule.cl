@@ -2,31 +2,60 @@
 // with S [value_dim][KEY_DIM] in float. A row of S depends on no other one, and needs of the token only q, k, the head's
 // factors and its own element of v. The output follows from the S before as decay (S q) + e (k q), so that a token
 // needs one sum over the row. q and k come before their norms, whose factors delta_conv.cl has found.
-// LANES work-items share a row, RUNS runs of 8 elements each, which stay in registers for BLOCK tokens.
+// LANES work-items share a row, RUNS runs of 8 elements each, which stay in registers for BLOCK tokens. With -DTWO_ROWS a
+// work-item has two rows at once, so that the sums of one hide the latency of the other's.
 // S comes from one slot of the state, behind `matrix` others of its values, is zero at position 0, and goes to another slot.
 // Follows common.h, rounding.h and glue.h. Grid: LANES work-items for each `span` rows of a head; value heads, of which
 // GROUP share a key head.
 
+#ifdef TWO_ROWS
+#define ROWS 2
+typedef float16 rows_t;
+#define OF_ROWS(first, second) (float16)(first, second)
+#define SUMS(x) (float2)(sum8((x).lo), sum8((x).hi))
+#define FIRST_ROW(x) (x).lo
+#define SECOND_ROW(x) (x).hi
+#else
+#define ROWS 1
+typedef float8 rows_t;
+#define OF_ROWS(first, second) (first)
+#define SUMS(x) (float2)(sum8(x), 0.0f)
+#define FIRST_ROW(x) (x)
+#define SECOND_ROW(x) (x)
+#endif
+
 #define RUN_AT(r) (((r) * LANES + (int)lane) * 8)
 #define RUN_COUNT(r) min(8, KEY_DIM - RUN_AT(r))
 
-#define DECLARE_RUN(r) float8 held_##r = 0.0f, key_##r = 0.0f;
+#define DECLARE_RUN(r) rows_t held_##r = 0.0f, key_##r = 0.0f;
 #define LOAD_RUN(r)                                                            \
   if (RUN_AT(r) < KEY_DIM) {                                                   \
-    LOAD_PART(load_float8, load_float, from, RUN_AT(r), RUN_COUNT(r), part)    \
-    held_##r = part;                                                           \
+    LOAD_PART(load_float8, load_float, from, RUN_AT(r), RUN_COUNT(r), first_row) \
+    LOAD_PART(load_float8, load_float, from + other, RUN_AT(r), RUN_COUNT(r), second_row) \
+    held_##r = OF_ROWS(first_row, second_row);                                 \
+    (void)second_row;                                                          \
   }
 #define STORE_RUN(r)                                                           \
   if (RUN_AT(r) < KEY_DIM) {                                                   \
-    STORE_PART(store_float8, store_float, held_##r, to, RUN_AT(r), RUN_COUNT(r)) \
+    float8 first_row = FIRST_ROW(held_##r), second_row = SECOND_ROW(held_##r); \
+    STORE_PART(store_float8, store_float, first_row, to, RUN_AT(r), RUN_COUNT(r)) \
+    if (ROWS == 2) {                                                           \
+      STORE_PART(store_float8, store_float, second_row, to + other, RUN_AT(r), RUN_COUNT(r)) \
+    }                                                                          \
   }
 #define SUM_RUN(r)                                                             \
   if (RUN_AT(r) < KEY_DIM) {                                                   \
     LOAD_PART(load_act8, load_act, k, RUN_AT(r), RUN_COUNT(r), key)            \
     LOAD_PART(load_act8, load_act, q, RUN_AT(r), RUN_COUNT(r), query)          \
-    key_##r = key;                                                             \
-    recalled = FMA(held_##r, key, recalled);                                   \
-    seen = FMA(held_##r, query, seen);                                         \
+    key_##r = OF_ROWS(key, key);                                               \
+    rows_t both = OF_ROWS(query, query);                                       \
+    if ((r) & 1) {                                                             \
+      recalled_1 = FMA(held_##r, key_##r, recalled_1);                         \
+      seen_1 = FMA(held_##r, both, seen_1);                                    \
+    } else {                                                                   \
+      recalled_0 = FMA(held_##r, key_##r, recalled_0);                         \
+      seen_0 = FMA(held_##r, both, seen_0);                                    \
+    }                                                                          \
   }
 #define UPDATE_RUN(r) held_##r = FMA(key_##r, written, held_##r * decay);
 
@@ -47,10 +76,12 @@ GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const 
   // All work-items of a group take part in its barriers.
   const uint head = get_global_id(1), key_head = head / GROUP;
   const int begin = (uint)get_global_id(0) / LANES * span;
-  const int own = begin < value_dim, base = head * value_dim + min(begin, value_dim - span);
+  const int own = begin < value_dim, base = head * value_dim + min(begin, value_dim - span), end = base + span;
   for (int first = 0; first < length; first += BLOCK) {
     const int stop = min(length, first + BLOCK);
-    for (int row = base; row < base + span; ++row) {
+    for (int row = base; row < end; row += ROWS) {
+      // Of an odd number of rows the last one comes twice.
+      const int next = min(ROWS - 1, end - 1 - row), other = next * KEY_DIM;
       __global const float *from = (first ? behind : before) + row * KEY_DIM;
       __global float *to = behind + row * KEY_DIM;
       REPEAT(RUNS, DECLARE_RUN)
@@ -65,23 +96,30 @@ GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const 
       for (int token = first; token < stop; ++token) {
         const float decay = own_factors[0], beta = own_factors[value_heads];
         const float query_factor = key_factors[0], key_factor = key_factors[key_heads];
-        float8 recalled = 0.0f, seen = 0.0f;
+        rows_t recalled_0 = 0.0f, recalled_1 = 0.0f, seen_0 = 0.0f, seen_1 = 0.0f;
         REPEAT(RUNS, SUM_RUN)
-        float2 sums = {sum8(recalled), sum8(seen)};
+        float2 recalled = SUMS(recalled_0 + recalled_1), seen = SUMS(seen_0 + seen_1);
 #if LANES > 1
         // Work-items that are one token ahead write the other half.
         __local float2 *shared = parts[token & 1];
-        shared[item] = sums;
+        shared[item] = (float2)(recalled.x, seen.x);
         barrier(CLK_LOCAL_MEM_FENCE);
-        sums = 0.0f;
-        for (int other = 0; other < LANES; ++other)
-          sums += shared[item - lane + other];
+        float2 sums = 0.0f;
+        for (int part = 0; part < LANES; ++part)
+          sums += shared[item - lane + part];
+        recalled.x = sums.x;
+        seen.x = sums.y;
 #endif
-        const float error = beta * (load_act(v, 0) - decay * key_factor * sums.x);
-        const float written = error * key_factor;
+        const float2 value = {load_act(v, 0), load_act(v, next)};
+        const float2 error = beta * (value - decay * key_factor * recalled), scaled = error * key_factor;
+        const rows_t written = OF_ROWS((float8)(scaled.x), (float8)(scaled.y));
         REPEAT(RUNS, UPDATE_RUN)
-        if (lane == 0 && own)
-          *target = decay * query_factor * sums.y + error * key_factors[2 * key_heads];
+        const float2 result = decay * query_factor * seen + error * key_factors[2 * key_heads];
+        if (lane == 0 && own) {
+          target[0] = result.x;
+          if (ROWS == 2)
+            target[next] = next ? result.y : result.x;
+        }
         q += channels;
         k += channels;
         v += channels;

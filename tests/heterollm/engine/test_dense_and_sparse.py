@@ -26,9 +26,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stepped": ("qwen3_moe", STEPPED),
     # The network beside the experts has other sizes than that of a dense layer, and a gate of whole tokens.
     "gated": ("qwen2_moe", {**STEPPED, "shared_expert_intermediate_size": 160}),
+    # Convolutions, and a choice of experts by sigmoid and bias.
+    "biased": ("lfm2_moe", {"intermediate_size": 192}),
 }
-SPARSE = {"listed": (0, 2), "stepped": (1, 3), "gated": (1, 3)}
-NETWORKS = {"listed": {1}, "stepped": {0, 2}, "gated": {0, 1, 2, 3}}
+SPARSE = {"listed": (0, 2), "stepped": (1, 3), "gated": (1, 3), "biased": (1, 2)}
+NETWORKS = {"listed": {1}, "stepped": {0, 2}, "gated": {0, 1, 2, 3}, "biased": {0}}
 
 
 def answers(llm: LLM, ids: list[int]) -> np.ndarray:
@@ -66,7 +68,7 @@ def with_experts(plan: Plan, layers: tuple[int, ...]) -> Plan:
     ("model", "options"),
     [
         *(("listed", {}), ("stepped", {"precision": "fp16"}), ("listed", {"precision": "w4a8"})),
-        *(("gated", {}), ("gated", {"precision": "w4a8"})),
+        *(("gated", {}), ("gated", {"precision": "w4a8"}), ("biased", {})),
         pytest.param("stepped", {}, marks=pytest.mark.slow),
         pytest.param("listed", {"precision": "fp16"}, marks=pytest.mark.slow),
         pytest.param("stepped", {"precision": "w4a8"}, marks=pytest.mark.slow),
@@ -124,7 +126,7 @@ def test_any_budget_of_experts_gives_the_same_bits(
         assert (llm.expert_reads.slots, llm.expert_reads.experts) == (slots, 24)
 
 
-@pytest.mark.parametrize("model", ["stepped", "gated"])
+@pytest.mark.parametrize("model", ["stepped", "gated", "biased"])
 def test_a_saved_model_has_the_logits_of_its_source(
     model: str,
     checkpoint: Callable[..., Path],

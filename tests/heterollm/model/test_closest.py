@@ -21,7 +21,6 @@ OTHER_LAYERS = {
     "granitemoehybrid": "linear_attention",
     "jamba": "attn_layer_",
     "kimi_linear": "linear_attention",
-    "lfm2_moe": "conv_L_cache",
     "llama4_text": "chunked_attention",
     "mamba2": "conv_kernel",
     "minicpm3": "kv_lora_rank",
@@ -37,7 +36,6 @@ OTHER_LAYERS = {
 """Families with layers that no simulation models, and the field or kind that the message names."""
 
 LIKE_LLAMA = {
-    "cohere2": True,
     "gpt_neox": False,
     "persimmon": False,
 }

@@ -126,6 +126,24 @@ OWN: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         "norm_topk_prob": False,
     },
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 0,
+        "rope_theta": 10_000.0,
+    },
+    "cohere2": {"sliding_window_pattern": 2},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "norm_topk_prob": False,
+        "use_expert_bias": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "rope_theta": 10_000.0,
+    },
     "ernie4_5": {"rope_theta": 10_000.0},
     **{kind: {"partial_rotary_factor": 1.0, "attention_bias": False} for kind in ("glm", "glm4")},
     "cwm": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
@@ -221,6 +239,16 @@ VALUES: dict[str, Any] = {
     "shared_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "qkv_bias": False,
+    "logit_scale": 0.5,
+    "moe_num_experts": 6,
+    "moe_num_shared_experts": 1,
+    "moe_k": 3,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 0,
+    "moe_layer_interval": 2,
+    "use_expert_bias": True,
+    "routed_scaling_factor": 1.7,
+    "num_dense_layers": 2,
     "norm_topk_prob": True,
     "clip_qkv": 0.3,
     "lm_head_bias": True,
@@ -292,6 +320,8 @@ OF_KIND: dict[tuple[str, str], Any] = {
         **ALIKE,
     },
     ("starcoder2", "use_bias"): False,
+    ("cohere2", "layer_types"): ["full_attention", "sliding_attention"],
+    ("lfm2_moe", "layer_types"): ["full_attention", "conv"],
     ("gemma2", "layer_types"): ["full_attention", "sliding_attention"],
     ("gemma3_text", "layer_types"): ["full_attention", "sliding_attention"],
     ("gemma3_text", "rope_scaling"): LINEAR,
@@ -368,6 +398,9 @@ def theirs(fields: dict[str, Any]) -> Any:
     with torch.no_grad():
         for values in model.parameters():
             values.add_(0.1 * torch.randn_like(values)) if values.ndim == 1 else values.mul_(3.0)
+        for name, values in model.named_buffers():
+            if name.endswith("expert_bias"):
+                values.normal_(std=0.3)
     return model
 
 

@@ -33,7 +33,7 @@ LEVELS = ("gpu", "npu", "layer")
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
     *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
-    *("ministral3", "hunyuan_v1_dense"),
+    *("ministral3", "hunyuan_v1_dense", "cohere2"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -53,6 +53,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", {}),
     "qwen2_moe": ("qwen2_moe", {}),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
@@ -308,6 +310,9 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "normalised weights": lambda config: other_routing(config, normalized=False),
     "weights as they are": lambda config: other_routing(config, normalized=True),
     "all chosen experts": lambda config: other_routing(config, chosen=1),
+    "sigmoid": lambda config: other_routing(config, scoring="softmax"),
+    "bias of the choice": lambda config: other_routing(config, biased=False),
+    "factor of experts": lambda config: other_routing(config, scale=1.0),
     "sparsemixer": lambda config: other_routing(config, scoring="softmax"),
     "jitter": lambda config: other_routing(config, jitter=0.01),
     "scale of logits": lambda _config: {"logit_scale": 1.0},
@@ -369,6 +374,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
+    "ernie4_5_moe": ("bias of the choice", "normalised weights", "bias of the head", *BIASES),
+    "lfm2_moe": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
+    "cohere2": (
+        *("means of norms", "blocks side by side", "scale of logits", "window", "layers without window"),
+        *("layers without positions", "biases of q, k and v", "bias of attention"),
+    ),
     "ministral3": ("window", "growth of queries", "scaled positions"),
     "hunyuan_v1_dense": (
         *("norms of heads", "norms of heads behind positions", "stretched positions"),

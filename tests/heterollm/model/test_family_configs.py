@@ -131,6 +131,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": None,
         "layer_types": ["full_attention"] * 8,
     },
+    "cohere2": {
+        "model_type": "cohere2",
+        "num_key_value_heads": 2,
+        "layer_norm_eps": 1e-4,
+        "logit_scale": 0.25,
+        "position_embedding_type": "rope_gptj",
+        "rope_theta": 50_000,
+        "sliding_window": 32,
+        "sliding_window_pattern": 4,
+        "use_qk_norm": False,
+    },
     "ministral3": {
         "model_type": "ministral3",
         "head_dim": 16,
@@ -211,7 +222,7 @@ def test_features_are_those_of_transformers(published: dict[str, Any], saved: bo
     windows = [everywhere or 0 if kind == "full_attention" else theirs.sliding_window for kind in kinds]
     assert [block.window for block in ours.blocks(AttentionBlock).values()] == windows
     turning = getattr(theirs, "no_rope_layers", [not family.tensors.positions] * 8)
-    if theirs.model_type == "exaone4" and theirs.sliding_window is not None:
+    if theirs.model_type in ("exaone4", "cohere2") and theirs.sliding_window is not None:
         turning = [kind == "sliding_attention" for kind in kinds]
     assert [block.rope is not None for block in ours.blocks(AttentionBlock).values()] == [
         bool(one) for one in turning
@@ -312,7 +323,7 @@ def test_scale_of_the_embedding_is_a_float32() -> None:
         ("qwen3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
         ("phi3", {"model_type": "phi3small"}, "phi3small"),
         ("phi3", {"model_type": "gpt_oss"}, "'gpt_oss' (attention sinks, and experts with biases)"),
-        ("phi3", {"model_type": "lfm3"}, "'lfm3' (layers of short convolutions with experts or windows)"),
+        ("phi3", {"model_type": "lfm3"}, "'lfm3' (layers of short convolutions with windows)"),
         ("smollm3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
         ("hunyuan", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scales heads (yarn) before"),
         ("mistral", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "alpha"),
@@ -352,6 +363,7 @@ def test_what_a_family_does_not_follow_is_refused_by_name(
             "original_max_position_embeddings",
         ),
         ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": -1.0, "factor": 1.0}}, "alpha is -1.0"),
+        ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
         ("exaone4", {"layer_types": None}, "sliding_window_pattern is 'LLLG'"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         (

@@ -45,7 +45,7 @@ TOOLS = [Tool("weather", "Weather.", WEATHER), Tool("clock")]
 
 def prompt_of(tokenizer, **rules):
     made = CallRules(**{"tools": TOOLS, **rules})
-    return chat_prompt(tokenizer, ChatRequest(dialogue=SAY, tools=TOOLS, rules=made), 4000)
+    return chat_prompt(tokenizer, ChatRequest(dialogue=SAY, tools=made.tools, rules=made), 4000)
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -89,3 +89,27 @@ def test_no_text_waits_before_a_mark_for_the_rest_of_a_stop_string(tokenizer_of,
     answer = answered("hermes", prompt, 0, stop=("ab",))
     assert (answer.whole.content, answer.reason) == ("ab", "complete")
     assert [part.content for part in answer.pieces if part.content] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "lfm2", "qwen3-coder", "gemma-4"])
+def test_arguments_may_be_a_reference(name, tokenizer_of, answered):
+    point = {
+        "type": "object",
+        "properties": {
+            "x": {"type": "boolean"},
+            "inner": {"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]},
+        },
+        "required": ["x", "inner"],
+    }
+    schema = {"$ref": "#/$defs/P", "$defs": {"P": point}}
+    tools = [Tool("point", None, schema)]
+    called = 0
+    for seed in range(8):
+        answer = answered(
+            name, prompt_of(tokenizer_of(name), tools=tools, required=True, parallel=False), seed
+        )
+        if answer.reason in ("complete", "eos"):
+            (call,) = answer.whole.calls
+            jsonschema.Draft202012Validator(schema).validate(json.loads(call.arguments))
+            called += 1
+    assert called

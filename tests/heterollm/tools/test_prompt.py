@@ -1,5 +1,6 @@
 """Dialogues with tools in the templates of families: nothing is lost, and nothing makes control tokens."""
 
+import contextlib
 import json
 import re
 
@@ -215,3 +216,33 @@ def test_deep_schemas_are_refused_and_crash_nothing(tokenizer_of):
         request = ChatRequest(dialogue=dialogue()[:2], tools=tools, rules=CallRules(tools=tools))
         with pytest.raises(GrammarError):
             chat_prompt(tokenizer_of(name), request, 4000)
+
+
+MALFORMED = (
+    {"properties": []},
+    {"properties": {"a": 5}},
+    {"properties": {"a": {"type": 5}}},
+    {"properties": {"a": {"type": ["string", {}]}}},
+    {"properties": {"a": {"type": "string", "pattern": 5}}},
+    {"properties": {"a": {"type": "string", "minLength": "x"}}},
+    {"properties": {"a": {"enum": 5}}},
+    {"properties": {"a": {"anyOf": [5]}}},
+    {"properties": {"a": {"type": "object", "additionalProperties": False, "properties": 5}}},
+    {"properties": {"a": {"type": "array", "items": 5}}},
+    {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": []},
+    {"properties": {}, "required": 5},
+    {"properties": {}, "required": ["b"]},
+    {"allOf": 5},
+    {"$ref": "#/$defs/a", "$defs": {"a": True}},
+    {"$ref": 5},
+)
+
+
+@pytest.mark.parametrize("name", ["hermes", "lfm2", "qwen3-coder", "gemma-4"])
+@pytest.mark.parametrize("number", range(len(MALFORMED)))
+def test_a_malformed_schema_is_an_error_of_the_request(name, number, tokenizer_of, answered):
+    tools = [Tool("other", None, MALFORMED[number])]
+    request = ChatRequest(dialogue=dialogue()[:2], tools=tools, rules=CallRules(tools=tools, required=True))
+    with contextlib.suppress(GrammarError):  # lenient schemas may do without the part
+        answered(name, chat_prompt(tokenizer_of(name), request, 4000), 0, limit=40)

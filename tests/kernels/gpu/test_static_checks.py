@@ -149,7 +149,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DTAPS=3 -DSUM",
     ],
     (*LAYERS, "delta_rule.cl"): [
-        "-DWG=1 -DGROUP=3 -DKEY_DIM=21 -DLANES=1 -DRUNS=3 -DBLOCK=32",
+        "-DWG=1 -DGROUP=3 -DKEY_DIM=21 -DLANES=1 -DTWO_ROWS -DRUNS=3 -DBLOCK=32",
         "-DWG=64 -DGROUP=3 -DKEY_DIM=21 -DLANES=4 -DRUNS=1 -DBLOCK=1024",
         "-DWG=64 -DGROUP=2 -DKEY_DIM=128 -DLANES=4 -DRUNS=4 -DBLOCK=1024 -DWHOLE_EIGHTS",
     ],
