@@ -11,7 +11,7 @@ import pytest
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
-from heterollm.model import Checkpoint
+from heterollm.model import Checkpoint, ModelConfig
 from heterollm.model.families import FAMILIES
 from heterollm.model.stored.gguf_architectures import ARCHITECTURES, MIXTURES
 from heterollm.model.stored.gguf_file import GgufFile
@@ -109,6 +109,21 @@ def test_tensors_of_one_weight_must_fit(checkpoint: Callable[..., Path], tmp_pat
     lacking = rewritten(source, tmp_path / "lacking.gguf", {}, {"blk.1.ffn_up_exps.weight": None})
     with pytest.raises(CheckpointError, match=r"lacks .*blk\.1\.ffn_up_exps\.weight"):
         Checkpoint(lacking)
+    biases = dict.fromkeys(("blk.1.ffn_gate_exps.bias", "blk.1.ffn_up_exps.bias"), np.ones(96))
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up_exps\.bias, or their shapes do not fit"):
+        Checkpoint(rewritten(source, tmp_path / "biased.gguf", {}, biases))
+
+
+def test_a_phimoe_may_have_positions_without_an_attention_factor(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = write_gguf(
+        checkpoint("phimoe", **OVERRIDES["phimoe"]), tmp_path / "long.gguf", Types.F32, Types.F32
+    )
+    tensors = dict.fromkeys(f"rope_factors_{one}.weight" for one in ("long", "short"))
+    fields = {"rope.scaling.attn_factor": None, "rope.scaling.factor": 2.0}
+    found = Checkpoint(rewritten(source, tmp_path / "linear.gguf", fields, tensors))
+    assert ModelConfig.from_folder(found.folder).rope.kind == "linear"
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])
