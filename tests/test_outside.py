@@ -337,7 +337,7 @@ def test_exit_codes(tmp_path_factory, monkeypatch):
 QUICK = ("llama-3-8b", "gemma-2b", "phi-3-mini", "qwen2-0.5b")
 # Level block refuses mixtures of experts without shared ones; tests of simulations hold their plans.
 # Of the models of DEVICE_ROWS, those with kinds of layers have plans here; others have shapes like these.
-KINDS = ("gemma-3-1b", "lfm2-1.2b")
+KINDS = ("gemma-3-1b", "lfm2-1.2b", "qwen3.5-0.8b")
 ALIKE = {name for name, *_ in DEVICE_ROWS} - {*KINDS}
 DENSE = [name for name, model in KNOWN_MODELS.items() if not model.size.experts and name not in ALIKE]
 MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DENSE]

@@ -72,11 +72,6 @@ ROWS: Final[tuple[Row, ...]] = (
     ("qwen3-32b", "qwen3", "Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 151936, False, 128, 40960),
     ("qwen3-30b-a3b", "qwen3_moe", "Qwen/Qwen3-30B-A3B",
      2048, 768, 48, 32, 4, 151936, False, 128, 40960, 128, 8),
-    ("qwen3.5-0.8b", "qwen3_5_text", "Qwen/Qwen3.5-0.8B", 1024, 3584, 24, 8, 2, 248320, True, 256, 262144),
-    ("qwen3.5-2b", "qwen3_5_text", "Qwen/Qwen3.5-2B", 2048, 6144, 24, 8, 2, 248320, True, 256, 262144),
-    ("qwen3.5-4b", "qwen3_5_text", "Qwen/Qwen3.5-4B", 2560, 9216, 32, 16, 4, 248320, True, 256, 262144),
-    ("qwen3.5-9b", "qwen3_5_text", "Qwen/Qwen3.5-9B", 4096, 12288, 32, 16, 4, 248320, False, 256, 262144),
-    ("qwen3.5-27b", "qwen3_5_text", "Qwen/Qwen3.5-27B", 5120, 17408, 64, 24, 4, 248320, False, 256, 262144),
     ("qwen1.5-moe-a2.7b", "qwen2_moe", "Qwen/Qwen1.5-MoE-A2.7B",
      2048, 1408, 24, 16, 16, 151936, False, 128, 8192, 60, 4, 5632),
     ("phi-tiny-moe", "phimoe", "microsoft/Phi-tiny-MoE-instruct",
@@ -91,6 +86,11 @@ ROWS: Final[tuple[Row, ...]] = (
 
 DEVICE_ROWS: Final[tuple[Row, ...]] = (
     ("llama-3.1-8b", "llama", "meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128256, False, 128, 131072),
+    ("qwen3.5-0.8b", "qwen3_5_text", "Qwen/Qwen3.5-0.8B", 1024, 3584, 24, 8, 2, 248320, True, 256, 262144),
+    ("qwen3.5-2b", "qwen3_5_text", "Qwen/Qwen3.5-2B", 2048, 6144, 24, 8, 2, 248320, True, 256, 262144),
+    ("qwen3.5-4b", "qwen3_5_text", "Qwen/Qwen3.5-4B", 2560, 9216, 32, 16, 4, 248320, True, 256, 262144),
+    ("qwen3.5-9b", "qwen3_5_text", "Qwen/Qwen3.5-9B", 4096, 12288, 32, 16, 4, 248320, False, 256, 262144),
+    ("qwen3.5-27b", "qwen3_5_text", "Qwen/Qwen3.5-27B", 5120, 17408, 64, 24, 4, 248320, False, 256, 262144),
     ("lfm2-350m", "lfm2", "LiquidAI/LFM2-350M", 1024, 4608, 16, 16, 8, 65536, True, 64, 128000, LFM2),
     ("lfm2-700m", "lfm2", "LiquidAI/LFM2-700M", 1536, 6912, 16, 24, 8, 65536, True, 64, 128000, LFM2),
     ("lfm2-1.2b", "lfm2", "LiquidAI/LFM2-1.2B", 2048, 8192, 16, 32, 8, 65536, True, 64, 128000, LFM2),
