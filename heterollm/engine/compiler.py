@@ -148,6 +148,7 @@ class Compiler:
         self._linears.clear()
         self._experts.clear()
         self.techniques.clear()
+        self.layer_inputs.clear()
         self._emitters.clear()
 
     def leave_npu(self) -> None:

@@ -502,8 +502,10 @@ class Engine:
             length = 1 if isinstance(tokens, int) else len(tokens)
             lane.tokens.acquire()
             lane.tokens.array[:length] = tokens
-            self._compiler.layer_inputs.write(lane, lane.tokens.array[:length])
-            lane.tokens.release()
+            try:
+                self._compiler.layer_inputs.write(lane, length)
+            finally:
+                lane.tokens.release()
             lane.step.acquire()
             step = lane.step.array
             step[STEP_POSITION] = position

@@ -105,7 +105,7 @@ def pool_sizes(
     if not any(entry.placement.npu_lengths for entry in plan.placed):
         sizes["npu_output"] = item_bytes
     if config.layer_vocabulary:
-        columns = config.layers * config.layer_input_width
+        columns = config.layer_input_columns
         sizes |= {LAYER_ROWS: tokens * columns * 4, LAYER_INPUTS: tokens * columns * item_bytes}
     for net in config.blocks(DeltaNetBlock).values():
         sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes

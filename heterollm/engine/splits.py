@@ -79,10 +79,8 @@ class SplitEmitter:
         self._layers = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._techniques = techniques
         self._float_operators: dict[str, None] = {}
-        self.saturation = SaturationCount(
-            # A layer may have its network as one operator beside its groups.
-            *(device.gpu, len(weights.specs) + weights.config.layers)
-        )
+        # A layer may have its network as one operator beside its groups.
+        self.saturation = SaturationCount(device.gpu, len(weights.specs) + weights.config.layers)
         self._graphs: dict[PlannedGraph, NpuGraph] = {}
         packager = device.packager
         if packager is not None and packager.context_layers:

@@ -134,6 +134,11 @@ class ModelConfig:
         return 0 if block is None else block.width
 
     @property
+    def layer_input_columns(self) -> int:
+        """Elements of a token's embeddings for all layers; 0 without."""
+        return self.layers * self.layer_input_width
+
+    @property
     def has_alike_heads(self) -> bool:
         """Whether every layer with attention has as many heads, as wide, with keys of its own."""
         sizes = {

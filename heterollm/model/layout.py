@@ -241,10 +241,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         last = first_position(config) + config.max_positions
         shapes[positions_name(config)] = (last, config.hidden_size)
     if config.layer_vocabulary:
-        width, (table, projection, norm) = config.layer_input_width, layer_input_names(config)
-        shapes[table] = config.layer_vocabulary, config.layers * width
-        shapes[projection] = config.layers * width, config.hidden_size
-        shapes[norm] = (width,)
+        columns, (table, projection, norm) = config.layer_input_columns, layer_input_names(config)
+        shapes[table] = config.layer_vocabulary, columns
+        shapes[projection] = columns, config.hidden_size
+        shapes[norm] = (config.layer_input_width,)
     for layer in (*range(config.layers), HEAD_LAYER):
         biases, names = bias_names(config, layer), linear_rows(config, layer)
         for group in group_shapes(config, layer):

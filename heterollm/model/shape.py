@@ -79,8 +79,7 @@ class ModelShape:
     @property
     def by_heads(self) -> tuple[ModelShape, ...]:
         """The shape with each of its heads."""
-        kinds = {heads: kind for kind, heads in reversed(self.other_heads)}
-        return (self, *(self.of_kind(kind) for kind in reversed(kinds.values())))
+        return tuple(dict.fromkeys((self, *(self.of_kind(kind) for kind, _ in self.other_heads))))
 
     @property
     def layers(self) -> int:

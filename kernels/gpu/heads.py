@@ -180,7 +180,7 @@ class Rotation:
         epsilon: Added to the mean square in those norms.
         joint: Whether one norm spans all heads of q, another all of k, with weights for each element.
         limit: Magnitude that bounds q, k and v before the rotation; 0 for none.
-        values: Whether each head of v has a norm without weights.
+        value_norms: Whether each head of v has a norm without weights.
         norms_last: Whether the norms come behind the rotation.
         query_scales: float32 ``[capacity]``, factors of q by position; None for none.
     """
@@ -192,7 +192,7 @@ class Rotation:
     epsilon: float = 0.0
     joint: bool = False
     limit: float = 0.0
-    values: bool = False
+    value_norms: bool = False
     norms_last: bool = False
     query_scales: Argument = None
 

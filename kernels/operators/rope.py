@@ -92,7 +92,7 @@ def rope_and_store(
             "LIMITED": rotation.limit,
             "NORMS_LAST": rotation.norms_last,
             "QUERY_SCALES": rotation.query_scales is not None,
-            "VALUE_NORM": rotation.values,
+            "VALUE_NORM": rotation.value_norms,
         }
         return on.cache_defines(cache) | own | {name: 1 for name, holds in flags.items() if holds}
 
@@ -166,7 +166,7 @@ class RopeCase:
     norms_last: bool = False
     scaled: bool = False
     pages: tuple[int, ...] = ()
-    values: bool = False
+    value_norms: bool = False
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         shape, tokens, position = self.shape, self.tokens, self.position
@@ -189,7 +189,7 @@ class RopeCase:
             data.step(position, tokens),
             shape=shape,
             rotation=Rotation(
-                *(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit, self.values),
+                *(cos, sin, self.rotary, norms, EPSILON, self.joint, self.limit, self.value_norms),
                 *(self.norms_last, scales),
             ),
             tokens=tokens,
@@ -201,7 +201,7 @@ class RopeCase:
         parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(self._rows)[:-1], axis=1)[:3]
         if not self.norms_last:
             parts = self._normed(parts, data)
-        if self.values:
+        if self.value_norms:
             parts[2] = exact_rms_norm(parts[2].reshape(-1, shape.head_dim), np.ones(1), EPSILON)
         if self.limit:
             parts = [np.clip(part, -self.limit, self.limit) for part in parts]
@@ -249,7 +249,7 @@ CHECKS: Final = (
     ),
     OperatorCheck(TITLE, "7 tokens over two pages", RopeCase(7, 60, _HEADS, (0, 0, 0), pages=(2, 1)), "keys"),
     OperatorCheck(TITLE, "7 tokens, sum", replace(_SPLIT, join="sum", biased=False), "queries"),
-    OperatorCheck(TITLE, "normed values", replace(_SPLIT, normed=True, values=True), "values"),
+    OperatorCheck(TITLE, "normed values", replace(_SPLIT, normed=True, value_norms=True), "values"),
     OperatorCheck(TITLE, "queries alone", RopeCase(7, 11, _HEADS, (64,), normed=True), "queries"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Final
 
 from heterollm.engine.blocks.gate import append_gate
 from heterollm.engine.builder import PassBuilder
@@ -15,6 +16,9 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import ROUNDING, GlueKernels, HeadShape, Rotation, RoundedInputs, Scores, Segments
 from heterollm.kernels.operators import attend, rope_and_store
 from heterollm.model import AttentionBlock, ModelConfig
+
+GATE: Final = 3
+"""Place of the gate of the output among the members of the first group."""
 
 PARTIAL = Buffer("attention_partial")
 """GPU memory for the results of attention over each part of the context, before they are joined."""
@@ -50,7 +54,7 @@ class AttentionEmitter:
         self._techniques.around(builder, "attention", layer, o).run(dense)
         if block.gated:
             bias = self._tensors.bias(layer, "qkv")
-            append_gate(builder, self._kernels, o.source, inputs, 3, o, heads=block.heads, bias=bias)
+            append_gate(builder, self._kernels, o.source, inputs, GATE, o, heads=block.heads, bias=bias)
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
 
     def _shape(self, block: AttentionBlock) -> HeadShape:
@@ -74,7 +78,7 @@ class AttentionEmitter:
                 epsilon=self._epsilon,
                 joint=block.joint_head_norms,
                 limit=block.qkv_limit,
-                values=block.value_norms,
+                value_norms=block.value_norms,
                 norms_last=block.norms_last,
                 query_scales=self._tensors.query_scales(block),
             ),

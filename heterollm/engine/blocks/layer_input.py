@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.lanes import Lane
@@ -32,31 +31,38 @@ class LayerInputEmitter:
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._config, self._linears, self._tensors = weights.config, linears, tensors
         self._rows = weights.layer_rows
+        self._projection: GpuLinear | None = None
+        self._norm: Any = None  # pyopencl is not typed
         if self._config.layer_vocabulary:
             self._projection = GpuLinear.pack(
                 device.gpu, [weights.layer_projection], activation_dtype=device.activation_dtype
             )
             self._norm = device.gpu.upload(weights.layer_norm * np.float32(HALF_POWER))
 
-    @property
-    def columns(self) -> int:
-        """Elements of a token's embeddings for all layers."""
-        return self._config.layers * self._config.layer_input_width
+    def clear(self) -> None:
+        """Drop the weights; no compiled pass may run afterwards."""
+        self._rows, self._projection, self._norm = None, None, None
 
-    def write(self, lane: Lane, ids: NDArray[np.int32]) -> None:
-        """Write the rows of a pass's tokens, where the model has them; kernels read them later."""
+    def write(self, lane: Lane, count: int) -> None:
+        """Write the rows of the first tokens of a lane, where the model has them; kernels read them later.
+
+        Raises:
+            CheckpointError: A row has values that are not finite.
+        """
         if self._rows is None:
             return
         slot = lane.shared[LAYER_ROWS]
         slot.acquire()
-        rows = slot.view(np.float32, (len(ids), self.columns))
-        self._rows.read(ids, rows)
-        rows *= np.float32((self._config.layer_input_width / 2) ** 0.5)
-        slot.release()
+        try:
+            rows = slot.view(np.float32, (count, self._config.layer_input_columns))
+            self._rows.read(lane.tokens.array[:count], rows)
+            rows *= np.float32((self._config.layer_input_width / 2) ** 0.5)
+        finally:
+            slot.release()
 
     def start(self, builder: PassBuilder) -> None:
         """Append the embeddings of all layers: rows of a table, and a normed linear of the stream."""
-        if not self._config.layer_vocabulary:
+        if self._projection is None:
             return
         lane, tokens, config = builder.lane, builder.tokens, self._config
         residual, x = lane.private["residual"], lane.shared["linear_input"]
@@ -101,7 +107,7 @@ class LayerInputEmitter:
             intermediate=block.width,
             activation=block.activation,
             rounded=out.rounded,
-            factors=TokenFactors(inputs, self.columns, layer * block.width),
+            factors=TokenFactors(inputs, self._config.layer_input_columns, layer * block.width),
         )
         reads, writes = (*segments_of(gate), inputs), (out.source, *codes_of(out.rounded))
         builder.kernel("activation", layer, launch, reads=reads, writes=writes)
