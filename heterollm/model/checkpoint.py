@@ -224,7 +224,7 @@ class Checkpoint:
         """Return a tensor, or rows of it, without the adapter."""
         stored = self._in_blocks(name)
         if stored is not None:
-            return _finite(stored.read(name, rows), stored.path, name)
+            return finite(stored.read(name, rows), stored.path, name)
         file = self.file(name)
         dtype = file.entries[name].dtype
         if dtype not in FLOAT_TYPES:
@@ -234,7 +234,7 @@ class Checkpoint:
         bits = file.bits(name)
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
-        return _finite(bits.astype(np.float32), file.path, name)
+        return finite(bits.astype(np.float32), file.path, name)
 
     def kind(self, name: str) -> str | None:
         """Return the name of a stored format of integers; None for floats and for what an adapter changes."""
@@ -437,7 +437,12 @@ class Checkpoint:
             self._files[name] = file
 
 
-def _finite(values: NDArray[np.float32], path: Path, name: str) -> NDArray[np.float32]:
+def finite(values: NDArray[np.float32], path: Path, name: str) -> NDArray[np.float32]:
+    """Return the values of a tensor of a file.
+
+    Raises:
+        CheckpointError: A value is NaN or infinite.
+    """
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{path}: tensor {name} holds NaN or infinite values.", fix="Download it again."
