@@ -95,6 +95,7 @@ class BlockFields:
             query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
             gated="gate" in family.tensors.modules["qkv"],
+            sinks="sinks" in family.tensors.others,
         )
         self._activation = _activation(fields, family)
         self._windows = _windows(fields, family, layers)

@@ -111,6 +111,7 @@ class AttentionBlock(Block):
         value_norms: Whether each head of v has a norm without weights.
         values_are_keys: Whether the linear of k is that of v, too.
         kv_layer: The layer before whose keys and values it reads, in place of own ones; None for own ones.
+        sinks: Whether each head has one more score, a weight of the model, whose value is zero.
     """
 
     NAME: ClassVar[str] = "attention"
@@ -135,6 +136,7 @@ class AttentionBlock(Block):
     value_norms: bool = False
     values_are_keys: bool = False
     kv_layer: int | None = None
+    sinks: bool = False
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places; without own keys and values one of q alone."""
@@ -161,6 +163,10 @@ class AttentionBlock(Block):
         queries, keys = (self.heads, self.kv_heads) if self.joint_head_norms else (1, 1)
         own: dict[Norm, int] = {"query_head": queries * self.head_dim}
         return own if self.kv_layer is not None else own | {"key_head": keys * self.head_dim}
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the sinks, if there are some."""
+        return {"sinks": (self.heads,)} if self.sinks else {}
 
     def state(self) -> KvSpec | None:
         """Return the keys and values, if they are its own."""
