@@ -23,6 +23,7 @@ from heterollm.kernels.operators.norm import NormCase
 from heterollm.kernels.operators.operator import check_case
 from heterollm.kernels.operators.rope import RopeCase
 from heterollm.kernels.operators.token_gate import TokenGateCase
+from heterollm.kernels.ops import GateClip
 
 STYLES = ["vector", "simt"]
 PAIRS = [
@@ -194,6 +195,17 @@ def test_activations_with_and_without_bias(cases, check, style, dtype, activatio
         for biased, join in ((False, "concatenate"), (True, "concatenate"), (True, "sum")):
             case = GatedCase(*shape, join, activation=activation, biased=biased, scale=4)
             check(*made(case), (shape, join))
+
+
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+def test_gate_and_up_are_clipped(cases, check, style, dtype):
+    made = cases(style, dtype, 4)
+    for shape in ((1, 8, (0, 8)), (3, 100, (41, 7)), (33, 2056, (2056, 0))):
+        for biased, join in ((False, "concatenate"), (True, "sum")):
+            case = GatedCase(*shape, join, biased=biased, scale=6, clip=GateClip(7.0, 1.702))
+            check(*made(case), (shape, join))
+    with pytest.raises(KernelError, match="clipped with silu"):
+        made(GatedCase(1, 8, (0,), clip=GateClip(7.0, 1.702)))
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
