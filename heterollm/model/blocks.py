@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
 from heterollm.kernels.gpu import DeltaShape
-from heterollm.kernels.ops import Activation, Group, Member, Routing
+from heterollm.kernels.ops import Activation, GateClip, Group, Member, Routing
 from heterollm.model.rope import QueryGrowth, RopeConfig
 from heterollm.model.states import KvSpec, RecurrentSpec, StateSpec
 
@@ -311,7 +311,9 @@ class MixtureBlock(Block):
         routing: Rule by which the router chooses experts.
         width: Width of an expert.
         activation: Activation of the gates.
-        bias: Shape of the tensor with the bias of the choice; empty for none.
+        bias: Shape of the tensor with the bias of the choice, or of the router's logits; empty for none.
+        clip: Bounds of gate and up; None for none.
+        biased: Whether gate, up and down of each expert have biases.
     """
 
     NAME: ClassVar[str] = "mixture"
@@ -321,14 +323,20 @@ class MixtureBlock(Block):
     width: int
     activation: Activation
     bias: tuple[int, ...] = ()
+    clip: GateClip | None = None
+    biased: bool = False
 
     def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
         """Return no groups."""
         return ()
 
-    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the bias of the choice of experts, if there is one."""
-        return {"router_bias": self.bias} if self.bias else {}
+    def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the bias of router or choice, and those of experts, if there are some."""
+        found: dict[str, tuple[int, ...]] = {"router_bias": self.bias} if self.bias else {}
+        if self.biased:
+            widths = {"gate_bias": self.width, "up_bias": self.width, "down_bias": hidden}
+            found |= {role: (self.routing.experts, width) for role, width in widths.items()}
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ OTHER_LAYERS = {
     "falcon_mamba": "conv_kernel",
     "gemma3n_text": "altup_",
     "gemma4_text": "hidden_size_per_layer_input",
-    "gpt_oss": "num_local_experts",
     "granitemoehybrid": "linear_attention",
     "jamba": "attn_layer_",
     "kimi_linear": "linear_attention",
