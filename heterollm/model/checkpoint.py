@@ -407,8 +407,6 @@ class Checkpoint:
     def _add_packed(self, stacks: Mapping[str, tuple[str, ...]]) -> None:
         """Replace packed tensors of linears, or of all experts, by the weights that they stand for."""
         stated = self._stated.get("quantization_config")
-        if not isinstance(stated, dict) and not stacks:
-            return
         tensors = {
             name: PackedTensor(entry.dtype, entry.shape, entry.stop - entry.start)
             for name, file in self._files.items()
@@ -422,8 +420,10 @@ class Checkpoint:
         packed: AlternatingExperts | PackedLinears
         if stacks:
             packed = AlternatingExperts(self.folder, tensors, bits, stacks)
-        else:
+        elif isinstance(stated, dict):
             packed = PackedLinears(self.folder, tensors, bits, normalized_quantization(stated))
+        else:
+            return
         if packed.names:
             self._stored = packed
             parts = packed.parts

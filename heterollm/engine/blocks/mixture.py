@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from heterollm.base import Progress
+from heterollm.base import PlanError, Progress
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts.residency import ExpertBudget, ExpertResidency
 from heterollm.engine.experts.shares import SharedExperts
@@ -146,6 +146,11 @@ class MixtureEmitter:
         op = around if isinstance(around, SharedExperts) else None
         taken = None if op is None else op.taken
         placement = EXPERTS_ON_GPU if op is None else op.placement
+        if op is not None and (block.biased or block.clip):
+            raise PlanError(
+                f"The NPU has experts of layer {layer}, whose biases and bounds its graphs lack.",
+                fix="Plan without the technique npumoe.",
+            )
 
         label = f"{layer}.router"
         launch = own.router.launch(x, logits, tokens=builder.tokens, output_dtype=np.float32, label=label)

@@ -153,7 +153,9 @@ def test_logits_beyond_the_window(
     assert within_gates(all_logits(llm, ids, (33, 1, 30)), expected)
 
 
-@pytest.mark.parametrize("family", ["phi3", "granitemoe", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["phi3", "granitemoe", "gpt_oss", pytest.param("gemma2", marks=pytest.mark.slow)]
+)
 def test_float_weights(
     family: str,
     checkpoint: Callable[..., Path],

@@ -165,7 +165,7 @@ def test_published_fields_of_gpt_oss() -> None:
         ({"swiglu_limit": 0}, CheckpointError, "swiglu_limit"),
         ({"swiglu_alpha": "x"}, CheckpointError, "swiglu_alpha"),
         ({"hidden_act": "relu"}, UnsupportedModelError, "'relu' of a clipped gate"),
-        ({"num_experts_per_tok": 129}, CheckpointError, "at most the 128 of num_local_experts"),
+        ({"num_experts_per_tok": 129}, CheckpointError, "at most the 128 of num_experts"),
     ],
 )
 def test_values_that_gpt_oss_cannot_have(changes: dict[str, Any], error: type[Exception], said: str) -> None:
