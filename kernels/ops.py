@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace as replace_struct
@@ -38,6 +38,19 @@ for ``sparsemixer`` the share of each in the softmax of the logits near it that 
 
 Activation = Literal["silu", "gelu_tanh", "relu", "relu_squared"]
 """Activation of a network; ``gelu_tanh`` is GELU by its tanh formula."""
+
+
+class GateClip(NamedTuple):
+    """Bounds of gate and up, with which a network's product is ``(up + 1) * gate * sigmoid(slope * gate)``.
+
+    Args:
+        limit: Upper bound of gate, and magnitude that bounds up.
+        slope: Factor of the gate in the sigmoid.
+    """
+
+    limit: float
+    slope: float
+
 
 Power = Literal["burst", "balanced", "default"]
 """Clocks and cores to ask a phone's system for: ``burst`` asks for the highest clocks, ``balanced`` for

@@ -70,6 +70,11 @@ class GlueTensors:
             )
             for number in config.blocks(DeltaNetBlock)
         }
+        self._sinks: dict[int, Any] = {
+            number: runtime.upload(weights.other(number, "sinks"))
+            for number, block in config.blocks(AttentionBlock).items()
+            if block.sinks
+        }
         self._token_gates: dict[int, Any] = {
             number: runtime.upload(weights.other(number, "token_gate")[0])
             for number, block in config.blocks(FfnBlock).items()
@@ -102,6 +107,10 @@ class GlueTensors:
     def token_gate(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""
         return self._token_gates[layer]
+
+    def sinks(self, layer: int) -> Any:  # noqa: ANN401
+        """Return the scores of heads that belong to no key, float32 ``[heads]``; None without."""
+        return self._sinks.get(layer)
 
     def bias(self, layer: int, group: Group, start: int = 0) -> Any:  # noqa: ANN401
         """Return the float32 biases of a group's members, from ``start`` on of each; None without bias."""

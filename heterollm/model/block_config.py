@@ -8,7 +8,7 @@ from typing import Final
 
 from heterollm.base import CheckpointError
 from heterollm.kernels.gpu import LARGEST_KEY_DIM, DeltaShape
-from heterollm.kernels.ops import Activation, Routing
+from heterollm.kernels.ops import Activation, GateClip, Routing
 from heterollm.model.blocks import (
     LAYER_SCALE,
     AttentionBlock,
@@ -95,6 +95,7 @@ class BlockFields:
             query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
             gated="gate" in family.tensors.modules["qkv"],
+            sinks="sinks" in family.tensors.others,
         )
         self._activation = _activation(fields, family)
         self._windows = _windows(fields, family, layers)
@@ -135,8 +136,13 @@ class BlockFields:
             assert mixture is not None  # by the family
             width = fields.count(mixture.width_field)
             routing = _routing(fields, mixture)
-            bias = (1, routing.experts) if mixture.bias_row else (routing.experts,)
-            return MixtureBlock(routing, width, self._activation, bias if routing.biased else ())
+            bias: tuple[int, ...] = (1, routing.experts) if mixture.bias_row else (routing.experts,)
+            if not (routing.biased or mixture.biased):
+                bias = ()
+            clip = GateClip(*map(fields.positive, mixture.clip_fields)) if mixture.clip_fields else None
+            if clip is not None and self._activation != "silu":
+                raise unsupported(f"Activation {fields.get('hidden_act')!r} of a clipped gate")
+            return MixtureBlock(routing, width, self._activation, bias, clip, mixture.biased)
         shared = mixture is not None and "mixture" in beside
         if mixture is None:
             width = fields.count("intermediate_size")

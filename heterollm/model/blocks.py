@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
 from heterollm.kernels.gpu import DeltaShape
-from heterollm.kernels.ops import Activation, Group, Member, Routing
+from heterollm.kernels.ops import Activation, GateClip, Group, Member, Routing
 from heterollm.model.rope import QueryGrowth, RopeConfig
 from heterollm.model.states import KvSpec, RecurrentSpec, StateSpec
 
@@ -111,6 +111,7 @@ class AttentionBlock(Block):
         value_norms: Whether each head of v has a norm without weights.
         values_are_keys: Whether the linear of k is that of v, too.
         kv_layer: The layer before whose keys and values it reads, in place of own ones; None for own ones.
+        sinks: Whether each head has one more score, a weight of the model, whose value is zero.
     """
 
     NAME: ClassVar[str] = "attention"
@@ -135,6 +136,7 @@ class AttentionBlock(Block):
     value_norms: bool = False
     values_are_keys: bool = False
     kv_layer: int | None = None
+    sinks: bool = False
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places; without own keys and values one of q alone."""
@@ -161,6 +163,10 @@ class AttentionBlock(Block):
         queries, keys = (self.heads, self.kv_heads) if self.joint_head_norms else (1, 1)
         own: dict[Norm, int] = {"query_head": queries * self.head_dim}
         return own if self.kv_layer is not None else own | {"key_head": keys * self.head_dim}
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the sinks, if there are some."""
+        return {"sinks": (self.heads,)} if self.sinks else {}
 
     def state(self) -> KvSpec | None:
         """Return the keys and values, if they are its own."""
@@ -305,7 +311,9 @@ class MixtureBlock(Block):
         routing: Rule by which the router chooses experts.
         width: Width of an expert.
         activation: Activation of the gates.
-        bias: Shape of the tensor with the bias of the choice; empty for none.
+        bias: Shape of the tensor with the bias of the choice, or of the router's logits; empty for none.
+        clip: Bounds of gate and up; None for none.
+        biased: Whether gate, up and down of each expert have biases.
     """
 
     NAME: ClassVar[str] = "mixture"
@@ -315,14 +323,20 @@ class MixtureBlock(Block):
     width: int
     activation: Activation
     bias: tuple[int, ...] = ()
+    clip: GateClip | None = None
+    biased: bool = False
 
     def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
         """Return no groups."""
         return ()
 
-    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the bias of the choice of experts, if there is one."""
-        return {"router_bias": self.bias} if self.bias else {}
+    def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the bias of router or choice, and those of experts, if there are some."""
+        found: dict[str, tuple[int, ...]] = {"router_bias": self.bias} if self.bias else {}
+        if self.biased:
+            widths = {"gate_bias": self.width, "up_bias": self.width, "down_bias": hidden}
+            found |= {role: (self.routing.experts, width) for role, width in widths.items()}
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from heterollm.model.layout import (
 )
 from heterollm.model.lora import LoraAdapter
 from heterollm.model.stored import (
+    AlternatingExperts,
     GgufTensors,
     PackedLinears,
     PackedTensor,
@@ -151,9 +152,10 @@ class Checkpoint:
         self._unread = 0
         if self._stored is None:
             self._take_text_part()
-            self._files = experts_apart(self._files, FAMILIES.get(family_name(self._stated)))
+            family = FAMILIES.get(family_name(self._stated))
+            self._files = experts_apart(self._files, family)
             self._name_tied_embedding()
-            self._add_packed()
+            self._add_packed({} if family is None or family.mixture is None else family.mixture.alternating)
         self.adapter = None if lora is None else LoraAdapter(lora)
         if self.adapter is not None:
             integers = {name for name in self.adapter.factors if self._stored_kind(name)}
@@ -402,19 +404,26 @@ class Checkpoint:
             entries = {**file.entries, EMBEDDING: file.entries[HEAD]}
             self._files[EMBEDDING] = dataclasses.replace(file, entries=entries)
 
-    def _add_packed(self) -> None:
-        """Replace the packed tensors of quantised linears by the weights that they stand for."""
+    def _add_packed(self, stacks: Mapping[str, tuple[str, ...]]) -> None:
+        """Replace packed tensors of linears, or of all experts, by the weights that they stand for."""
         stated = self._stated.get("quantization_config")
-        if not isinstance(stated, dict):
-            return
         tensors = {
             name: PackedTensor(entry.dtype, entry.shape, entry.stop - entry.start)
             for name, file in self._files.items()
             for entry in [file.entries[name]]
         }
         files = dict(self._files)
-        settings = normalized_quantization(stated)
-        packed = PackedLinears(self.folder, tensors, lambda name: files[name].bits(name), settings)
+
+        def bits(name: str) -> NDArray[Any]:
+            return files[name].bits(name)
+
+        packed: AlternatingExperts | PackedLinears
+        if stacks:
+            packed = AlternatingExperts(self.folder, tensors, bits, stacks)
+        elif isinstance(stated, dict):
+            packed = PackedLinears(self.folder, tensors, bits, normalized_quantization(stated))
+        else:
+            return
         if packed.names:
             self._stored = packed
             parts = packed.parts

@@ -107,7 +107,7 @@ class ExpertReader:
         assert self._checkpoint is not None  # weights with values
         if self._checkpoint.dtype(place.name) is None:
             raise CheckpointError(
-                f"{self._checkpoint.folder} has no safetensors, from which experts in floats are read.",
+                f"{self._checkpoint.folder} has no expert in one piece of safetensors, as floats are read.",
                 fix="Choose precision w4a16, or leave the memory budget of experts out.",
             )
         return self._checkpoint.file(place.name)

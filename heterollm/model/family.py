@@ -70,6 +70,8 @@ class Mixture:
             tensor ``[experts, rows, k]`` holds all experts, and members that share it follow each other.
         stacked: Tensors ``[experts, rows, k]`` that some checkpoints have instead, with the members in each,
             whose rows follow each other.
+        alternating: Modules with a stack of all experts in which the rows of these members alternate, as
+            floats with inputs first, or as MXFP4 (:mod:`heterollm.model.stored.alternating_experts`).
         width_field: Field with the width of an expert.
         shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
             without them.
@@ -80,6 +82,10 @@ class Mixture:
         normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
         bias_field: Field that says whether experts are chosen by score plus a bias, the other tensor
             ``router_bias``; true for always.
+        biased: Whether the logits have a bias, the other tensor ``router_bias``, and so have gate, up and
+            down of each expert: ``gate_bias``, ``up_bias`` and ``down_bias``.
+        clip_fields: Fields with the bound of gate and up, and the slope of the gate's sigmoid; empty in a
+            family without.
         bias_row: Whether that tensor has the shape ``[1, experts]``.
         scale_field: Field with a factor on the weights; "" in a family without.
         dense_field: Field with the width of the network in layers without experts.
@@ -91,12 +97,15 @@ class Mixture:
     router: str
     members: Mapping[str, str]
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    alternating: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     width_field: str = "intermediate_size"
     shared_field: str = ""
     shared_count_field: str = ""
     scoring: Scoring = "softmax"
     normalized_field: str = ""
     bias_field: str | bool = False
+    biased: bool = False
+    clip_fields: tuple[str, ...] = ()
     bias_row: bool = False
     scale_field: str = ""
     dense_field: str = "intermediate_size"
@@ -107,6 +116,7 @@ class Mixture:
     def fields(self) -> frozenset[str]:
         """The fields of ``config.json`` that it reads."""
         own = (
+            *self.clip_fields,
             *(self.width_field, self.shared_field, self.shared_count_field, self.normalized_field),
             *(self.bias_field, self.scale_field, self.dense_field, self.chosen_field),
         )

@@ -58,10 +58,11 @@ class ModelSize(NamedTuple):
             kind: The ``model_type``.
             more: Further fields of the type.
         """
+        count = "num_local_experts" if kind in ("gpt_oss", "mixtral", "phimoe") else "num_experts"
         mixture = {
             **({"moe_intermediate_size": self.intermediate} if kind in ("qwen2_moe", "qwen3_moe") else {}),
             **({"shared_expert_intermediate_size": self.shared} if self.shared else {}),
-            ("num_local_experts" if kind in ("mixtral", "phimoe") else "num_experts"): self.experts,
+            count: self.experts,
             "num_experts_per_tok": self.chosen,
             "norm_topk_prob": kind == "qwen3_moe",
         }

@@ -143,6 +143,8 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
     ("phonelm-1.5b", "phonelm", "mllmTeam/PhoneLM-1.5B", 2560, 6816, 19, 16, 16, 49152, True, 160, 2048),
     ("stablelm-2-1.6b", "stablelm", "stabilityai/stablelm-2-1_6b",
      2048, 5632, 24, 32, 32, 100352, False, 64, 4096),
+    ("gpt-oss-20b", "gpt_oss", "openai/gpt-oss-20b",
+     2880, 2880, 24, 64, 8, 201088, False, 64, 131072, 32, 4, _windows(128, 24, 2)),
     ("phi-mini-moe", "phimoe", "microsoft/Phi-mini-MoE-instruct",
      4096, 960, 32, 32, 8, 32064, False, 128, 4096, 16, 2),
 )
@@ -152,7 +154,6 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
 TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "gemma-3n": "gemma3n_text",
-        "gpt-oss": "gpt_oss",
         "lfm3": "lfm3",
         "nemotron-3": "nemotron_h",
         "nemotron-nano": "nemotron_h",

@@ -73,6 +73,11 @@ def by_mlp_type(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
     return ("attention",), ("ffn",) if kinds and kinds[layer] == "dense" else ("mixture",)
 
 
+def every_other_layer(_fields: JsonFields, layer: int) -> bool:
+    """Return true for the first layer, the third and so on."""
+    return layer % 2 == 0
+
+
 def every_other_first_layer(fields: JsonFields, layer: int) -> bool:
     """Return true for the first, the third and so on of the first ``max_window_layers``."""
     return layer % 2 == 0 and layer < fields.count("max_window_layers", minimum=0)
@@ -280,6 +285,59 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             published_code=("modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM",),
             bos_ids=(1,),
             eos_ids=(2,),
+        ),
+        "gpt_oss": Family(
+            name="gpt-oss",
+            covers="gpt-oss 20B and 120B",
+            architecture="GptOssForCausalLM",
+            tensors=TensorNames(
+                ATTENTION,
+                NORMS,
+                others={
+                    "sinks": "self_attn.sinks",
+                    "router_bias": "mlp.router.bias",
+                    **{
+                        f"{member}_bias": f"mlp.experts.{member}_proj.bias"
+                        for member in ("gate", "up", "down")
+                    },
+                },
+            ),
+            layers=SPARSE,
+            mixture=Mixture(
+                "mlp.router",
+                NAMED_EXPERTS,
+                alternating={
+                    "mlp.experts.gate_up_proj": (NAMED_EXPERTS["gate"], NAMED_EXPERTS["up"]),
+                    "mlp.experts.down_proj": (NAMED_EXPERTS["down"],),
+                },
+                biased=True,
+                clip_fields=("swiglu_limit", "swiglu_alpha"),
+            ),
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 128,
+                "attention_bias": True,
+                "num_experts": 128,
+                "num_experts_per_tok": 4,
+                "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702,
+                "rope_theta": 150_000.0,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+            follows=frozenset({"layer_types"}),
+            biases=ATTENTION_BIASES,
+            slides=every_other_layer,
+            ignores={
+                "initial_context_length": "the section of the rotary embedding states it",
+                "experts_per_token": "num_experts_per_tok counts",
+            },
         ),
         "olmoe": Family(
             name="OLMoE",

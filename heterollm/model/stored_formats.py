@@ -61,6 +61,8 @@ def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
         formats = {group: _format(JsonFields(layers, own.where).section(group), own) for group in layers}
         return StoredFormats(formats, _format(head, own) if head else None)
     check_quantization(stated, own.where)
+    if method == "mxfp4":
+        return StoredFormats({"experts": WeightFormat(8, 32)}, None)
     if method == "gptq":
         if own.get("checkpoint_format") not in ("gptq", "gptq_v2"):
             raise unsupported(f"GPTQ in the layout {own.get('checkpoint_format')!r:.40}")

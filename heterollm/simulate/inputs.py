@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from heterollm.base import OptionError, Progress
+from heterollm.base import Progress
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.kernels.ops import Group, OpSpec
-from heterollm.model import MixtureBlock, ModelConfig
-from heterollm.planning import PlanInputs, assumed_heads, choose_context
+from heterollm.model import ModelConfig
+from heterollm.planning import PlanInputs, assumed_heads, choose_context, suitable_mixtures
 from heterollm.simulate.profile import profile_of
 from heterollm.simulate.request import SYNC_CHOICES
 from heterollm.simulate.routing import IMBALANCE, AssumedRouting
@@ -57,12 +57,9 @@ def inputs_of_simulation(
     wanted = "auto" if request.level == "layer" and LLM_NPU in request.techniques else request.level
     routing = None
     if NPU_EXPERTS in request.techniques:
-        if (assumed := assumed_routing(config, request)) is None:
-            raise OptionError(
-                f"The technique {NPU_EXPERTS} is for mixtures of experts, and this model has none.",
-                fix="Leave it out.",
-            )
-        routing = assumed.calibrated(config.blocks(MixtureBlock))
+        mixtures, assumed = suitable_mixtures(config), assumed_routing(config, request)
+        assert assumed is not None  # times of values that are computed have no such plan
+        routing = assumed.calibrated(mixtures)
 
     def profile() -> Profile:
         return profile_of(device, model, config, specs, progress, request.techniques)

@@ -7,6 +7,7 @@ from .delta_net import apply_delta_rule as apply_delta_rule
 from .delta_net import convolve_inputs as convolve_inputs
 from .embedding import add_positions as add_positions
 from .experts import GpuExperts as GpuExperts
+from .gated_activation import ExpertBiases as ExpertBiases
 from .gated_activation import TokenFactors as TokenFactors
 from .gated_activation import activate as activate
 from .gated_activation import exact_gated_activation as exact_gated_activation

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import (
     KV_CODES,
-    STEP_LENGTH,
-    STEP_POSITION,
     WRONG_NMSE,
     Argument,
     AttentionClass,
@@ -24,7 +22,6 @@ from heterollm.kernels.gpu import (
     Defines,
     DeviceMemory,
     GlueKernels,
-    GpuWork,
     HeadShape,
     KernelStyle,
     KvLayer,
@@ -37,6 +34,7 @@ from heterollm.kernels.gpu import (
     pointwise_work,
     suits_coalesced,
 )
+from heterollm.kernels.operators.attention_work import attention_work
 from heterollm.kernels.operators.data import Data
 from heterollm.kernels.operators.logits import exact_soft_cap
 from heterollm.kernels.operators.operator import (
@@ -80,6 +78,7 @@ def attend(
     tokens: int,
     bucket: int,
     parts: int | None = None,
+    sinks: Argument = None,
     rounded: RoundedInputs | None = None,
     style: KernelStyle | None = None,
 ) -> tuple[Launch, ...]:
@@ -101,6 +100,7 @@ def attend(
         tokens: Tokens of the pass.
         bucket: Largest context length of this launch.
         parts: Parts of the context; by default a number that fits the device.
+        sinks: float32 ``[heads]``, scores of each head that join its softmax with value zero; None for none.
         rounded: Target of the int8 codes of ``out``; None for no codes.
         style: Kernel style; by default the tuned one or the device's.
     """
@@ -109,7 +109,7 @@ def attend(
     codes = rounded.arguments(tokens, shape.query_columns, "attention") if rounded else ()
     units = on.runtime.traits.compute_units
     grid = AttentionGrid(shape, tokens, bucket, units, parts, rounded)
-    chosen, partial, first = _first(on, grid, q, cache, out, step, scores, codes, style)
+    chosen, partial, first = _first(on, grid, q, cache, out, step, scores, sinks, codes, style)
     if grid.parts(chosen) > 1:
         return first, _join(on, grid, chosen, partial, out, codes)
     if rounded is None or grid.rounds(chosen):
@@ -125,6 +125,7 @@ def _first(
     out: SharedArray,
     step: SharedArray,
     scores: Scores,
+    sinks: Argument,
     codes: tuple[Argument, ...],
     forced: KernelStyle | None,
 ) -> tuple[KernelStyle, Argument, Launch]:
@@ -132,7 +133,8 @@ def _first(
 
     def defines(style: KernelStyle) -> Defines:
         capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style != "vector" else {}
-        return grid.defines(style) | on.cache_defines(cache) | capped
+        sunk: Defines = {} if sinks is None else {"SINKS": 1}
+        return grid.defines(style) | on.cache_defines(cache) | capped | sunk
 
     files = ("attention.h", "attention_{style}.cl")
     widths = (grid.shape.head_dim,)
@@ -157,6 +159,7 @@ def _first(
         *on.cache_offsets(cache, shape),
         *map(np.int32, (shape.group, scores.window, grid.part_keys(style))),
         *map(np.float32, (factor, cap * LOG2_E)),
+        *(() if sinks is None else (sinks,)),
         *(codes if grid.rounds(style) else ()),
     )
     work = functools.partial(
@@ -214,45 +217,6 @@ def _partials(on: GlueKernels, grid: AttentionGrid, style: KernelStyle) -> Any: 
     return on.scratch(values * PARTIAL_BYTES)
 
 
-def attention_work(
-    shape: HeadShape,
-    step: NDArray[np.int32],
-    *,
-    tokens: int,
-    window: int,
-    position_bytes: int,
-    output_bytes: int,
-) -> GpuWork:
-    """Return the work of attention at the position that the step buffer holds.
-
-    Args:
-        shape: OperatorSizes of the heads.
-        step: The step buffer.
-        tokens: Tokens of the pass.
-        window: Positions that a token sees; 0 for all.
-        position_bytes: Bytes of the cache for one position of a head.
-        output_bytes: Size of an element of the output, or of a partial result.
-    """
-    rows, seen, last = visible(step, tokens, window)
-    outputs = rows * shape.query_columns
-    read = 2 * last * shape.kv_heads * position_bytes + 4 * outputs
-    return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
-
-
-def visible(step: NDArray[np.int32], tokens: int, window: int) -> tuple[int, int, int]:
-    """Return the rows of a pass, the pairs of a row and a position that it sees, and the positions in all."""
-    position = int(step[STEP_POSITION])
-    rows = min(tokens, int(step[STEP_LENGTH]))
-    last = position + rows
-    seen = rows * position + rows * (rows + 1) // 2
-    if window and last > window:
-        # Tokens past the window see a whole window each.
-        inside = max(0, window - position)
-        seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
-        last = min(last, window + rows - 1)
-    return rows, seen, last
-
-
 def exact_attention(
     q: NDArray[Any],
     keys: NDArray[Any],
@@ -262,6 +226,7 @@ def exact_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: NDArray[Any] | None = None,
 ) -> NDArray[np.float64]:
     """Return causal attention ``[m, heads, head_dim]``.
 
@@ -273,6 +238,7 @@ def exact_attention(
         scale: Factor on the scores.
         window: Positions visible to a row, its own included; 0 for all.
         soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
+        sinks: Score ``[heads]`` that joins each row's softmax with the value zero; None for none.
     """
     rows, heads, _ = q.shape
     length = position + rows
@@ -287,8 +253,10 @@ def exact_attention(
     if window > 0:
         hidden |= key <= row - window
     scores = np.where(hidden, -np.inf, scores)
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    weights /= weights.sum(axis=2, keepdims=True)
+    sunk = np.full((heads, 1, 1), -np.inf) if sinks is None else sinks.astype(np.float64).reshape(-1, 1, 1)
+    largest = np.maximum(scores.max(axis=2, keepdims=True), sunk)
+    weights = np.exp(scores - largest)
+    weights /= weights.sum(axis=2, keepdims=True) + np.exp(sunk - largest)
     output: NDArray[np.float64] = np.einsum("hmk,hkd->mhd", weights, v)
     return output
 
@@ -300,7 +268,8 @@ class AttentionCase:
     ``spread`` counts decades between the queries of the first head and those of the last. By default the
     kernel is made for the capacity of the cache (``bucket``), and chooses its parts and style. ``rounds`` is
     the format of a linear that reads int8 codes, ``pages`` are those of
-    :meth:`heterollm.kernels.operators.data.Data.cache`.
+    :meth:`heterollm.kernels.operators.data.Data.cache`. ``sinks`` has one of each
+    head; empty for none.
     """
 
     tokens: int
@@ -313,6 +282,7 @@ class AttentionCase:
     style: KernelStyle | None = None
     rounds: WeightFormat | None = None
     pages: tuple[int, ...] = ()
+    sinks: tuple[float, ...] = ()
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch, ...]:
         shape, tokens, columns = self.shape, self.tokens, self.shape.query_columns
@@ -328,6 +298,7 @@ class AttentionCase:
             tokens=tokens,
             bucket=self.bucket or shape.capacity,
             parts=self.parts,
+            sinks=data.put("sinks", np.array(self.sinks, np.float32)) if self.sinks else None,
             rounded=data.int8(self.rounds, tokens, columns),
             style=self.style,
         )
@@ -342,18 +313,23 @@ class AttentionCase:
             scale=scores.scale,
             window=scores.window,
             soft_cap=scores.soft_cap,
+            sinks=data.get("sinks"),
         )
         return {"attended": attended.reshape(self.tokens, -1)}
 
 
 _HEADS: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=80)
 _PAGED: Final = AttentionCase(3, 75, _HEADS, Scores(_HEADS.head_dim**-0.5, window=30), pages=(2, 1))
+_SUNK: Final = AttentionCase(
+    3, 70, _HEADS, Scores(_HEADS.head_dim**-0.5, window=30), sinks=(3.0, -1.0, 0.5, -np.inf)
+)
 _CAPPED: Final = AttentionCase(1, 70, _HEADS, Scores(_HEADS.head_dim**-0.5, soft_cap=0.5))
 CHECKS: Final = (
     OperatorCheck("attention, prefill", "37 tokens at 11", AttentionCase(37, 11, _HEADS), "attended"),
     OperatorCheck("attention, decode", "1 token at 70", AttentionCase(1, 70, _HEADS), "attended"),
     OperatorCheck("attention, decode", "3 tokens at 75, window of two pages", _PAGED, "attended"),
     OperatorCheck("attention, decode", "1 token at 70, capped", _CAPPED, "attended"),
+    OperatorCheck("attention, decode", "3 tokens at 70, window, sinks", _SUNK, "attended"),
 )
 
 

@@ -35,9 +35,9 @@ from heterollm.kernels.gpu import (
     pointwise_work,
 )
 from heterollm.kernels.operators.data import Data
-from heterollm.kernels.operators.gated_activation import activate, exact_gated_activation
+from heterollm.kernels.operators.gated_activation import ExpertBiases, activate, exact_gated_activation
 from heterollm.kernels.operators.operator import Exact, OperatorCheck, StepCategory, Values
-from heterollm.kernels.ops import Routing, Scoring, WeightFormat
+from heterollm.kernels.ops import GateClip, Routing, Scoring, WeightFormat
 
 STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
     ("routing", "order of experts", "gathering of rows", "sum of experts"), "other"
@@ -57,7 +57,13 @@ class GpuExperts(GlueKernels):
     """Makes the launches of routing and of the moves of rows; see :class:`GlueKernels`."""
 
     def route(
-        self, logits: DeviceMemory, lists: ExpertLists, *, shape: ExpertShape, bias: Argument = None
+        self,
+        logits: DeviceMemory,
+        lists: ExpertLists,
+        *,
+        shape: ExpertShape,
+        bias: Argument = None,
+        shift: Argument = None,
     ) -> Launch:
         """Return the launch that chooses experts and their weights.
 
@@ -66,18 +72,20 @@ class GpuExperts(GlueKernels):
             lists: Target of the choices and weights.
             shape: OperatorSizes of the pass.
             bias: float32 ``[experts]``, added to the scores for the choice if the routing is biased.
+            shift: float32 ``[experts]``, added to the logits; None for none.
         """
         routing, label = shape.routing, "routing"
         logits.require(shape.tokens * routing.experts * 4, f"{label} logits")
         lists.require(shape)
-        if routing.biased is (bias is None):
-            raise KernelError(f"{label}: a bias belongs to a biased routing alone, not to {routing}.")
+        if routing.biased is (bias is None) or (routing.biased and shift is not None):
+            raise KernelError(f"{label}: a biased routing, and no other, has a bias and no shift: {routing}.")
+        bias = logits if bias is None else bias
         own = self._routing_defines(shape) | {"SCORING": SCORINGS.index(routing.scoring)}
-        flags = {"NORMALIZED": routing.normalized, "BIASED": routing.biased}
+        flags = {"NORMALIZED": routing.normalized, "BIASED": routing.biased, "SHIFTED": shift is not None}
         own |= {name: 1 for name, holds in flags.items() if holds}
         kernel, _, items = self.kernel(FILES, "route", lambda _: own)
         arguments = (
-            *(logits, logits if bias is None else bias, lists.chosen, lists.weights),
+            *(logits, bias if shift is None else shift, lists.chosen, lists.weights),
             *map(np.float32, (routing.scale, 2 * routing.jitter)),
         )
         elements = shape.tokens * routing.experts
@@ -212,6 +220,7 @@ class GpuExperts(GlueKernels):
         other: DeviceMemory | None = None,
         taken: TakenRows | None = None,
         adds: bool = False,
+        bias: Argument = None,
     ) -> Launch:
         """Return the launch that adds up the weighted rows of each token, in the order of its choices.
 
@@ -224,17 +233,20 @@ class GpuExperts(GlueKernels):
             other: Rows in the activation type of the processor that takes some; None for no such processor.
             taken: The rows that it takes.
             adds: Whether the sum is added to what ``out`` holds.
+            bias: float32 ``[experts, columns]``, added to the rows of each expert; None for none.
         """
         label, routing = "sum of experts", shape.routing
         lists.require(shape)
         y.require(shape.pairs * columns * self.item_bytes, f"{label} input")
         out.require(shape.tokens * columns * self.item_bytes, f"{label} output")
         own = self._routing_defines(shape) | {"COMBINES": 1} | ({"ADDS": 1} if adds else {}) | _drops(taken)
+        own |= {} if bias is None else {"OUTPUT_BIASED": 1}
         kernel, style, items = self.kernel(FILES, "combine_rows", lambda _: own, widths=(columns,))
         span = VECTOR_COLUMNS if style == "vector" else 8
         arguments = (
             *(y, y if other is None else other, lists.position, lists.weights, out),
             *map(np.int32, (columns, span)),
+            *(() if bias is None else (lists.chosen, bias)),
         )
         elements, read = shape.tokens * columns, (routing.chosen + adds) * self.item_bytes
         work = functools.partial(pointwise_work, elements, 2 * routing.chosen, read, self.item_bytes)
@@ -259,7 +271,10 @@ def _units(row_bytes: Sequence[int], unit_bytes: int, label: str) -> list[np.int
 
 @dataclass(frozen=True, slots=True)
 class MixtureCase:
-    """All kernels of a mixture together, from the router's logits to the sum of experts."""
+    """All kernels of a mixture together, from the router's logits to the sum of experts.
+
+    With ``clip`` gate and up are clipped, and router and experts have biases.
+    """
 
     routing: Routing
     tokens: int
@@ -267,6 +282,7 @@ class MixtureCase:
     width: int = 64
     weight: WeightFormat = WeightFormat(4, 32)  # noqa: RUF009 - frozen
     seed: int = 0
+    clip: GateClip | None = None
 
     def _weights(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Return gates, ups and downs of all experts."""
@@ -293,34 +309,49 @@ class MixtureCase:
         sizes = {"rows": hidden, "inner": 2 * width, "activated": width}
         rows, inner, activated = (data.output(name, shape.pairs, size) for name, size in sizes.items())
         members = Segments(inner, inner, (width, width), (0, 0))
-        yield kernels.route(logits, lists, shape=shape)
+        shift, bias, down_bias = self._biases(data)
+        inner_bias = None if bias is None else ExpertBiases(bias, lists.position, lists.chosen)
+        clipped = functools.partial(activate, bias=inner_bias, clip=self.clip)
+        yield kernels.route(logits, lists, shape=shape, shift=shift)
         yield kernels.sort(lists, shape=shape)
         yield kernels.gather(x, rows, lists, shape=shape, columns=hidden)
         yield gate_up.launch(rows, inner, lists, shape=shape, label="experts")
-        yield activate(on, members, activated, tokens=shape.pairs, intermediate=width)
+        yield clipped(on, members, activated, tokens=shape.pairs, intermediate=width)
         yield down.launch(activated, rows, lists, shape=shape, label="experts")
-        yield kernels.combine(rows, lists, data.output("sum", tokens, hidden), shape=shape, columns=hidden)
+        out = data.output("sum", tokens, hidden)
+        yield kernels.combine(rows, lists, out, shape=shape, columns=hidden, bias=down_bias)
+
+    def _biases(self, data: Data) -> tuple[Argument, ...]:
+        """Return the biases of the router, of gate and up, and of down."""
+        if self.clip is None:
+            return None, None, None
+        experts = self.routing.experts
+        sizes = {"shift": 1, "bias": 2 * self.width, "down_bias": self.hidden}
+        return tuple(data.floats(name, experts, size) for name, size in sizes.items())
 
     def exact(self, data: Values) -> Exact:
         x, (gates, ups, downs) = data["x"], self._weights()
         exact = np.zeros(x.shape)
-        for token, own in enumerate(data["logits"].astype(np.float64)):
+        none = np.zeros((self.routing.experts, 1))
+        biases = [data.get(name, none) for name in ("shift", "bias", "down_bias")]
+        for token, own in enumerate(data["logits"].astype(np.float64) + biases[0][:, 0]):
             chosen = np.argsort(-own, kind="stable")[: self.routing.chosen]
             shares = np.exp(own[chosen] - own.max())
             for expert, share in zip(chosen, shares / shares.sum(), strict=True):
                 row = x[token : token + 1]
-                gate, up = (reference.linear(row, [weights[expert]]) for weights in (gates, ups))
-                gated = exact_gated_activation(gate, up)
-                exact[token] += share * reference.linear(gated, [downs[expert]])[0]
+                pair = np.concatenate([reference.linear(row, [own[expert]]) for own in (gates, ups)], axis=1)
+                gate, up = np.split(pair + biases[1][expert], 2, axis=1)
+                gated = exact_gated_activation(gate, up, clip=self.clip)
+                exact[token] += share * (reference.linear(gated, [downs[expert]])[0] + biases[2][expert])
         return {"sum": exact}
 
 
+_CLIPPED: Final = MixtureCase(Routing(8, 2), 33, clip=GateClip(0.7, 1.702))
 CHECKS: Final = tuple(
-    OperatorCheck(
-        "mixture of experts",
-        f"{tokens} token{'s' * (tokens > 1)}, 2 of 8 experts",
-        MixtureCase(Routing(8, 2), tokens),
-        "sum",
+    OperatorCheck("mixture of experts", f"{title}, 2 of 8 experts", case, "sum")
+    for title, case in (
+        ("1 token", MixtureCase(Routing(8, 2), 1)),
+        ("33 tokens", MixtureCase(Routing(8, 2), 33)),
+        ("33 tokens, clipped, biases", _CLIPPED),
     )
-    for tokens in (1, 33)
 )

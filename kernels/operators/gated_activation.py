@@ -30,7 +30,7 @@ from heterollm.kernels.operators.operator import (
     Timed,
     Values,
 )
-from heterollm.kernels.ops import Activation, Join, WeightFormat
+from heterollm.kernels.ops import Activation, GateClip, Join, WeightFormat
 
 STEPS: Final[Mapping[str, StepCategory]] = {"activation": "activation"}
 
@@ -52,6 +52,20 @@ class TokenFactors(NamedTuple):
     first: int
 
 
+class ExpertBiases(NamedTuple):
+    """The biases of experts, for rows of pairs of a token and an expert.
+
+    Args:
+        values: float32 of each expert's members.
+        position: The row of each pair.
+        chosen: The expert of each pair.
+    """
+
+    values: Argument
+    position: Argument
+    chosen: Argument
+
+
 def activate(
     on: GlueKernels,
     gate_up: Segments,
@@ -60,9 +74,10 @@ def activate(
     tokens: int,
     intermediate: int,
     activation: Activation = "silu",
-    bias: Argument = None,
+    bias: Argument | ExpertBiases = None,
     rounded: RoundedInputs | None = None,
     factors: TokenFactors | None = None,
+    clip: GateClip | None = None,
     label: str = "activation",
 ) -> Launch:
     """Return the launch of ``out = activation(gate) * up``, or ``activation(up)`` of a group without a gate.
@@ -74,18 +89,24 @@ def activate(
         tokens: Rows.
         intermediate: Width of the feed-forward network.
         activation: Activation of the first member.
-        bias: float32 of the members, added first; or None.
+        bias: float32 of the members, added first, or those of experts; or None.
         rounded: Target of the int8 codes of ``out``; None for no codes.
         factors: Values that the output is multiplied by; None for none.
+        clip: Bounds of gate and up, which the activation must be silu for; None for none.
         label: Name for traces and errors.
     """
     members = len(gate_up.rows)
     if members > 2 or gate_up.rows != (intermediate,) * members:
         raise KernelError(f"{label}: members of {gate_up.rows} rows are not one or two of {intermediate}.")
+    if clip is not None and (members != 2 or activation != "silu"):
+        raise KernelError(f"{label}: gate and up are clipped with silu, not {members} with {activation}.")
     out.require(tokens * intermediate * on.item_bytes, f"{label} output")
+    by_expert = isinstance(bias, ExpertBiases)
+    values, *order = bias if isinstance(bias, ExpertBiases) else (bias,)
+    bounds = () if clip is None else tuple(map(np.float32, clip))
     own = () if factors is None else (factors.memory, *map(np.int32, (factors.columns, factors.first)))
-    memory = (gate_up.a, gate_up.b, out, gate_up.b if bias is None else bias, *own)
-    flags = ACTIVATIONS.index(activation), bias is not None, members
+    memory = (gate_up.a, gate_up.b, out, gate_up.b if values is None else values, *own, *order, *bounds)
+    flags = ACTIVATIONS.index(activation), values is not None, members
     sizes = (*flags, *(*gate_up.splits, 0)[:2], intermediate)
     item, block = on.item_bytes, rounded.block if rounded else 0
     read_bytes = members * item * gate_up.reads
@@ -95,15 +116,27 @@ def activate(
         flags=len(flags),
         rounded=rounded,
         segments=gate_up,
-        defines={"FACTORS": 1} if factors else {},
+        defines={
+            name: 1
+            for name, holds in (("FACTORS", factors), ("BY_EXPERT", by_expert), ("CLIPPED", clip))
+            if holds
+        },
     )
 
 
 def exact_gated_activation(
-    gate: NDArray[Any], up: NDArray[Any] | None = None, activation: Activation = "silu"
+    gate: NDArray[Any],
+    up: NDArray[Any] | None = None,
+    activation: Activation = "silu",
+    clip: GateClip | None = None,
 ) -> NDArray[np.float64]:
     """Return ``activation(gate) * up``, or the activation alone."""
     exact = gate.astype(np.float64)
+    if clip is not None:
+        assert up is not None  # as in the launch
+        exact, up = np.minimum(exact, clip.limit), np.clip(up.astype(np.float64), -clip.limit, clip.limit)
+        clipped: NDArray[np.float64] = (up + 1.0) * exact / (1.0 + np.exp(-clip.slope * exact))
+        return clipped
     if activation == "gelu_tanh":
         gated = 0.5 * exact * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
     elif activation == "relu":
@@ -135,6 +168,7 @@ class GatedCase:
     scale: float = 1.0
     rounds: WeightFormat | None = None
     factors: int | None = None
+    clip: GateClip | None = None
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         tokens, width = self.tokens, self.width
@@ -148,6 +182,7 @@ class GatedCase:
             bias=data.floats("bias", len(self.splits) * width) if self.biased else None,
             rounded=data.int8(self.rounds, tokens, width),
             factors=self._factors(data),
+            clip=self.clip,
         )
         return (launch,)
 
@@ -159,7 +194,7 @@ class GatedCase:
 
     def exact(self, data: Values) -> Exact:
         gate, *up = np.split(data["linear"] + data.get("bias", 0.0), len(self.splits), axis=1)
-        found = exact_gated_activation(gate, up[0] if up else None, self.activation)
+        found = exact_gated_activation(gate, up[0] if up else None, self.activation, self.clip)
         if self.factors is not None:
             found = found * data["factors"][:, self.factors : self.factors + self.width]
         return {"activated": found}
@@ -174,6 +209,7 @@ CHECKS: Final = tuple(
         ("5 tokens, ReLU", replace(_SPLIT, activation="relu")),
         ("5 tokens, no gate", replace(_SPLIT, splits=(64,), activation="relu_squared")),
         ("5 tokens, sum", replace(_SPLIT, join="sum")),
+        ("5 tokens, clipped", replace(_SPLIT, biased=True, scale=4.0, clip=GateClip(7.0, 1.702))),
         ("5 tokens, factors", replace(_SPLIT, splits=(64,), factors=11)),
     )
 )

@@ -30,7 +30,7 @@ from heterollm.kernels.gpu import (
     SparseShape,
 )
 from heterollm.kernels.npu import NpuBackend, ScoresShard
-from heterollm.kernels.operators.attention import visible
+from heterollm.kernels.operators.attention_work import visible
 from heterollm.kernels.operators.operator import StepCategory
 
 STEPS: Final[Mapping[str, StepCategory]] = {"score codes": "attention", "scores": "attention"}

@@ -21,7 +21,8 @@ from heterollm.kernels.gpu import (
     SharedArray,
     SparseShape,
 )
-from heterollm.kernels.operators.attention import LOG2_E, visible
+from heterollm.kernels.operators.attention import LOG2_E
+from heterollm.kernels.operators.attention_work import visible
 from heterollm.kernels.operators.operator import StepCategory
 from heterollm.kernels.operators.score_codes import CODE_FILES, slot_counts, sparse_defines
 

@@ -39,7 +39,8 @@ from heterollm.kernels.gpu import (
     SparseShape,
     Variant,
 )
-from heterollm.kernels.operators.attention import LOG2_E, visible
+from heterollm.kernels.operators.attention import LOG2_E
+from heterollm.kernels.operators.attention_work import visible
 from heterollm.kernels.operators.data import (
     Data,
     GuardedOutput,

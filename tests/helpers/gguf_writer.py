@@ -21,7 +21,9 @@ Tensors = dict[str, np.ndarray]
 Pairs = Iterable[tuple[str, np.ndarray]]
 
 PLAIN: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "mellum", "phimoe", "granitemoe", "granitemoeshared")
+MIXTURES = (
+    *("mixtral", "qwen3_moe", "olmoe", "mellum", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss"),
+)
 STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 OVERRIDES: dict[str, dict[str, Any]] = {
     # GGUF has no field for these.
@@ -41,6 +43,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "mixtral": {"sliding_window": None},
+    "gpt_oss": {"swiglu_limit": 7.0},
     "qwen3_moe": {"attention_bias": False, "use_sliding_window": False},
     "olmoe": {"attention_bias": False, "clip_qkv": None},
     "phimoe": {"router_jitter_noise": 0.01},
@@ -184,6 +187,29 @@ def granite_experts(tensors: Tensors, config: Config) -> Pairs:
             yield name, values
 
 
+def gpt_oss(writer: Any, config: Config) -> None:
+    window(writer, config)
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    rope = config["rope_parameters"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def alternating(tensors: Tensors, _config: Config) -> Pairs:
+    """gpt-oss' stacks, whose gate and up alternate and whose inputs come first."""
+    for name, values in tensors.items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?", name)
+        if match is None:
+            yield f"{name}.weight" if name.endswith(".sinks") else name, values
+            continue
+        members = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        for first, member in enumerate(members):
+            own = values[..., first :: len(members)]
+            ending, own = ("bias", own) if match[3] else ("weight", own.swapaxes(1, 2))
+            yield f"blk.{match[1]}.ffn_{member}_exps.{ending}", np.ascontiguousarray(own)
+
+
 def flat_taps(tensors: Tensors, _config: Config) -> Pairs:
     for name, values in tensors.items():
         yield name, values[:, 0] if "conv.conv" in name else values
@@ -239,6 +265,7 @@ CONVERTERS = {
     "olmoe": Converter("olmoe"),
     "mellum": Converter("mellum", mellum, names="qwen3moe"),
     "phimoe": Converter("phimoe", window),
+    "gpt_oss": Converter("gpt-oss", gpt_oss, alternating),
     "granitemoe": Converter("granitemoe", multipliers, granite_experts),
     "granitemoeshared": Converter("granitemoe", multipliers, granite_experts),
     "granitemoehybrid": Converter("granite", granite_4, granite_experts),
@@ -352,7 +379,7 @@ OVERRIDES["phimoe"]["rope_parameters"] = {
 def write_tensor(
     writer: Any, own: str, values: np.ndarray, kind: Types, head: Types, others: Iterable[tuple[str, Types]]
 ) -> None:
-    if values.ndim == 1 or "gate_inp" in own or "shortconv.conv" in own:
+    if values.ndim == 1 or own.endswith("exps.bias") or "gate_inp" in own or "shortconv.conv" in own:
         writer.add_tensor(own, values)
         return
     chosen = head if own in ("token_embd.weight", "output.weight") else kind

@@ -476,6 +476,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "long_mscale": 1.4,
         },
     },
+    # Heads wider than the residual stream, a window in the first layer alone, and bounds that clip.
+    "gpt_oss": {
+        "hidden_size": 160,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "vocab_size": 2048,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+        "swiglu_limit": 0.7,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "granitemoe": {
         "hidden_size": 128,
         "intermediate_size": 96,
@@ -540,7 +563,7 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
                 parameter.uniform_(-3.0, 1.0)
             elif name.endswith("correction_bias"):
                 parameter.normal_(std=0.1)
-            elif name.endswith(("bias", "conv1d.weight")):
+            elif name.endswith(("bias", "conv1d.weight", "sinks")):
                 parameter.normal_(std=0.5)
             else:
                 # Queries and keys wide enough that attention has something to choose.
@@ -580,6 +603,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+def stacked_experts(state: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return tensors with the experts of a layer in one, gate and up in turns, and inputs first."""
+    found = {name: value for name, value in state.items() if ".experts." not in name}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([state[f"{prefix}{e}.{one}_proj.weight"].T for e in range(config.num_local_experts)])
+            for one in ("gate", "up", "down")
+        )
+        found[f"{prefix}gate_up_proj"] = torch.stack([gate, up], -1).flatten(2)
+        found[f"{prefix}down_proj"] = down
+        biases = [state[f"{prefix}{one}_proj.bias"] for one in ("gate", "up")]
+        found[f"{prefix}gate_up_proj_bias"] = torch.stack(biases, -1).flatten(1)
+        found[f"{prefix}down_proj_bias"] = state[f"{prefix}down_proj.bias"]
+    return found
+
+
 @pytest.fixture(scope="session")
 def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
     """Return a function that gives float64 logits ``[m, vocab]`` of transformers on the runtime's tensors."""
@@ -589,6 +629,8 @@ def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
 
         config = transformers.AutoConfig.from_pretrained(folder)
         state = {name: torch.from_numpy(value.copy()) for name, value in llm.reference_state_dict()}
+        if config.model_type == "gpt_oss":
+            state = stacked_experts(state, config)
         # transformers itself puts the experts of a checkpoint together.
         model, loading = getattr(transformers, config.architectures[0]).from_pretrained(
             None,

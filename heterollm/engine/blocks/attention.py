@@ -108,6 +108,7 @@ class AttentionEmitter:
             scores=Scores(block.scale, block.window, block.soft_cap),
             tokens=builder.tokens,
             bucket=builder.bucket,
+            sinks=self._tensors.sinks(layer),
             rounded=rounded,
         )
         reads, codes = (query, kv.memory, lane.step), codes_of(rounded)

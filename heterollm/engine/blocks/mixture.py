@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from heterollm.base import Progress
+from heterollm.base import PlanError, Progress
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts.residency import ExpertBudget, ExpertResidency
 from heterollm.engine.experts.shares import SharedExperts
@@ -40,7 +40,7 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
 )
-from heterollm.kernels.operators import GpuExperts, activate
+from heterollm.kernels.operators import ExpertBiases, GpuExperts, activate
 from heterollm.kernels.ops import OpSpec, Phase
 from heterollm.model import MixtureBlock, ModelWeights
 from heterollm.solver import EXPERTS_ON_GPU, ExpertsPlacement, Plan
@@ -67,13 +67,16 @@ ALL_IN_MEMORY: Final = MixtureOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The weights of a layer's mixture: router, bias of its choice if any, and experts or slots."""
+    """The weights of a layer's mixture: router, bias of its choice, experts or slots, and biases of all."""
 
     spec: OpSpec
     router: GpuLinear
     bias: Argument
     gate_up: GroupedLinear
     down: GroupedLinear
+    shift: Argument = None
+    gate_up_bias: Argument = None
+    down_bias: Argument = None
 
 
 class MixtureEmitter:
@@ -143,11 +146,16 @@ class MixtureEmitter:
         op = around if isinstance(around, SharedExperts) else None
         taken = None if op is None else op.taken
         placement = EXPERTS_ON_GPU if op is None else op.placement
+        if op is not None and (block.biased or block.clip):
+            raise PlanError(
+                f"The NPU has experts of layer {layer}, whose biases and bounds its graphs lack.",
+                fix="Plan without the technique npumoe.",
+            )
 
         label = f"{layer}.router"
         launch = own.router.launch(x, logits, tokens=builder.tokens, output_dtype=np.float32, label=label)
         builder.kernel("router", layer, launch, reads=(x,), writes=(logits,), ends=False)
-        launch = self._kernels.route(logits, lists, shape=shape, bias=own.bias)
+        launch = self._kernels.route(logits, lists, shape=shape, bias=own.bias, shift=own.shift)
         chosen = lists.chosen, lists.weights
         builder.kernel("routing", layer, launch, reads=(logits,), writes=chosen, ends=False)
         launch = self._kernels.sort(lists, shape=shape, taken=taken)
@@ -166,9 +174,15 @@ class MixtureEmitter:
             op.graphs()
         other = None if op is None else op.npu_target
         launch = self._kernels.combine(
-            rows, lists, out, shape=shape, columns=hidden, other=other, taken=taken
+            *(rows, lists, out),
+            shape=shape,
+            columns=hidden,
+            other=other,
+            taken=taken,
+            bias=own.down_bias,
         )
-        reads = (rows, lists.weights, lists.position, *(() if other is None else (other,)))
+        others = *(() if other is None else (other,)), *(() if own.down_bias is None else (lists.chosen,))
+        reads = (rows, lists.weights, lists.position, *others)
         builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
         return Segments(out, out, (hidden,), (0,))
 
@@ -215,7 +229,7 @@ class MixtureEmitter:
         assert then is not None  # by expert_specs
         rows, gate_up, activated = slots[EXPERT_ROWS], slots[EXPERT_GATE_UP], slots[EXPERT_ACTIVATED]
         row_codes, inner_codes = _codes(lane, EXPERT_ROWS, own.spec), _codes(lane, EXPERT_ACTIVATED, then)
-        width = then.columns
+        width, bias = then.columns, own.gate_up_bias
 
         name = f"{layer}.experts"
         launch = own.gate_up.launch(rows, gate_up, lists, shape=shape, rounded=row_codes, label=name)
@@ -228,10 +242,13 @@ class MixtureEmitter:
             tokens=shape.pairs,
             intermediate=width,
             activation=block.activation,
+            bias=None if bias is None else ExpertBiases(bias, lists.position, lists.chosen),
+            clip=block.clip,
             rounded=inner_codes,
         )
         writes = activated, *codes_of(inner_codes)
-        steps.append(builder.prepared("activation", layer, launch, (gate_up,), writes))
+        reads = gate_up, *(() if bias is None else (lists.position, lists.chosen))
+        steps.append(builder.prepared("activation", layer, launch, reads, writes))
         launch = own.down.launch(
             activated, rows, lists, shape=shape, rounded=inner_codes, label=f"{name} down"
         )
@@ -260,11 +277,18 @@ def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: Expe
             experts=routing.experts,
         )
 
+    def uploaded(*roles: str) -> Argument:
+        return gpu.upload(np.concatenate([weights.other(spec.layer, role) for role in roles], axis=-1))
+
     router = GpuLinear.pack(gpu, [weights.router(spec.layer)], activation_dtype=dtype)
-    bias = gpu.upload(weights.other(spec.layer, "router_bias")) if routing.biased else None
+    bias = uploaded("router_bias") if routing.biased else None
+    block = weights.config.per_layer[spec.layer].find(MixtureBlock)
+    assert block is not None  # by expert_specs
+    biases = [("router_bias",), ("gate_bias", "up_bias"), ("down_bias",)] if block.biased else []
+    others = [uploaded(*roles) for roles in biases]
     if residency is not None:
-        return _Layer(spec, router, bias, residency.gate_up, residency.down)
-    return _Layer(spec, router, bias, packed(("gate", "up")), packed(("down",)))
+        return _Layer(spec, router, bias, residency.gate_up, residency.down, *others)
+    return _Layer(spec, router, bias, packed(("gate", "up")), packed(("down",)), *others)
 
 
 def _codes(lane: Lane, slot: str, spec: OpSpec) -> RoundedInputs | None:

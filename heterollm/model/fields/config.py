@@ -295,6 +295,8 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "no_rope_layer_interval": "every so many layers one has no RoPE; no_rope_layers precedes it",
         "router_jitter_noise": "range of the router's second choice (sparsemixer)",
         "hidden_activation": "activation, as hidden_act",
+        "swiglu_limit": "upper bound of an expert's gate, and magnitude that bounds up",
+        "swiglu_alpha": "factor of the gate in the sigmoid of that network",
         "logit_scale": "a factor on the logits",
         "moe_k": "experts that compute a token",
         "moe_layer_start_index": "first layer with experts",

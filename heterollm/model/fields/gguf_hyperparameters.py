@@ -18,7 +18,7 @@ from heterollm.model.fields.gguf_rows import (
 )
 
 GEMMAS: Final = frozenset({"gemma2", "gemma3"})
-PATTERNED: Final = GEMMAS | {"mellum"}
+PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum"}
 WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
 CENTERED: Final = frozenset({"phi2", "stablelm", "starcoder2", "nemotron"})
 GRANITES: Final = frozenset({"granite", "granitemoe"})
@@ -67,7 +67,7 @@ ATTENTION: Final = (
     read(
         ".attention.sliding_window_pattern",
         "every n-th layer sees all positions, or a flag for each layer; "
-        "2 in Gemma 2, 6 in Gemma 3 and 4 in Mellum if absent",
+        "2 in Gemma 2 and gpt-oss, 6 in Gemma 3, 4 in Mellum if absent",
         ARCHITECTURE,
         PATTERNED,
     ),

@@ -11,6 +11,7 @@ from heterollm.model.fields.table import FieldTable, rows
 GPTQ: Final = "transformers, GPTQConfig; GPTQModel, QuantizeConfig; AutoGPTQ, BaseQuantizeConfig"
 AWQ: Final = "transformers, AwqConfig; AutoAWQ, AwqConfig"
 COMPRESSED: Final = "compressed-tensors, QuantizationConfig; transformers, CompressedTensorsConfig"
+MXFP4: Final = "transformers, Mxfp4Config"
 SCHEME: Final = "compressed-tensors, QuantizationScheme"
 ARGS: Final = "compressed-tensors, QuantizationArgs"
 MADE: Final = "how the integers were made"
@@ -18,7 +19,11 @@ RUN: Final = "how transformers computes"
 TENSORS: Final = "the tensors of the files state which linears are packed"
 
 COMMON: Final = (
-    *rows("read", GPTQ, {"quant_method": "gptq, awq or compressed-tensors, in any case; others are refused"}),
+    *rows(
+        "read",
+        GPTQ,
+        {"quant_method": "gptq, awq, compressed-tensors or mxfp4, in any case; no other"},
+    ),
     *rows("none", GPTQ, {"modules_to_not_convert": TENSORS}),
 )
 
@@ -227,8 +232,17 @@ COMPRESSED_FIELDS: Final = FieldTable(
     ),
 )
 
+MXFP4_FIELDS: Final = FieldTable(
+    "quantization_config of MXFP4", (*COMMON, *rows("none", MXFP4, {"dequantize": RUN}))
+)
+
 QUANTIZATION_FIELDS: Final[Mapping[str, FieldTable]] = MappingProxyType(
-    {"gptq": GPTQ_FIELDS, "awq": AWQ_FIELDS, "compressed-tensors": COMPRESSED_FIELDS}
+    {
+        "gptq": GPTQ_FIELDS,
+        "awq": AWQ_FIELDS,
+        "compressed-tensors": COMPRESSED_FIELDS,
+        "mxfp4": MXFP4_FIELDS,
+    }
 )
 """Tables by ``quant_method``."""
 
@@ -255,7 +269,6 @@ FOREIGN_METHODS: Final[Mapping[str, str]] = MappingProxyType(
         "marlin": "integers in the order of Marlin's kernels",
         "metal": "integers in the order of Metal's kernels",
         "modelopt": "floats of NVIDIA's ModelOpt (FP8 or NVFP4)",
-        "mxfp4": "floats of 4 bits with shared exponents (MXFP4)",
         "mxfp8": "floats of 8 bits with shared exponents (MXFP8)",
         "nvfp4": "floats of 4 bits with scales of FP8 (NVFP4)",
         "quanto": "tensors of Quanto",

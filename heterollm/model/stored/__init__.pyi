@@ -1,5 +1,6 @@
 from .affine_blocks import STORED_VERSION as STORED_VERSION
 from .affine_blocks import canonical as canonical
+from .alternating_experts import AlternatingExperts as AlternatingExperts
 from .foreign_formats import foreign_format as foreign_format
 from .foreign_formats import refuse_foreign_weights as refuse_foreign_weights
 from .gguf_file import is_gguf as is_gguf

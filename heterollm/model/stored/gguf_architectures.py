@@ -13,6 +13,7 @@ from heterollm.model.stored.gguf_family_fields import (
     Fields,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     granite_moe,
     lfm2,
@@ -205,6 +206,20 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "olmoe": Architecture("olmoe", "OlmoeForCausalLM", modules=ROUTER, experts=NAMED_EXPERTS),
         "mellum": Architecture(
             "mellum", "MellumForCausalLM", modules=ROUTER, experts=NAMED_EXPERTS, fields=mellum
+        ),
+        "gpt-oss": Architecture(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={
+                "ffn_gate_inp": "mlp.router",
+                "post_attention_norm": "post_attention_layernorm",
+                # Of all experts together: the stacks of weights are those of `experts`.
+                **{own: module.replace("{}.", "") for own, module in NAMED_EXPERTS.items()},
+            },
+            experts=NAMED_EXPERTS,
+            experts_field="num_local_experts",
+            fields=gpt_oss,
         ),
         # Routed as the checkpoint's code does, by sparsemixer; llama.cpp has a softmax instead.
         "phimoe": Architecture(

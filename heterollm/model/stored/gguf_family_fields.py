@@ -18,6 +18,7 @@ GEMMA2_SOFT_CAPS: Final = {"attn_logit_softcapping": 50.0, "final_logit_softcapp
 LARGEST_GEMMA2, LARGEST_GEMMA3 = 46, 62
 """Layers of the largest Gemmas, whose attention llama.cpp scales by the share of a head in the width."""
 MELLUM_PERIOD: Final = 4
+GPT_OSS_PERIOD: Final = 2
 ROPE_BASE: Final = 10000.0
 MOST_LAYERS: Final = 10_000
 """Limit of a list over layers; the check of ``config.json`` refuses more."""
@@ -137,6 +138,17 @@ def expert_width(file: GgufFile, _config: Fields) -> Fields:
 def qwen3_moe(file: GgufFile, config: Fields) -> Fields:
     """Return the width of an expert; no layer has a window."""
     return {**expert_width(file, config), "use_sliding_window": False}
+
+
+def gpt_oss(file: GgufFile, config: Fields) -> Fields:
+    """Return the layers with a window; yarn's range is not rounded, as in the model, unlike llama.cpp."""
+    scaling = config.get("rope_scaling")
+    return {
+        "sliding_window": file.count("attention.sliding_window"),
+        **layer_types(file, GPT_OSS_PERIOD),
+        "rope_parameters": {"rope_type": "default"},
+        "rope_scaling": {**scaling, "truncate": False} if scaling else None,
+    }
 
 
 def mellum(file: GgufFile, config: Fields) -> Fields:

@@ -20,6 +20,7 @@ from heterollm.model.stored.gguf_rope import ROPE_TENSORS
 FUSED: Final = "attn_qkv"
 MEMBERS: Final = ("attn_q", "attn_k", "attn_v")
 PERMUTED: Final = ("attn_q", "attn_k")
+SINKS: Final = "attn_sinks"
 CONVOLUTION: Final = "shortconv.conv"
 STACKED: Final = len(("expert", "row", "column"))
 
@@ -97,6 +98,8 @@ def _of_layer(
     if architecture.permuted and module in PERMUTED:
         heads = file.count("attention.head_count") if module == "attn_q" else key_heads(file, architecture)
         place = _whole(file, own, heads)
+    if module == SINKS:
+        return {f"model.layers.{layer}.self_attn.sinks": place}
     if module == CONVOLUTION:
         place = place._replace(shape=(shape[0], 1, *shape[1:]))
     return {named(modules[module]) if module in modules else own: place}

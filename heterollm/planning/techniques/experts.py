@@ -68,16 +68,11 @@ def calibrated(
 
     Raises:
         CalibrationError: The file cannot be read, is no calibration, or lacks the routing of this model.
-        OptionError: The model has no experts.
+        OptionError: The model has no experts that the NPU can compute.
     """
     if request is None or NPU_EXPERTS not in request.techniques:
         return None
-    mixtures = config.blocks(MixtureBlock)
-    if not mixtures:
-        raise OptionError(
-            f"The technique {NPU_EXPERTS} is for mixtures of experts, and this model has none.",
-            fix="Leave it out.",
-        )
+    mixtures = suitable_mixtures(config)
     if path is None:
         return None
     found = routing_of(path)
@@ -90,6 +85,23 @@ def calibrated(
             fix="Run `heterollm calibrate` for this model, with windows of at least 64 tokens.",
         )
     return found
+
+
+def suitable_mixtures(config: ModelConfig) -> Mapping[int, MixtureBlock]:
+    """Return the mixtures of a model by layer.
+
+    Raises:
+        OptionError: There are none, or the NPU's graphs cannot compute their experts.
+    """
+    mixtures = config.blocks(MixtureBlock)
+    reason = ""
+    if not mixtures:
+        reason = "is for mixtures of experts, and this model has none"
+    elif any(block.biased or block.clip for block in mixtures.values()):
+        reason = f"has no graphs for experts with biases and a clipped gate, as {config.family}'s"
+    if reason:
+        raise OptionError(f"The technique {NPU_EXPERTS} {reason}.", fix="Leave it out.")
+    return mixtures
 
 
 def expert_loads(routing: Sequence[RoutingCalibration], tokens: int) -> dict[int, Ints]:

@@ -179,7 +179,7 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
     """Return the window of each layer.
 
     Raises:
-        OptionError: A layer has no attention, or heads unlike those of others.
+        OptionError: A layer has no attention, heads unlike those of others, or sinks.
     """
     if len(config.blocks(AttentionBlock)) < config.layers:
         raise OptionError(
@@ -189,6 +189,11 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
     if not config.has_alike_heads:
         raise OptionError(
             f"Layers of {config.family} have different heads, or keys of other layers.",
+            fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
+        )
+    if config.attention.sinks:
+        raise OptionError(
+            f"Attention of {config.family} has sinks, which sparse attention lacks.",
             fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
         )
     return tuple(block.window for block in config.blocks(AttentionBlock).values())

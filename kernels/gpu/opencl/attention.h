@@ -13,6 +13,9 @@
 // Grid: row tiles (the last ones, which see most keys, first), key heads, parts of the context. With several parts
 // each one writes sums, largest score and total weight, which attention_join joins.
 //
+// With -DSINKS each head has one more score, of value zero and seen by all rows, in units of the natural logarithm. It
+// belongs to the first part. A sink of -infinity is none.
+//
 // With -DGATHERED each query head has tiles of its own, of BLOCK rows or a part of them, and sees only the positions that
 // were selected for its block of BLOCK rows (select.cl):
 //   MEMBERS      query heads that share a key head
@@ -45,6 +48,17 @@ static inline attention_tile find_tile(__global const int *step, int number, int
   tile.stop = part + 1 < parts ? min(last_token + 1, (part + 1) * part_keys) : last_token + 1;
   return tile;
 }
+
+// The largest score and the total weight of a row before its first key.
+#ifdef SINKS
+#define SINKS_ARGUMENT , __global const float *sinks
+#define FIRST_SCORE(head, part) ((part) ? NO_SCORE : max(sinks[head] * 1.44269504f, NO_SCORE))
+#define FIRST_WEIGHT(first) ((first) > NO_SCORE ? 1.0f : 0.0f)
+#else
+#define SINKS_ARGUMENT
+#define FIRST_SCORE(head, part) NO_SCORE
+#define FIRST_WEIGHT(first) 0.0f
+#endif
 
 #ifdef GATHERED
 #define GATHER_ARGUMENTS                                                                                               \

@@ -123,7 +123,7 @@
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT, int group,
-                                   int window, int part_keys, float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
+                                   int window, int part_keys, float scale, float cap SINKS_ARGUMENT GATHER_ARGUMENTS CODE_ARGUMENTS) {
   __local float4 queries[ROWS * QUERY_VECTORS], scores[WG * SCORE_VECTORS], decays[ROW_VECTORS];
   __local float *query_slots = (__local float *)queries, *score_slots = (__local float *)scores;
   __local float *decay = (__local float *)decays;
@@ -160,8 +160,9 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     for (uint d = lane; d < HEAD_DIM; d += WG) query_slots[r * QUERY_VECTORS * 4 + d] = query[d] * scale;
   }
   if (lane < ROWS) {
-    largest[lane] = NO_SCORE;
-    total[lane] = 0.0f;
+    largest[lane] =
+        FIRST_SCORE(kv_head * GROUP + (uint)max(0, tile.first_row + min(lane, tile.rows - 1)) % GROUP, get_group_id(2));
+    total[lane] = FIRST_WEIGHT(largest[lane]);
   }
   // By four rows, then columns.
   float4 sums[ROW_VECTORS * COLUMNS];

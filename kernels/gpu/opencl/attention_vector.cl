@@ -184,7 +184,7 @@ static inline int places_up_to(__global const int *list, int count, int position
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
                                    __global float *partial, __global const int *step, ulong k_offset,
                                    ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT, int group,
-                                   int window, int part_keys, float scale, float cap GATHER_ARGUMENTS CODE_ARGUMENTS) {
+                                   int window, int part_keys, float scale, float cap SINKS_ARGUMENT GATHER_ARGUMENTS CODE_ARGUMENTS) {
   // The row tiles that see most keys come first.
 #ifdef GATHERED
   // Rows are tokens of one head, as if it shared its key head with no other.
@@ -231,8 +231,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
       queries[r * WIDE + d] = value * scale;
       sums[r * WIDE + d] = 0.0f;
     }
-    largest[r] = NO_SCORE;
-    total[r] = 0.0f;
+    largest[r] = FIRST_SCORE(kv_head * group + row % group, get_group_id(2));
+    total[r] = FIRST_WEIGHT(largest[r]);
   }
 #if HEAD_DIM % 16
   for (int key = 0; key < KEYS; ++key)

@@ -5,6 +5,8 @@
 //   SCORING           rule of the weights
 //   NORMALIZED        the weights of a token are divided by their sum
 //   BIASED            the choice is by score plus the expert's bias
+//   SHIFTED           the logits have that bias, for choice and weights
+//   OUTPUT_BIASED     the rows of an expert have a bias, which combine_rows adds
 //   STEP              rows of one expert that a work-group of the product takes, a power of two
 //   TAKEN             another processor takes some rows
 //   DROPS             nobody computes the rows of its experts beyond those
@@ -56,6 +58,12 @@ static inline ulong group_best(ulong rank, __local ulong *ranks) {
   return rank;
 }
 
+#ifdef SHIFTED
+#define LOGIT(e) (logits[e] + bias[e])
+#else
+#define LOGIT(e) logits[e]
+#endif
+
 #if SCORING == SOFTMAX
 #define SCORE(logit) exp((logit) - top) / total
 #else
@@ -78,18 +86,18 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
 #if SCORING == SOFTMAX
   ulong own = 0;
   for (uint e = lane; e < EXPERTS; e += WG)
-    own = max(own, ranked(logits[e], e));
-  const float top = logits[EXPERT_OF(group_best(own, ranks))];
+    own = max(own, ranked(LOGIT(e), e));
+  const float top = LOGIT(EXPERT_OF(group_best(own, ranks)));
   float total = 0.0f;
   for (uint e = lane; e < EXPERTS; e += WG)
-    total += exp(logits[e] - top);
+    total += exp(LOGIT(e) - top);
   total = group_sum(total, sums);
 #endif
   for (uint e = lane; e < EXPERTS; e += WG)
 #ifdef BIASED
     left[e] = ranked(SCORE(logits[e]) + bias[e], e);
 #else
-    left[e] = ranked(logits[e], e);
+    left[e] = ranked(LOGIT(e), e);
 #endif
 #ifdef NORMALIZED
   float sum = 0.0f;
@@ -102,16 +110,16 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
     best = group_best(best, ranks);
     const uint expert = EXPERT_OF(best);
 #if SCORING == SPARSEMIXER
-    const float top = logits[expert];
+    const float top = LOGIT(expert);
     float near = 0.0f;
     for (uint e = lane; e < EXPERTS; e += WG) {
-      const float logit = logits[e];
+      const float logit = LOGIT(e);
       if (left[e] && !((top - logit) / max(fabs(logit), top) > distance))
         near += exp(logit - top);
     }
     const float weight = 1.0f / group_sum(near, sums);
 #else
-    const float weight = SCORE(logits[expert]);
+    const float weight = SCORE(LOGIT(expert));
 #endif
     if (expert % WG == lane)
       left[expert] = 0;
@@ -311,11 +319,16 @@ GROUP_SIZE __kernel void gather_taken(__global const uint4 *restrict x, __global
 #endif
 
 #ifdef COMBINES
+#ifdef OUTPUT_BIASED
+#define OUTPUT_BIAS , __global const int *restrict chosen, __global const float *restrict bias
+#else
+#define OUTPUT_BIAS
+#endif
 // out[t] = sum of weight * row over the slots of a token; with -DADDS that is added to what `out` holds. Rows lie in y,
 // those that another processor took in `other`; with -DDROPS, dropped pairs add nothing. Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
 GROUP_SIZE __kernel void combine_rows(__global const act_t *y, __global const act_t *other,
                                       __global const int *restrict position, __global const float *restrict weights,
-                                      __global act_t *out, int columns, int span) {
+                                      __global act_t *out, int columns, int span OUTPUT_BIAS) {
   const uint token = get_global_id(1);
   const int begin = get_global_id(0) * span, end = min(columns, begin + span);
   out += token * (uint)columns;
@@ -330,6 +343,10 @@ GROUP_SIZE __kernel void combine_rows(__global const act_t *y, __global const ac
 #endif
       __global const act_t *row = at < 0 ? other + (uint)~at * (uint)columns : y + (uint)at * (uint)columns;
       LOAD_PART(load_act8, load_act, row, i, count, value)
+#ifdef OUTPUT_BIASED
+      LOAD_PART(load_float8, load_float, bias + chosen[slot] * columns, i, count, shift)
+      value += shift;
+#endif
       sum = FMA((float8)weights[slot], value, sum);
     }
 #ifdef ADDS

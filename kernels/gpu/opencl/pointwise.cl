@@ -10,17 +10,34 @@
 // alone. Activations but those of RELU are gate * sigmoid(s): s is the gate itself, or for gelu
 // 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since (1 + tanh(x)) / 2 = sigmoid(2 x). With CODE_BITS the kernel also
 // rounds its output to int8. With FACTORS the output is multiplied by columns of another array.
+// With BY_EXPERT rows are those of pairs of a token and an expert, and each expert has a bias (experts.cl); no other processor
+// takes any. With CLIPPED gate is bounded from above and up on both sides, and the output is
+// (up + 1) * gate * sigmoid(slope * gate).
 #ifdef FACTORS
 #define FACTOR_ARGUMENTS __global const act_t *factors, int factor_columns, int first_factor,
 #else
 #define FACTOR_ARGUMENTS
 #endif
+#ifdef BY_EXPERT
+#define EXPERT_ARGUMENTS __global const int *position, __global const int *chosen,
+#else
+#define EXPERT_ARGUMENTS
+#endif
+#ifdef CLIPPED
+#define CLIP_ARGUMENTS float limit, float slope,
+#else
+#define CLIP_ARGUMENTS
+#endif
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
                                           __global act_t *out, __global const float *bias,
-                                          FACTOR_ARGUMENTS int activation,
+                                          FACTOR_ARGUMENTS EXPERT_ARGUMENTS CLIP_ARGUMENTS int activation,
                                           int has_bias, int members, int gate_split, int up_split, int columns, int span
                                           CODE_ARGUMENTS) {
   size_t token = get_global_id(1);
+#ifdef BY_EXPERT
+  bias += (size_t)chosen[token] * members * columns;
+  token = position[token];
+#endif
   int a_columns = gate_split + up_split;
   __global const act_t *a_row = a + token * a_columns;
   __global const act_t *b_row = b + token * COLUMNS_OF_B(members * columns, a_columns);
@@ -42,7 +59,13 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
         up += up_bias;
       }
     }
+#ifdef CLIPPED
+    gate = gate > limit ? limit : gate;
+    up = (up > limit ? limit : up < -limit ? -limit : up) + 1.0f;
+    float8 size = (gate < 0.0f ? -gate : gate) * slope;
+#else
     float8 size = gate < 0.0f ? -gate : gate;
+#endif
     if (activation == GELU_TANH)
       size *= 1.59576912f * (1.0f + 0.044715f * size * size);
     // The exponential of minus the magnitude cannot overflow.

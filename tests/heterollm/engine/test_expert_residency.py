@@ -79,6 +79,7 @@ def limited(checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]) -> Ca
                 ("mixtral", {"precision": "fp16"}),
                 ("granitemoeshared", {"precision": "w4a8"}),
                 ("phimoe", {"symmetric": False}),
+                ("gpt_oss", {}),
             ]
         ),
     ],

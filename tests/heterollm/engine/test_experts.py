@@ -96,7 +96,7 @@ def test_of_experts_with_equal_logits_the_first_is_chosen(
     assert sqnr_db(found, reference(llm, folder, ids)) >= LOGITS_SQNR_DB["fp32"]
 
 
-@pytest.mark.parametrize("family", ["granitemoeshared", "phimoe"])
+@pytest.mark.parametrize("family", ["granitemoeshared", "phimoe", "gpt_oss"])
 def test_splits_of_all_that_is_no_expert(
     family: str,
     checkpoint: Callable[..., Path],

@@ -447,6 +447,15 @@ def test_experts_of_another_mixture_are_refused(load: Callable[..., LLM]) -> Non
             load(groups)
 
 
+def test_experts_with_biases_are_refused(
+    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]
+) -> None:
+    folder = checkpoint("gpt_oss")
+    plan = with_experts(host_llm(folder, plan="gpu", **OPTIONS).plan, (((0, 1), 32),))
+    with pytest.raises(PlanError, match="whose biases and bounds its graphs lack"):
+        host_llm(folder, plan=plan, **OPTIONS).session().prefill([1, 2, 3])
+
+
 def test_the_need_of_memory_counts_rows_and_graphs(load: Callable[..., LLM], on_gpu: LLM) -> None:
     config, specs = on_gpu.config, on_gpu._weights.specs
     plans = [with_experts(on_gpu.plan, groups) for groups in ((), (((3, 4), 32),), SOME)]

@@ -21,6 +21,7 @@ from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import KNOWN_MODELS, ModelConfig, expert_specs, op_specs, shape_only_weights
+from heterollm.model.blocks import MixtureBlock
 from heterollm.model.layout import expected_tensors
 from heterollm.solver import (
     ExpertGroup,
@@ -132,9 +133,11 @@ def of_plans(config: ModelConfig, kind: str, levels: tuple[str, ...]) -> Iterato
     precision = PLANS[kind][0]
     specs = op_specs(config, precision, BLOCK, True)
     weights = shape_only_weights(config, specs)
+    mixtures = config.blocks(MixtureBlock).values()
+    on_npu = bool(mixtures) and not any(block.biased for block in mixtures)
     for level in levels:
         device = open_device("sim:snapdragon-8gen3", simulation=Simulation(lengths=STANDARD, every_form=True))
-        plan = plan_of(level, specs, precision, bool(weights.experts))
+        plan = plan_of(level, specs, precision, on_npu)
         ranges = ranges_of(specs) if precision == "w8a8" else {}
         engine = Engine(device, weights, plan, CONTEXT, lambda *_: None, ranges=ranges)
         for phase, tokens in PASSES:

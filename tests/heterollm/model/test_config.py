@@ -90,7 +90,7 @@ def test_generation_config_is_read_from_the_folder(tmp_path, model_fields):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"model_type": "bitnet"}, "bitnet"),
         ({"model_type": None}, "None"),
         ({"model_type": ["llama"]}, "llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),

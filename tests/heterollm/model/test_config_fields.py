@@ -70,6 +70,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7},
     "mellum": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -240,6 +241,8 @@ VALUES: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
     "qkv_bias": False,
     "logit_scale": 0.5,
+    "swiglu_limit": 0.1,
+    "swiglu_alpha": 4.0,
     "moe_num_experts": 6,
     "moe_num_shared_experts": 1,
     "moe_k": 3,
@@ -464,7 +467,7 @@ def test_a_field_that_is_read_gives_the_logits_of_transformers(
 ) -> None:
     without = base(kind, name)
     fields = {**without, name: value_of(name, kind)}
-    if name == "num_experts" and kind == "mixtral":
+    if name == "num_experts" and kind in ("gpt_oss", "mixtral"):
         fields.pop("num_local_experts", None)
     if name in ("hidden_size", "num_attention_heads") and kind in ("phi3", "olmoe"):
         fields.pop("head_dim")

@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
+    "gpt_oss": ("gpt_oss", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
     **{
@@ -152,7 +153,9 @@ def test_logits_beyond_the_window(
     assert within_gates(all_logits(llm, ids, (33, 1, 30)), expected)
 
 
-@pytest.mark.parametrize("family", ["phi3", "granitemoe", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["phi3", "granitemoe", "gpt_oss", pytest.param("gemma2", marks=pytest.mark.slow)]
+)
 def test_float_weights(
     family: str,
     checkpoint: Callable[..., Path],
@@ -315,6 +318,16 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "factor of experts": lambda config: other_routing(config, scale=1.0),
     "sparsemixer": lambda config: other_routing(config, scoring="softmax"),
     "jitter": lambda config: other_routing(config, jitter=0.01),
+    "sinks": lambda config: attention(config, sinks=False),
+    "bounds of experts": lambda config: changed(
+        config, MixtureBlock, lambda one: dataclasses.replace(one, clip=None)
+    ),
+    "slope of experts": lambda config: changed(
+        config, MixtureBlock, lambda one: dataclasses.replace(one, clip=one.clip._replace(slope=1.0))
+    ),
+    "biases of router and experts": lambda config: changed(
+        config, MixtureBlock, lambda one: dataclasses.replace(one, biased=False)
+    ),
     "scale of logits": lambda _config: {"logit_scale": 1.0},
     "learned positions": lambda _config: {"learned_positions": False},
     "gate of tokens": lambda config: changed(
@@ -348,6 +361,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "phimoe": (
         *("window", "means of norms", "sparsemixer", "jitter", "bias of the head", "scaled positions"),
         *("biases of q, k and v", "bias of attention"),
+    ),
+    "gpt_oss": (
+        *("window", "layers without window", "scaled positions", "biases of q, k and v", "bias of attention"),
+        *("sinks", "bounds of experts", "slope of experts", "biases of router and experts"),
+        *("all chosen experts", "normalised weights"),
     ),
     "granitemoe": ("embedding scale", "attention scale", "scale of logits", "bias of attention"),
     "granitemoeshared": ("embedding scale", "scale of logits"),

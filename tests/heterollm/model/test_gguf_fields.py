@@ -27,6 +27,7 @@ F32 = gguf.GGMLQuantizationType.F32
 
 PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.75}
 SHAPES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"swiglu_limit": 7.0},
     "llama": PLAIN,
     "phi3": {"rope_parameters": PARTIAL, "original_max_position_embeddings": 2048},
     "gemma2": OVERRIDES["gemma2"],
@@ -136,6 +137,7 @@ CASES: dict[str, list[Case]] = {
         Case("mellum", 5, {"sliding_window": 5}),
         Case("mellum", None, {"layer_types": [FULL] * 2}),
         Case("phimoe", 5, {"sliding_window": 5}),
+        Case("gpt_oss", 5, {"sliding_window": 5}),
     ],
     "attention.sliding_window_pattern": [
         Case("gemma2", 1, {"layer_types": [FULL, FULL]}),
@@ -144,6 +146,7 @@ CASES: dict[str, list[Case]] = {
         Case("gemma3_text", None, {"layer_types": [SLIDING] * 3}),
         Case("mellum", [True, True], {"layer_types": [SLIDING] * 2}),
         Case("mellum", None, {"layer_types": [SLIDING] * 2}),
+        Case("gpt_oss", [False, True], {"layer_types": [FULL, SLIDING]}),
     ],
     "attn_logit_softcapping": [
         Case("gemma2", 0.5, {"attn_logit_softcapping": 0.5}),

@@ -94,6 +94,7 @@ STATED_BILLIONS = {
     "phonelm-1.5b": 1.62,
     "stablelm-2-1.6b": 1.64,
     "phi-mini-moe": 7.65,
+    "gpt-oss-20b": 20.9,
 }
 """Parameters of the text part, by model cards and the files' sizes; a tied head counts once."""
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from heterollm.base import CheckpointError, UnsupportedModelError
-from heterollm.kernels.ops import Routing
+from heterollm.kernels.ops import Routing, WeightFormat
 from heterollm.model import (
     AttentionBlock,
     Checkpoint,
@@ -35,7 +35,9 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "eos_token_id": 2,
 }
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared")
+MIXTURES = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss"),
+)
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -65,7 +67,8 @@ def test_defaults_are_those_of_transformers(model_type: str, saved: bool) -> Non
     assert ours.attention.scale == getattr(theirs, "attention_multiplier", ours.attention.head_dim**-0.5)
     assert ours.rope.base == theirs.rope_parameters["rope_theta"]
     assert {block.window for block in ours.blocks(AttentionBlock).values()} == {
-        getattr(theirs, "sliding_window", None) or 0
+        getattr(theirs, "sliding_window", None) or 0,
+        *([0] if model_type == "gpt_oss" else []),
     }
 
 
@@ -108,6 +111,66 @@ def test_published_fields_of_qwen_moe() -> None:
     dense = config_of("qwen2_moe", **published, mlp_only_layers=[0])
     assert [block.width for block in dense.blocks(FfnBlock).values()] == [96, 192]
     assert [block.token_gated for block in dense.blocks(FfnBlock).values()] == [False, True]
+
+
+def test_published_fields_of_gpt_oss() -> None:
+    published = {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 131_072,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+            "quant_method": "mxfp4",
+        },
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150_000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    }
+    config = config_of("gpt_oss", **published)
+    assert check_config(SIZES | {"model_type": "gpt_oss"} | published) == ()
+    layers = config.blocks(AttentionBlock).values()
+    assert [one.window for one in layers] == [128, 0]
+    assert all(one.sinks and one.qkv_bias and one.o_bias for one in layers)
+    assert (config.rope.kind, config.rope.base, config.rope.truncate) == ("yarn", 150_000, False)
+    block = config.mixture
+    assert block is not None
+    assert block.routing == Routing(32, 4)
+    assert block.clip == (7.0, 1.702)
+    assert config.stored is not None
+    assert expert_specs(config, op_specs(config, "w4a16", 32, True))[0].weight == WeightFormat(8, 32)
+    # A file without these fields has the same ones.
+    short = config_of("gpt_oss", num_local_experts=32, max_position_embeddings=131_072)
+    assert short.rope == config.rope
+    assert short.per_layer == config.per_layer
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"swiglu_limit": 0}, CheckpointError, "swiglu_limit"),
+        ({"swiglu_alpha": "x"}, CheckpointError, "swiglu_alpha"),
+        ({"hidden_act": "relu"}, UnsupportedModelError, "'relu' of a clipped gate"),
+        ({"num_experts_per_tok": 129}, CheckpointError, "at most the 128 of num_experts"),
+    ],
+)
+def test_values_that_gpt_oss_cannot_have(changes: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        config_of("gpt_oss", **changes)
 
 
 def test_rows_of_an_expert() -> None:

@@ -247,7 +247,7 @@ def test_sizes_that_a_published_gemma_3_leaves_out() -> None:
     ("values", "named"),
     [
         ({"model_type": "gemma3"}, "without text_config"),
-        ({"model_type": "gemma3", "text_config": {"model_type": "gpt_oss"}}, "'gpt_oss' in 'gemma3'"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "bitnet"}}, "'bitnet' in 'gemma3'"),
         ({"model_type": "qwen2_vl", "text_config": {}}, "Model type 'qwen2_vl'"),
         (
             {

@@ -198,6 +198,7 @@ def test_what_does_not_fit_is_refused_with_the_sum(small):
     ("model", "options", "said"),
     [
         ("qwen3-0.6b", {}, "for mixtures of experts"),
+        ("gpt-oss-20b", {}, "biases and a clipped gate, as gpt-oss's"),
         ("olmoe-1b-7b", {"level": "gpu"}, "another level than gpu"),
         ("olmoe-1b-7b", {"imbalance": 9.0}, "at most 8 times"),
     ],

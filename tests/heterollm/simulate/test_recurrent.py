@@ -12,7 +12,7 @@ from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.work import work_of
 from heterollm.engine import Engine
 from heterollm.kernels.devices import open_device
-from heterollm.model import ModelConfig, op_specs, shape_only_weights
+from heterollm.model import KNOWN_MODELS, ModelConfig, op_specs, shape_only_weights
 from heterollm.planning import ProfiledModel
 from heterollm.planning.planner import solve_plan
 from heterollm.planning.techniques.sparse_attention import assumed_heads
@@ -81,6 +81,11 @@ def test_passes_take_as_long_as_predicted(
 def test_sparse_attention_needs_attention_in_all_layers() -> None:
     with pytest.raises(OptionError, match="Only some layers of LFM2 have attention"):
         assumed_heads(CONFIG, AttentionRequest())
+
+
+def test_sparse_attention_has_no_sinks() -> None:
+    with pytest.raises(OptionError, match="Attention of gpt-oss has sinks"):
+        assumed_heads(KNOWN_MODELS["gpt-oss-20b"].config, AttentionRequest())
 
 
 def test_a_token_reads_the_state_of_every_convolution() -> None:

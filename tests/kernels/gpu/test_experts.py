@@ -34,9 +34,10 @@ from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.work import grouped_work
 from heterollm.kernels.operators.data import GUARD, GuardedOutput, fill_slot, run_launches, slot_values
-from heterollm.kernels.operators.experts import GpuExperts
+from heterollm.kernels.operators.experts import GpuExperts, MixtureCase
 from heterollm.kernels.operators.gated_activation import activate, exact_gated_activation
-from heterollm.kernels.ops import Member, OpSpec, Routing, WeightFormat
+from heterollm.kernels.operators.operator import check_case
+from heterollm.kernels.ops import GateClip, Member, OpSpec, Routing, WeightFormat
 
 STYLES = ["vector", "simt"]
 TYPES = [np.float32, np.float16]
@@ -172,7 +173,7 @@ def make(runtime):
 # -- choice -------------------------------------------------------------------------------------------------
 
 
-def routed(runtime, experts, logits, routing, bias=None):
+def routed(runtime, experts, logits, routing, bias=None, shift=None):
     """What the kernel chooses for logits that garbage follows, and the weights."""
     shape = ExpertShape(routing, len(logits))
     behind = np.full((3, routing.experts), np.nan, np.float32)
@@ -181,8 +182,12 @@ def routed(runtime, experts, logits, routing, bias=None):
     weights = GuardedOutput(runtime, (shape.tokens, routing.chosen), np.float32)
     lists = ExpertLists.allocate(runtime, shape)
     lists = replace(lists, chosen=chosen.slot, weights=weights.slot)
-    table = None if bias is None else runtime.upload(bias)
-    run_launches(runtime, [experts.route(slot, lists, shape=shape, bias=table)])
+    added = {
+        name: runtime.upload(values)
+        for name, values in (("bias", bias), ("shift", shift))
+        if values is not None
+    }
+    run_launches(runtime, [experts.route(slot, lists, shape=shape, **added)])
     return chosen.read(), weights.read()
 
 
@@ -214,6 +219,20 @@ def test_the_largest_scores_are_chosen(runtime, make, style, routing):
         check_choice(logits, routing, bias, *routed(runtime, experts, logits, routing, bias))
 
     holds()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_shift_is_added_to_the_logits(runtime, make, style):
+    generator = np.random.default_rng(4)
+    for routing in ROUTINGS:
+        logits = generator.standard_normal((40, routing.experts)).astype(np.float32)
+        shift = generator.standard_normal(routing.experts).astype(np.float32)
+        if routing.biased:
+            with pytest.raises(KernelError, match="no shift"):
+                routed(runtime, make(style), logits, routing, shift, shift)
+            continue
+        found = routed(runtime, make(style), logits, routing, shift=shift)
+        check_choice(logits + shift, routing, None, *found)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -653,6 +672,15 @@ def test_a_whole_layer_is_that_of_its_experts(runtime, within_gate, make, style,
         # Sums in float differ in single codes of the activations.
         gate_of = {"w4a16": 1e-10, "w4a8": 1e-5, "f16": 4e-6}[name]
         assert errors.nmse <= gate_of, (tokens, errors)
+
+
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+def test_clipped_experts_with_biases(runtime, style, dtype):
+    kernels = GlueKernels(runtime, dtype, dtype, style=style)
+    for tokens in (1, 33):
+        case = MixtureCase(Routing(6, 2), tokens, clip=GateClip(0.7, 1.702))
+        numbers = check_case(case, kernels, np.random.default_rng(3))["sum"]
+        assert linear_errors(*numbers).within("fp16" if dtype == np.float16 else "fp32")
 
 
 @pytest.mark.parametrize(

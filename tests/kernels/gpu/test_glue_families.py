@@ -1,5 +1,8 @@
 """What only some families do between their linear layers."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -17,8 +20,10 @@ from heterollm.kernels.operators.gated_activation import (
 )
 from heterollm.kernels.operators.logits import AddBiasCase, SoftCapCase, soft_cap
 from heterollm.kernels.operators.norm import NormCase
+from heterollm.kernels.operators.operator import check_case
 from heterollm.kernels.operators.rope import RopeCase
 from heterollm.kernels.operators.token_gate import TokenGateCase
+from heterollm.kernels.ops import GateClip
 
 STYLES = ["vector", "simt"]
 PAIRS = [
@@ -144,6 +149,40 @@ def test_scores_are_capped(cases, check, style):
         assert not linear_errors(capped.reshape(-1, 36), plain.reshape(-1, 36)).within("fp16")
 
 
+@pytest.mark.parametrize(
+    ("style", "kv"),
+    [
+        *itertools.product(STYLES, (np.float32, np.float16, np.int8)),
+        *(("coalesced", kv) for kv in (np.float32, np.float16)),
+    ],
+)
+def test_sinks_join_every_softmax(cases, check, style, kv):
+    made = cases("simt" if style == "coalesced" else style, seed=10, kv=kv)
+    # Far above the scores, among them, below them, and none at all.
+    sinks = (9.0, 1.0, -1.0, -np.inf, 0.0, -40.0)
+    options = {"sinks": sinks, "bucket": 384, "style": style}
+    for tokens, position, parts, window in (
+        *((1, 150, 1, 0), (1, 150, 3, 40), (3, 300, 3, 20), (9, 0, 1, 0), (33, 0, 1, 9), (40, 77, 1, 50)),
+    ):
+        # The window of the second and the third is behind the first part.
+        shape = HeadShape(6, 2, 64, position + tokens + 2)
+        case = AttentionCase(tokens, position, shape, Scores(0.3, window), parts=parts, **options)
+        check(*made(case), (tokens, position, parts, window))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_sink_of_minus_infinity_is_none(cases, style):
+    layers = cases(style).layers
+    for tokens, position, parts in ((1, 150, 1), (1, 150, 3), (33, 7, 1)):
+        shape = HeadShape(4, 2, 40, position + tokens)
+        case = AttentionCase(tokens, position, shape, Scores(0.3, 30), bucket=256, parts=parts)
+        found = [
+            check_case(one, layers, np.random.default_rng(5))["attended"][0]
+            for one in (case, replace(case, sinks=(-np.inf,) * 4))
+        ]
+        np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_with_and_without_bias(cases, check, style, dtype, activation):
@@ -156,6 +195,17 @@ def test_activations_with_and_without_bias(cases, check, style, dtype, activatio
         for biased, join in ((False, "concatenate"), (True, "concatenate"), (True, "sum")):
             case = GatedCase(*shape, join, activation=activation, biased=biased, scale=4)
             check(*made(case), (shape, join))
+
+
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+def test_gate_and_up_are_clipped(cases, check, style, dtype):
+    made = cases(style, dtype, 4)
+    for shape in ((1, 8, (0, 8)), (3, 100, (41, 7)), (33, 2056, (2056, 0))):
+        for biased, join in ((False, "concatenate"), (True, "sum")):
+            case = GatedCase(*shape, join, biased=biased, scale=6, clip=GateClip(7.0, 1.702))
+            check(*made(case), (shape, join))
+    with pytest.raises(KernelError, match="clipped with silu"):
+        made(GatedCase(1, 8, (0,), clip=GateClip(7.0, 1.702)))
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)

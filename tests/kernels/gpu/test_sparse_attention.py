@@ -18,7 +18,8 @@ from heterollm.kernels.gpu import (
     SparseShape,
     merge_launches,
 )
-from heterollm.kernels.operators.attention import attend, attention_work
+from heterollm.kernels.operators.attention import attend
+from heterollm.kernels.operators.attention_work import attention_work
 from heterollm.kernels.operators.data import GuardedOutput, run_launches
 from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
 from heterollm.kernels.operators.selection import kept_positions, select_positions, selection_work

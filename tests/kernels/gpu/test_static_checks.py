@@ -461,6 +461,7 @@ OPERATORS = (
         AttentionCase(tokens, 66, ODD, Scores(0.2, 67, cap), bucket=128, parts=parts)
         for parts, tokens, cap in ((1, 3, 0.0), (2, 3, 0.5), (1, 1, 0.5), (2, 1, 0.0))
     ),
+    *(AttentionCase(3, 66, ODD, sinks=(1.0, 0.0, -3.0), bucket=128, parts=parts) for parts in (1, 2)),
     OutlierCase(1, 100, (70,), (64,), 25, 9),
     OutlierCase(6, 600, (21, 9, 9), (16, 8, 0), 25, 9, covered=5),
     OutlierCase(35, 64, (24,), (24,), 25, 9),

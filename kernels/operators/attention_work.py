@@ -1,0 +1,47 @@
+"""The work of causal attention at the position of a pass."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, GpuWork, HeadShape
+
+
+def attention_work(
+    shape: HeadShape,
+    step: NDArray[np.int32],
+    *,
+    tokens: int,
+    window: int,
+    position_bytes: int,
+    output_bytes: int,
+) -> GpuWork:
+    """Return the work of attention at the position that the step buffer holds.
+
+    Args:
+        shape: OperatorSizes of the heads.
+        step: The step buffer.
+        tokens: Tokens of the pass.
+        window: Positions that a token sees; 0 for all.
+        position_bytes: Bytes of the cache for one position of a head.
+        output_bytes: Size of an element of the output, or of a partial result.
+    """
+    rows, seen, last = visible(step, tokens, window)
+    outputs = rows * shape.query_columns
+    read = 2 * last * shape.kv_heads * position_bytes + 4 * outputs
+    return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
+
+
+def visible(step: NDArray[np.int32], tokens: int, window: int) -> tuple[int, int, int]:
+    """Return the rows of a pass, the pairs of a row and a position that it sees, and the positions in all."""
+    position = int(step[STEP_POSITION])
+    rows = min(tokens, int(step[STEP_LENGTH]))
+    last = position + rows
+    seen = rows * position + rows * (rows + 1) // 2
+    if window and last > window:
+        # Tokens past the window see a whole window each.
+        inside = max(0, window - position)
+        seen = inside * position + inside * (inside + 1) // 2 + (rows - inside) * window
+        last = min(last, window + rows - 1)
+    return rows, seen, last
