@@ -57,7 +57,13 @@ class GpuExperts(GlueKernels):
     """Makes the launches of routing and of the moves of rows; see :class:`GlueKernels`."""
 
     def route(
-        self, logits: DeviceMemory, lists: ExpertLists, *, shape: ExpertShape, bias: Argument = None
+        self,
+        logits: DeviceMemory,
+        lists: ExpertLists,
+        *,
+        shape: ExpertShape,
+        bias: Argument = None,
+        factors: Argument = None,
     ) -> Launch:
         """Return the launch that chooses experts and their weights.
 
@@ -66,6 +72,7 @@ class GpuExperts(GlueKernels):
             lists: Target of the choices and weights.
             shape: OperatorSizes of the pass.
             bias: float32 ``[experts]``, added to the scores for the choice if the routing is biased.
+            factors: float32 ``[experts]`` on the weights; None for none.
         """
         routing, label = shape.routing, "routing"
         logits.require(shape.tokens * routing.experts * 4, f"{label} logits")
@@ -73,12 +80,17 @@ class GpuExperts(GlueKernels):
         if routing.biased is (bias is None):
             raise KernelError(f"{label}: a bias belongs to a biased routing alone, not to {routing}.")
         own = self._routing_defines(shape) | {"SCORING": SCORINGS.index(routing.scoring)}
-        flags = {"NORMALIZED": routing.normalized, "BIASED": routing.biased}
+        flags = {
+            "NORMALIZED": routing.normalized,
+            "BIASED": routing.biased,
+            "FACTORS": factors is not None,
+        }
         own |= {name: 1 for name, holds in flags.items() if holds}
         kernel, _, items = self.kernel(FILES, "route", lambda _: own)
         arguments = (
             *(logits, logits if bias is None else bias, lists.chosen, lists.weights),
             *map(np.float32, (routing.scale, 2 * routing.jitter)),
+            *(() if factors is None else (factors,)),
         )
         elements = shape.tokens * routing.experts
         work = functools.partial(pointwise_work, elements, 4 + routing.chosen, 4, 0)

@@ -32,6 +32,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     STEP_POSITION,
     Argument,
+    DeviceMemory,
     ExpertLists,
     ExpertShape,
     GlueKernels,
@@ -40,9 +41,9 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
 )
-from heterollm.kernels.operators import GpuExperts, activate
+from heterollm.kernels.operators import GpuExperts, activate, rms_norm
 from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.model import MixtureBlock, ModelWeights
+from heterollm.model import EXPERT_FACTORS, ROUTER_BIAS, ROUTER_NORM, MixtureBlock, ModelWeights
 from heterollm.solver import EXPERTS_ON_GPU, ExpertsPlacement, Plan
 
 ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
@@ -67,11 +68,13 @@ ALL_IN_MEMORY: Final = MixtureOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The weights of a layer's mixture: router, bias of its choice if any, and experts or slots."""
+    """The weights of a layer's mixture: router, its norm, bias and factors if any, and experts or slots."""
 
     spec: OpSpec
     router: GpuLinear
+    norm: Argument
     bias: Argument
+    factors: Argument
     gate_up: GroupedLinear
     down: GroupedLinear
 
@@ -106,7 +109,7 @@ class MixtureEmitter:
         self._assumed, budget = options.assumed, options.budget
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GlueKernels(*kinds)
-        self._techniques = techniques
+        self._techniques, self._epsilon = techniques, weights.config.rms_norm_eps
         self.residency: ExpertResidency | None = None
         if budget is not None:
             self.residency = ExpertResidency(device, weights, budget, plan.chunk_length)
@@ -144,10 +147,13 @@ class MixtureEmitter:
         taken = None if op is None else op.taken
         placement = EXPERTS_ON_GPU if op is None else op.placement
 
+        routed = self._routed(builder, own)
         label = f"{layer}.router"
-        launch = own.router.launch(x, logits, tokens=builder.tokens, output_dtype=np.float32, label=label)
-        builder.kernel("router", layer, launch, reads=(x,), writes=(logits,), ends=False)
-        launch = self._kernels.route(logits, lists, shape=shape, bias=own.bias)
+        launch = own.router.launch(
+            routed, logits, tokens=builder.tokens, output_dtype=np.float32, label=label
+        )
+        builder.kernel("router", layer, launch, reads=(routed,), writes=(logits,), ends=False)
+        launch = self._kernels.route(logits, lists, shape=shape, bias=own.bias, factors=own.factors)
         chosen = lists.chosen, lists.weights
         builder.kernel("routing", layer, launch, reads=(logits,), writes=chosen, ends=False)
         launch = self._kernels.sort(lists, shape=shape, taken=taken)
@@ -171,6 +177,21 @@ class MixtureEmitter:
         reads = (rows, lists.weights, lists.position, *(() if other is None else (other,)))
         builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
         return Segments(out, out, (hidden,), (0,))
+
+    def _routed(self, builder: PassBuilder, own: _Layer) -> DeviceMemory:
+        """Return the router's input, behind a norm of its own if it has one."""
+        lane = builder.lane
+        if own.norm is None:
+            return lane.shared["linear_input"]
+        residual, out = lane.private["residual"], lane.private[EXPERT_OUTPUT]
+        launch = rms_norm(
+            *(self._glue, residual, own.norm, out),
+            hidden=own.spec.columns,
+            tokens=builder.tokens,
+            epsilon=self._epsilon,
+        )
+        builder.kernel("norm", own.spec.layer, launch, reads=(residual,), writes=(out,), ends=False)
+        return out
 
     def _own_rows(
         self,
@@ -261,10 +282,21 @@ def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: Expe
         )
 
     router = GpuLinear.pack(gpu, [weights.router(spec.layer)], activation_dtype=dtype)
-    bias = gpu.upload(weights.other(spec.layer, "router_bias")) if routing.biased else None
-    if residency is not None:
-        return _Layer(spec, router, bias, residency.gate_up, residency.down)
-    return _Layer(spec, router, bias, packed(("gate", "up")), packed(("down",)))
+    block = weights.config.per_layer[spec.layer].find(MixtureBlock)
+    assert block is not None  # by expert_specs
+    others = {role: weights.other(spec.layer, role) for role in block.tensors(spec.columns)}
+    if ROUTER_NORM in others:
+        others[ROUTER_NORM] = others[ROUTER_NORM] / np.sqrt(np.float32(spec.columns))
+    norm, bias, factors = (
+        gpu.upload(others[role]) if role in others else None
+        for role in (ROUTER_NORM, ROUTER_BIAS, EXPERT_FACTORS)
+    )
+    own = (
+        (packed(("gate", "up")), packed(("down",)))
+        if residency is None
+        else (residency.gate_up, residency.down)
+    )
+    return _Layer(spec, router, norm, bias, factors, *own)
 
 
 def _codes(lane: Lane, slot: str, spec: OpSpec) -> RoundedInputs | None:

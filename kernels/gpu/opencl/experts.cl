@@ -5,6 +5,7 @@
 //   SCORING           rule of the weights
 //   NORMALIZED        the weights of a token are divided by their sum
 //   BIASED            the choice is by score plus the expert's bias
+//   FACTORS           the weight of an expert is multiplied by its factor
 //   STEP              rows of one expert that a work-group of the product takes, a power of two
 //   TAKEN             another processor takes some rows
 //   DROPS             nobody computes the rows of its experts beyond those
@@ -62,11 +63,19 @@ static inline ulong group_best(ulong rank, __local ulong *ranks) {
 #define SCORE(logit) 1.0f / (1.0f + exp(-(logit)))
 #endif
 
+#ifdef FACTORS
+#define FACTORS_ARGUMENT , __global const float *restrict factors
+#define FACTOR_OF(expert) *factors[expert]
+#else
+#define FACTORS_ARGUMENT
+#define FACTOR_OF(expert)
+#endif
+
 // Grid: a work-group for each token. With SPARSEMIXER a logit is near the largest one, `top`, if
 // (top - logit) / max(|logit|, top) is at most `distance`.
 GROUP_SIZE __kernel void route(__global const float *restrict logits, __global const float *restrict bias,
                                __global int *restrict chosen, __global float *restrict weights, float scale,
-                               float distance) {
+                               float distance FACTORS_ARGUMENT) {
   __local ulong left[EXPERTS], ranks[WG];
 #if SCORING != SIGMOID
   __local float sums[WG];
@@ -128,7 +137,7 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
 #endif
   if (lane == 0)
     for (uint slot = 0; slot < CHOSEN; slot++)
-      weights[slot] *= scale;
+      weights[slot] *= scale FACTOR_OF(chosen[slot]);
 }
 #endif
 

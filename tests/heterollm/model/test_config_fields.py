@@ -57,7 +57,14 @@ GEMMA4_KINDS = ("gemma4_text", "gemma4_unified_text")
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
-    "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256},
+    "gemma4_text": {
+        **GEMMA4,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 256,
+        "num_experts": 4,
+        "top_k_experts": 1,
+        "moe_intermediate_size": 32,
+    },
     "gemma4_unified_text": GEMMA4,
     "mixtral": {"rope_theta": 10_000.0},
     "smollm3": {"no_rope_layer_interval": 2, "rope_theta": 10_000.0},
@@ -333,6 +340,10 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
     **{
         (kind, "num_global_key_value_heads"): {"attention_k_eq_v": True}
         for kind in ("gemma4_text", "gemma4_unified_text")
+    },
+    **{
+        ("gemma4_text", name): {"enable_moe_block": True}
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
     },
     ("qwen2_moe", "sliding_window"): {"use_sliding_window": True},
     ("qwen2_moe", "use_sliding_window"): {"sliding_window": 8},

@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
     "gemma4": ("gemma4_text", {}),
+    "gemma4 with experts": ("gemma4_text with experts", {}),
     "gemma4 in one stream": ("gemma4_unified_text", {}),
     "smollm3": ("smollm3", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -210,15 +211,19 @@ def attention(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return changed(config, AttentionBlock, lambda block: dataclasses.replace(block, **changes))
 
 
+def mixture(config: ModelConfig, **changes: Any) -> dict[str, Any]:
+    return changed(config, MixtureBlock, lambda block: dataclasses.replace(block, **changes))
+
+
 def each_layer(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]) -> dict[str, Any]:
     return {"per_layer": tuple(map(change, config.per_layer))}
 
 
-def without_output_norms(config: ModelConfig) -> dict[str, Any]:
+def each_stage(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return each_layer(
         config,
         lambda layer: LayerConfig(
-            tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages), layer.is_scaled
+            tuple(dataclasses.replace(stage, **changes) for stage in layer.stages), layer.is_scaled
         ),
     )
 
@@ -280,6 +285,9 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "part of the pairs": plain_rope,
     "norms of values": lambda config: attention(config, value_norms=False),
     "factors of layers": lambda config: each_layer(config, lambda one: LayerConfig(one.stages)),
+    "norms of blocks": lambda config: each_stage(config, own_norms={}),
+    "norm of the router": lambda config: mixture(config, router_normed=False),
+    "factors of experts": lambda config: mixture(config, scaled=False),
     "activation beside embeddings of layers": lambda config: changed(
         config, LayerInputBlock, lambda one: dataclasses.replace(one, activation="silu")
     ),
@@ -288,7 +296,7 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "norms of heads behind positions": lambda config: attention(config, norms_last=False),
     "stretched positions": unstretched,
     "growth of queries": lambda config: attention(config, query_growth=None),
-    "norms of outputs": without_output_norms,
+    "norms of outputs": lambda config: each_stage(config, output_norm=None),
     "stages without a norm before": normed_stages,
     "norm offset": lambda _config: {"norm_offset": 0.0},
     "embedding scale": lambda _config: {"embedding_scale": 1.0},
@@ -339,6 +347,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("window", "layers without window", "norms of outputs", "embedding scale", "logit soft cap"),
         *("activation", "norms of heads", "part of the pairs", "norms of values", "factors of layers"),
         *("activation beside embeddings of layers", "attention scale"),
+    ),
+    "gemma4 with experts": (
+        *("norms of blocks", "norm of the router", "factors of experts"),
+        *("norms of outputs", "all chosen experts"),
     ),
     "smollm3": ("window", "layers without positions", *BIASES),
     "mixtral": ("window", "normalised weights", "all chosen experts"),

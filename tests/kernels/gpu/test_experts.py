@@ -172,7 +172,7 @@ def make(runtime):
 # -- choice -------------------------------------------------------------------------------------------------
 
 
-def routed(runtime, experts, logits, routing, bias=None):
+def routed(runtime, experts, logits, routing, bias=None, factors=None):
     """What the kernel chooses for logits that garbage follows, and the weights."""
     shape = ExpertShape(routing, len(logits))
     behind = np.full((3, routing.experts), np.nan, np.float32)
@@ -181,8 +181,8 @@ def routed(runtime, experts, logits, routing, bias=None):
     weights = GuardedOutput(runtime, (shape.tokens, routing.chosen), np.float32)
     lists = ExpertLists.allocate(runtime, shape)
     lists = replace(lists, chosen=chosen.slot, weights=weights.slot)
-    table = None if bias is None else runtime.upload(bias)
-    run_launches(runtime, [experts.route(slot, lists, shape=shape, bias=table)])
+    bias, factors = (None if table is None else runtime.upload(table) for table in (bias, factors))
+    run_launches(runtime, [experts.route(slot, lists, shape=shape, bias=bias, factors=factors)])
     return chosen.read(), weights.read()
 
 
@@ -214,6 +214,18 @@ def test_the_largest_scores_are_chosen(runtime, make, style, routing):
         check_choice(logits, routing, bias, *routed(runtime, experts, logits, routing, bias))
 
     holds()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_factor_of_each_expert_is_on_its_normalised_weight(runtime, make, style):
+    for routing in ROUTINGS:
+        generator = np.random.default_rng(routing.experts)
+        logits = generator.standard_normal((33, routing.experts)).astype(np.float32)
+        factors, bias = generator.uniform(0.5, 2, (2, routing.experts)).astype(np.float32)
+        bias = bias if routing.biased else None
+        chosen, weights = routed(runtime, make(style), logits, routing, bias, factors)
+        expected = weights_of(logits, chosen, routing) * factors[chosen]
+        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -46,6 +46,7 @@ def test_a_delta_is_biased_and_normed_before_it_is_added(cases, check, style, dt
             final,
             *made(NormCase(*shape, **options)),
             *made(NormCase(*shape, **options, unnormed=True)),
+            *(made(NormCase(*shape, **options, alone=True)) if post else ()),
         ):
             check(numbers, (shape, options))
 

@@ -115,6 +115,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DCENTERED",
         "-DWG=64 -DCENTERED -DWHOLE_EIGHTS",
         "-DWG=64 -DUNNORMED -DWHOLE_EIGHTS",
+        "-DWG=64 -DUNNORMED -DALONE",
         "-DWG=1 -DUNNORMED -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64",
         "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32",
@@ -184,7 +185,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         f"-DWG={items} -DEXPERTS=60 -DCHOSEN=4 {own}"
         for items in (1, 64)
         for own in (
-            "-DSCORING=0 -DNORMALIZED",
+            "-DSCORING=0 -DNORMALIZED -DFACTORS",
             "-DSCORING=1 -DBIASED -DSTEP=1",
             "-DSCORING=0 -DBIASED -DSTEP=32 -DTAKEN -DCODES",
             "-DSCORING=2 -DCOMBINES -DDROPS",
@@ -429,6 +430,7 @@ OPERATORS = (
     NormCase(3, 44, 44, "sum", biased=True),
     NormCase(3, 48, 13, centered=True),
     NormCase(3, 44, 13, unnormed=True, post=True),
+    NormCase(3, 44, 13, biased=True, post=True, alone=True),
     GatedCase(3, 21, (3, 16)),
     GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
     GatedCase(3, 21, (3, 16), activation="relu", biased=True),
