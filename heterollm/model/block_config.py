@@ -98,7 +98,7 @@ class BlockFields:
             soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
             qkv_bias=is_biased(fields, family, "qkv"),
             o_bias=is_biased(fields, family, "o"),
-            head_norms="query_head" in family.tensors.norms,
+            head_norms=_has_head_norms(fields, family),
             joint_head_norms=family.joint_head_norms,
             norms_last=family.norms_last,
             query_growth=read_query_growth(fields, family),
@@ -173,6 +173,12 @@ class BlockFields:
         biased, gated = is_biased(fields, self._family, "ffn"), "gate" in tensors.modules["gate_up"]
         token_gated = shared and "token_gate" in tensors.others
         return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
+
+
+def _has_head_norms(fields: JsonFields, family: Family) -> bool:
+    """Return whether heads have norms: where a family has them, unless a field that it follows denies it."""
+    optional = "use_qk_norm" in family.follows
+    return "query_head" in family.tensors.norms and (not optional or fields.flag("use_qk_norm", False))
 
 
 def _stage_norms(names: StageNames) -> tuple[Norm | None, Norm]:

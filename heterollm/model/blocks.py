@@ -334,7 +334,7 @@ class MixtureBlock(Block):
     def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
         """Return bias of the choice, weights of the router's norm, and factors, as far as it has them."""
         own = (
-            (ROUTER_BIAS, self.bias),
+            (ROUTER_BIAS, self.bias if self.routing.biased else ()),
             (ROUTER_NORM, (hidden,) if self.router_normed else ()),
             (EXPERT_FACTORS, (self.routing.experts,) if self.scaled else ()),
         )

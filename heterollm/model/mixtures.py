@@ -8,8 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
+from heterollm.model.blocks import ROUTER_BIAS
 from heterollm.model.family import (
     ATTENTION_BIASES,
+    DENSE,
     HEAD_NORMS,
     NORMS,
     SECTION_COUNTS,
@@ -21,6 +23,7 @@ from heterollm.model.family import (
     alike,
     every_layer,
     no_layer,
+    sparse_behind,
     sparse_steps,
 )
 from heterollm.model.json_fields import JsonFields
@@ -45,6 +48,12 @@ SHARED_EXPERT: Mapping[Group, Mapping[str, str]] = MappingProxyType(
     {
         "gate_up": {member: f"mlp.shared_expert.{member}_proj" for member in ("gate", "up")},
         "down": {"down": "mlp.shared_expert.down_proj"},
+    }
+)
+SHARED_EXPERTS: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {
+        "gate_up": {member: f"mlp.shared_experts.{member}_proj" for member in ("gate", "up")},
+        "down": {"down": "mlp.shared_experts.down_proj"},
     }
 )
 NUMBERED_EXPERTS: Mapping[str, str] = MappingProxyType(
@@ -230,14 +239,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             tensors=TensorNames(
                 SEPARATE,
                 NORMS,
-                shared={
-                    group: {
-                        member: module.replace("mlp.", "mlp.shared_experts.")
-                        for member, module in own.items()
-                    }
-                    for group, own in SEPARATE.items()
-                    if group in ("gate_up", "down")
-                },
+                shared=SHARED_EXPERTS,
                 others={"router_bias": "mlp.moe_statics.e_score_correction_bias"},
                 unread=("model.mtp_",),
             ),
@@ -280,6 +282,49 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             published_code=("modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM",),
             bos_ids=(1,),
             eos_ids=(2,),
+        ),
+        "glm4_moe": Family(
+            name="GLM-4.5",
+            covers="GLM-4.5-Air",
+            architecture="Glm4MoeForCausalLM",
+            tensors=TensorNames(
+                SEPARATE,
+                {**NORMS, **HEAD_NORMS},
+                shared=SHARED_EXPERTS,
+                others={ROUTER_BIAS: "mlp.gate.e_score_correction_bias"},
+                # A layer that predicts further tokens.
+                unread=("model.layers.{layers}.",),
+            ),
+            layers=sparse_behind(DENSE, "first_k_dense_replace", sparse=("mixture", "ffn")),
+            mixture=Mixture(
+                "mlp.gate",
+                NAMED_EXPERTS,
+                width_field="moe_intermediate_size",
+                shared_count_field="n_shared_experts",
+                scoring="sigmoid",
+                normalized_field="norm_topk_prob",
+                bias_field=True,
+                scale_field="routed_scaling_factor",
+                count_fields=("n_routed_experts",),
+            ),
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "intermediate_size": 10_944,
+                "moe_intermediate_size": 1408,
+                "partial_rotary_factor": 0.5,
+                "n_routed_experts": 128,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "first_k_dense_replace": 1,
+            },
+            follows=frozenset({"partial_rotary_factor", "first_k_dense_replace", "use_qk_norm"}),
+            biases={"qkv": "attention_bias"},
+            ignores=dict.fromkeys(
+                ("num_nextn_predict_layers", "num_mtp_layers"),
+                "layers that predict further tokens are not read",
+            ),
         ),
         "olmoe": Family(
             name="OLMoE",

@@ -175,6 +175,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 3,
         "moe_intermediate_size": 96,
     },
+    # A dense layer, and experts by sigmoid and bias beside shared ones.
+    "glm4_moe": {
+        **PLAIN,
+        "head_dim": 48,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": HALF_TURNING,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 96,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+    },
     # Values that are keys before their norm, and other key heads where a layer sees everything.
     "gemma4_unified_text": {
         **GEMMA4,
@@ -563,7 +577,7 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
                 # Queries and keys wide enough that attention has something to choose.
                 parameter.normal_(std=0.12 if re.search("q_proj|k_proj|qkv_proj", name) else 0.06)
         for name, values in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 values.normal_(std=0.3)
             if "layer_scalar" in name:
                 values.uniform_(0.5, 1.5)

@@ -242,6 +242,9 @@ OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType
         "use_parallel_residual": ("attention and network side by side", (False,)),
         "moe_num_experts": ("a mixture of experts", (0, False)),
         "moe_num_shared_experts": ("experts of every token", (0, False)),
+        "n_routed_experts": ("a mixture of experts", (0, False)),
+        "n_shared_experts": ("experts of every token", (0, False)),
+        "first_k_dense_replace": ("first layers without experts", (0, False)),
         "use_expert_bias": ("a bias of the choice of experts", (False,)),
         "routed_scaling_factor": ("a factor on the experts", (1, False)),
         "num_dense_layers": ("first layers without experts", (0, False)),
@@ -279,6 +282,7 @@ IGNORED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 
 OWN: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "use_qk_norm": "norms of heads of queries and keys",
         "use_qkv_bias": "biases of q, k and v",
         "qkv_bias": "biases of q, k and v",
         "bias": "biases of attention's linears",
@@ -408,6 +412,9 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("sliding_window_size", "older name that transformers ignores"),
     ):
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
+    for name in ("n_group", "topk_group"):
+        why = "a choice of experts from groups of them"
+        yield from _one("refused", name, why, readers("first_k_dense_replace"), neutral=(1,))
     plain = readers("global_head_dim") - readers("enable_moe_block")
     for name, why, neutral, only in (
         ("enable_moe_block", "experts beside a network", (False,), plain),

@@ -16,7 +16,6 @@ OTHER_LAYERS = {
     "falcon_h1": "mamba_",
     "falcon_mamba": "conv_kernel",
     "gemma3n_text": "altup_",
-    "gemma4_text": "hidden_size_per_layer_input",
     "gpt_oss": "num_local_experts",
     "granitemoehybrid": "linear_attention",
     "jamba": "attn_layer_",

@@ -140,6 +140,14 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 0,
         "rope_theta": 10_000.0,
     },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 10_000.0,
+        "norm_topk_prob": False,
+    },
     "cohere2": {"sliding_window_pattern": 2},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"],
@@ -211,6 +219,10 @@ VALUES: dict[str, Any] = {
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 320,
     "enable_moe_block": True,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 0,
+    **dict.fromkeys(("n_group", "topk_group"), 2),
     "top_k_experts": 2,
     "conv_L_cache": 4,
     "conv_bias": True,
@@ -410,7 +422,7 @@ def theirs(fields: dict[str, Any]) -> Any:
         for values in model.parameters():
             values.add_(0.1 * torch.randn_like(values)) if values.ndim == 1 else values.mul_(3.0)
         for name, values in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 values.normal_(std=0.3)
     return model
 

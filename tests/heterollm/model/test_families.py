@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "lfm2_moe": ("lfm2_moe", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "glm4_moe": ("glm4_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
@@ -387,6 +388,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
     "ernie4_5_moe": ("bias of the choice", "normalised weights", "bias of the head", *BIASES),
+    "glm4_moe": (
+        *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
+        *("norms of heads", "partly turning heads", "biases of q, k and v"),
+    ),
     "lfm2_moe": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     "cohere2": (
         *("means of norms", "blocks side by side", "scale of logits", "window", "layers without window"),
