@@ -103,6 +103,7 @@ class AttentionBlock(Block):
         kv_heads: Key and value heads; divides ``heads``.
         head_dim: Width of one head (even).
         window: Positions that a token attends to, including its own; 0 for all.
+        chunked: Whether these are the positions of its chunk, of ``window`` each, up to its own.
         rope: Rotary position embedding; None without.
         rotary_dim: Elements of a head that RoPE rotates, even.
         scale: Factor on the scores.
@@ -141,6 +142,7 @@ class AttentionBlock(Block):
     gated: bool = False
     value_norms: bool = False
     values_are_keys: bool = False
+    chunked: bool = False
     kv_layer: int | None = None
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
@@ -178,7 +180,7 @@ class AttentionBlock(Block):
     def timed(self) -> AttentionBlock:
         """Return the block without window, RoPE, biases, and the number of the layer of its keys."""
         kv_layer = None if self.kv_layer is None else 0
-        plain = replace(self, window=0, rope=None, query_growth=None, kv_layer=kv_layer)
+        plain = replace(self, window=0, chunked=False, rope=None, query_growth=None, kv_layer=kv_layer)
         return replace(plain, qkv_bias=False, o_bias=False)
 
 

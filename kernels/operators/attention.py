@@ -132,7 +132,8 @@ def _first(
 
     def defines(style: KernelStyle) -> Defines:
         capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style != "vector" else {}
-        return grid.defines(style) | on.cache_defines(cache) | capped
+        chunked: Defines = {"CHUNKED": 1} if scores.chunked else {}
+        return grid.defines(style) | on.cache_defines(cache) | capped | chunked
 
     files = ("attention.h", "attention_{style}.cl")
     widths = (grid.shape.head_dim,)
@@ -165,6 +166,7 @@ def _first(
         step.array,
         tokens=grid.tokens,
         window=scores.window,
+        chunked=scores.chunked,
         position_bytes=on.position_bytes(shape),
         output_bytes=on.item_bytes if parts == 1 else PARTIAL_BYTES,
     )
@@ -222,6 +224,7 @@ def attention_work(
     window: int,
     position_bytes: int,
     output_bytes: int,
+    chunked: bool = False,
 ) -> GpuWork:
     """Return the work of attention at the position that the step buffer holds.
 
@@ -232,18 +235,24 @@ def attention_work(
         window: Positions that a token sees; 0 for all.
         position_bytes: Bytes of the cache for one position of a head.
         output_bytes: Size of an element of the output, or of a partial result.
+        chunked: Whether those positions are the token's chunk.
     """
-    rows, seen, last = visible(step, tokens, window)
+    rows, seen, last = visible(step, tokens, window, chunked=chunked)
     outputs = rows * shape.query_columns
     read = 2 * last * shape.kv_heads * position_bytes + 4 * outputs
     return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
 
 
-def visible(step: NDArray[np.int32], tokens: int, window: int) -> tuple[int, int, int]:
+def visible(
+    step: NDArray[np.int32], tokens: int, window: int, *, chunked: bool = False
+) -> tuple[int, int, int]:
     """Return the rows of a pass, the pairs of a row and a position that it sees, and the positions in all."""
     position = int(step[STEP_POSITION])
     rows = min(tokens, int(step[STEP_LENGTH]))
     last = position + rows
+    if chunked:
+        own = np.arange(position, last) % window + 1
+        return rows, int(own.sum()), last - position + position % window
     seen = rows * position + rows * (rows + 1) // 2
     if window and last > window:
         # Tokens past the window see a whole window each.
@@ -262,6 +271,7 @@ def exact_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    chunked: bool = False,
 ) -> NDArray[np.float64]:
     """Return causal attention ``[m, heads, head_dim]``.
 
@@ -273,6 +283,7 @@ def exact_attention(
         scale: Factor on the scores.
         window: Positions visible to a row, its own included; 0 for all.
         soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
+        chunked: Whether the visible positions are those of the row's chunk of ``window``.
     """
     rows, heads, _ = q.shape
     length = position + rows
@@ -285,7 +296,7 @@ def exact_attention(
     row, key = np.arange(position, length)[:, None], np.arange(length)[None, :]
     hidden = key > row
     if window > 0:
-        hidden |= key <= row - window
+        hidden |= key // window < row // window if chunked else key <= row - window
     scores = np.where(hidden, -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
@@ -342,17 +353,20 @@ class AttentionCase:
             scale=scores.scale,
             window=scores.window,
             soft_cap=scores.soft_cap,
+            chunked=scores.chunked,
         )
         return {"attended": attended.reshape(self.tokens, -1)}
 
 
 _HEADS: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=80)
 _PAGED: Final = AttentionCase(3, 75, _HEADS, Scores(_HEADS.head_dim**-0.5, window=30), pages=(2, 1))
+_CHUNKED: Final = AttentionCase(37, 11, _HEADS, Scores(_HEADS.head_dim**-0.5, window=20, chunked=True))
 _CAPPED: Final = AttentionCase(1, 70, _HEADS, Scores(_HEADS.head_dim**-0.5, soft_cap=0.5))
 CHECKS: Final = (
     OperatorCheck("attention, prefill", "37 tokens at 11", AttentionCase(37, 11, _HEADS), "attended"),
     OperatorCheck("attention, decode", "1 token at 70", AttentionCase(1, 70, _HEADS), "attended"),
     OperatorCheck("attention, decode", "3 tokens at 75, window of two pages", _PAGED, "attended"),
+    OperatorCheck("attention, prefill", "37 tokens at 11, chunks of 20", _CHUNKED, "attended"),
     OperatorCheck("attention, decode", "1 token at 70, capped", _CAPPED, "attended"),
 )
 

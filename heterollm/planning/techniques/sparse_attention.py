@@ -191,4 +191,10 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
             f"Layers of {config.family} have different heads, or keys of other layers.",
             fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
         )
-    return tuple(block.window for block in config.blocks(AttentionBlock).values())
+    blocks = config.blocks(AttentionBlock).values()
+    if any(block.chunked for block in blocks):
+        raise OptionError(
+            f"Layers of {config.family} attend to chunks of positions.",
+            fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
+        )
+    return tuple(block.window for block in blocks)

@@ -196,7 +196,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ],
     (*ATTENTION, "attention_vector.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
-        "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
+        "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF -DCHUNKED",
         "-DWG=1 -DHEAD_DIM=36 -DROWS=8 -DMICRO=4 -DVECTORS=2 -DKV_CODES",
         "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DGATHERED -DBLOCK=32 -DMEMBERS=3",
@@ -205,7 +205,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ],
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
-        "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP",
+        "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP -DCHUNKED",
         "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_CODES",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DKV_CODES -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS",
@@ -463,6 +463,7 @@ OPERATORS = (
         AttentionCase(tokens, 66, ODD, Scores(0.2, 67, cap), bucket=128, parts=parts)
         for parts, tokens, cap in ((1, 3, 0.0), (2, 3, 0.5), (1, 1, 0.5), (2, 1, 0.0))
     ),
+    *(AttentionCase(3, 66, ODD, Scores(0.2, 67, chunked=True), bucket=128, parts=parts) for parts in (1, 2)),
     OutlierCase(1, 100, (70,), (64,), 25, 9),
     OutlierCase(6, 600, (21, 9, 9), (16, 8, 0), 25, 9, covered=5),
     OutlierCase(35, 64, (24,), (24,), 25, 9),
