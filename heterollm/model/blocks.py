@@ -317,6 +317,7 @@ class MixtureBlock(Block):
         bias: Shape of the tensor with the bias of the choice; empty for none.
         router_normed: Whether the router reads a norm of the stream that no other linear reads.
         scaled: Whether each expert has a factor on its weight.
+        weighs_inputs: Whether the weight of the only expert of a token multiplies its input, not its output.
     """
 
     NAME: ClassVar[str] = "mixture"
@@ -328,6 +329,7 @@ class MixtureBlock(Block):
     bias: tuple[int, ...] = ()
     router_normed: bool = False
     scaled: bool = False
+    weighs_inputs: bool = False
 
     def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
         """Return no groups."""

@@ -147,6 +147,7 @@ class GpuExperts(GlueKernels):
         *,
         shape: ExpertShape,
         columns: int,
+        weighs: bool = False,
     ) -> Launch:
         """Return the launch that copies the rows of the pairs that another processor takes.
 
@@ -157,15 +158,17 @@ class GpuExperts(GlueKernels):
             taken: The rows.
             shape: OperatorSizes of the pass.
             columns: Inputs of a row, a multiple of 16.
+            weighs: Whether rows are multiplied by the token's weight.
         """
         label, row_bytes = "gathering for the NPU", columns * self.item_bytes
         lists.require(shape)
         x.require(shape.tokens * row_bytes, f"{label} input")
         rows.require(taken.rows * row_bytes, f"{label} output")
-        own = self._routing_defines(shape) | {"GATHERS_TAKEN": 1}
+        own = self._routing_defines(shape) | {"GATHERS_TAKEN": 1} | _weighs(shape, weighs)
         kernel, _, items = self.kernel(FILES, "gather_taken", lambda _: own)
         units = _units((row_bytes,), UNIT_BYTES, label)
-        arguments = (x, rows, lists.position, *units, np.int32(taken.rows))
+        weights = (lists.weights,) if weighs else ()
+        arguments = (x, rows, lists.position, *units, np.int32(taken.rows), *weights)
         work = functools.partial(pointwise_work, min(taken.rows, shape.pairs) * row_bytes, 0, 1, 1)
         return self.runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
 
@@ -178,6 +181,7 @@ class GpuExperts(GlueKernels):
         shape: ExpertShape,
         columns: int,
         codes: tuple[RoundedInputs, RoundedInputs] | None = None,
+        weighs: bool = False,
     ) -> Launch:
         """Return the launch that copies the row of each pair's token to the pair's position.
 
@@ -189,6 +193,7 @@ class GpuExperts(GlueKernels):
             columns: Inputs of a row, a multiple of 16.
             codes: Rounded inputs of the tokens and of the positions, which are copied instead of ``x``; None
                 to copy ``x``.
+            weighs: Whether rows are multiplied by the token's weight.
         """
         label = "gathering of rows"
         lists.require(shape)
@@ -206,10 +211,11 @@ class GpuExperts(GlueKernels):
             own_codes, own_blocks = target.arguments(shape.pairs, columns, f"{label} output")
             memory, unit = (x_codes, own_codes, x_blocks, own_blocks), CODE_UNIT_BYTES
             row_bytes = (columns, columns // source.block * BLOCK_BYTES)
-        defines: Defines = {} if codes is None else {"CODES": 1}
+        defines: Defines = _weighs(shape, weighs) | ({} if codes is None else {"CODES": 1})
         kernel, _, items = self.kernel(FILES, "gather_rows", lambda _: defines)
         units = _units(row_bytes, unit, label)
-        arguments = (*memory[:2], lists.source, units[0], *memory[2:], *units[1:])
+        weights = (lists.weights,) if weighs else ()
+        arguments = (*memory[:2], lists.source, units[0], *memory[2:], *units[1:], *weights)
         work = functools.partial(pointwise_work, shape.pairs * sum(row_bytes), 0, 1, 1)
         return self.runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
 
@@ -224,6 +230,7 @@ class GpuExperts(GlueKernels):
         other: DeviceMemory | None = None,
         taken: TakenRows | None = None,
         adds: bool = False,
+        weighed: bool = False,
     ) -> Launch:
         """Return the launch that adds up the weighted rows of each token, in the order of its choices.
 
@@ -236,12 +243,14 @@ class GpuExperts(GlueKernels):
             other: Rows in the activation type of the processor that takes some; None for no such processor.
             taken: The rows that it takes.
             adds: Whether the sum is added to what ``out`` holds.
+            weighed: Whether weights were on the inputs, so that none is on these rows.
         """
         label, routing = "sum of experts", shape.routing
         lists.require(shape)
         y.require(shape.pairs * columns * self.item_bytes, f"{label} input")
         out.require(shape.tokens * columns * self.item_bytes, f"{label} output")
         own = self._routing_defines(shape) | {"COMBINES": 1} | ({"ADDS": 1} if adds else {}) | _drops(taken)
+        own |= _weighs(shape, weighed)
         kernel, style, items = self.kernel(FILES, "combine_rows", lambda _: own, widths=(columns,))
         span = VECTOR_COLUMNS if style == "vector" else 8
         arguments = (
@@ -256,6 +265,14 @@ class GpuExperts(GlueKernels):
     @staticmethod
     def _routing_defines(shape: ExpertShape) -> Defines:
         return {"EXPERTS": shape.routing.experts, "CHOSEN": shape.routing.chosen}
+
+
+def _weighs(shape: ExpertShape, weighs: bool) -> Defines:
+    if weighs and shape.routing.chosen != 1:
+        raise KernelError(
+            f"A weight multiplies the input of one expert of a token, not of {shape.routing.chosen}."
+        )
+    return {"WEIGHS_INPUTS": 1} if weighs else {}
 
 
 def _drops(taken: TakenRows | None) -> Defines:

@@ -163,7 +163,10 @@ class MixtureEmitter:
             builder.steps += self._own_rows(builder, block, own, shape, lists, placement)
         else:
             launch = self._kernels.gather_taken(
-                x, op.npu_source, lists, op.taken, shape=shape, columns=hidden
+                *(x, op.npu_source, lists, op.taken),
+                shape=shape,
+                columns=hidden,
+                weighs=block.weighs_inputs,
             )
             reads, written = (x, lists.position), (op.npu_source,)
             builder.kernel("gathering of rows", layer, launch, reads=reads, writes=written, ends=False)
@@ -172,7 +175,12 @@ class MixtureEmitter:
             op.graphs()
         other = None if op is None else op.npu_target
         launch = self._kernels.combine(
-            rows, lists, out, shape=shape, columns=hidden, other=other, taken=taken
+            *(rows, lists, out),
+            shape=shape,
+            columns=hidden,
+            other=other,
+            taken=taken,
+            weighed=block.weighs_inputs,
         )
         reads = (rows, lists.weights, lists.position, *(() if other is None else (other,)))
         builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
@@ -207,7 +215,13 @@ class MixtureEmitter:
         x, rows = lane.shared["linear_input"], lane.private[EXPERT_ROWS]
         inputs, row_codes = (_codes(lane, slot, own.spec) for slot in ("linear_input", EXPERT_ROWS))
         codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
-        launch = self._kernels.gather(x, rows, lists, shape=shape, columns=own.spec.columns, codes=codes)
+        launch = self._kernels.gather(
+            *(x, rows, lists),
+            shape=shape,
+            columns=own.spec.columns,
+            codes=codes,
+            weighs=block.weighs_inputs,
+        )
         gathered = codes_of(row_codes) or (rows,)
         reads = (*(codes_of(inputs) or (x,)), lists.source)
         steps = [builder.prepared("gathering of rows", layer, launch, reads, gathered)]

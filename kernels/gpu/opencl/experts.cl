@@ -5,6 +5,7 @@
 //   SCORING           rule of the weights
 //   NORMALIZED        the weights of a token are divided by their sum
 //   BIASED            the choice is by score plus the expert's bias
+//   WEIGHS_INPUTS     the weight of an expert multiplies its input in place of its output; a token chooses one
 //   FACTORS           the weight of an expert is multiplied by its factor
 //   STEP              rows of one expert that a work-group of the product takes, a power of two
 //   TAKEN             another processor takes some rows
@@ -291,17 +292,43 @@ typedef uint2 unit_t;
 typedef uint4 unit_t;
 #define SECOND
 #endif
+// to[i] = from[i], both of `units` units from there on; the weighted row in eights of elements.
+#ifdef WEIGHS_INPUTS
+#define WEIGHTS_ARGUMENT , __global const float *restrict weights
+#define WEIGHT_OF(slot) 1.0f
+#define UNIT_ELEMENTS (sizeof(uint4) / sizeof(act_t))
+#define COPY_ROW(from, to, token)                                                                                      \
+  for (uint i = get_local_id(0) * 8; i < units * UNIT_ELEMENTS; i += WG * 8) {                                         \
+    const float8 values = weights[token] * load_act8((__global const act_t *)(from), i);                               \
+    store_act8(values, (__global act_t *)(to), i);                                                                     \
+  }
+#else
+#define WEIGHTS_ARGUMENT
+#define WEIGHT_OF(slot) weights[slot]
+#define COPY_ROW(from, to, token)                                                                                      \
+  for (uint i = get_local_id(0); i < (uint)units; i += WG)                                                             \
+    (to)[i] = (from)[i];
+#endif
+
 GROUP_SIZE __kernel void gather_rows(__global const unit_t *restrict x, __global unit_t *restrict rows,
-                                     __global const int *restrict source, int units SECOND) {
+                                     __global const int *restrict source, int units SECOND WEIGHTS_ARGUMENT) {
   const uint at = get_group_id(0);
   const int from = source[at];
   if (from < 0)
     return;
+#ifdef CODES
   for (uint i = get_local_id(0); i < (uint)units; i += WG)
     rows[at * (uint)units + i] = x[from * (uint)units + i];
-#ifdef CODES
-  for (uint i = get_local_id(0); i < (uint)second_units; i += WG)
-    second[at * (uint)second_units + i] = y[from * (uint)second_units + i];
+  for (uint i = get_local_id(0); i < (uint)second_units; i += WG) {
+    unit_t block = y[from * (uint)second_units + i];
+#ifdef WEIGHS_INPUTS
+    // The step of the codes; the other number is their sum.
+    block.x = as_uint(as_float(block.x) * weights[from]);
+#endif
+    second[at * (uint)second_units + i] = block;
+  }
+#else
+  COPY_ROW(x + from * (uint)units, rows + at * (uint)units, from)
 #endif
 }
 
@@ -309,13 +336,12 @@ GROUP_SIZE __kernel void gather_rows(__global const unit_t *restrict x, __global
 // taken[~position] = x[token], of `units` units each, for the pairs that another processor takes. Grid: a work-group for
 // each pair; those of other pairs leave, and so do rows from `limit` on, which do not exist.
 GROUP_SIZE __kernel void gather_taken(__global const uint4 *restrict x, __global uint4 *restrict taken,
-                                      __global const int *restrict position, int units, int limit) {
+                                      __global const int *restrict position, int units, int limit WEIGHTS_ARGUMENT) {
   const uint pair = get_group_id(0), row = ~position[pair];
   if (row >= (uint)limit)
     return;
   const uint token = pair / CHOSEN;
-  for (uint i = get_local_id(0); i < (uint)units; i += WG)
-    taken[row * (uint)units + i] = x[token * (uint)units + i];
+  COPY_ROW(x + token * (uint)units, taken + row * (uint)units, token)
 }
 #endif
 
@@ -339,7 +365,7 @@ GROUP_SIZE __kernel void combine_rows(__global const act_t *y, __global const ac
 #endif
       __global const act_t *row = at < 0 ? other + (uint)~at * (uint)columns : y + (uint)at * (uint)columns;
       LOAD_PART(load_act8, load_act, row, i, count, value)
-      sum = FMA((float8)weights[slot], value, sum);
+      sum = FMA((float8)WEIGHT_OF(slot), value, sum);
     }
 #ifdef ADDS
     LOAD_PART(load_act8, load_act, out, i, count, held)

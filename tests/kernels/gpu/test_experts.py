@@ -354,8 +354,11 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         taken=st.integers(0, 9),
         adds=st.booleans(),
         drops=st.booleans(),
+        weighs=st.booleans(),
     )
-    def holds(seed, tokens, columns, routing, taken, adds, drops):
+    def holds(seed, tokens, columns, routing, taken, adds, drops, weighs):
+        # Weights are on the inputs of the only expert of a token.
+        weighs = weighs and routing.chosen == 1
         generator = np.random.default_rng(seed)
         shape = ExpertShape(routing, tokens)
         chosen = choices(generator, "skewed", tokens, routing)
@@ -372,10 +375,12 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         sizes = {"shape": shape, "columns": columns}
         launches = [
             experts.sort(lists, shape=shape, taken=given),
-            experts.gather_taken(x_slot, others.slot, lists, given, **sizes),
-            experts.gather(x_slot, gathered.slot, lists, **sizes),
+            experts.gather_taken(x_slot, others.slot, lists, given, **sizes, weighs=weighs),
+            experts.gather(x_slot, gathered.slot, lists, **sizes, weighs=weighs),
         ]
         run_launches(runtime, launches)
+        if weighs:
+            x, weights = (x * weights).astype(dtype), np.ones_like(weights)
         source, position, own = order_of(chosen, routing.experts, table, drops)
         theirs = others.read()
         rows_of = (gathered.read(), x[source], source >= 0), (theirs, *taken_of(position, x, theirs))
@@ -404,6 +409,7 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
             other=fill_slot(runtime, other),
             taken=given,
             adds=adds,
+            weighed=weighs,
         )
         run_launches(runtime, [combine])
         exact = np.einsum("tk,tkc->tc", weights.astype(np.float64), rows.astype(np.float64))
@@ -414,13 +420,15 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
     holds()
 
 
+@pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_codes_are_gathered_with_their_scales(runtime, make, style):
-    routing, tokens, columns, block = Routing(6, 2), 9, 96, 32
+def test_codes_are_gathered_with_their_scales(runtime, make, style, weighs):
+    routing, tokens, columns, block = Routing(6, 1 if weighs else 2), 9, 96, 32
     shape = ExpertShape(routing, tokens)
     generator = np.random.default_rng(5)
     chosen = choices(generator, "even", tokens, routing)
-    lists = upload_lists(runtime, shape, chosen)
+    weights = generator.uniform(0.1, 1, chosen.shape).astype(np.float32)
+    lists = upload_lists(runtime, shape, chosen, weights)
     x = generator.standard_normal((tokens, columns)).astype(np.float32)
 
     def codes_for(rows):
@@ -436,11 +444,18 @@ def test_codes_are_gathered_with_their_scales(runtime, make, style):
         rounding_launch(runtime, slot, source, tokens=tokens, **options),
         rounding_launch(runtime, fill_slot(runtime, x[order]), right, tokens=shape.pairs, **options),
         experts.sort(lists, shape=shape),
-        experts.gather(slot, slot, lists, shape=shape, columns=columns, codes=(source, target)),
+        experts.gather(
+            slot, slot, lists, shape=shape, columns=columns, codes=(source, target), weighs=weighs
+        ),
     ]
     run_launches(runtime, launches)
-    for own, exact in ((target.codes, right.codes), (target.blocks, right.blocks)):
-        np.testing.assert_array_equal(slot_values(own), slot_values(exact))
+    np.testing.assert_array_equal(slot_values(target.codes), slot_values(right.codes))
+    found, expected = (
+        slot_values(own.blocks).reshape(-1).view(np.float32).reshape(-1, columns // block, 2).copy()
+        for own in (target, right)
+    )
+    expected[: shape.pairs, :, 0] *= weights[order] if weighs else 1
+    np.testing.assert_array_equal(found, expected)
 
 
 # -- products -----------------------------------------------------------------------------------------------

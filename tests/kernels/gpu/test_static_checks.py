@@ -191,6 +191,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
             "-DSCORING=2 -DCOMBINES -DDROPS",
             "-DSTEP=8 -DTAKEN -DDROPS -DGATHERS_TAKEN",
             "-DCOMBINES -DADDS -DWHOLE_EIGHTS",
+            "-DGATHERS_TAKEN -DCOMBINES -DWEIGHS_INPUTS",
+            "-DCODES -DWEIGHS_INPUTS",
             "-DSLOTS",
         )
     ],
