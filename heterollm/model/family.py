@@ -276,3 +276,13 @@ def no_layer(_fields: JsonFields, _layer: int) -> bool:
 def every_layer(_fields: JsonFields, _layer: int) -> bool:
     """Return true."""
     return True
+
+
+def after_full_layers(fields: JsonFields, layer: int) -> bool:
+    """Return whether a layer follows the first ``max_window_layers``, which have full attention."""
+    return layer >= fields.count("max_window_layers", minimum=0)
+
+
+def all_but_every_nth(fields: JsonFields, layer: int) -> bool:
+    """Return false for every ``sliding_window_pattern``-th layer, which has full attention."""
+    return (layer + 1) % fields.count("sliding_window_pattern") != 0

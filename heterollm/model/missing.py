@@ -14,7 +14,7 @@ _TYPES: Final[Mapping[str, str]] = {
     "latent attention (MLA)": "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu longcat_flash",
     "attention sinks, and experts with biases": "gpt_oss",
     "attention sinks": "granite_swa granitemoe_swa",
-    "routers by sigmoid": "exaone_moe dots1 llama4 llama4_text afmoe hunyuan_v1_moe bailing_moe",
+    "routers by sigmoid": "llama4 llama4_text afmoe hunyuan_v1_moe bailing_moe",
     "GELU by the error function": "gpt_neox falcon",
     "linears whose weights are stored transposed": "gpt2",
     "an activation with weights (xIELU)": "apertus",

@@ -189,6 +189,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "first_k_dense_replace": 1,
     },
+    "dots1": {
+        **PLAIN,
+        "attention_bias": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 96,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+    },
+    # The second layer sees everything and has no positions.
+    "exaone_moe": {
+        **PLAIN,
+        "head_dim": 48,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 96,
+    },
     # Values that are keys before their norm, and other key heads where a layer sees everything.
     "gemma4_unified_text": {
         **GEMMA4,

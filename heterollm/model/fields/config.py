@@ -244,6 +244,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType
         "moe_num_shared_experts": ("experts of every token", (0, False)),
         "n_routed_experts": ("a mixture of experts", (0, False)),
         "n_shared_experts": ("experts of every token", (0, False)),
+        "num_shared_experts": ("experts of every token", (0, False)),
         "first_k_dense_replace": ("first layers without experts", (0, False)),
         "use_expert_bias": ("a bias of the choice of experts", (False,)),
         "routed_scaling_factor": ("a factor on the experts", (1, False)),

@@ -140,6 +140,19 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 0,
         "rope_theta": 10_000.0,
     },
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "exaone_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": False,
+    },
     "glm4_moe": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -220,6 +233,7 @@ VALUES: dict[str, Any] = {
     "vocab_size_per_layer_input": 320,
     "enable_moe_block": True,
     "n_routed_experts": 6,
+    "num_shared_experts": 2,
     "n_shared_experts": 2,
     "first_k_dense_replace": 0,
     **dict.fromkeys(("n_group", "topk_group"), 2),
@@ -314,6 +328,7 @@ OF_GEMMA4: dict[str, Any] = {
     "use_bidirectional_attention": "all",
 }
 OF_KIND: dict[tuple[str, str], Any] = {
+    ("exaone_moe", "mlp_layer_types"): ["sparse", "dense"],
     ("lfm2", "layer_types"): ["full_attention", "conv"],
     ("qwen3_5_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],

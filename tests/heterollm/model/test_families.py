@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "lfm2_moe": ("lfm2_moe", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
-    "glm4_moe": ("glm4_moe", {}),
+    **{name: (name, {}) for name in ("glm4_moe", "dots1", "exaone_moe")},
     "qwen3_moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
@@ -83,7 +83,7 @@ SLOW = (
     *(("qwen3", "layer"), ("gemma2", "layer"), ("mistral", "layer"), ("phi3", "layer"), ("smollm3", "layer")),
     # What is asked of the NPU in the variants is asked by their families.
     *((name, "layer") for name in VARIANTS if name != "llama with biases"),
-    *((name, level) for name in DECLARED for level in ("npu", "layer")),
+    *((name, level) for name in (*DECLARED, "dots1", "exaone_moe") for level in ("npu", "layer")),
     *((name, "layer") for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
 )
 PROMPT, STEPS = 70, 5
@@ -391,6 +391,14 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "glm4_moe": (
         *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
         *("norms of heads", "partly turning heads", "biases of q, k and v"),
+    ),
+    "dots1": (
+        *("sigmoid", "bias of the choice", "factor of experts", "weights as they are"),
+        *("norms of heads", "window", "layers without window", "biases of q, k and v", "bias of attention"),
+    ),
+    "exaone_moe": (
+        *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
+        *("norms of heads", "window", "layers without window", "layers without positions"),
     ),
     "lfm2_moe": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     "cohere2": (
