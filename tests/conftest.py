@@ -14,7 +14,10 @@ from heterollm.kernels.threads import split_threads
 
 # The developer's shell says nothing to a test of heterollm, the hub, a proxy, the terminal or the language.
 # `--shared-memory`, `--processor` and the names in KEPT set some of them for a run.
-KEPT = {"HETEROLLM_GOLDEN", "HETEROLLM_PUBLISHED_MODEL", "HETEROLLM_ADRENO_TOOL", "HETEROLLM_HALF_RUNTIME"}
+KEPT = {
+    *("HETEROLLM_GOLDEN", "HETEROLLM_PUBLISHED_MODEL", "HETEROLLM_PUBLISHED_GGUF"),
+    *("HETEROLLM_ADRENO_TOOL", "HETEROLLM_HALF_RUNTIME"),
+}
 FOREIGN = re.compile(
     r"(HETEROLLM_|HF_|HUGGINGFACE_|TRANSFORMERS_|POCL_|PYOPENCL_|OCL_|LC_).*|COLUMNS|LINES|NO_COLOR|LANG|LANGUAGE"
     r"|(FORCE|CLICOLOR|TTY)_?\w*|(all|https?|no)_proxy|PYTHONWARNINGS|TERM",

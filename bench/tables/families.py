@@ -33,7 +33,7 @@ class ListedFamily(NamedTuple):
 MAMBA: Final = "layers of Mamba-2"
 LISTED: Final = (
     ListedFamily("Qwen3.5, 3.6 and 3.8 (0.8 to 27B)", "qwen3_5_text"),
-    ListedFamily("Gemma 4 E2B, E4B, 12B", "gemma4_text"),
+    ListedFamily("Gemma 4 E2B, E4B, 12B", "gemma4_text gemma4_unified_text"),
     ListedFamily("Qwen3 (0.6 to 14B)", "qwen3"),
     ListedFamily("Llama 3.1 and 3.2 (1, 3, 8B)", "llama"),
     ListedFamily("LFM2, LFM2.5 (230M to 2.6B)", "lfm2"),

@@ -52,9 +52,6 @@ from heterollm.solver import Placement, Plan
 NO_RANGES: Final[Mapping[tuple[int, Group], StaticRanges]] = MappingProxyType({})
 SHOWN_NAMES: Final = 6
 
-OPERATORS_OF_A_LAYER: Final = 5
-"""The groups of linears and the ffn operator."""
-
 
 class SplitEmitter:
     """Emits each operator according to its placement.
@@ -82,7 +79,10 @@ class SplitEmitter:
         self._layers = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._techniques = techniques
         self._float_operators: dict[str, None] = {}
-        self.saturation = SaturationCount(device.gpu, OPERATORS_OF_A_LAYER * weights.config.layers + 1)
+        self.saturation = SaturationCount(
+            # A layer may have its network as one operator beside its groups.
+            *(device.gpu, len(weights.specs) + weights.config.layers)
+        )
         self._graphs: dict[PlannedGraph, NpuGraph] = {}
         packager = device.packager
         if packager is not None and packager.context_layers:

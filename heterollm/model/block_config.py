@@ -125,7 +125,8 @@ class BlockFields:
 
     def _own_norms(self, norm: Norm | None, names: StageNames) -> Mapping[str, BlockNorms]:
         """Return the norms of blocks that have their own, in stages of several."""
-        found, declared = {}, self._family.tensors.norms
+        found: dict[str, BlockNorms] = {}
+        declared = self._family.tensors.norms
         for name in names if len(names) > 1 else ():
             before, behind = OWN_NORMS.get(name, (None, None))
             if behind in declared:

@@ -155,10 +155,10 @@ def mellum(file: GgufFile, config: Fields) -> Fields:
 
 def phimoe(file: GgufFile, config: Fields) -> Fields:
     """Return the window, and the attention factor of either range of positions."""
-    scaling = config.get("rope_scaling")
-    if scaling is None:
+    scaling = config.get("rope_scaling") or {}
+    factor = scaling.get("attention_factor")
+    if factor is None:
         return one_window(file, config)
-    factor = scaling["attention_factor"]
     own = {name: value for name, value in scaling.items() if name != "attention_factor"}
     return {
         **one_window(file, config),

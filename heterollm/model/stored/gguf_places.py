@@ -133,7 +133,8 @@ def _joined(file: GgufFile, owns: Sequence[str]) -> GgufPlace:
     """Return the place of a weight, or of one for each expert, whose rows several tensors share."""
     entries = [file.entries[own] for own in owns if own in file.entries]
     shapes = [entry.shape for entry in entries]
-    if len(entries) < len(owns) or len({(*shape[:-2], shape[-1], len(shape)) for shape in shapes}) > 1:
+    alike = len({(*shape[:-2], shape[-1], len(shape)) for shape in shapes}) == 1
+    if len(entries) < len(owns) or not alike or len(shapes[0]) == 1:
         raise CheckpointError(f"{file.path} lacks {' or '.join(owns)}, or their shapes do not fit.")
     if len({entry.kind for entry in entries}) > 1:
         raise UnsupportedModelError(

@@ -99,22 +99,18 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
 #endif
     squares = FMA(value, value, squares);
   }
-#ifndef UNNORMED
   float factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
-#endif
   for (int i = lane * 8; i < hidden; i += WG * 8) {
     int count = min(8, hidden - i);
     LOAD_PART(load_float8, load_float, values, i, count, value)
     if (mode == NORM_ADD_HEAD)
       value = SUMMED(value, load_normed(delta, post, delta_factor, has_post, i, count));
-#ifndef UNNORMED
     LOAD_PART(load_float8, load_float, weight, i, count, scale)
 #ifdef CENTERED
     LOAD_PART(load_float8, load_float, weight, hidden + i, count, shift)
     value = (value - mean) * factor * scale + shift;
 #else
     value = value * factor * scale;
-#endif
 #endif
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
   }

@@ -7,6 +7,7 @@ differs, set ``HETEROLLM_GOLDEN`` to a folder for the lists before and after the
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,16 +81,22 @@ def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts
         ("decode", (1, 32), (32,)),
     ):
         ffns = ffn_specs(specs) if level == "block" else ()
-        named = {spec.group: spec for spec in (*specs, *ffns)}
-        for group in {part for ffn in ffns for part in ffn.parts}:
-            del named[group]
-        for group, spec in named.items():
+        parts, sizes = {part for ffn in ffns for part in ffn.parts}, defaultdict(set)
+        for spec in specs:
+            sizes[spec.group].add(spec.member_rows)
+        # Kinds of layers whose groups differ in size have entries of their own.
+        named = {
+            (spec.group, spec.kind if len(sizes[(*spec.parts, spec.group)[0]]) > 1 else ""): spec
+            for spec in (*specs, *ffns)
+            if spec.group not in parts
+        }
+        for (group, kind), spec in named.items():
             layers = (-1, -1) if group == "head" else (0, last)
             cuts = tuple(rows // 128 * 64 for rows in spec.member_rows)
             placement: Placement = RowsPlacement(cuts, graphs, form)
             if group == "ffn":
                 placement = FfnPlacement.of(cuts, graphs, form)
-            entries.append(PlanEntry(phase, lengths, layers, group, placement))  # type: ignore[arg-type]
+            entries.append(PlanEntry(phase, lengths, layers, group, placement, kind))  # type: ignore[arg-type]
     mixtures = ()
     if experts:
         placed = ExpertsPlacement((ExpertGroup((1, 0), 32), ExpertGroup((3,), 64)))

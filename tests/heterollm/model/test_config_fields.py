@@ -611,6 +611,9 @@ def test_a_refused_field_is_named_with_its_reason(row: Field, kind: str) -> None
         assert ModelConfig.from_dict(fields) == ModelConfig.from_dict(base(kind)), neutral
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "rope_theta": 1000.0}
+GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1000.0}
+GROWING |= {"llama_4_scaling_beta": 0.1}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
 YARN5 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
@@ -622,6 +625,8 @@ ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "type": ("llama", {}, {"type": "linear", "factor": 4.0}),
     "rope_theta": ("llama", {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 200.0}),
     "factor": ("llama", LINEAR, LINEAR | {"factor": 8.0}),
+    "alpha": ("hunyuan_v1_dense", DYNAMIC, DYNAMIC | {"alpha": 50.0}),
+    "llama_4_scaling_beta": ("ministral3", GROWING, GROWING | {"llama_4_scaling_beta": 0.5}),
     "factor of llama3": ("llama", LLAMA3, LLAMA3 | {"factor": 8.0}),
     "original_max_position_embeddings": ("llama", YARN5, YARN5 | {"original_max_position_embeddings": 64}),
     "attention_factor": ("llama", YARN5, YARN5 | {"attention_factor": 0.5}),
@@ -683,7 +688,8 @@ def test_a_spelling_that_versions_of_transformers_read_otherwise_is_refused() ->
 
 def test_every_row_of_rotary_embedding_is_tried() -> None:
     for row in ROPE_FIELDS.fields:
-        assert row.name in {"read": ROPES, "refused": ROPE_REFUSED, "none": {"finetuned": True}}[row.effect]
+        tried = {"read": ROPES, "refused": ROPE_REFUSED, "none": ("finetuned", "max_position_embeddings")}
+        assert row.name in tried[row.effect]
 
 
 @pytest.mark.parametrize("section", ["rope_scaling", "rope_parameters"])

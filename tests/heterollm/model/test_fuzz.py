@@ -585,7 +585,14 @@ def test_a_damaged_file_is_read_rightly_or_refused(files, target):
     assert refused > 50 or target in MENDED
 
 
-OF_FAMILY = {"granitemoehybrid": {"mamba_n_heads": 2, "layer_types": ["attention"] * 2}}
+OF_FAMILY = {
+    "granitemoehybrid": {"mamba_n_heads": 2, "layer_types": ["attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **{
+        family: {"layer_types": ["linear_attention", "full_attention"]}
+        for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+    },
+}
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OWN_CODE])

@@ -11,7 +11,7 @@ import pytest
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
-from heterollm.model import Checkpoint
+from heterollm.model import Checkpoint, ModelConfig
 from heterollm.model.families import FAMILIES
 from heterollm.model.stored.gguf_architectures import ARCHITECTURES, MIXTURES
 from heterollm.model.stored.gguf_file import GgufFile
@@ -33,13 +33,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3 without window": ("gemma3_text", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
 }
-WITHOUT_FILES = {"ministral", "cwm", "phonelm", "opt"}
-"""Families for which llama.cpp has no architecture."""
-UNREAD = {
-    *("gemma4_text", "gemma4_unified_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen2_moe"),
-    *("olmo3", "hunyuan_v1_dense", "ministral3"),
-}
-"""Families for which it has one that is not read."""
 VISION = {"qwen3vl"}
 """The text part of a model with vision."""
 QUICK = ("gemma", "granitemoeshared", "internlm2", "minicpm", "phi", "lfm2", "glm4")
@@ -50,10 +43,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
 
 
-def test_every_family_has_an_architecture() -> None:
-    read = {one.model_type for one in (*ARCHITECTURES.values(), *MIXTURES.values())}
-    as_others = {"internlm2", "minicpm", "granitemoeshared", "granitemoehybrid"}
-    assert read | as_others | WITHOUT_FILES | UNREAD == FAMILIES.keys()
+def test_every_architecture_is_a_supported_family_and_written_here() -> None:
+    assert {one.model_type for one in (*ARCHITECTURES.values(), *MIXTURES.values())} <= FAMILIES.keys()
     assert {one.stated for one in CONVERTERS.values()} | VISION == {*ARCHITECTURES, *MIXTURES}
 
 
@@ -118,6 +109,21 @@ def test_tensors_of_one_weight_must_fit(checkpoint: Callable[..., Path], tmp_pat
     lacking = rewritten(source, tmp_path / "lacking.gguf", {}, {"blk.1.ffn_up_exps.weight": None})
     with pytest.raises(CheckpointError, match=r"lacks .*blk\.1\.ffn_up_exps\.weight"):
         Checkpoint(lacking)
+    biases = dict.fromkeys(("blk.1.ffn_gate_exps.bias", "blk.1.ffn_up_exps.bias"), np.ones(96))
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up_exps\.bias, or their shapes do not fit"):
+        Checkpoint(rewritten(source, tmp_path / "biased.gguf", {}, biases))
+
+
+def test_a_phimoe_may_have_positions_without_an_attention_factor(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = write_gguf(
+        checkpoint("phimoe", **OVERRIDES["phimoe"]), tmp_path / "long.gguf", Types.F32, Types.F32
+    )
+    tensors = dict.fromkeys(f"rope_factors_{one}.weight" for one in ("long", "short"))
+    fields = {"rope.scaling.attn_factor": None, "rope.scaling.factor": 2.0}
+    found = Checkpoint(rewritten(source, tmp_path / "linear.gguf", fields, tensors))
+    assert ModelConfig.from_folder(found.folder).rope.kind == "linear"
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])

@@ -30,6 +30,10 @@ def small_caches(device, monkeypatch):
     monkeypatch.setattr(device.gpu, "traits", replace(device.gpu.traits, cache_bytes=0))
 
 
+OF_OTHER_LAYERS = {"short_conv", "delta_convolution", "delta_rule", "gated_norm", "output_gate"}
+"""Operators that this model lacks."""
+
+
 @pytest.mark.parametrize("precision", ["w4a16", "w4a8"])
 def test_every_operator_is_measured_under_the_key_that_was_announced(device, precision):
     tasks = layer_tasks(device, [SIZES.shape("tiny", precision)])
@@ -41,7 +45,7 @@ def test_every_operator_is_measured_under_the_key_that_was_announced(device, pre
         assert not record.values  # launches are merged here: none is a submission of its own
     plain = {name for name in timed_operators() if not name.endswith(("_int8", *OF_INTEGER_GRAPHS))}
     found = {record.key.operator for record in records}
-    assert {name.removesuffix("_int8") for name in found} == plain
+    assert {name.removesuffix("_int8") for name in found} == plain - OF_OTHER_LAYERS
     assert ("attention_int8" in found) == (precision == "w4a8")
     contexts = {record.key.context for record in records if record.key.operator.startswith("attention")}
     assert {position + tokens for position in POSITIONS for tokens in (1, 32)} <= contexts
