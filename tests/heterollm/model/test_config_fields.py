@@ -236,7 +236,7 @@ VALUES: dict[str, Any] = {
     "n_routed_experts": 6,
     "num_shared_experts": 2,
     "n_shared_experts": 2,
-    "first_k_dense_replace": 0,
+    "first_k_dense_replace": 2,
     **dict.fromkeys(("n_group", "topk_group"), 2),
     "top_k_experts": 2,
     "conv_L_cache": 4,
