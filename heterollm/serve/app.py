@@ -27,6 +27,7 @@ from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import GoneError, RequestError, error_answer
 from heterollm.serve.exchange import Exchange, json_response
 from heterollm.serve.guard import Guard
+from heterollm.serve.markdown import draw
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
 from heterollm.serve.page import page
@@ -81,6 +82,7 @@ class Server:
         routes = (
             ("/", "GET", self._show_page),
             ("/status", "GET", self._status),
+            ("/markdown", "POST", self._markdown),
             ("/health", "GET", self._health),
             ("/metrics", "GET", self._show_metrics),
             ("/v1/models", "GET", self._models),
@@ -262,6 +264,11 @@ class Server:
         figures = await anyio.to_thread.run_sync(self._figures.read, limiter=self._status_reader)
         counts = {"running": running, "waiting": waiting, "sessions": len(self._sessions)}
         return json_response({"model": self._options.name, **counts, **figures})
+
+    async def _markdown(self, request: Request) -> Response:
+        async with self._bodies.receive(request) as content:
+            call = functools.partial(draw, content)
+            return json_response(await self._readers.read(request, len(content), call))
 
     async def _show_page(self, _request: Request) -> Response:
         return page()
