@@ -80,6 +80,7 @@ from .sparse_memory import HeadTable as HeadTable
 from .sparse_memory import ScoreMemory as ScoreMemory
 from .sparse_memory import Selection as Selection
 from .sparse_memory import SparseShape as SparseShape
+from .step import STEP_FIRST_ROW as STEP_FIRST_ROW
 from .step import STEP_HEAD_ROW as STEP_HEAD_ROW
 from .step import STEP_LENGTH as STEP_LENGTH
 from .step import STEP_POSITION as STEP_POSITION
