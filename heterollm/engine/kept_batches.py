@@ -9,6 +9,7 @@ combination of buckets.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,9 +19,43 @@ from typing import Final
 from heterollm.engine.builder import Gap
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.passes import CompiledPass, SharedSteps
-from heterollm.kernels.gpu import KvMemory
+from heterollm.engine.slots import SHORT_PASS
+from heterollm.kernels.gpu import FEW_TOKEN_STEPS, GpuRuntime, KvMemory
+from heterollm.kernels.ops import OpSpec
+from heterollm.solver import Plan
 
 KEPT_BATCHES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Sessions that may share a decode pass.
+
+    Args:
+        most: Sessions at most.
+        exact: Those of a pass in which each row has the bits of its session alone; 1 if others change them.
+    """
+
+    most: int
+    exact: int
+
+    @classmethod
+    def of(cls, plan: Plan, specs: Sequence[OpSpec], runtime: GpuRuntime) -> RowLimits:
+        """Return the limits of a plan.
+
+        The CPU's linears of few tokens add in the same order whatever their number. Those of a GPU do not,
+        the NPU does not promise it, and a plan may place more rows elsewhere.
+        """
+
+        def on_gpu(rows: int) -> bool:
+            placed = plan.operators("decode", rows, specs, rows=rows)
+            return not any(placement.npu_lengths for _, placement in placed)
+
+        most, exact = min(SHORT_PASS, plan.chunk_length), 1
+        if runtime.traits.is_cpu:
+            few = range(1, min(most, FEW_TOKEN_STEPS[-1]) + 1)
+            exact = max(1, len(list(itertools.takewhile(on_gpu, few))))
+        return cls(most, exact)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

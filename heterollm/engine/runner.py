@@ -26,6 +26,7 @@ from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureOptions
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.experts.residency import ExpertReads
 from heterollm.engine.experts.shares import ExpertPairs
+from heterollm.engine.kept_batches import RowLimits
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.lanes import Lane
 from heterollm.engine.memory import NO_VALUES
@@ -88,6 +89,7 @@ class Engine:
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
+        rows: Sessions that a decode pass may have.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Engine:
         self.observer = observer
         if observer is not None:
             self.fences.watch(observer.watch)
+        self.rows = RowLimits.of(plan, weights.specs, device.gpu)
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
         self._compiler = Compiler(

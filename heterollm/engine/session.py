@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import InputError
-from heterollm.engine.slots import HEAD_ROWS
+from heterollm.engine.slots import HEAD_ROWS, SHORT_PASS
 from heterollm.engine.state import BatchRow
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels.ops import Phase
 
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
-
-SHORT_PASS: Final = 16
-"""Tokens up to which plans have entries of their own for decode passes."""
 
 
 def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.int32]:
