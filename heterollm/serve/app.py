@@ -75,7 +75,10 @@ class Server:
         self._scheduler = llm.scheduler()
         self._admission = Admission(self._scheduler, places=places, queue=options.queue)
         self._metrics = Metrics(
-            lambda: (*self._counts(), len(self._sessions), len(llm.failures)),
+            lambda: (
+                *(*self._counts(), len(self._sessions), len(llm.failures)),
+                *(self._scheduler.passes, self._scheduler.rows),
+            ),
         )
         # Takes a moment for a large vocabulary: not while a request waits.
         _ = llm.tokenizer.bound
