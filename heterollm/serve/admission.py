@@ -92,6 +92,17 @@ class Admission:
         with self._lock:
             return len(self._running), sum(map(len, self._waiting.values()))
 
+    @property
+    def places(self) -> int:
+        """Sessions at once."""
+        return self._places
+
+    @property
+    def taken(self) -> int:
+        """Sessions of the tasks that run."""
+        with self._lock:
+            return self._taken()
+
     def stop(self) -> None:
         """Tell the readers of all tasks that the server stops, and take no others."""
         with self._lock:
@@ -111,7 +122,7 @@ class Admission:
 
     def _start(self) -> None:
         """Let waiting tasks run whose sessions fit."""
-        taken = sum(len(task.answers) for task in self._running)
+        taken = self._taken()
         for tier, waiting in self._waiting.items():
             while waiting:
                 if taken + len(waiting[0].answers) > self.room(tier):
@@ -124,6 +135,9 @@ class Admission:
                 else:
                     taken += len(task.answers)
                     self._running[task] = time.monotonic()
+
+    def _taken(self) -> int:
+        return sum(len(task.answers) for task in self._running)
 
 
 def _stops() -> BusyError:

@@ -145,11 +145,14 @@ class Tokenizer:
         with LIBRARY:
             return prompt_bound(self._backend)
 
-    def encode(self, text: str, add_bos: bool = True, *, most_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_bos: bool = True, *, controls: bool = True, most_tokens: int | None = None
+    ) -> list[int]:
         """Return the ids of a text. Other threads of Python run meanwhile.
 
         Args:
-            text: Any text; spelled-out special tokens become their ids.
+            text: Any text.
+            controls: Whether spelled-out special tokens become their ids; else they are text.
             add_bos: Prepend the tokens that begin a text of this checkpoint (often one BOS, sometimes
                 none), unless the text has them already.
             most_tokens: Refuse a text that must have more, by its bytes, before it is tokenised. The ids may
@@ -159,7 +162,8 @@ class Tokenizer:
             InputError: The text is not valid Unicode.
             ContextError: The text has more than ``most_tokens``.
         """
-        return self._encode([text], add_bos, most_tokens)
+        parts = [text] if controls else self._controls.divide(text).split(SPLIT)
+        return self._encode(parts, add_bos, most_tokens)
 
     def _encode(self, parts: list[str], add_bos: bool, most_tokens: int | None) -> list[int]:
         """Return the ids of parts of a text, between which no token lies."""
@@ -186,15 +190,19 @@ class Tokenizer:
                     fix="Shorten the prompt or load the model with a larger context.",
                 )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special tokens; ids past the vocabulary are empty text.
+    def decode(self, ids: Sequence[int], *, controls: bool = False) -> str:
+        """Return the text of ids; ids past the vocabulary are empty text.
+
+        Args:
+            ids: Token ids.
+            controls: Whether special tokens have their spelling, instead of no text.
 
         Raises:
             InputError: An id is negative or not a whole number below 2³².
         """
         try:
             with LIBRARY:
-                text: str = self._backend.decode(ids, skip_special_tokens=True)
+                text: str = self._backend.decode(ids, skip_special_tokens=not controls)
         except (OverflowError, TypeError) as error:
             raise InputError(f"The token ids cannot be decoded: {error}.") from error
         return text
