@@ -25,7 +25,7 @@ from heterollm.serve.answers import ServedPrompt
 from heterollm.serve.asking import AnswerRequest
 from heterollm.serve.channel import Channel
 from heterollm.serve.defaults import RequestDefaults
-from heterollm.serve.doors import llama_cpp, openai_models
+from heterollm.serve.doors import anthropic, llama_cpp, openai_models
 from heterollm.serve.doors.openai import chat_request, completion_request
 from heterollm.serve.doors.openai_replies import OpenAIReply
 from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
@@ -55,10 +55,12 @@ Read: TypeAlias = Callable[["LLM", RequestDefaults, bytes], AnswerRequest]
 ANSWERS: Final[Mapping[str, tuple[Read, type[Reply]]]] = {
     "/v1/chat/completions": (chat_request, OpenAIReply),
     "/v1/completions": (completion_request, OpenAIReply),
+    "/v1/messages": (anthropic.messages_request, anthropic.MessageReply),
 }
 """The paths of answers: the reader of their bodies and the writer of their replies."""
 
 READS: Final[Mapping[str, Callable[[About, bytes], object]]] = {
+    "/v1/messages/count_tokens": anthropic.count_tokens,
     "/tokenize": llama_cpp.tokenize,
     "/detokenize": llama_cpp.detokenize,
 }

@@ -102,8 +102,31 @@ def llama_cpp_error(failure: FailedRequest) -> tuple[int, dict[str, Any]]:
     return failure.status, {"error": {"code": failure.status, "message": failure.message, "type": kind}}
 
 
+ANTHROPIC_KINDS: Final = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
+OVERLOADED: Final = 529
+"""Anthropic's status of a server that is busy."""
+
+
+def anthropic_error(failure: FailedRequest) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error in Anthropic's form."""
+    kind = ANTHROPIC_KINDS.get(failure.status, "invalid_request_error")
+    # Clients look for these words before they shorten a dialogue.
+    too_long = "prompt is too long: " if failure.code == "context_length_exceeded" else ""
+    error = {"type": kind, "message": too_long + failure.message}
+    status = OVERLOADED if failure.status == 503 else failure.status
+    return status, {"type": "error", "error": error, "request_id": None}
+
+
 ErrorForm: TypeAlias = Callable[[FailedRequest], tuple[int, dict[str, Any]]]
 FORMS: Final[Mapping[str, ErrorForm]] = {
+    "/v1/messages": anthropic_error,
     "/tokenize": llama_cpp_error,
     "/detokenize": llama_cpp_error,
     "/props": llama_cpp_error,
