@@ -324,13 +324,18 @@ class LLM:
         return self._engine.context
 
     @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint; None if the weights were made without one."""
+        return self._weights.checkpoint
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """The sampling that the checkpoint recommends.
 
         Raises:
             CheckpointError: The checkpoint's file is damaged.
         """
-        checkpoint = self._weights.checkpoint
+        checkpoint = self.checkpoint
         return SamplingDefaults() if checkpoint is None else read_sampling_defaults(checkpoint.folder)
 
     @property

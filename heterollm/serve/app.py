@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import anyio
 from starlette.applications import Starlette
@@ -25,7 +25,7 @@ from heterollm.serve.answers import ServedPrompt
 from heterollm.serve.asking import AnswerRequest
 from heterollm.serve.channel import Channel
 from heterollm.serve.defaults import RequestDefaults
-from heterollm.serve.doors import anthropic, llama_cpp, openai_models
+from heterollm.serve.doors import anthropic, llama_cpp, ollama, ollama_models, openai_models
 from heterollm.serve.doors.openai import chat_request, completion_request
 from heterollm.serve.doors.openai_replies import OpenAIReply
 from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
@@ -50,17 +50,21 @@ REST_S: Final = 1.0
 
 T = TypeVar("T")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
-Read: TypeAlias = Callable[["LLM", RequestDefaults, bytes], AnswerRequest]
+Read: TypeAlias = Callable[["LLM", RequestDefaults, bytes], AnswerRequest | dict[str, Any]]
+"""Reads the body of a request for an answer; returns the response if there is nothing to compute."""
 
 ANSWERS: Final[Mapping[str, tuple[Read, type[Reply]]]] = {
     "/v1/chat/completions": (chat_request, OpenAIReply),
     "/v1/completions": (completion_request, OpenAIReply),
     "/v1/messages": (anthropic.messages_request, anthropic.MessageReply),
+    "/api/chat": (ollama.chat_request, ollama.OllamaChatReply),
+    "/api/generate": (ollama.generate_request, ollama.OllamaTextReply),
 }
 """The paths of answers: the reader of their bodies and the writer of their replies."""
 
 READS: Final[Mapping[str, Callable[[About, bytes], object]]] = {
     "/v1/messages/count_tokens": anthropic.count_tokens,
+    "/api/show": ollama_models.show,
     "/tokenize": llama_cpp.tokenize,
     "/detokenize": llama_cpp.detokenize,
 }
@@ -69,6 +73,9 @@ READS: Final[Mapping[str, Callable[[About, bytes], object]]] = {
 FACTS: Final[Mapping[str, Callable[[About, Request], object]]] = {
     "/v1/models": openai_models.models,
     "/v1/models/{name:path}": openai_models.model,
+    "/api/tags": ollama_models.tags,
+    "/api/ps": ollama_models.processes,
+    "/api/version": ollama_models.version,
     "/props": llama_cpp.props,
     "/slots": llama_cpp.slots,
 }
@@ -192,6 +199,8 @@ class Server:
 
     async def _answer(self, read: Read, reply: type[Reply], request: Request) -> Response:
         asked = await self._read(request, functools.partial(read, self._llm, self.defaults))
+        if isinstance(asked, dict):
+            return json_response(asked)
         count, room = len(asked.prompts[0]), self._admission.room(asked.tier)
         if count > room:
             raise RequestError(

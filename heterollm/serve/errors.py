@@ -124,9 +124,15 @@ def anthropic_error(failure: FailedRequest) -> tuple[int, dict[str, Any]]:
     return status, {"type": "error", "error": error, "request_id": None}
 
 
+def ollama_error(failure: FailedRequest) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error in Ollama's form."""
+    return failure.status, {"error": failure.message}
+
+
 ErrorForm: TypeAlias = Callable[[FailedRequest], tuple[int, dict[str, Any]]]
 FORMS: Final[Mapping[str, ErrorForm]] = {
     "/v1/messages": anthropic_error,
+    "/api/": ollama_error,
     "/tokenize": llama_cpp_error,
     "/detokenize": llama_cpp_error,
     "/props": llama_cpp_error,

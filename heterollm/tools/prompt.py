@@ -92,6 +92,11 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, most_tokens: int) ->
     return ChatPrompt(tokenizer.encode_chat(text, most_tokens=most_tokens), form, grammar)
 
 
+def can_reason(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template has reasoning."""
+    return support_of(tokenizer).reasoning is not None
+
+
 def reasoning_variables(tokenizer: Tokenizer, wanted: bool | str) -> dict[str, Any]:
     """Return the variables of the chat template that turn reasoning on or off; empty if it has none.
 
