@@ -63,7 +63,7 @@ class Admission:
         """
         with self._lock:
             if self._closed:
-                raise _stops()
+                raise stops()
             waiting = self._waiting[tasks[0].tier]
             if waiting and len(waiting) + len(tasks) > self._queue:
                 retry_s = min(60, max(1, math.ceil(self._mean_s * len(waiting) / self._places)))
@@ -112,7 +112,7 @@ class Admission:
                 tasks.clear()
             for task in (*self._running, *waiting):
                 task.cancelled = True
-                task.fail(_stops())
+                task.fail(stops())
         self._scheduler.wake()
 
     def close(self) -> None:
@@ -140,5 +140,6 @@ class Admission:
         return sum(len(task.answers) for task in self._running)
 
 
-def _stops() -> BusyError:
+def stops() -> BusyError:
+    """Return the error of requests to a server that stops."""
     return BusyError("The server stops.", retry_s=RESTART_S, code="server_stops")

@@ -25,9 +25,18 @@ from heterollm.serve.answers import ServedPrompt
 from heterollm.serve.asking import AnswerRequest
 from heterollm.serve.channel import Channel
 from heterollm.serve.defaults import RequestDefaults
-from heterollm.serve.doors import anthropic, llama_cpp, ollama, ollama_models, openai_models
+from heterollm.serve.doors import (
+    anthropic,
+    llama_cpp,
+    ollama,
+    ollama_embeddings,
+    ollama_models,
+    openai_embeddings,
+    openai_models,
+)
 from heterollm.serve.doors.openai import chat_request, completion_request
 from heterollm.serve.doors.openai_replies import OpenAIReply
+from heterollm.serve.embedder import Embedder, EmbeddingRequest
 from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
 from heterollm.serve.exchange import Exchange
 from heterollm.serve.guard import Guard, given_keys
@@ -61,6 +70,13 @@ ANSWERS: Final[Mapping[str, tuple[Read, type[Reply]]]] = {
     "/api/generate": (ollama.generate_request, ollama.OllamaTextReply),
 }
 """The paths of answers: the reader of their bodies and the writer of their replies."""
+
+EMBEDDINGS: Final[Mapping[str, Callable[[About, bytes], EmbeddingRequest]]] = {
+    "/v1/embeddings": openai_embeddings.embeddings_request,
+    "/api/embed": ollama_embeddings.embed_request,
+    "/api/embeddings": ollama_embeddings.old_embed_request,
+}
+"""The paths of embeddings."""
 
 READS: Final[Mapping[str, Callable[[About, bytes], object]]] = {
     "/v1/messages/count_tokens": anthropic.count_tokens,
@@ -113,6 +129,7 @@ class Server:
         self._metrics = Metrics(
             lambda: (*self._counts(), len(self._sessions), len(llm.failures)),
         )
+        self._embedder = Embedder(llm, options.queue, self._metrics.spent)
         # Takes a moment for a large vocabulary: not while a request waits.
         _ = llm.tokenizer.bound
         routes: Sequence[tuple[str, str, Endpoint]] = (
@@ -123,7 +140,7 @@ class Server:
             *((path, "GET", functools.partial(self._tell, call)) for path, call in FACTS.items()),
             *((path, "POST", functools.partial(self._return, call)) for path, call in READS.items()),
             *((path, "POST", functools.partial(self._answer, *door)) for path, door in ANSWERS.items()),
-            ("/v1/embeddings", "POST", self._embeddings),
+            *((path, "POST", functools.partial(self._embed, read)) for path, read in EMBEDDINGS.items()),
         )
         cors = Middleware(
             CORSMiddleware,
@@ -146,6 +163,7 @@ class Server:
         yield
         resting.cancel()
         self._readers.close()
+        self._embedder.stop()
         await asyncio.to_thread(self._admission.close)
 
     async def _return_memory(self) -> None:
@@ -170,11 +188,12 @@ class Server:
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of prompts that run, and that wait or are read."""
         running, waiting = self._admission.counts()
-        return running, waiting + self._readers.waiting
+        return running + self._embedder.requests, waiting + self._readers.waiting
 
     def stop(self) -> None:
         """End running and waiting answers with an error."""
         self._admission.stop()
+        self._embedder.stop()
 
     def _endpoint(self, path: str, call: Endpoint) -> Endpoint:
         async def endpoint(request: Request) -> Response:
@@ -241,13 +260,13 @@ class Server:
         if isinstance(error, GoneError):
             self._metrics.aborted()
 
-    async def _embeddings(self, _request: Request) -> Response:
-        raise RequestError(
-            f"{self._options.name!r} has no embeddings: heterollm runs models that write text.",
-            fix="Use a model made for embeddings, in another program.",
-            param="model",
-            code="model_has_no_embeddings",
-        )
+    async def _embed(self, read: Callable[[About, bytes], EmbeddingRequest], request: Request) -> Response:
+        asked = await self._read(request, functools.partial(read, self._about))
+        try:
+            return json_response(await self._embedder.run(request, asked))
+        except GoneError:
+            self._metrics.aborted()
+            raise
 
     # -- what the server is --------------------------------------------------------------------------
 

@@ -74,7 +74,11 @@ def show(about: About, content: bytes) -> dict[str, Any]:
             f"{kind}.block_count": config.layers,
             f"{kind}.vocab_size": config.vocab_size,
         },
-        "capabilities": ["completion", "tools", *(["thinking"] if can_reason(tokenizer) else [])],
+        "capabilities": [
+            *("completion", "tools"),
+            *(["thinking"] if can_reason(tokenizer) else []),
+            *(["embedding"] if about.llm.pooling is not None else []),
+        ],
     }
 
 

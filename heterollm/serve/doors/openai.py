@@ -163,7 +163,7 @@ def completion_request(llm: LLM, defaults: RequestDefaults, content: bytes) -> A
         llm,
         defaults,
         Ask(
-            prompt=_prompts(body.prompt),
+            prompt=prompts_of(body.prompt, "prompt"),
             most=body.max_completion_tokens or body.max_tokens or defaults.max_tokens or 16,
             logprobs=body.logprobs is not None,
             top=body.logprobs or 0,
@@ -198,10 +198,23 @@ def _decoded(content: bytes, kind: type[T], name: str, context: int) -> T:
     return body
 
 
-def _prompts(prompt: str | Sequence[Any]) -> tuple[str | Sequence[int], ...]:
-    """Return the prompts of a completion: a text, ids, or a list of several."""
+def prompts_of(
+    prompt: str | Sequence[Any], name: str, most: int | None = None
+) -> tuple[str | Sequence[int], ...]:
+    """Return one or several texts: a text, ids, or a list of these.
+
+    Args:
+        prompt: The value of a field.
+        name: Its name.
+        most: Texts at most.
+
+    Raises:
+        RequestError: It mixes ids with texts, or has too many.
+    """
     if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
         return (prompt,)
     if any(isinstance(item, int) for item in prompt):
-        raise RequestError("prompt mixes token ids with texts.", param="prompt")
+        raise RequestError(f"{name} mixes token ids with texts.", param=name)
+    if most is not None and len(prompt) > most:
+        raise RequestError(f"{name} has {len(prompt)} texts, but {most} are the most.", param=name)
     return tuple(prompt)
