@@ -33,13 +33,15 @@ from heterollm.serve.doors import (
     ollama_models,
     openai_embeddings,
     openai_models,
+    responses,
 )
 from heterollm.serve.doors.openai import chat_request, completion_request
 from heterollm.serve.doors.openai_replies import OpenAIReply
+from heterollm.serve.doors.responses_reply import ResponseReply
 from heterollm.serve.embedder import Embedder, EmbeddingRequest
 from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
 from heterollm.serve.exchange import Exchange
-from heterollm.serve.guard import Guard, given_keys
+from heterollm.serve.guard import Guard, owner_of
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
 from heterollm.serve.page import page
@@ -92,6 +94,7 @@ FACTS: Final[Mapping[str, Callable[[About, Request], object]]] = {
     "/api/tags": ollama_models.tags,
     "/api/ps": ollama_models.processes,
     "/api/version": ollama_models.version,
+    "/v1/responses/{id}": responses.kept_response,
     "/props": llama_cpp.props,
     "/slots": llama_cpp.slots,
 }
@@ -138,6 +141,8 @@ class Server:
             ("/health", "GET", self._health),
             ("/metrics", "GET", self._show_metrics),
             *((path, "GET", functools.partial(self._tell, call)) for path, call in FACTS.items()),
+            ("/v1/responses", "POST", self._respond),
+            ("/v1/responses/{id}", "DELETE", functools.partial(self._tell, responses.forget_response)),
             *((path, "POST", functools.partial(self._return, call)) for path, call in READS.items()),
             *((path, "POST", functools.partial(self._answer, *door)) for path, door in ANSWERS.items()),
             *((path, "POST", functools.partial(self._embed, read)) for path, read in EMBEDDINGS.items()),
@@ -270,6 +275,10 @@ class Server:
 
     # -- what the server is --------------------------------------------------------------------------
 
+    async def _respond(self, request: Request) -> Response:
+        read = functools.partial(responses.response_request, self._about, owner_of(request.headers))
+        return await self._answer(lambda _llm, _defaults, content: read(content), ResponseReply, request)
+
     async def _tell(self, call: Callable[[About, Request], object], request: Request) -> Response:
         return json_response(call(self._about, request))
 
@@ -302,8 +311,7 @@ class Server:
 
 def _owner(request: Request, asked: AnswerRequest) -> str:
     """Return a name of those whose requests may reuse one another's sessions."""
-    who = given_keys(request.headers) or request.headers.get("authorization")
-    return repr((who, *asked.owner))
+    return repr((owner_of(request.headers), *asked.owner))
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

@@ -97,3 +97,8 @@ def given_keys(headers: Headers) -> tuple[str, ...]:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     return tuple(filter(None, (bearer, headers.get("x-api-key", "").strip())))
+
+
+def owner_of(headers: Headers) -> str:
+    """Return a name of those who share a key, or the header of a proxy that knows them."""
+    return repr(given_keys(headers) or headers.get("authorization"))

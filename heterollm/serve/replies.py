@@ -126,6 +126,13 @@ class Reply(ABC):
         }
 
 
+def named_events(chunks: Sequence[dict[str, Any]]) -> bytes:
+    """Return server-sent events, each with its type in a line of its own."""
+    return b"".join(
+        b"event: %s\ndata: %s\n\n" % (chunk["type"].encode(), msgspec.json.encode(chunk)) for chunk in chunks
+    )
+
+
 class SingleReply(Reply):
     """The answer of a door whose requests have one answer each."""
 

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
-import msgspec
 from msgspec import Meta
 
 from heterollm.base import Positive
@@ -27,7 +26,7 @@ from heterollm.serve.asking import (
 from heterollm.serve.bodies import BodyPart, check_model, decoded
 from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import FailedRequest, RequestError, anthropic_error
-from heterollm.serve.replies import SingleReply
+from heterollm.serve.replies import SingleReply, named_events
 from heterollm.tools import AnswerPart, CallRules, ChatRequest, Tool, reasoning_variables
 
 if TYPE_CHECKING:
@@ -377,11 +376,8 @@ class MessageReply(SingleReply):
         return anthropic_error(failure)[1]
 
     def encoded(self, chunks: Sequence[dict[str, Any]]) -> bytes:
-        """Return events, each with its type in a line of its own."""
-        return b"".join(
-            b"event: %s\ndata: %s\n\n" % (chunk["type"].encode(), msgspec.json.encode(chunk))
-            for chunk in chunks
-        )
+        """Return events with their types."""
+        return named_events(chunks)
 
 
 def _object(arguments: str) -> dict[str, Any]:
