@@ -320,7 +320,7 @@ class Compiler:
         assert output is not None
         builder = self._begin(phase, rows, lane=self.lanes[layers.lane], builds_graphs=builds_graphs)
         op = self._linears.placed(builder, -1, "head")
-        self._glue.final_norm(builder, output, op)
+        self._glue.final_norm(builder, output, op.source, op.input_codes)
         if op.placement.npu_lengths:
             self._glue.join(builder, self._linears.linear(builder, op))
         else:
@@ -329,6 +329,19 @@ class Compiler:
         self._splits.end(builder, waits=layers.uses_npu or bool(op.placement.npu_lengths))
         written = (*segments_of(output.segments), builder.lane.private["residual"])
         return CompiledPass.of(self._finished(builder, f"head of {rows}", written))
+
+    def compile_states(self, phase: Phase, rows: int, layers: CompiledPass) -> CompiledPass:
+        """Return the steps from the output of ``layers`` to the normed states of ``rows`` positions.
+
+        They are in the slot of the head's input.
+        """
+        output = layers.output
+        assert output is not None
+        builder = self._begin(phase, rows, lane=self.lanes[layers.lane])
+        self._glue.final_norm(builder, output, builder.lane.shared["head_input"], None)
+        self._splits.end(builder, waits=layers.uses_npu)
+        written = (*segments_of(output.segments), builder.lane.private["residual"])
+        return CompiledPass.of(self._finished(builder, f"states of {rows}", written))
 
     def _begin(
         self,

@@ -31,6 +31,8 @@ from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel
 from .library import remove_models as remove_models
 from .library import stored_models as stored_models
+from .pooling import Pooling as Pooling
+from .pooling import read_pooling as read_pooling
 from .rope import QueryGrowth as QueryGrowth
 from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables
