@@ -135,9 +135,10 @@ class Scheduler:
     def __init__(self, thread: EngineThread, clock: Callable[[], float], limits: RowLimits) -> None:
         self._thread = thread
         self._clock = clock
-        # Where exact passes have room for several, all answers share them.
-        self._is_exact = limits.exact > 1
-        self._most_rows = limits.exact if self._is_exact else limits.most
+        self.shares_exactly = limits.exact > 1
+        """Whether reproducible answers share passes."""
+        # All others then share these.
+        self._most_rows = limits.exact if self.shares_exactly else limits.most
         self._added: queue.SimpleQueue[PromptTask] = queue.SimpleQueue()
         self._tasks: dict[ServiceTier, deque[PromptTask]] = {tier: deque() for tier in TIERS}
         self._turn_ends_s = self._due_s = 0.0
@@ -246,7 +247,7 @@ class Scheduler:
     def _write(self, tasks: Sequence[PromptTask]) -> None:
         """Compute a token of each answer of these tasks, and one more for each right guess."""
         rows = [Row(task, number) for task in tasks for number in task.running]
-        alone = [row for row in rows if row.answer.guesses or (row.task.reproducible and not self._is_exact)]
+        alone = [row for row in rows if row.answer.guesses or self._may_not_share(row.task)]
         shared = [row for row in rows if row not in alone]
         session, begin_s = rows[0].session, time.monotonic()
         prepared_s = session.prepared_s
@@ -259,6 +260,9 @@ class Scheduler:
         took_s = end_s - begin_s - (session.prepared_s - prepared_s)
         self._gap_s += (took_s - self._gap_s) * (NEWEST if self._gap_s else 1.0)
         self._due_s = end_s + max(LEAST_PROMPT_S, (GAPS - 1) * self._gap_s)
+
+    def _may_not_share(self, task: PromptTask) -> bool:
+        return task.reproducible and not self.shares_exactly
 
     def _pass(self, rows: Sequence[Row]) -> None:
         """Run a pass of some answers; an error of one of them ends its task alone."""

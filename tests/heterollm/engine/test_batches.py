@@ -12,6 +12,8 @@ from gates import LOGITS_SQNR_DB
 from heterollm.engine import Session
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.formats.tolerances import sqnr_db
+from heterollm.kernels.gpu import glue_kernels, linear, tiled_weights
+from heterollm.kernels.gpu.variants import variants_for
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 
@@ -66,6 +68,26 @@ def test_a_row_has_the_bits_of_its_session_alone(family: str, checkpoint: Any, h
         expected = [alone[one].decode(token) for one, token in zip(members, ids, strict=True)]
         assert np.array_equal(found, expected), (turn, members)
     assert [session.ids.tolist() for session in shared] == [session.ids.tolist() for session in alone]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_kernels_of_gpus(
+    family: str, checkpoint: Any, host_llm: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They divide attention into parts, which another kernel joins, and compute two rows as they do one."""
+
+    def gpu_variants(*, is_cpu: bool, style: Any = None) -> Any:
+        return variants_for(is_cpu=False, style=style)
+
+    for module in (glue_kernels, linear, tiled_weights):
+        monkeypatch.setattr(module, "variants_for", gpu_variants)
+    llm = host_llm(checkpoint(family), plan="gpu", context=CONTEXT)
+    alone, shared = begun(llm, (300, 70)), begun(llm, (300, 70))
+    for turn in range(2):
+        expected = [one.decode(token) for one, token in zip(alone, drawn(2, turn), strict=True)]
+        assert np.array_equal(together(llm, shared, drawn(2, turn)), expected)
+    steps = llm.on_engine_thread(lambda: llm._engine.batch_steps(2))
+    assert "attention join" in {step.operator for step in steps if step.row == 1}
 
 
 @pytest.mark.parametrize("count", [2, 9, 16])
