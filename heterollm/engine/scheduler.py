@@ -276,6 +276,7 @@ class Scheduler:
         self.passes += 1
         self.rows += len(rows)
         with self._ending([row.task for row in rows]):
+            logits: Iterable[NDArray[np.float32]]
             if len(rows) == 1:
                 logits = [self._engine(rows[0].session.decode_in_place, ids[rows[0]])]
             else:
