@@ -1,4 +1,6 @@
 from .blocks.mixture import MixtureOptions as MixtureOptions
+from .embedding import PooledStates as PooledStates
+from .embedding import check_dimensions as check_dimensions
 from .experts.residency import ExpertBudget as ExpertBudget
 from .experts.residency import ExpertReads as ExpertReads
 from .experts.residency import expert_budget as expert_budget

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.placed import Delta, PlacedOp, codes_of, segments_of
+from heterollm.engine.placed import Delta, codes_of, segments_of
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
@@ -24,6 +24,7 @@ from heterollm.kernels.operators import (
     add_positions,
     final_norm,
     join_logits,
+    norm_output,
     rms_norm,
     soft_cap,
     write_codes,
@@ -109,6 +110,21 @@ class GlueEmitter:
                 self.add(builder, layer, stage.norm, other, builder.lane.shared["linear_input"])
         return replace(last, post=self._tensors.norm(layer, stage.output_norm))
 
+    def normed(self, builder: PassBuilder, layer: int, norm: Norm, output: Delta, out: DeviceMemory) -> Delta:
+        """Append the norm of a block's output alone, and return the values that it writes."""
+        segments = output.segments
+        launch = norm_output(
+            self._layers,
+            segments,
+            self._tensors.norm(layer, norm),
+            out,
+            tokens=builder.tokens,
+            epsilon=self._config.rms_norm_eps,
+            bias=output.bias,
+        )
+        builder.kernel("norm of an output", layer, launch, reads=segments_of(segments), writes=(out,))
+        return Delta(Segments(out, out, segments.rows, segments.rows))
+
     def codes(self, builder: PassBuilder, layer: int, codes: RoundedInputs | NpuCodes) -> None:
         """Append the rounding of the last norm's output for a further block that reads it."""
         out, tokens, hidden = builder.lane.shared["linear_input"], builder.tokens, self._config.hidden_size
@@ -136,22 +152,31 @@ class GlueEmitter:
         reads = (residual, *_read(delta))
         builder.kernel("norm", layer, launch, reads=reads, writes=(residual, out))
 
-    def final_norm(self, builder: PassBuilder, delta: Delta, op: PlacedOp) -> None:
-        """Append the norm before the head, for the rows in the step buffer."""
+    def final_norm(
+        self, builder: PassBuilder, delta: Delta, out: SharedArray, codes: RoundedInputs | NpuCodes | None
+    ) -> None:
+        """Append the norm before the head, for the rows in the step buffer.
+
+        Args:
+            builder: The pass so far.
+            delta: Output of the last layer's block.
+            out: Slot of the result.
+            codes: Target of the result's codes, if the head reads some.
+        """
         config, residual, step = self._config, builder.lane.private["residual"], builder.lane.step
         launch = final_norm(
             self._layers,
             residual,
             self._tensors.final_norm,
-            op.source,
+            out,
             step,
             rows=builder.tokens,
             epsilon=config.rms_norm_eps,
-            rounded=op.input_codes,
+            rounded=codes,
             centered=config.centered_norms,
             **_added(delta),
         )
-        reads, writes = (residual, *_read(delta), step), (op.source, *codes_of(op.input_codes))
+        reads, writes = (residual, *_read(delta), step), (out, *codes_of(codes))
         builder.kernel("final norm", None, launch, reads=reads, writes=writes)
 
     def join(self, builder: PassBuilder, head: Segments) -> None:

@@ -57,7 +57,7 @@ class KeptPasses:
     ) -> None:
         self.compiled: OrderedDict[PassKey, CompiledPass] = OrderedDict()
         self.prepared_s = 0.0
-        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool], CompiledPass] = {}
+        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool, bool], CompiledPass] = {}
         self._batches = KeptBatches(compiler, self._observable)
         self._device = device
         self._compiler = compiler
@@ -113,15 +113,16 @@ class KeptPasses:
                     compiled = self._batches.compile(buckets, memories)
         return compiled
 
-    def head(self, compiled: CompiledPass, phase: Phase, rows: int) -> CompiledPass:
-        """Return the head behind a pass, for some positions."""
+    def head(self, compiled: CompiledPass, phase: Phase, rows: int, *, logits: bool = True) -> CompiledPass:
+        """Return the head behind a pass, for some positions; without logits its norm alone."""
         assert compiled.output is not None
         output = compiled.output.segments
-        key = (phase, rows, output.splits, output.join, compiled.lane, compiled.uses_npu)
+        key = (phase, rows, output.splits, output.join, compiled.lane, compiled.uses_npu, logits)
         head = self._heads.get(key)
         if head is None:
             with self._preparing(), compiling(phase, rows):
-                head = self._compiler.compile_head(phase, rows, compiled)
+                compiler = self._compiler
+                head = (compiler.compile_head if logits else compiler.compile_states)(phase, rows, compiled)
             self._heads[key] = self._observable(head)
         return head
 

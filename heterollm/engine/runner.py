@@ -325,6 +325,41 @@ class Engine:
             self._batch(rows)
         return self._logits[: len(rows)]
 
+    def states_in_turns(
+        self, cache: SessionState, ids: NDArray[np.int32], take: Callable[[NDArray[np.float32]], None]
+    ) -> Iterator[None]:
+        """Run a prompt in an empty session, and yield between its chunks, where others may use the engine.
+
+        Args:
+            cache: The state of the session.
+            ids: int32 ``[m]``.
+            take: Takes the normed states of the next positions, float32 ``[n, hidden]``.
+
+        Raises:
+            HeteroLLMError: A kernel, a graph or a fence failed. After a failure of the NPU that
+                ``allow_fallback`` covers, another call computes on the GPU alone.
+        """
+        slot, hidden = self._compiler.pool["head_input"], self._config.hidden_size
+        dtype = self.device.activation_dtype
+        for first, length in (chunk for flight in self.plan.flights(len(ids)) for chunk in flight):
+            if first:
+                yield
+            tokens = ids[first : first + length]
+            try:
+                with self._observed_pass("prefill", length, first):
+                    compiled = self._pass("prefill", length, first, cache)
+                    self._write_inputs(self._lanes[0], cache, tokens, first, 0)
+                    self._call(compiled.calls)
+                    for _, rows in self._head_rows_of(length):
+                        self._call(self._passes.head(compiled, "prefill", rows, logits=False).calls)
+                        slot.acquire_to_read(rows * hidden * dtype.itemsize)
+                        take(slot.view(dtype, (rows, hidden)).astype(np.float32))
+                        slot.release()
+                    cache.commit(first + length)
+            except NPU_FAILURES as error:
+                self._fall_back(error, first)
+                raise
+
     def compile_ahead(
         self,
         cache: SessionState,
@@ -501,17 +536,21 @@ class Engine:
         self._logits_slot.acquire(rows * self.last_logits.nbytes)
 
     def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
+        for row, rows in self._head_rows_of(len(target)):
+            self._head(compiled, phase, rows)
+            target[row : row + rows] = self._logits[:rows]
+
+    def _head_rows_of(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield first row and number of rows of each head of a pass, and write the first row for it."""
         step = self._lanes[0].step
-        for row in range(0, len(target), HEAD_ROWS):
+        for row in range(0, tokens, HEAD_ROWS):
             if row:
                 # The head's last call waits for the queue, so that the step buffer is free.
                 self._logits_slot.release()
                 step.acquire()
                 step.array[STEP_HEAD_ROW] = row
                 step.release()
-            rows = min(HEAD_ROWS, len(target) - row)
-            self._head(compiled, phase, rows)
-            target[row : row + rows] = self._logits[:rows]
+            yield row, min(HEAD_ROWS, tokens - row)
 
     def _compile(self, phase: Phase, position: int, tokens: int, cache: SessionState) -> None:
         compiled = self._pass(phase, self._lengths(phase, tokens), position, cache)

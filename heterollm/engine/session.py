@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -196,6 +196,29 @@ class Session:
         unread = np.concatenate([self._ids[begin : self._position], ids])
         yield from self._engine.prefill_in_turns(self._state, begin, unread, "prefill", None, wanted)
         self._append(ids)
+
+    def states(self, ids: Sequence[int] | NDArray[Any]) -> Iterator[NDArray[np.float32]]:
+        """Forget all tokens, run others, and yield their normed states behind the last layer.
+
+        Other calls may run between two chunks. The session has no tokens afterwards.
+
+        Args:
+            ids: Token ids, at least one.
+
+        Yields:
+            float32 ``[n, hidden]`` of the next tokens.
+
+        Raises:
+            InputError: As for :meth:`prefill`.
+        """
+        self.reset()
+        rows: list[NDArray[np.float32]] = []
+        turns = self._engine.states_in_turns(self._state, self._check(ids), rows.append)
+        going = True
+        while going:
+            going = self._thread.run(lambda: next(turns, self) is None)
+            yield from rows
+            rows.clear()
 
     def finish_kernels(self) -> None:
         """Wait for the kernels that are enqueued; for the engine thread."""

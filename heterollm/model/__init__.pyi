@@ -1,6 +1,9 @@
 from .blocks import ALL_GROUPS as ALL_GROUPS
+from .blocks import EXPERT_FACTORS as EXPERT_FACTORS
 from .blocks import LAYER_GROUPS as LAYER_GROUPS
 from .blocks import LAYER_SCALE as LAYER_SCALE
+from .blocks import ROUTER_BIAS as ROUTER_BIAS
+from .blocks import ROUTER_NORM as ROUTER_NORM
 from .blocks import AttentionBlock as AttentionBlock
 from .blocks import DeltaNetBlock as DeltaNetBlock
 from .blocks import FfnBlock as FfnBlock
@@ -28,6 +31,8 @@ from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel
 from .library import remove_models as remove_models
 from .library import stored_models as stored_models
+from .pooling import Pooling as Pooling
+from .pooling import read_pooling as read_pooling
 from .rope import QueryGrowth as QueryGrowth
 from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables
