@@ -70,6 +70,13 @@ def serve(
     ] = 0.0,
     queue: Annotated[int, typer.Option(help="Requests of each tier that may wait.")] = 64,
     connections: Annotated[int, typer.Option(help="Connections at most; idle ones make room.")] = 512,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact/--no-exact",
+            help="Whether answers with a seed or temperature 0 depend on no other request.",
+        ),
+    ] = True,
     requests: RequestOptions,
     live: Annotated[
         bool, typer.Option("--live", help="Trace all passes; the page shows how busy GPU and NPU are.")
@@ -100,6 +107,7 @@ def serve(
         connections=connections,
         sampling=sampling,
         max_tokens=max_tokens,
+        exact=exact,
         live=live,
     )
     with listen(options_of_server) as bound, load_model(model, options, run, trace=live) as llm:

@@ -191,6 +191,11 @@ class Server:
                 await asyncio.to_thread(return_freed_memory)
 
     @property
+    def shares_exactly(self) -> bool:
+        """Whether answers that depend on no other request may share passes."""
+        return self._scheduler.shares_exactly
+
+    @property
     def busy(self) -> bool:
         """Whether requests run or wait."""
         return any(self._counts())
@@ -256,7 +261,7 @@ class Server:
                 tier=asked.tier,
                 answers=answers,
                 first=first,
-                reproducible=asked.reproducible,
+                reproducible=asked.reproducible and self._options.exact,
                 owner=owner,
                 cache=self._sessions,
                 channel=channel,

@@ -34,6 +34,7 @@ class ServeOptions:
         connections: Connections at most; beyond them the one goes that has waited longest for a request.
         sampling: Sampling parameters of requests that do not have them, by name.
         max_tokens: Tokens of an answer at most where a request does not say; None for the context.
+        exact: Whether answers with a seed, or with temperature 0, depend on no other request.
         live: Whether the model records a trace, so that the page shows how busy both processors are.
 
     Raises:
@@ -51,6 +52,7 @@ class ServeOptions:
     connections: int = 512
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    exact: bool = True
     live: bool = False
 
     def __post_init__(self) -> None:
