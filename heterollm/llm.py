@@ -381,7 +381,7 @@ class LLM:
 
     def scheduler(self) -> Scheduler:
         """Return a scheduler of prepared answers, which runs between other calls until it is closed."""
-        return Scheduler(self._thread, self.device.now_s)
+        return Scheduler(self._thread, self.device.now_s, self._engine.rows)
 
     # -- properties ----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ prepared. Running the pass means calling its steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from heterollm.engine.blocks.ffn import FfnEmitter
 from heterollm.engine.blocks.layer_input import LayerInputEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
-from heterollm.engine.builder import PassBuilder
+from heterollm.engine.builder import Gap, PassBuilder
 from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
@@ -27,10 +27,10 @@ from heterollm.engine.lanes import Lane
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.memory import NO_VALUES
 from heterollm.engine.merging import merge_steps
-from heterollm.engine.passes import CompiledPass
-from heterollm.engine.placed import Begun, Delta, segments_of
+from heterollm.engine.passes import CompiledPass, SharedSteps
+from heterollm.engine.placed import Delta, segments_of
 from heterollm.engine.slot_check import SlotCheck
-from heterollm.engine.slots import is_private, lane_slot, pool_sizes
+from heterollm.engine.slots import NORMED_OUTPUTS, is_private, lane_slot, pool_sizes
 from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.state import kv_groups
 from heterollm.engine.step import Buffer, Step
@@ -38,7 +38,15 @@ from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, NpuCodes, RoundedInputs, pages_of
+from heterollm.kernels.gpu import (
+    STEP_FIRST_ROW,
+    STEP_WORDS,
+    DeviceMemory,
+    KvMemory,
+    NpuCodes,
+    SharedArray,
+    pages_of,
+)
 from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
@@ -110,21 +118,32 @@ class Compiler:
             MixtureBlock.NAME: self._experts,
         }
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
+        self._row_lanes: list[Lane] = []
 
     def _new_lane(self, number: int) -> Lane:
-        gpu = self._runtime
         slots = {slot.partition(".")[0]: None for slot in (*self.pool, *self.private)}
         own = {slot: lane_slot(slot, number) for slot in slots}
         shared = {slot: self.pool[name] for slot, name in own.items() if not is_private(slot)}
         private = {slot: self.private[name] for slot, name in own.items() if is_private(slot)}
-        tokens = gpu.shared((self._plan.chunk_length,), np.int32)
-        paged = sum(pages_of(group.positions) for group in self.kv_groups if group.is_paged)
-        step = gpu.shared((STEP_WORDS + paged,), np.int32)
+        tokens, step = self._runtime.shared((self._plan.chunk_length,), np.int32), self._step_buffer()
         memories: dict[str, DeviceMemory] = {own[slot]: memory for slot, memory in (shared | private).items()}
         memories |= {lane_slot("tokens", number): tokens, lane_slot("step", number): step}
         memories |= {"code_counts": self._splits.saturation.memory, **self.techniques.memories}
         names = {memory: Buffer(name) for name, memory in memories.items()}
         return Lane(number, shared, private, tokens, step, names)
+
+    def _step_buffer(self) -> SharedArray:
+        paged = sum(pages_of(group.positions) for group in self.kv_groups if group.is_paged)
+        return self._runtime.shared((STEP_WORDS + paged,), np.int32)
+
+    def row_lane(self, row: int) -> Lane:
+        """Return the first lane with the step buffer of a session in a pass of several."""
+        while len(self._row_lanes) <= row:
+            step, number = self._step_buffer(), len(self._row_lanes)
+            step.array[STEP_FIRST_ROW] = number
+            names = {**self.lanes[0].names, step: Buffer(f"step.row{number}")}
+            self._row_lanes.append(replace(self.lanes[0], step=step, names=names))
+        return self._row_lanes[row]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -203,6 +222,47 @@ class Compiler:
             steps = self._check.checked(steps, names | _cache_names(cache), where)
         return CompiledPass.of(tuple(steps), delta, cache, len(lengths) - 1)
 
+    def compile_shared(self, rows: int) -> SharedSteps:
+        """Return the steps that the rows of a decode pass of several sessions have in common."""
+        builder = self._begin("decode", rows, shared=True)
+        output = self._layers(builder)
+        assert builder.gaps is not None  # as it is shared
+        return SharedSteps(tuple(builder.steps), tuple(builder.gaps), output)
+
+    def compile_row(self, gaps: Iterable[Gap], row: int, bucket: int, cache: KvMemory) -> list[CompiledPass]:
+        """Return the steps with which a session fills gaps of passes of several.
+
+        Args:
+            gaps: The gaps.
+            row: Number of the session in these passes.
+            bucket: Positions that the grids of its attention must cover.
+            cache: The session's memory to bind first.
+        """
+        builder = self._begin("decode", 1, cache, bucket, lane=self.row_lane(row), row=row)
+        filled = []
+        for gap in gaps:
+            builder.steps = []
+            gap.emit(builder)
+            filled.append(CompiledPass.of(tuple(builder.steps), cache=cache))
+        return filled
+
+    def join_rows(self, shared: SharedSteps, rows: Sequence[Sequence[CompiledPass]]) -> CompiledPass:
+        """Return a pass of several sessions.
+
+        Args:
+            shared: The steps that its rows have in common.
+            rows: Each session's own steps, which are bound to its memory.
+        """
+        steps = list(shared.filled(rows))
+        if self._check is not None:
+            names = dict(self.lanes[0].names)
+            for row, own in enumerate(rows):
+                names |= self.row_lane(row).names
+                for part in own:
+                    names |= _cache_names(part.bound_cache, row)
+            steps = self._check.checked(steps, names, f"decode of {len(rows)} sessions")
+        return CompiledPass.of(tuple(steps), shared.output)
+
     def _layers(self, builder: PassBuilder) -> Delta:
         """Append the embedding and all layers, and return the output of the last."""
         self._glue.embedding(builder, self._linears.embedding)
@@ -210,35 +270,42 @@ class Compiler:
         delta: Delta | None = None
         for number, layer in enumerate(self._config.per_layer):
             for stage in layer.stages:
-                begun = [self._emitters[block.NAME].begin(builder, number, block) for block in stage.blocks]
-                codes = next((one.codes for one in begun if one.codes is not None), None)
-                self._glue.norm(builder, number, stage.norm, delta, codes)
-                delta = self._stage(builder, number, stage, begun, codes)
+                delta = self._stage(builder, number, stage, delta)
             assert delta is not None  # a layer has stages
             delta = replace(delta, gain=self._tensors.gain(number))
             builder.submit_layer(number)
         assert delta is not None  # a model has layers
         return delta
 
-    def _stage(
-        self,
-        builder: PassBuilder,
-        layer: int,
-        stage: LayerStage,
-        begun: Sequence[Begun],
-        written: RoundedInputs | NpuCodes | None,
-    ) -> Delta:
-        """Append the blocks of a stage, whose norm has written some codes, and return the sum of outputs."""
-        outputs = []
-        for number, one in enumerate(begun):
-            lost = isinstance(one.codes, NpuCodes) and not all(other.keeps for other in begun[:number])
+    def _stage(self, builder: PassBuilder, layer: int, stage: LayerStage, added: Delta | None) -> Delta:
+        """Append the norms and blocks of a stage, and return the sum of outputs.
+
+        Args:
+            builder: The pass so far.
+            layer: Decoder layer.
+            stage: The stage.
+            added: Values to add to the residual stream first; None at the start of the model.
+        """
+        begun = [self._emitters[block.NAME].begin(builder, layer, block) for block in stage.blocks]
+        norms = [stage.norms_of(block) for block in stage.blocks]
+        outputs: list[Delta] = []
+        first, written = 0, None
+        for number, (block, one, own) in enumerate(zip(stage.blocks, begun, norms, strict=True)):
+            if number == 0 or own.norm != norms[number - 1].norm:
+                readers = (other for other, its in zip(begun, norms, strict=True) if its.norm == own.norm)
+                first, written = number, next((one.codes for one in readers if one.codes is not None), None)
+                self._glue.norm(builder, layer, own.norm, None if number else added, written)
+            lost = isinstance(one.codes, NpuCodes) and not all(other.keeps for other in begun[first:number])
             if one.codes is not None and (lost or one.codes != written):
                 self._glue.codes(builder, layer, one.codes)
             output = one.emit()
+            if own.output_norm is not None:
+                target = builder.lane.private[NORMED_OUTPUTS[block.NAME]]
+                output = self._glue.normed(builder, layer, own.output_norm, output, target)
             if one.keeps or number == len(begun) - 1:
                 outputs.append(output)
             else:
-                self._glue.add(builder, layer, stage.norm, output, builder.lane.shared["activated"])
+                self._glue.add(builder, layer, own.norm, output, builder.lane.shared["activated"])
         return self._glue.summed(builder, layer, stage, outputs)
 
     def compile_head(
@@ -285,10 +352,13 @@ class Compiler:
         *,
         lane: Lane | None = None,
         plan: Plan | None = None,
+        row: int | None = None,
+        shared: bool = False,
         builds_graphs: bool = True,
     ) -> PassBuilder:
         lane = lane or self.lanes[0]
-        own = [self._specs[-1, "head"]] if cache is None else self._weights.specs[:-1]
+        is_head = cache is None and not shared
+        own = [self._specs[-1, "head"]] if is_head else self._weights.specs[:-1]
         placed = (plan or self._plan).operators(phase, tokens, own, rows=tokens)
         return PassBuilder(
             phase,
@@ -297,10 +367,12 @@ class Compiler:
             {(spec.layer, spec.group): (spec, placement) for spec, placement in placed},
             self._fences.of_pass(phase, tokens),
             lane,
-            {**lane.names, **_cache_names(cache)},
+            {**lane.names, **_cache_names(cache, row)},
             self._runtime,
             bucket=bucket,
             cache=cache,
+            row=row,
+            shared=shared,
             after_every_operator=self._fences.after_every_operator,
             builds_graphs=builds_graphs,
         )
@@ -315,5 +387,6 @@ class Compiler:
         return tuple(merge_steps(self._runtime, found) if builder.merges else found)
 
 
-def _cache_names(cache: KvMemory | None) -> dict[DeviceMemory, Buffer]:
-    return {memory: Buffer(name) for memory, name in cache.memories.items()} if cache else {}
+def _cache_names(cache: KvMemory | None, row: int | None = None) -> dict[DeviceMemory, Buffer]:
+    own = "" if row is None else f".row{row}"
+    return {memory: Buffer(f"{name}{own}") for memory, name in cache.memories.items()} if cache else {}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import InputError
-from heterollm.engine.slots import HEAD_ROWS
+from heterollm.engine.slots import HEAD_ROWS, SHORT_PASS
+from heterollm.engine.state import BatchRow
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels.ops import Phase
 
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
-
-SHORT_PASS: Final = 16
-"""Tokens up to which plans have entries of their own for decode passes."""
 
 
 def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.int32]:
@@ -254,6 +252,24 @@ class Session:
         self._position += 1
         return self._engine.last_logits
 
+    @staticmethod
+    def decode_together(sessions: Sequence[Session], ids: Sequence[int]) -> NDArray[np.float32]:
+        """Decode a token of each of several sessions in one pass, on their engine thread.
+
+        Args:
+            sessions: Different sessions of one engine with room for a token, at most :data:`SHORT_PASS`.
+            ids: Their tokens.
+
+        Returns:
+            float32 ``[n, vocab]``; the next call overwrites them.
+        """
+        first: Session = sessions[0]
+        rows = [Session._row(session, token) for session, token in zip(sessions, ids, strict=True)]
+        logits = first._engine.decode_batch(rows)
+        for session, row in zip(sessions, rows, strict=True):
+            Session._append(session, np.array([row.token], np.int32))
+        return logits
+
     def append_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Append tokens on the engine thread, few of them as decode does; return the last one's row."""
         self.restore()
@@ -280,6 +296,10 @@ class Session:
         self._engine.prefill(self._state, self._position, ids, phase, target)
         self._append(ids)
         return self._engine.last_logits.copy() if target is None else target
+
+    def _row(self, token: int) -> BatchRow:
+        self.restore()
+        return BatchRow(self._state, self._position, token)
 
     def _append(self, ids: NDArray[np.int32]) -> None:
         self._ids[self._position : self._position + len(ids)] = ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -324,3 +324,11 @@ class SessionState:
         """Copy the state of the tokens before a position, which is a latest one of the other."""
         for target, source in zip(self.states, other.states, strict=True):
             target.copy_from(source, position)
+
+
+class BatchRow(NamedTuple):
+    """A session's row in a decode pass of several: its state, and a token with its position."""
+
+    state: SessionState
+    position: int
+    token: int

@@ -226,7 +226,7 @@ def layer_of(config: ModelConfig, name: str) -> int | None:
 
 def unread_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Return the beginnings of names of tensors that the model does not compute with."""
-    return _tensors(config).unread
+    return tuple(beginning.format(layers=config.layers) for beginning in _tensors(config).unread)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

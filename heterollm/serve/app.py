@@ -42,6 +42,7 @@ from heterollm.serve.embedder import Embedder, EmbeddingRequest
 from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
 from heterollm.serve.exchange import Exchange
 from heterollm.serve.guard import Guard, owner_of
+from heterollm.serve.markdown import draw
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
 from heterollm.serve.page import page
@@ -130,7 +131,10 @@ class Server:
         self._admission = Admission(self._scheduler, places=places, queue=options.queue)
         self._about = About(llm, self.defaults, int(time.time()), self._admission)
         self._metrics = Metrics(
-            lambda: (*self._counts(), len(self._sessions), len(llm.failures)),
+            lambda: (
+                *(*self._counts(), len(self._sessions), len(llm.failures)),
+                *(self._scheduler.passes, self._scheduler.rows),
+            ),
         )
         self._embedder = Embedder(llm, options.queue, self._metrics.spent)
         # Takes a moment for a large vocabulary: not while a request waits.
@@ -138,6 +142,7 @@ class Server:
         routes: Sequence[tuple[str, str, Endpoint]] = (
             ("/", "GET", self._show_page),
             ("/status", "GET", self._status),
+            ("/markdown", "POST", self._markdown),
             ("/health", "GET", self._health),
             ("/metrics", "GET", self._show_metrics),
             *((path, "GET", functools.partial(self._tell, call)) for path, call in FACTS.items()),
@@ -304,6 +309,9 @@ class Server:
         figures = await anyio.to_thread.run_sync(self._figures.read, limiter=self._status_reader)
         counts = {"running": running, "waiting": waiting, "sessions": len(self._sessions)}
         return json_response({"model": self._options.name, **counts, **figures})
+
+    async def _markdown(self, request: Request) -> Response:
+        return json_response(await self._read(request, draw))
 
     async def _show_page(self, _request: Request) -> Response:
         return page()

@@ -92,7 +92,7 @@
   {                                                                                                          \
     const float sum = (score##r.x + score##r.y) + (score##r.z + score##r.w);                                 \
     const int token = tile.position + (uint)(tile.first_row + min(r, tile.rows - 1)) / GROUP;                \
-    const bool seen = key < tile.stop && PLACE_OF(key) <= token && (window <= 0 || PLACE_OF(key) > token - window); \
+    const bool seen = key < tile.stop && PLACE_OF(key) <= token && !IS_HIDDEN(PLACE_OF(key), token, window);   \
     score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(KEY_SCALED(sum)) : NO_SCORE;                           \
   }
 // Rows that only fill the last vector have scores, too: finite ones.
@@ -144,6 +144,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   int lane = get_local_id(0), row_of_lane = (uint)lane / TEAM, teammate = (uint)lane % TEAM;
   bool reduces = row_of_lane < ROWS;
   int parts = PARTS;
+  q += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
+  out += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
 #ifdef PAGED
   __global const int *pages = PAGES_OF(step);
 #endif
