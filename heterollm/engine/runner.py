@@ -306,6 +306,25 @@ class Engine:
             self._several(cache, position, ids)
         return self._logits[: len(ids)]
 
+    def decode_batch(self, rows: Sequence[BatchRow]) -> NDArray[np.float32]:
+        """Run a token of each of several sessions in one pass; errors as for :meth:`prefill`.
+
+        The plan's placements are those of as many tokens. Attention and recurrent state have the kernels of
+        one token for each session, so that these do not depend on the other rows.
+
+        Args:
+            rows: At most :data:`HEAD_ROWS`, each of another session.
+
+        Returns:
+            Their logits ``[n, vocab]``, which the next pass overwrites.
+        """
+        try:
+            self._batch(rows)
+        except NPU_FAILURES as error:
+            self._fall_back(error, min(row.position for row in rows))
+            self._batch(rows)
+        return self._logits[: len(rows)]
+
     def states_in_turns(
         self, cache: SessionState, ids: NDArray[np.int32], take: Callable[[NDArray[np.float32]], None]
     ) -> Iterator[None]:
@@ -340,25 +359,6 @@ class Engine:
             except NPU_FAILURES as error:
                 self._fall_back(error, first)
                 raise
-
-    def decode_batch(self, rows: Sequence[BatchRow]) -> NDArray[np.float32]:
-        """Run a token of each of several sessions in one pass; errors as for :meth:`prefill`.
-
-        The plan's placements are those of as many tokens. Attention and recurrent state have the kernels of
-        one token for each session, so that these do not depend on the other rows.
-
-        Args:
-            rows: At most :data:`HEAD_ROWS`, each of another session.
-
-        Returns:
-            Their logits ``[n, vocab]``, which the next pass overwrites.
-        """
-        try:
-            self._batch(rows)
-        except NPU_FAILURES as error:
-            self._fall_back(error, min(row.position for row in rows))
-            self._batch(rows)
-        return self._logits[: len(rows)]
 
     def compile_ahead(
         self,

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from heterollm.engine import return_freed_memory
+from heterollm.serve import markdown
 from heterollm.serve.about import About
 from heterollm.serve.admission import Admission
 from heterollm.serve.answers import ServedPrompt
@@ -42,7 +43,6 @@ from heterollm.serve.embedder import Embedder, EmbeddingRequest
 from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
 from heterollm.serve.exchange import Exchange
 from heterollm.serve.guard import Guard, owner_of
-from heterollm.serve.markdown import draw
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
 from heterollm.serve.page import page
@@ -86,6 +86,7 @@ READS: Final[Mapping[str, Callable[[About, bytes], object]]] = {
     "/api/show": ollama_models.show,
     "/tokenize": llama_cpp.tokenize,
     "/detokenize": llama_cpp.detokenize,
+    "/markdown": markdown.draw,
 }
 """The paths of bodies that need no pass of the model."""
 
@@ -142,7 +143,6 @@ class Server:
         routes: Sequence[tuple[str, str, Endpoint]] = (
             ("/", "GET", self._show_page),
             ("/status", "GET", self._status),
-            ("/markdown", "POST", self._markdown),
             ("/health", "GET", self._health),
             ("/metrics", "GET", self._show_metrics),
             *((path, "GET", functools.partial(self._tell, call)) for path, call in FACTS.items()),
@@ -309,9 +309,6 @@ class Server:
         figures = await anyio.to_thread.run_sync(self._figures.read, limiter=self._status_reader)
         counts = {"running": running, "waiting": waiting, "sessions": len(self._sessions)}
         return json_response({"model": self._options.name, **counts, **figures})
-
-    async def _markdown(self, request: Request) -> Response:
-        return json_response(await self._read(request, draw))
 
     async def _show_page(self, _request: Request) -> Response:
         return page()

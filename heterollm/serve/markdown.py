@@ -8,6 +8,8 @@ from typing import Final
 import msgspec
 from markdown_it import MarkdownIt
 
+from heterollm.serve.about import About
+from heterollm.serve.bodies import decoded
 from heterollm.serve.errors import RequestError
 
 MOST_CHARACTERS: Final = 100_000
@@ -25,16 +27,13 @@ class Text(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
-def draw(content: bytes) -> dict[str, str]:
+def draw(_about: About, content: bytes) -> dict[str, str]:
     """Return the ``html`` of a body's text, in which HTML of the text is text, and images are links.
 
     Raises:
         RequestError: The body has another form, or would take long.
     """
-    try:
-        text = msgspec.json.decode(content, type=Text).text
-    except msgspec.MsgspecError as error:
-        raise RequestError(f"The body is not {{'text': …}}: {error}.") from error
+    text = decoded(content, Text, MOST_CHARACTERS).text
     if len(text) > MOST_CHARACTERS or text.count("[") > MOST_BRACKETS:
         raise RequestError(
             f"The text has {len(text)} characters and {text.count('[')} brackets.",
