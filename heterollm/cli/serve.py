@@ -82,7 +82,7 @@ def serve(
         bool, typer.Option("--live", help="Trace all passes; the page shows how busy GPU and NPU are.")
     ] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients and to a browser, on this machine unless told otherwise."""
+    """Serve a model to a browser and to clients of OpenAI, Anthropic and Ollama, on 127.0.0.1 by default."""
     from heterollm.base import OptionError
     from heterollm.report import console as report
 

@@ -179,6 +179,11 @@ class Checkpoint:
         return (f"{self._unread} tensors of vision are not read; the text part is.",) if self._unread else ()
 
     @property
+    def is_gguf(self) -> bool:
+        """Whether the tensors are those of a GGUF file."""
+        return isinstance(self._stored, GgufTensors)
+
+    @property
     def file_bytes(self) -> int:
         """Size of all files that :meth:`content_hash` reads."""
         return sum(path.stat().st_size for path in self._hashed_paths)

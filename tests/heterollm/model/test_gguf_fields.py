@@ -269,8 +269,9 @@ SAMPLING = {
     "general.sampling.penalty_repeat": ("repetition_penalty", 1.5),
 }
 """Entries of ``generation_config.json``, and values."""
-PLACES = {*SAMPLING, "general.architecture", "general.alignment", *SPLIT}
-"""Fields with tests of their own, below and in test_gguf_split.py."""
+POOLING = {"pooling_type", "tokenizer.ggml.add_eos_token"}
+PLACES = {*SAMPLING, "general.architecture", "general.alignment", *SPLIT, *POOLING}
+"""Fields with tests of their own, below, in test_gguf_split.py and in test_gguf.py."""
 
 
 def read_rows() -> list[tuple[str, frozenset[str]]]:
@@ -445,7 +446,6 @@ GIVEN: dict[str, Any] = {
     "expert_weights_norm": None,
     "rope.dimension_sections": [8, 8, 0, 0],
     "hidden_activation": "relu",
-    "tokenizer.ggml.add_eos_token": True,
     "tokenizer.ggml.add_sep_token": True,
     "tokenizer.ggml.normalizer.*": True,
     "tokenizer.ggml.suppress_tokens": [3],
