@@ -238,6 +238,18 @@ class Checkpoint:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
         return finite(bits.astype(np.float32), file.path, name)
 
+    def gather(self, name: str, rows: NDArray[np.int32]) -> NDArray[Any]:
+        """Return some rows of a matrix, without the adapter, read from the mapped file alone.
+
+        Raises:
+            CheckpointError: There is no such tensor, or a value is NaN or infinite.
+        """
+        stored = self._in_blocks(name)
+        if isinstance(stored, GgufTensors):
+            return finite(stored.gather(name, rows), stored.path, name)
+        file = self.file(name)
+        return finite(file.bits(name)[rows].astype(np.float32), file.path, name)
+
     def kind(self, name: str) -> str | None:
         """Return the name of a stored format of integers; None for floats and for what an adapter changes."""
         changed = self.adapter is not None and name in self.adapter.factors

@@ -225,8 +225,20 @@ def layer_of(config: ModelConfig, name: str) -> int | None:
 
 
 def unread_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Return the beginnings of names of tensors that the model does not compute with."""
-    return _tensors(config).unread
+    """Return the beginnings of names of tensors that the model does not compute with.
+
+    Checkpoints may have keys and values of layers that read another's.
+    """
+    names = _tensors(config)
+    modules = [names.modules["qkv"][member] for member in "kv"]
+    modules += [names.norms["key_head"]] if "key_head" in names.norms else []
+    unused = (
+        f"{names.layer.format(layer=layer)}{module}."
+        for layer, block in config.blocks(AttentionBlock).items()
+        for module in modules
+        if block.kv_layer is not None
+    )
+    return (*names.unread, *unused)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -6,8 +6,12 @@ from typing import Final
 
 from heterollm.model.fields.gguf_rows import MODEL, NAMES, OFF, ONE, read, rows
 
-SIZED: Final = frozenset({"qwen3moe", "mellum"})
-NORMALIZED: Final = SIZED | {"llama", "phimoe", "granitemoe"}
+DELTA: Final = frozenset({"qwen35moe", "qwen3next"})
+SHARED: Final = DELTA | {"qwen2moe"}
+ERNIE: Final = frozenset({"ernie4_5-moe"})
+LEADING: Final = ERNIE | {"lfm2moe"}
+SIZED: Final = SHARED | LEADING | {"qwen3moe", "mellum"}
+NORMALIZED: Final = SIZED - {"qwen2moe"} | {"llama", "phimoe", "granitemoe"}
 
 EXPERTS: Final = (
     read(".expert_count", "experts; 0 for none"),
@@ -20,9 +24,29 @@ EXPERTS: Final = (
     ),
     read(
         ".expert_shared_feed_forward_length",
-        "width of the experts that compute every token; absent or 0: none",
-        "granite.cpp",
-        frozenset({"granitemoe"}),
+        "width of the experts that compute every token; absent or 0: none, and feed_forward_length in Qwen's",
+        "granite.cpp, qwen2moe.cpp",
+        SHARED | {"granitemoe"},
+    ),
+    read(
+        ".leading_dense_block_count",
+        "first layers without experts; absent: none",
+        "models/lfm2moe.cpp, ernie4-5-moe.cpp",
+        LEADING,
+    ),
+    read(
+        ".interleave_moe_layer_step",
+        "every n-th layer has experts",
+        "models/ernie4-5-moe.cpp",
+        ERNIE,
+    ),
+    read(".expert_shared_count", "experts that compute every token", "models/ernie4-5-moe.cpp", ERNIE),
+    *rows(
+        "none",
+        "width of the experts that compute every token, which their number states",
+        "conversion/ernie.py",
+        ".expert_shared_feed_forward_length",
+        only=ERNIE,
     ),
     *rows(
         "none",
@@ -51,6 +75,14 @@ EXPERTS: Final = (
         "models: build_moe_ffn",
         ".expert_weights_norm",
         neutral=(False,),
+    ),
+    *rows(
+        "refused",
+        "scores of experts by another function than a sigmoid",
+        "models: build_moe_ffn",
+        ".expert_gating_func",
+        neutral=(2,),
+        only=frozenset({"lfm2moe"}),
     ),
     *rows(
         "refused",

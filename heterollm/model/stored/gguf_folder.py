@@ -22,7 +22,7 @@ GGUF_FOLDERS: Final = "gguf"
 """Subfolder of the cache."""
 
 SOURCE: Final = "gguf.json"
-FOLDER_VERSION: Final = 5
+FOLDER_VERSION: Final = 6
 """Part of each folder's name; raise it when equal files would give other files."""
 
 
