@@ -43,7 +43,7 @@ LISTED: Final = (
     ListedFamily("gpt-oss-20b", "gpt_oss"),
     ListedFamily("Qwen2.5 (0.5 to 14B)", "qwen2"),
     ListedFamily("Qwen3-30B-A3B", "qwen3_moe"),
-    ListedFamily("Gemma 4 26B-A4B", "", "experts beside a network"),
+    ListedFamily("Gemma 4 26B-A4B", "gemma4_text"),
     ListedFamily("Ministral 3 (3, 8, 14B)", "ministral3"),
     ListedFamily("LFM3-1.7B", "lfm3"),
     ListedFamily("LFM2-8B-A1B, 24B-A2B", "lfm2_moe"),

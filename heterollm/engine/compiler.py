@@ -28,9 +28,9 @@ from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.memory import NO_VALUES
 from heterollm.engine.merging import merge_steps
 from heterollm.engine.passes import CompiledPass
-from heterollm.engine.placed import Begun, Delta, segments_of
+from heterollm.engine.placed import Delta, segments_of
 from heterollm.engine.slot_check import SlotCheck
-from heterollm.engine.slots import is_private, lane_slot, pool_sizes
+from heterollm.engine.slots import NORMED_OUTPUTS, is_private, lane_slot, pool_sizes
 from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.state import kv_groups
 from heterollm.engine.step import Buffer, Step
@@ -38,7 +38,7 @@ from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, NpuCodes, RoundedInputs, pages_of
+from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, NpuCodes, pages_of
 from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
@@ -210,35 +210,42 @@ class Compiler:
         delta: Delta | None = None
         for number, layer in enumerate(self._config.per_layer):
             for stage in layer.stages:
-                begun = [self._emitters[block.NAME].begin(builder, number, block) for block in stage.blocks]
-                codes = next((one.codes for one in begun if one.codes is not None), None)
-                self._glue.norm(builder, number, stage.norm, delta, codes)
-                delta = self._stage(builder, number, stage, begun, codes)
+                delta = self._stage(builder, number, stage, delta)
             assert delta is not None  # a layer has stages
             delta = replace(delta, gain=self._tensors.gain(number))
             builder.submit_layer(number)
         assert delta is not None  # a model has layers
         return delta
 
-    def _stage(
-        self,
-        builder: PassBuilder,
-        layer: int,
-        stage: LayerStage,
-        begun: Sequence[Begun],
-        written: RoundedInputs | NpuCodes | None,
-    ) -> Delta:
-        """Append the blocks of a stage, whose norm has written some codes, and return the sum of outputs."""
-        outputs = []
-        for number, one in enumerate(begun):
-            lost = isinstance(one.codes, NpuCodes) and not all(other.keeps for other in begun[:number])
+    def _stage(self, builder: PassBuilder, layer: int, stage: LayerStage, added: Delta | None) -> Delta:
+        """Append the norms and blocks of a stage, and return the sum of outputs.
+
+        Args:
+            builder: The pass so far.
+            layer: Decoder layer.
+            stage: The stage.
+            added: Values to add to the residual stream first; None at the start of the model.
+        """
+        begun = [self._emitters[block.NAME].begin(builder, layer, block) for block in stage.blocks]
+        norms = [stage.norms_of(block) for block in stage.blocks]
+        outputs: list[Delta] = []
+        first, written = 0, None
+        for number, (block, one, own) in enumerate(zip(stage.blocks, begun, norms, strict=True)):
+            if number == 0 or own.norm != norms[number - 1].norm:
+                readers = (other for other, its in zip(begun, norms, strict=True) if its.norm == own.norm)
+                first, written = number, next((one.codes for one in readers if one.codes is not None), None)
+                self._glue.norm(builder, layer, own.norm, None if number else added, written)
+            lost = isinstance(one.codes, NpuCodes) and not all(other.keeps for other in begun[first:number])
             if one.codes is not None and (lost or one.codes != written):
                 self._glue.codes(builder, layer, one.codes)
             output = one.emit()
+            if own.output_norm is not None:
+                target = builder.lane.private[NORMED_OUTPUTS[block.NAME]]
+                output = self._glue.normed(builder, layer, own.output_norm, output, target)
             if one.keeps or number == len(begun) - 1:
                 outputs.append(output)
             else:
-                self._glue.add(builder, layer, stage.norm, output, builder.lane.shared["activated"])
+                self._glue.add(builder, layer, own.norm, output, builder.lane.shared["activated"])
         return self._glue.summed(builder, layer, stage, outputs)
 
     def compile_head(

@@ -24,6 +24,7 @@ from heterollm.kernels.operators import (
     add_positions,
     final_norm,
     join_logits,
+    norm_output,
     rms_norm,
     soft_cap,
     write_codes,
@@ -108,6 +109,21 @@ class GlueEmitter:
                 # The next norm adds two arrays at most.
                 self.add(builder, layer, stage.norm, other, builder.lane.shared["linear_input"])
         return replace(last, post=self._tensors.norm(layer, stage.output_norm))
+
+    def normed(self, builder: PassBuilder, layer: int, norm: Norm, output: Delta, out: DeviceMemory) -> Delta:
+        """Append the norm of a block's output alone, and return the values that it writes."""
+        segments = output.segments
+        launch = norm_output(
+            self._layers,
+            segments,
+            self._tensors.norm(layer, norm),
+            out,
+            tokens=builder.tokens,
+            epsilon=self._config.rms_norm_eps,
+            bias=output.bias,
+        )
+        builder.kernel("norm of an output", layer, launch, reads=segments_of(segments), writes=(out,))
+        return Delta(Segments(out, out, segments.rows, segments.rows))
 
     def codes(self, builder: PassBuilder, layer: int, codes: RoundedInputs | NpuCodes) -> None:
         """Append the rounding of the last norm's output for a further block that reads it."""

@@ -13,7 +13,14 @@ from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec, ffn_specs
-from heterollm.model import AttentionBlock, DeltaNetBlock, FfnBlock, ModelConfig, expert_specs
+from heterollm.model import (
+    AttentionBlock,
+    DeltaNetBlock,
+    FfnBlock,
+    MixtureBlock,
+    ModelConfig,
+    expert_specs,
+)
 from heterollm.solver import Plan
 
 TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (ShadowSlots(), SparseSlots(), ExpertSlots())
@@ -33,7 +40,10 @@ LAYER_ROWS, LAYER_INPUTS = "layer_rows", "layer_inputs"
 """Slots of layers' embeddings of tokens: rows of their table, which the host writes, and those embeddings."""
 
 GATED_OUTPUT: Final = "gated_output"
-"""Slot of the output of a network behind the gate of whole tokens."""
+"""Slot of the output of a network behind the gate of whole tokens, or behind a norm of its own."""
+
+NORMED_OUTPUTS: Final = {FfnBlock.NAME: GATED_OUTPUT, MixtureBlock.NAME: EXPERT_OUTPUT}
+"""Slot of the output of a block behind a norm of its own, by name of the block."""
 
 EXPERT_LISTS: Final[dict[str, str]] = {
     name: f"expert_{name}" for name in ("chosen", "weights", "source", "position", "places")
@@ -111,7 +121,8 @@ def pool_sizes(
         sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes
         sizes[DELTA_FACTORS] = tokens * net.shape.factors * 4
         sizes[DELTA_OUTPUT] = tokens * net.shape.value_columns * 4
-    if any(block.token_gated for block in config.blocks(FfnBlock).values()):
+    gated = any(block.token_gated for block in config.blocks(FfnBlock).values())
+    if gated or any(FfnBlock.NAME in stage.own_norms for layer in config.per_layer for stage in layer.stages):
         sizes[GATED_OUTPUT] = tokens * config.hidden_size * item_bytes
     experts = next(iter(expert_specs(config, specs)), None)
     if experts is not None:

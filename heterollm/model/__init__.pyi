@@ -1,6 +1,9 @@
 from .blocks import ALL_GROUPS as ALL_GROUPS
+from .blocks import EXPERT_FACTORS as EXPERT_FACTORS
 from .blocks import LAYER_GROUPS as LAYER_GROUPS
 from .blocks import LAYER_SCALE as LAYER_SCALE
+from .blocks import ROUTER_BIAS as ROUTER_BIAS
+from .blocks import ROUTER_NORM as ROUTER_NORM
 from .blocks import AttentionBlock as AttentionBlock
 from .blocks import DeltaNetBlock as DeltaNetBlock
 from .blocks import FfnBlock as FfnBlock

@@ -10,9 +10,12 @@ from heterollm.base import CheckpointError
 from heterollm.kernels.gpu import LARGEST_KEY_DIM, DeltaShape
 from heterollm.kernels.ops import Activation, GateClip, Routing
 from heterollm.model.blocks import (
+    EXPERT_FACTORS,
     LAYER_SCALE,
+    ROUTER_NORM,
     AttentionBlock,
     Block,
+    BlockNorms,
     DeltaNetBlock,
     FfnBlock,
     LayerConfig,
@@ -38,6 +41,12 @@ ACTIVATIONS: Mapping[object, Activation] = {
 
 KINDS_OF_LAYERS: Final = {"attention": "full_attention"}
 """Other names of kinds in ``layer_types``."""
+
+OWN_NORMS: Final[Mapping[BlockName, tuple[Norm | None, Norm]]] = {
+    "ffn": (None, "network_output"),
+    "mixture": ("experts", "experts_output"),
+}
+"""The norms before and behind blocks that have their own beside others."""
 
 MOST_EXPERTS = 10_000
 """A limit that refuses a damaged number before any list over experts is made."""
@@ -89,7 +98,7 @@ class BlockFields:
             soft_cap=fields.optional_positive("attn_logit_softcapping") or 0.0,
             qkv_bias=is_biased(fields, family, "qkv"),
             o_bias=is_biased(fields, family, "o"),
-            head_norms="query_head" in family.tensors.norms,
+            head_norms=_has_head_norms(fields, family),
             joint_head_norms=family.joint_head_norms,
             norms_last=family.norms_last,
             query_growth=read_query_growth(fields, family),
@@ -112,8 +121,18 @@ class BlockFields:
             blocks = tuple(
                 self._adapted(number, block) for name in names if (block := self._block(name, number, names))
             )
-            stages.append(LayerStage(norm, blocks, output_norm))
+            stages.append(LayerStage(norm, blocks, output_norm, self._own_norms(norm, names)))
         return LayerConfig(tuple(stages), LAYER_SCALE in self._family.tensors.others)
+
+    def _own_norms(self, norm: Norm | None, names: StageNames) -> Mapping[str, BlockNorms]:
+        """Return the norms of blocks that have their own, in stages of several."""
+        found: dict[str, BlockNorms] = {}
+        declared = self._family.tensors.norms
+        for name in names if len(names) > 1 else ():
+            before, behind = OWN_NORMS.get(name, (None, None))
+            if behind in declared:
+                found[name] = BlockNorms(before if before in declared else norm, behind)
+        return found
 
     def _adapted(self, layer: int, block: Block) -> Block:
         adapts = self._family.adapts
@@ -137,12 +156,18 @@ class BlockFields:
             width = fields.count(mixture.width_field)
             routing = _routing(fields, mixture)
             bias: tuple[int, ...] = (1, routing.experts) if mixture.bias_row else (routing.experts,)
-            if not (routing.biased or mixture.biased):
-                bias = ()
             clip = GateClip(*map(fields.positive, mixture.clip_fields)) if mixture.clip_fields else None
             if clip is not None and self._activation != "silu":
                 raise unsupported(f"Activation {fields.get('hidden_act')!r} of a clipped gate")
-            return MixtureBlock(routing, width, self._activation, bias, clip, mixture.biased)
+            others = self._family.tensors.others
+            return MixtureBlock(
+                *(routing, width, self._activation),
+                bias=bias if routing.biased or mixture.biased else (),
+                clip=clip,
+                biased=mixture.biased,
+                router_normed=ROUTER_NORM in others,
+                scaled=EXPERT_FACTORS in others,
+            )
         shared = mixture is not None and "mixture" in beside
         if mixture is None:
             width = fields.count("intermediate_size")
@@ -156,6 +181,12 @@ class BlockFields:
         biased, gated = is_biased(fields, self._family, "ffn"), "gate" in tensors.modules["gate_up"]
         token_gated = shared and "token_gate" in tensors.others
         return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
+
+
+def _has_head_norms(fields: JsonFields, family: Family) -> bool:
+    """Return whether heads have norms: where a family has them, unless a field that it follows denies it."""
+    optional = "use_qk_norm" in family.follows
+    return "query_head" in family.tensors.norms and (not optional or fields.flag("use_qk_norm", False))
 
 
 def _stage_norms(names: StageNames) -> tuple[Norm | None, Norm]:
@@ -248,7 +279,8 @@ def _delta_shape(fields: JsonFields) -> DeltaShape:
 
 def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
     # transformers writes either name, whichever the family's publisher took.
-    count = next(name for name in mixture.count_fields if fields.get(name) is not None)
+    stated = (name for name in mixture.count_fields if fields.get(name) is not None)
+    count = next(stated, mixture.count_fields[-1])
     experts = fields.count(count, maximum=MOST_EXPERTS)
     chosen, bias = fields.count(mixture.chosen_field), mixture.bias_field
     if chosen > experts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Final, Literal, Protocol, TypeVar
+from typing import ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar
 
 from heterollm.kernels.gpu import DeltaShape
 from heterollm.kernels.ops import Activation, GateClip, Group, Member, Routing
@@ -20,10 +20,13 @@ Norm = Literal[
     "attention_output",
     "feed_forward_output",
     "layer_input_output",
+    "network_output",
+    "experts",
+    "experts_output",
     "query_head",
     "key_head",
 ]
-"""Norms of a layer: of the inputs and outputs of its stages, and of the heads of q and k."""
+"""Norms of a layer: of inputs and outputs of its stages, of single blocks, and of the heads of q and k."""
 
 NORM: Final = "rms_norm"
 """The norm before each block, by its name in profiles."""
@@ -31,6 +34,10 @@ NORM: Final = "rms_norm"
 
 LAYER_SCALE: Final = "scale"
 """Role of the factor of a layer."""
+
+ROUTER_BIAS, ROUTER_NORM, EXPERT_FACTORS = "router_bias", "router_norm", "expert_factors"
+"""Roles of a mixture's tensors: the bias of the choice, the weights of the router's norm, times the root of
+their number, and a factor of each expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,7 @@ class AttentionBlock(Block):
         kv_heads: Key and value heads; divides ``heads``.
         head_dim: Width of one head (even).
         window: Positions that a token attends to, including its own; 0 for all.
+        chunked: Whether these are the positions of its chunk, of ``window`` each, up to its own.
         rope: Rotary position embedding; None without.
         rotary_dim: Elements of a head that RoPE rotates, even.
         scale: Factor on the scores.
@@ -135,6 +143,7 @@ class AttentionBlock(Block):
     gated: bool = False
     value_norms: bool = False
     values_are_keys: bool = False
+    chunked: bool = False
     kv_layer: int | None = None
     sinks: bool = False
 
@@ -177,7 +186,7 @@ class AttentionBlock(Block):
     def timed(self) -> AttentionBlock:
         """Return the block without window, RoPE, biases, and the number of the layer of its keys."""
         kv_layer = None if self.kv_layer is None else 0
-        plain = replace(self, window=0, rope=None, query_growth=None, kv_layer=kv_layer)
+        plain = replace(self, window=0, chunked=False, rope=None, query_growth=None, kv_layer=kv_layer)
         return replace(plain, qkv_bias=False, o_bias=False)
 
 
@@ -314,6 +323,9 @@ class MixtureBlock(Block):
         bias: Shape of the tensor with the bias of the choice, or of the router's logits; empty for none.
         clip: Bounds of gate and up; None for none.
         biased: Whether gate, up and down of each expert have biases.
+        router_normed: Whether the router reads a norm of the stream that no other linear reads.
+        scaled: Whether each expert has a factor on its weight.
+        weighs_inputs: Whether the weight of the only expert of a token multiplies its input, not its output.
     """
 
     NAME: ClassVar[str] = "mixture"
@@ -325,18 +337,24 @@ class MixtureBlock(Block):
     bias: tuple[int, ...] = ()
     clip: GateClip | None = None
     biased: bool = False
+    router_normed: bool = False
+    scaled: bool = False
+    weighs_inputs: bool = False
 
     def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
         """Return no groups."""
         return ()
 
     def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the bias of router or choice, and those of experts, if there are some."""
-        found: dict[str, tuple[int, ...]] = {"router_bias": self.bias} if self.bias else {}
-        if self.biased:
-            widths = {"gate_bias": self.width, "up_bias": self.width, "down_bias": hidden}
-            found |= {role: (self.routing.experts, width) for role, width in widths.items()}
-        return found
+        """Return biases, weights of the router's norm, and factors, as far as it has them."""
+        widths = {"gate_bias": self.width, "up_bias": self.width, "down_bias": hidden} if self.biased else {}
+        own = (
+            (ROUTER_BIAS, self.bias),
+            (ROUTER_NORM, (hidden,) if self.router_normed else ()),
+            (EXPERT_FACTORS, (self.routing.experts,) if self.scaled else ()),
+            *((role, (self.routing.experts, width)) for role, width in widths.items()),
+        )
+        return {role: shape for role, shape in own if shape}
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,24 +391,45 @@ ALL_GROUPS: Final = (*LAYER_GROUPS, "head", "ffn")
 AnyBlock = TypeVar("AnyBlock", bound=Block)
 
 
+class BlockNorms(NamedTuple):
+    """The norms of one of several blocks of a stage.
+
+    Args:
+        norm: The norm before; None where the block reads the stream itself.
+        output_norm: The norm of its output alone; None without.
+    """
+
+    norm: Norm | None
+    output_norm: Norm | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LayerStage:
-    """Blocks that read one norm of the residual stream, or the stream, to which their outputs are added.
+    """Blocks that read norms of the residual stream, or the stream, to which their outputs are added.
 
     Args:
         norm: The norm before; None where the blocks read the stream itself.
-        blocks: The blocks: one, or a mixture and its shared experts.
-        output_norm: The norm of the outputs; None without.
+        blocks: The blocks: one, or a mixture and the network beside it.
+        output_norm: The norm of the sum of outputs; None without.
+        own_norms: Norms of blocks that have their own, by name of the block.
     """
 
     norm: Norm | None
     blocks: tuple[Block, ...]
     output_norm: Norm | None = None
+    own_norms: Mapping[str, BlockNorms] = field(default_factory=dict)
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """The norms around the blocks."""
-        return tuple(norm for norm in (self.norm, self.output_norm) if norm is not None)
+        """The norms around the blocks, each once."""
+        inner = (norm for block in self.blocks for norm in self.norms_of(block))
+        return tuple(
+            dict.fromkeys(norm for norm in (self.norm, *inner, self.output_norm) if norm is not None)
+        )
+
+    def norms_of(self, block: Block) -> BlockNorms:
+        """Return the norm that a block reads, and that of its output alone."""
+        return self.own_norms.get(block.NAME, BlockNorms(self.norm))
 
 
 @dataclass(frozen=True, slots=True)

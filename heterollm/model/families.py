@@ -26,7 +26,9 @@ from heterollm.model.family import (
     Family,
     StageNames,
     TensorNames,
+    after_full_layers,
     alike,
+    all_but_every_nth,
     every_layer,
 )
 from heterollm.model.fields import config_fields
@@ -51,16 +53,6 @@ SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
 
 
 # ---- layers with a sliding window -----------------------------------------------------------------------
-
-
-def after_full_layers(fields: JsonFields, layer: int) -> bool:
-    """Return whether a layer follows the first ``max_window_layers``, which have full attention."""
-    return layer >= fields.count("max_window_layers", minimum=0)
-
-
-def all_but_every_nth(fields: JsonFields, layer: int) -> bool:
-    """Return false for every ``sliding_window_pattern``-th layer, which has full attention."""
-    return (layer + 1) % fields.count("sliding_window_pattern") != 0
 
 
 def perhaps_parallel(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:

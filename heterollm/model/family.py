@@ -42,7 +42,8 @@ class TensorNames:
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
         final_norm: Module of the norm before the head.
         head: Module of an untied LM head.
-        unread: Beginnings of names of tensors that the model does not compute with.
+        unread: Beginnings of names of tensors that the model does not compute with, with ``{layers}`` for the
+            number of layers.
     """
 
     modules: Mapping[Group, Mapping[str, str]]
@@ -141,14 +142,14 @@ def sparse_steps(mixer: StageNames, *, dense: StageNames, sparse: StageNames) ->
     return stages
 
 
-def sparse_behind(layers: LayerNames, field: str) -> LayerNames:
-    """Return layers whose networks become mixtures behind the first ones, which a field counts."""
+def sparse_behind(layers: LayerNames, field: str, *, sparse: StageNames = ("mixture",)) -> LayerNames:
+    """Return layers whose networks become sparse ones behind the first layers, which a field counts."""
 
     def stages(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
         found = layers(fields, layer)
         if layer < fields.count(field, minimum=0):
             return found
-        return tuple(("mixture",) if names == ("ffn",) else names for names in found)
+        return tuple(sparse if names == ("ffn",) else names for names in found)
 
     return stages
 
@@ -285,3 +286,13 @@ def no_layer(_fields: JsonFields, _layer: int) -> bool:
 def every_layer(_fields: JsonFields, _layer: int) -> bool:
     """Return true."""
     return True
+
+
+def after_full_layers(fields: JsonFields, layer: int) -> bool:
+    """Return whether a layer follows the first ``max_window_layers``, which have full attention."""
+    return layer >= fields.count("max_window_layers", minimum=0)
+
+
+def all_but_every_nth(fields: JsonFields, layer: int) -> bool:
+    """Return false for every ``sliding_window_pattern``-th layer, which has full attention."""
+    return (layer + 1) % fields.count("sliding_window_pattern") != 0

@@ -1,4 +1,4 @@
-"""The declaration of Gemma 4: layers differ in heads, share keys, and have embeddings of their own."""
+"""The declaration of Gemma 4: layers differ in heads, share keys, and have own embeddings or experts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from heterollm.model.blocks import LAYER_SCALE, AttentionBlock, Block, FfnBlock, Norm
+from heterollm.model.blocks import (
+    EXPERT_FACTORS,
+    LAYER_SCALE,
+    ROUTER_NORM,
+    AttentionBlock,
+    Block,
+    FfnBlock,
+    Norm,
+)
 from heterollm.model.family import (
     ATTENTION_BIASES,
     HEAD_NORMS,
     SECTION_COUNTS,
     SEPARATE,
     Family,
+    Mixture,
     StageNames,
     TensorNames,
     every_layer,
@@ -22,6 +31,9 @@ from heterollm.model.json_fields import JsonFields
 FULL: Final = "full_attention"
 LAYER_INPUT_WIDTH: Final = "hidden_size_per_layer_input"
 """Elements of a token's embedding for a layer; 0 without."""
+
+HAS_EXPERTS: Final = "enable_moe_block"
+"""Whether experts stand beside the network of each layer."""
 
 NORMS: Final[Mapping[Norm, str]] = {
     "attention": "input_layernorm",
@@ -37,9 +49,10 @@ ROPES: Final[dict[str, object]] = {
 
 
 def _stages(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
-    """Return the stages of a layer, the last for embeddings of its own if the model has them."""
+    """Return the stages of a layer: experts beside the network, and own embeddings, if the model has them."""
     has_inputs = fields.count(LAYER_INPUT_WIDTH, 0, minimum=0) > 0
-    return (("attention",), ("ffn",), *((("layer_input",),) if has_inputs else ()))
+    networks: StageNames = ("mixture", "ffn") if fields.flag(HAS_EXPERTS, False) else ("ffn",)
+    return (("attention",), networks, *((("layer_input",),) if has_inputs else ()))
 
 
 def _kinds(fields: JsonFields) -> list[object]:
@@ -144,7 +157,7 @@ _PLAIN: Final = Family(
 GEMMA4: Final[Mapping[str, Family]] = {
     "gemma4_text": replace(
         _PLAIN,
-        covers="Gemma 4 without experts: E2B, E4B and 31B",
+        covers="Gemma 4 E2B, E4B, 26B-A4B and 31B",
         architecture="Gemma4ForCausalLM",
         tensors=TensorNames(
             {
@@ -152,13 +165,32 @@ GEMMA4: Final[Mapping[str, Family]] = {
                 "layer_gate": {"gate": "per_layer_input_gate"},
                 "layer_out": {"out": "per_layer_projection"},
             },
-            {**NORMS, "layer_input_output": "post_per_layer_input_norm"},
-            others={LAYER_SCALE: "layer_scalar"},
+            {
+                **NORMS,
+                "layer_input_output": "post_per_layer_input_norm",
+                "network_output": "post_feedforward_layernorm_1",
+                "experts": "pre_feedforward_layernorm_2",
+                "experts_output": "post_feedforward_layernorm_2",
+            },
+            others={
+                LAYER_SCALE: "layer_scalar",
+                ROUTER_NORM: "router.scale",
+                EXPERT_FACTORS: "router.per_expert_scale",
+            },
             layer_inputs="model.embed_tokens_per_layer",
             layer_projection="model.per_layer_model_projection",
             layer_norm="model.per_layer_projection_norm",
         ),
         layers=_stages,
+        mixture=Mixture(
+            "router.proj",
+            {member: f"experts.{{expert}}.{member}_proj" for member in ("gate", "up", "down")},
+            stacked={"experts.gate_up_proj": ("gate", "up"), "experts.down_proj": ("down",)},
+            width_field="moe_intermediate_size",
+            shared_field="intermediate_size",
+            count_fields=("num_experts",),
+            chosen_field="top_k_experts",
+        ),
         defaults={
             **_DEFAULTS,
             "sliding_window": 512,
@@ -166,7 +198,7 @@ GEMMA4: Final[Mapping[str, Family]] = {
             LAYER_INPUT_WIDTH: 256,
             "vocab_size_per_layer_input": 262_144,
         },
-        follows=_FOLLOWS | {LAYER_INPUT_WIDTH, "vocab_size_per_layer_input"},
+        follows=_FOLLOWS | {HAS_EXPERTS, LAYER_INPUT_WIDTH, "vocab_size_per_layer_input"},
     ),
     "gemma4_unified_text": _PLAIN,
 }

@@ -139,6 +139,8 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
     ("ernie-4.5-0.3b", "ernie4_5", "baidu/ERNIE-4.5-0.3B-PT",
      1024, 3072, 18, 16, 2, 103424, True, 128, 131072),
     ("glm-4-9b", "glm4", "zai-org/GLM-4-9B-0414", 4096, 13696, 40, 32, 2, 151552, False, 128, 32768),
+    ("glm-4.5-air", "glm4_moe", "zai-org/GLM-4.5-Air", 4096, 10944, 46, 96, 8, 151552, False, 128, 131072,
+     {"attention_bias": True}),
     ("phonelm-0.5b", "phonelm", "mllmTeam/PhoneLM-0.5B", 1024, 4864, 24, 16, 16, 49152, True, 64, 2048),
     ("phonelm-1.5b", "phonelm", "mllmTeam/PhoneLM-1.5B", 2560, 6816, 19, 16, 16, 49152, True, 160, 2048),
     ("stablelm-2-1.6b", "stablelm", "stabilityai/stablelm-2-1_6b",

@@ -238,7 +238,7 @@ def unread_tensors(config: ModelConfig) -> tuple[str, ...]:
         for module in modules
         if block.kv_layer is not None
     )
-    return (*names.unread, *unused)
+    return (*(beginning.format(layers=config.layers) for beginning in names.unread), *unused)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -8,19 +8,25 @@ from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
+from heterollm.model.blocks import ROUTER_BIAS
 from heterollm.model.family import (
     ATTENTION_BIASES,
+    DENSE,
     HEAD_NORMS,
     NORMS,
     SECTION_COUNTS,
     SEPARATE,
     Family,
+    LayerNames,
     Mixture,
     StageNames,
     TensorNames,
+    after_full_layers,
     alike,
+    all_but_every_nth,
     every_layer,
     no_layer,
+    sparse_behind,
     sparse_steps,
 )
 from heterollm.model.json_fields import JsonFields
@@ -47,6 +53,12 @@ SHARED_EXPERT: Mapping[Group, Mapping[str, str]] = MappingProxyType(
         "down": {"down": "mlp.shared_expert.down_proj"},
     }
 )
+SHARED_EXPERTS: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {
+        "gate_up": {member: f"mlp.shared_experts.{member}_proj" for member in ("gate", "up")},
+        "down": {"down": "mlp.shared_experts.down_proj"},
+    }
+)
 NUMBERED_EXPERTS: Mapping[str, str] = MappingProxyType(
     {
         member: f"block_sparse_moe.experts.{{expert}}.{name}"
@@ -63,14 +75,26 @@ STACKED_EXPERTS: Mapping[str, str] = MappingProxyType(
 SPARSE: Final = alike(("attention",), ("mixture",))
 
 
-def by_mlp_type(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
-    """Return a layer with experts unless ``mlp_layer_types`` calls it dense."""
-    kinds = fields.get("mlp_layer_types")
-    if kinds is not None and not (
-        isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in ("dense", "sparse")
-    ):
-        raise fields.fail("mlp_layer_types", "a list of dense or sparse, one for each layer")
-    return ("attention",), ("ffn",) if kinds and kinds[layer] == "dense" else ("mixture",)
+def by_mlp_type(sparse: StageNames) -> LayerNames:
+    """Return layers that are sparse unless ``mlp_layer_types`` calls them dense."""
+
+    def stages(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
+        kinds = fields.get("mlp_layer_types")
+        if kinds is not None and not (
+            isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in ("dense", "sparse")
+        ):
+            raise fields.fail("mlp_layer_types", "a list of dense or sparse, one for each layer")
+        return ("attention",), ("ffn",) if kinds and kinds[layer] == "dense" else sparse
+
+    return stages
+
+
+def first_are_dense(fields: JsonFields) -> dict[str, object]:
+    """Return the kinds of networks of a file without them: a field counts the first, dense ones."""
+    if fields.get("mlp_layer_types") is not None:
+        return {}
+    dense, layers = fields.count("first_k_dense_replace", minimum=0), fields.count("num_hidden_layers")
+    return {"mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
 
 
 def every_other_layer(_fields: JsonFields, layer: int) -> bool:
@@ -107,6 +131,21 @@ GRANITE_FIELDS = frozenset(
 
 GRANITE_EXPERTS: Final = Mixture(
     "block_sparse_moe.router.layer", STACKED_EXPERTS, count_fields=("num_local_experts",)
+)
+
+SIGMOID_EXPERTS: Final = Mixture(
+    "mlp.gate",
+    NAMED_EXPERTS,
+    width_field="moe_intermediate_size",
+    shared_count_field="n_shared_experts",
+    scoring="sigmoid",
+    normalized_field="norm_topk_prob",
+    bias_field=True,
+    scale_field="routed_scaling_factor",
+    count_fields=("n_routed_experts",),
+)
+NOT_READ: Final = dict.fromkeys(
+    ("num_nextn_predict_layers", "num_mtp_layers"), "layers that predict further tokens are not read"
 )
 
 MIXTURES: Mapping[str, Family] = MappingProxyType(
@@ -194,7 +233,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             covers="Mellum 2",
             architecture="MellumForCausalLM",
             tensors=TensorNames(SEPARATE, {**NORMS, **HEAD_NORMS}, unread=("mtp.",)),
-            layers=by_mlp_type,
+            layers=by_mlp_type(("mixture",)),
             mixture=Mixture(
                 "mlp.gate",
                 NAMED_EXPERTS,
@@ -235,15 +274,8 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             tensors=TensorNames(
                 SEPARATE,
                 NORMS,
-                shared={
-                    group: {
-                        member: module.replace("mlp.", "mlp.shared_experts.")
-                        for member, module in own.items()
-                    }
-                    for group, own in SEPARATE.items()
-                    if group in ("gate_up", "down")
-                },
-                others={"router_bias": "mlp.moe_statics.e_score_correction_bias"},
+                shared=SHARED_EXPERTS,
+                others={ROUTER_BIAS: "mlp.moe_statics.e_score_correction_bias"},
                 unread=("model.mtp_",),
             ),
             layers=ernie_layers,
@@ -295,7 +327,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
                 NORMS,
                 others={
                     "sinks": "self_attn.sinks",
-                    "router_bias": "mlp.router.bias",
+                    ROUTER_BIAS: "mlp.router.bias",
                     **{
                         f"{member}_bias": f"mlp.experts.{member}_proj.bias"
                         for member in ("gate", "up", "down")
@@ -338,6 +370,99 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
                 "initial_context_length": "the section of the rotary embedding states it",
                 "experts_per_token": "num_experts_per_tok counts",
             },
+        ),
+        "glm4_moe": Family(
+            name="GLM-4.5",
+            covers="GLM-4.5-Air",
+            architecture="Glm4MoeForCausalLM",
+            tensors=TensorNames(
+                SEPARATE,
+                {**NORMS, **HEAD_NORMS},
+                shared=SHARED_EXPERTS,
+                others={ROUTER_BIAS: "mlp.gate.e_score_correction_bias"},
+                # A layer that predicts further tokens.
+                unread=("model.layers.{layers}.",),
+            ),
+            layers=sparse_behind(DENSE, "first_k_dense_replace", sparse=("mixture", "ffn")),
+            mixture=SIGMOID_EXPERTS,
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "intermediate_size": 10_944,
+                "moe_intermediate_size": 1408,
+                "partial_rotary_factor": 0.5,
+                "n_routed_experts": 128,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "first_k_dense_replace": 1,
+            },
+            follows=frozenset({"partial_rotary_factor", "first_k_dense_replace", "use_qk_norm"}),
+            biases={"qkv": "attention_bias"},
+            ignores=NOT_READ,
+        ),
+        "dots1": Family(
+            name="dots.llm1",
+            covers="dots.llm1",
+            architecture="Dots1ForCausalLM",
+            tensors=TensorNames(
+                SEPARATE,
+                {**NORMS, **HEAD_NORMS},
+                shared=SHARED_EXPERTS,
+                others={ROUTER_BIAS: "mlp.gate.e_score_correction_bias"},
+            ),
+            layers=sparse_behind(DENSE, "first_k_dense_replace", sparse=("mixture", "ffn")),
+            mixture=SIGMOID_EXPERTS,
+            defaults={
+                "num_key_value_heads": 32,
+                "sliding_window": 4096,
+                "max_window_layers": 62,
+                "intermediate_size": 10_944,
+                "moe_intermediate_size": 1408,
+                "first_k_dense_replace": 0,
+            },
+            follows=frozenset({"first_k_dense_replace", "max_window_layers", "layer_types"}),
+            biases=ATTENTION_BIASES,
+            slides=after_full_layers,
+        ),
+        "exaone_moe": Family(
+            name="K-EXAONE",
+            covers="K-EXAONE",
+            architecture="ExaoneMoeForCausalLM",
+            tensors=TensorNames(
+                SEPARATE,
+                {**NORMS, **HEAD_NORMS},
+                shared=SHARED_EXPERTS,
+                others={ROUTER_BIAS: "mlp.e_score_correction_bias"},
+                unread=("mtp.",),
+            ),
+            layers=by_mlp_type(("mixture", "ffn")),
+            mixture=replace(
+                SIGMOID_EXPERTS, shared_count_field="num_shared_experts", count_fields=("num_experts",)
+            ),
+            defaults={
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+                "intermediate_size": 16_384,
+                "moe_intermediate_size": 1024,
+                "num_experts": 64,
+                "num_experts_per_tok": 8,
+                "num_shared_experts": 1,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 2.5,
+                "first_k_dense_replace": 1,
+            },
+            derived=first_are_dense,
+            follows=frozenset(
+                {"layer_types", "mlp_layer_types", "first_k_dense_replace", "sliding_window_pattern"}
+            ),
+            rope_needs_window=True,
+            slides=all_but_every_nth,
+            ignores=NOT_READ,
+            bos_ids=(1,),
+            eos_ids=(53,),
         ),
         "olmoe": Family(
             name="OLMoE",

@@ -205,8 +205,10 @@ class Scores:
         scale: Factor on the scores.
         window: Positions visible to a token, its own included; 0 for all.
         soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
+        chunked: Whether the visible positions are those of the token's chunk of ``window`` positions.
     """
 
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    chunked: bool = False

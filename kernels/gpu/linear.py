@@ -64,7 +64,7 @@ class GpuLinear(TiledWeights):
 
     def launch(
         self,
-        x: SharedArray,
+        x: DeviceMemory,
         y: DeviceMemory,
         *,
         tokens: int,

@@ -134,7 +134,8 @@ def _first(
     def defines(style: KernelStyle) -> Defines:
         capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style != "vector" else {}
         sunk: Defines = {} if sinks is None else {"SINKS": 1}
-        return grid.defines(style) | on.cache_defines(cache) | capped | sunk
+        chunked: Defines = {"CHUNKED": 1} if scores.chunked else {}
+        return grid.defines(style) | on.cache_defines(cache) | capped | sunk | chunked
 
     files = ("attention.h", "attention_{style}.cl")
     widths = (grid.shape.head_dim,)
@@ -168,6 +169,7 @@ def _first(
         step.array,
         tokens=grid.tokens,
         window=scores.window,
+        chunked=scores.chunked,
         position_bytes=on.position_bytes(shape),
         output_bytes=on.item_bytes if parts == 1 else PARTIAL_BYTES,
     )
@@ -227,6 +229,7 @@ def exact_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: NDArray[Any] | None = None,
+    chunked: bool = False,
 ) -> NDArray[np.float64]:
     """Return causal attention ``[m, heads, head_dim]``.
 
@@ -239,6 +242,7 @@ def exact_attention(
         window: Positions visible to a row, its own included; 0 for all.
         soft_cap: Scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
         sinks: Score ``[heads]`` that joins each row's softmax with the value zero; None for none.
+        chunked: Whether the visible positions are those of the row's chunk of ``window``.
     """
     rows, heads, _ = q.shape
     length = position + rows
@@ -251,7 +255,7 @@ def exact_attention(
     row, key = np.arange(position, length)[:, None], np.arange(length)[None, :]
     hidden = key > row
     if window > 0:
-        hidden |= key <= row - window
+        hidden |= key // window < row // window if chunked else key <= row - window
     scores = np.where(hidden, -np.inf, scores)
     sunk = np.full((heads, 1, 1), -np.inf) if sinks is None else sinks.astype(np.float64).reshape(-1, 1, 1)
     largest = np.maximum(scores.max(axis=2, keepdims=True), sunk)
@@ -314,6 +318,7 @@ class AttentionCase:
             window=scores.window,
             soft_cap=scores.soft_cap,
             sinks=data.get("sinks"),
+            chunked=scores.chunked,
         )
         return {"attended": attended.reshape(self.tokens, -1)}
 
@@ -323,11 +328,13 @@ _PAGED: Final = AttentionCase(3, 75, _HEADS, Scores(_HEADS.head_dim**-0.5, windo
 _SUNK: Final = AttentionCase(
     3, 70, _HEADS, Scores(_HEADS.head_dim**-0.5, window=30), sinks=(3.0, -1.0, 0.5, -np.inf)
 )
+_CHUNKED: Final = AttentionCase(37, 11, _HEADS, Scores(_HEADS.head_dim**-0.5, window=20, chunked=True))
 _CAPPED: Final = AttentionCase(1, 70, _HEADS, Scores(_HEADS.head_dim**-0.5, soft_cap=0.5))
 CHECKS: Final = (
     OperatorCheck("attention, prefill", "37 tokens at 11", AttentionCase(37, 11, _HEADS), "attended"),
     OperatorCheck("attention, decode", "1 token at 70", AttentionCase(1, 70, _HEADS), "attended"),
     OperatorCheck("attention, decode", "3 tokens at 75, window of two pages", _PAGED, "attended"),
+    OperatorCheck("attention, prefill", "37 tokens at 11, chunks of 20", _CHUNKED, "attended"),
     OperatorCheck("attention, decode", "1 token at 70, capped", _CAPPED, "attended"),
     OperatorCheck("attention, decode", "3 tokens at 70, window, sinks", _SUNK, "attended"),
 )

@@ -16,6 +16,7 @@ def attention_work(
     window: int,
     position_bytes: int,
     output_bytes: int,
+    chunked: bool = False,
 ) -> GpuWork:
     """Return the work of attention at the position that the step buffer holds.
 
@@ -26,18 +27,24 @@ def attention_work(
         window: Positions that a token sees; 0 for all.
         position_bytes: Bytes of the cache for one position of a head.
         output_bytes: Size of an element of the output, or of a partial result.
+        chunked: Whether those positions are the token's chunk.
     """
-    rows, seen, last = visible(step, tokens, window)
+    rows, seen, last = visible(step, tokens, window, chunked=chunked)
     outputs = rows * shape.query_columns
     read = 2 * last * shape.kv_heads * position_bytes + 4 * outputs
     return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)
 
 
-def visible(step: NDArray[np.int32], tokens: int, window: int) -> tuple[int, int, int]:
+def visible(
+    step: NDArray[np.int32], tokens: int, window: int, *, chunked: bool = False
+) -> tuple[int, int, int]:
     """Return the rows of a pass, the pairs of a row and a position that it sees, and the positions in all."""
     position = int(step[STEP_POSITION])
     rows = min(tokens, int(step[STEP_LENGTH]))
     last = position + rows
+    if chunked:
+        own = np.arange(position, last) % window + 1
+        return rows, int(own.sum()), last - position + position % window
     seen = rows * position + rows * (rows + 1) // 2
     if window and last > window:
         # Tokens past the window see a whole window each.

@@ -64,6 +64,7 @@ class GpuExperts(GlueKernels):
         shape: ExpertShape,
         bias: Argument = None,
         shift: Argument = None,
+        factors: Argument = None,
     ) -> Launch:
         """Return the launch that chooses experts and their weights.
 
@@ -73,6 +74,7 @@ class GpuExperts(GlueKernels):
             shape: OperatorSizes of the pass.
             bias: float32 ``[experts]``, added to the scores for the choice if the routing is biased.
             shift: float32 ``[experts]``, added to the logits; None for none.
+            factors: float32 ``[experts]`` on the weights; None for none.
         """
         routing, label = shape.routing, "routing"
         logits.require(shape.tokens * routing.experts * 4, f"{label} logits")
@@ -81,12 +83,18 @@ class GpuExperts(GlueKernels):
             raise KernelError(f"{label}: a biased routing, and no other, has a bias and no shift: {routing}.")
         bias = logits if bias is None else bias
         own = self._routing_defines(shape) | {"SCORING": SCORINGS.index(routing.scoring)}
-        flags = {"NORMALIZED": routing.normalized, "BIASED": routing.biased, "SHIFTED": shift is not None}
+        flags = {
+            "NORMALIZED": routing.normalized,
+            "BIASED": routing.biased,
+            "SHIFTED": shift is not None,
+            "FACTORS": factors is not None,
+        }
         own |= {name: 1 for name, holds in flags.items() if holds}
         kernel, _, items = self.kernel(FILES, "route", lambda _: own)
         arguments = (
             *(logits, bias if shift is None else shift, lists.chosen, lists.weights),
             *map(np.float32, (routing.scale, 2 * routing.jitter)),
+            *(() if factors is None else (factors,)),
         )
         elements = shape.tokens * routing.experts
         work = functools.partial(pointwise_work, elements, 4 + routing.chosen, 4, 0)
@@ -143,6 +151,7 @@ class GpuExperts(GlueKernels):
         *,
         shape: ExpertShape,
         columns: int,
+        weighs: bool = False,
     ) -> Launch:
         """Return the launch that copies the rows of the pairs that another processor takes.
 
@@ -153,15 +162,17 @@ class GpuExperts(GlueKernels):
             taken: The rows.
             shape: OperatorSizes of the pass.
             columns: Inputs of a row, a multiple of 16.
+            weighs: Whether rows are multiplied by the token's weight.
         """
         label, row_bytes = "gathering for the NPU", columns * self.item_bytes
         lists.require(shape)
         x.require(shape.tokens * row_bytes, f"{label} input")
         rows.require(taken.rows * row_bytes, f"{label} output")
-        own = self._routing_defines(shape) | {"GATHERS_TAKEN": 1}
+        own = self._routing_defines(shape) | {"GATHERS_TAKEN": 1} | _weighs(shape, weighs)
         kernel, _, items = self.kernel(FILES, "gather_taken", lambda _: own)
         units = _units((row_bytes,), UNIT_BYTES, label)
-        arguments = (x, rows, lists.position, *units, np.int32(taken.rows))
+        weights = (lists.weights,) if weighs else ()
+        arguments = (x, rows, lists.position, *units, np.int32(taken.rows), *weights)
         work = functools.partial(pointwise_work, min(taken.rows, shape.pairs) * row_bytes, 0, 1, 1)
         return self.runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
 
@@ -174,6 +185,7 @@ class GpuExperts(GlueKernels):
         shape: ExpertShape,
         columns: int,
         codes: tuple[RoundedInputs, RoundedInputs] | None = None,
+        weighs: bool = False,
     ) -> Launch:
         """Return the launch that copies the row of each pair's token to the pair's position.
 
@@ -185,6 +197,7 @@ class GpuExperts(GlueKernels):
             columns: Inputs of a row, a multiple of 16.
             codes: Rounded inputs of the tokens and of the positions, which are copied instead of ``x``; None
                 to copy ``x``.
+            weighs: Whether rows are multiplied by the token's weight.
         """
         label = "gathering of rows"
         lists.require(shape)
@@ -202,10 +215,11 @@ class GpuExperts(GlueKernels):
             own_codes, own_blocks = target.arguments(shape.pairs, columns, f"{label} output")
             memory, unit = (x_codes, own_codes, x_blocks, own_blocks), CODE_UNIT_BYTES
             row_bytes = (columns, columns // source.block * BLOCK_BYTES)
-        defines: Defines = {} if codes is None else {"CODES": 1}
+        defines: Defines = _weighs(shape, weighs) | ({} if codes is None else {"CODES": 1})
         kernel, _, items = self.kernel(FILES, "gather_rows", lambda _: defines)
         units = _units(row_bytes, unit, label)
-        arguments = (*memory[:2], lists.source, units[0], *memory[2:], *units[1:])
+        weights = (lists.weights,) if weighs else ()
+        arguments = (*memory[:2], lists.source, units[0], *memory[2:], *units[1:], *weights)
         work = functools.partial(pointwise_work, shape.pairs * sum(row_bytes), 0, 1, 1)
         return self.runtime.launch(kernel, arguments, (shape.pairs * items,), (items,), label, work=work)
 
@@ -221,6 +235,7 @@ class GpuExperts(GlueKernels):
         taken: TakenRows | None = None,
         adds: bool = False,
         bias: Argument = None,
+        weighed: bool = False,
     ) -> Launch:
         """Return the launch that adds up the weighted rows of each token, in the order of its choices.
 
@@ -234,6 +249,7 @@ class GpuExperts(GlueKernels):
             taken: The rows that it takes.
             adds: Whether the sum is added to what ``out`` holds.
             bias: float32 ``[experts, columns]``, added to the rows of each expert; None for none.
+            weighed: Whether weights were on the inputs, so that none is on these rows.
         """
         label, routing = "sum of experts", shape.routing
         lists.require(shape)
@@ -241,6 +257,7 @@ class GpuExperts(GlueKernels):
         out.require(shape.tokens * columns * self.item_bytes, f"{label} output")
         own = self._routing_defines(shape) | {"COMBINES": 1} | ({"ADDS": 1} if adds else {}) | _drops(taken)
         own |= {} if bias is None else {"OUTPUT_BIASED": 1}
+        own |= _weighs(shape, weighed)
         kernel, style, items = self.kernel(FILES, "combine_rows", lambda _: own, widths=(columns,))
         span = VECTOR_COLUMNS if style == "vector" else 8
         arguments = (
@@ -256,6 +273,14 @@ class GpuExperts(GlueKernels):
     @staticmethod
     def _routing_defines(shape: ExpertShape) -> Defines:
         return {"EXPERTS": shape.routing.experts, "CHOSEN": shape.routing.chosen}
+
+
+def _weighs(shape: ExpertShape, weighs: bool) -> Defines:
+    if weighs and shape.routing.chosen != 1:
+        raise KernelError(
+            f"A weight multiplies the input of one expert of a token, not of {shape.routing.chosen}."
+        )
+    return {"WEIGHS_INPUTS": 1} if weighs else {}
 
 
 def _drops(taken: TakenRows | None) -> Defines:

@@ -45,9 +45,11 @@ from heterollm.kernels.ops import Group, Join, WeightFormat
 EPSILON: Final = 1e-5
 """Of checks."""
 
-STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(("norm", "residual", "final norm"), "norm")
+STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
+    ("norm", "norm of an output", "residual", "final norm"), "norm"
+)
 
-NORM_ONLY, NORM_ADD, NORM_ADD_HEAD = range(3)
+NORM_ONLY, NORM_ADD, NORM_ADD_HEAD, NORM_ALONE = range(4)
 """Modes of rms_norm.cl."""
 
 
@@ -94,6 +96,34 @@ def rms_norm(
         *(on, mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded),
         centered=centered,
         gain=gain,
+    )
+
+
+def norm_output(
+    on: GlueKernels,
+    values: Segments,
+    post: Argument,
+    out: DeviceMemory,
+    *,
+    tokens: int,
+    epsilon: float,
+    bias: Argument = None,
+) -> Launch:
+    """Return the launch of ``out = values / rms(values) * post``, where the values include ``bias``.
+
+    Args:
+        on: The device's kernels.
+        values: Output of a linear, one member.
+        post: float32 ``[hidden]``.
+        out: ``[tokens, hidden]`` in the activation type; may be the values.
+        tokens: Rows.
+        epsilon: Added to the mean square.
+        bias: float32 ``[hidden]`` of that linear, or None.
+    """
+    memory, shape = (out, None, out, out), (tokens, values.rows[0])
+    extras = bias, post
+    return _norm_launch(
+        on, NORM_ALONE, memory, shape, values, extras, epsilon, None, centered=False, gain=1.0
     )
 
 
@@ -153,6 +183,8 @@ def _norm_launch(
     defines: Defines = {"UNNORMED": 1} if weight is None else {"CENTERED": 1} if centered else {}
     if gain != 1:
         defines = {**defines, "GAIN": 1}
+    if mode == NORM_ALONE:
+        defines = {**defines, "ALONE": 1}
     kernel, _, items = on.kernel(
         files, "rms_norm", lambda _: defines, rounded=rounded, widths=widths, segments=delta
     )
@@ -168,7 +200,7 @@ def _norm_launch(
         *(rounded.arguments(rows, hidden, label) if rounded else ()),
     )
     item, block = on.item_bytes, rounded.block if isinstance(rounded, RoundedInputs) else 0
-    read = 4 if mode == NORM_ONLY else 4 + item * delta.reads
+    read = (0 if mode == NORM_ALONE else 4) + (0 if mode == NORM_ONLY else item * delta.reads)
     stored = item + 4 if mode == NORM_ADD else item
     stored += rounded.code_bytes if isinstance(rounded, NpuCodes) else 0
     work = functools.partial(pointwise_work, rows * hidden, 6, read, stored, block)
@@ -195,7 +227,7 @@ def exact_layer_norm(
 
 @dataclass(frozen=True, slots=True)
 class NormCase:
-    """A norm of the residual stream with a linear's output added.
+    """A norm of the residual stream with a linear's output added, or of that output alone.
 
     The delta, in two segments at ``split``, may have a bias and be normed first (``post``). The sum may be
     multiplied by a ``gain``. With a ``head_row`` it is the norm before the head, of the rows from there on;
@@ -213,6 +245,7 @@ class NormCase:
     centered: bool = False
     gain: float = 1.0
     unnormed: bool = False
+    alone: bool = False
     head_row: int | None = None
     rounds: CodeGrid | WeightFormat | None = None
 
@@ -234,6 +267,9 @@ class NormCase:
             "centered": self.centered,
             "gain": self.gain,
         }
+        if self.alone:
+            own = {name: options[name] for name in ("bias", "epsilon")}
+            return (norm_output(on, options["delta"], options["post"], memory[2], tokens=tokens, **own),)
         if self.head_row is None:
             return (rms_norm(on, *memory, hidden=hidden, tokens=tokens, **options),)
         step = data.step(0, tokens, self.head_row)
@@ -248,6 +284,8 @@ class NormCase:
         added = data["linear"] + data.get("bias", 0.0)
         if self.post:
             added = exact_rms_norm(added, data["post"], EPSILON)
+        if self.alone:
+            return {"normed": added}
         residual = data["residual"].astype(np.float64)
         total = (residual + added) * self.gain
         normed = total[self.head_row or 0 :]
@@ -263,6 +301,9 @@ CHECKS: Final = (
     OperatorCheck("norm with residual", "normed delta", NormCase(5, 192, 64, post=True), "normed"),
     OperatorCheck("norm with residual", "scaled sum", NormCase(5, 192, 64, gain=0.3), "residual"),
     OperatorCheck("norm with residual", "5 tokens, sum", NormCase(5, 192, 64, "sum"), "normed"),
+    OperatorCheck(
+        "norm of an output", "5 tokens, split", NormCase(5, 192, 64, post=True, alone=True), "normed"
+    ),
     OperatorCheck("norm with residual", "no norm", NormCase(5, 192, 64, unnormed=True), "normed"),
     OperatorCheck("final norm", "3 of 5 tokens, split", NormCase(5, 192, 64, head_row=2), "normed"),
 )

@@ -18,6 +18,7 @@ from heterollm.kernels.gpu import is_complete
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.sync.fence import BlockingFence
 from heterollm.llm import LLM
+from heterollm.model import families as model_types
 from heterollm.solver import Plan, model_shape
 from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
@@ -50,6 +51,7 @@ GEMMA4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+# Fields by model type, which other words may follow.
 FAMILIES: dict[str, dict[str, Any]] = {
     # 352 rows of the feed-forward are no multiple of 64, and the rotary frequencies are rescaled.
     "llama": {
@@ -160,6 +162,55 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 128,
         "vocab_size_per_layer_input": 2112,
+    },
+    # Experts beside a network, each with norms of its own.
+    "gemma4_text with experts": {
+        **GEMMA4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 12,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 96,
+    },
+    # A dense layer, and experts by sigmoid and bias beside shared ones.
+    "glm4_moe": {
+        **PLAIN,
+        "head_dim": 48,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": HALF_TURNING,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 96,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+    },
+    "dots1": {
+        **PLAIN,
+        "attention_bias": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 96,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+    },
+    # The second layer sees everything and has no positions.
+    "exaone_moe": {
+        **PLAIN,
+        "head_dim": 48,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 96,
     },
     # Values that are keys before their norm, and other key heads where a layer sees everything.
     "gemma4_unified_text": {
@@ -554,22 +605,25 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         **overrides,
     }
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.partition(" ")[0], **fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("scale"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("A_log"):
                 parameter.uniform_(-3.0, 1.0)
             elif name.endswith("correction_bias"):
                 parameter.normal_(std=0.1)
+            elif name.endswith("router.proj.weight"):
+                # Its input is divided by the root of its width.
+                parameter.normal_()
             elif name.endswith(("bias", "conv1d.weight", "sinks")):
                 parameter.normal_(std=0.5)
             else:
                 # Queries and keys wide enough that attention has something to choose.
                 parameter.normal_(std=0.12 if re.search("q_proj|k_proj|qkv_proj", name) else 0.06)
         for name, values in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 values.normal_(std=0.3)
             if "layer_scalar" in name:
                 values.uniform_(0.5, 1.5)
@@ -620,6 +674,19 @@ def stacked_experts(state: dict[str, Any], config: Any) -> dict[str, Any]:
     return found
 
 
+def stack_experts(state: dict[str, Any], model_type: str) -> None:
+    """Put experts into the tensors that checkpoints have; others are stacked by transformers itself."""
+    mixture = model_types.FAMILIES[model_type].mixture
+    for module, members in {} if mixture is None else mixture.stacked.items():
+        tails = [f"{mixture.members[member]}.weight" for member in members]
+        first = tails[0].format(expert=0)
+        for layer in [name.removesuffix(first) for name in state if name.endswith(first)]:
+            own = (f"{layer}{tails[0].format(expert=expert)}" for expert in itertools.count())
+            count = sum(1 for _ in itertools.takewhile(state.__contains__, own))
+            experts = [[f"{layer}{tail.format(expert=expert)}" for tail in tails] for expert in range(count)]
+            state[f"{layer}{module}"] = torch.stack([torch.cat([*map(state.pop, one)]) for one in experts])
+
+
 @pytest.fixture(scope="session")
 def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
     """Return a function that gives float64 logits ``[m, vocab]`` of transformers on the runtime's tensors."""
@@ -631,7 +698,7 @@ def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
         state = {name: torch.from_numpy(value.copy()) for name, value in llm.reference_state_dict()}
         if config.model_type == "gpt_oss":
             state = stacked_experts(state, config)
-        # transformers itself puts the experts of a checkpoint together.
+        stack_experts(state, llm.config.model_type)
         model, loading = getattr(transformers, config.architectures[0]).from_pretrained(
             None,
             config=config,

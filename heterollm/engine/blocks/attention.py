@@ -105,7 +105,7 @@ class AttentionEmitter:
             out,
             lane.step,
             shape=self._shape(block),
-            scores=Scores(block.scale, block.window, block.soft_cap),
+            scores=Scores(block.scale, block.window, block.soft_cap, block.chunked),
             tokens=builder.tokens,
             bucket=builder.bucket,
             sinks=self._tensors.sinks(layer),

@@ -32,6 +32,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     STEP_POSITION,
     Argument,
+    DeviceMemory,
     ExpertLists,
     ExpertShape,
     GlueKernels,
@@ -40,9 +41,9 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
 )
-from heterollm.kernels.operators import ExpertBiases, GpuExperts, activate
+from heterollm.kernels.operators import ExpertBiases, GpuExperts, activate, rms_norm
 from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.model import MixtureBlock, ModelWeights
+from heterollm.model import EXPERT_FACTORS, ROUTER_BIAS, ROUTER_NORM, MixtureBlock, ModelWeights
 from heterollm.solver import EXPERTS_ON_GPU, ExpertsPlacement, Plan
 
 ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
@@ -67,16 +68,18 @@ ALL_IN_MEMORY: Final = MixtureOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The weights of a layer's mixture: router, bias of its choice, experts or slots, and biases of all."""
+    """The weights of a layer's mixture: router and its norm, experts or slots, biases and factors."""
 
     spec: OpSpec
     router: GpuLinear
-    bias: Argument
     gate_up: GroupedLinear
     down: GroupedLinear
-    shift: Argument = None
-    gate_up_bias: Argument = None
-    down_bias: Argument = None
+    norm: Argument
+    bias: Argument
+    shift: Argument
+    factors: Argument
+    gate_up_bias: Argument
+    down_bias: Argument
 
 
 class MixtureEmitter:
@@ -109,7 +112,7 @@ class MixtureEmitter:
         self._assumed, budget = options.assumed, options.budget
         kinds = device.gpu, device.activation_dtype, device.cache_dtype
         self._kernels, self._glue = GpuExperts(*kinds), GlueKernels(*kinds)
-        self._techniques = techniques
+        self._techniques, self._epsilon = techniques, weights.config.rms_norm_eps
         self.residency: ExpertResidency | None = None
         if budget is not None:
             self.residency = ExpertResidency(device, weights, budget, plan.chunk_length)
@@ -152,10 +155,15 @@ class MixtureEmitter:
                 fix="Plan without the technique npumoe.",
             )
 
+        routed = self._routed(builder, own)
         label = f"{layer}.router"
-        launch = own.router.launch(x, logits, tokens=builder.tokens, output_dtype=np.float32, label=label)
-        builder.kernel("router", layer, launch, reads=(x,), writes=(logits,), ends=False)
-        launch = self._kernels.route(logits, lists, shape=shape, bias=own.bias, shift=own.shift)
+        launch = own.router.launch(
+            routed, logits, tokens=builder.tokens, output_dtype=np.float32, label=label
+        )
+        builder.kernel("router", layer, launch, reads=(routed,), writes=(logits,), ends=False)
+        launch = self._kernels.route(
+            *(logits, lists), shape=shape, bias=own.bias, shift=own.shift, factors=own.factors
+        )
         chosen = lists.chosen, lists.weights
         builder.kernel("routing", layer, launch, reads=(logits,), writes=chosen, ends=False)
         launch = self._kernels.sort(lists, shape=shape, taken=taken)
@@ -165,7 +173,10 @@ class MixtureEmitter:
             builder.steps += self._own_rows(builder, block, own, shape, lists, placement)
         else:
             launch = self._kernels.gather_taken(
-                x, op.npu_source, lists, op.taken, shape=shape, columns=hidden
+                *(x, op.npu_source, lists, op.taken),
+                shape=shape,
+                columns=hidden,
+                weighs=block.weighs_inputs,
             )
             reads, written = (x, lists.position), (op.npu_source,)
             builder.kernel("gathering of rows", layer, launch, reads=reads, writes=written, ends=False)
@@ -180,11 +191,27 @@ class MixtureEmitter:
             other=other,
             taken=taken,
             bias=own.down_bias,
+            weighed=block.weighs_inputs,
         )
         others = *(() if other is None else (other,)), *(() if own.down_bias is None else (lists.chosen,))
         reads = (rows, lists.weights, lists.position, *others)
         builder.kernel("sum of experts", layer, launch, reads=reads, writes=(out,))
         return Segments(out, out, (hidden,), (0,))
+
+    def _routed(self, builder: PassBuilder, own: _Layer) -> DeviceMemory:
+        """Return the router's input, behind a norm of its own if it has one."""
+        lane = builder.lane
+        if own.norm is None:
+            return lane.shared["linear_input"]
+        residual, out = lane.private["residual"], lane.private[EXPERT_OUTPUT]
+        launch = rms_norm(
+            *(self._glue, residual, own.norm, out),
+            hidden=own.spec.columns,
+            tokens=builder.tokens,
+            epsilon=self._epsilon,
+        )
+        builder.kernel("norm", own.spec.layer, launch, reads=(residual,), writes=(out,), ends=False)
+        return out
 
     def _own_rows(
         self,
@@ -200,7 +227,13 @@ class MixtureEmitter:
         x, rows = lane.shared["linear_input"], lane.private[EXPERT_ROWS]
         inputs, row_codes = (_codes(lane, slot, own.spec) for slot in ("linear_input", EXPERT_ROWS))
         codes = (inputs, row_codes) if inputs is not None and row_codes is not None else None
-        launch = self._kernels.gather(x, rows, lists, shape=shape, columns=own.spec.columns, codes=codes)
+        launch = self._kernels.gather(
+            *(x, rows, lists),
+            shape=shape,
+            columns=own.spec.columns,
+            codes=codes,
+            weighs=block.weighs_inputs,
+        )
         gathered = codes_of(row_codes) or (rows,)
         reads = (*(codes_of(inputs) or (x,)), lists.source)
         steps = [builder.prepared("gathering of rows", layer, launch, reads, gathered)]
@@ -277,18 +310,30 @@ def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: Expe
             experts=routing.experts,
         )
 
-    def uploaded(*roles: str) -> Argument:
-        return gpu.upload(np.concatenate([weights.other(spec.layer, role) for role in roles], axis=-1))
-
     router = GpuLinear.pack(gpu, [weights.router(spec.layer)], activation_dtype=dtype)
-    bias = uploaded("router_bias") if routing.biased else None
     block = weights.config.per_layer[spec.layer].find(MixtureBlock)
     assert block is not None  # by expert_specs
-    biases = [("router_bias",), ("gate_bias", "up_bias"), ("down_bias",)] if block.biased else []
-    others = [uploaded(*roles) for roles in biases]
-    if residency is not None:
-        return _Layer(spec, router, bias, residency.gate_up, residency.down, *others)
-    return _Layer(spec, router, bias, packed(("gate", "up")), packed(("down",)), *others)
+    others = {role: weights.other(spec.layer, role) for role in block.tensors(spec.columns)}
+    if ROUTER_NORM in others:
+        others[ROUTER_NORM] = others[ROUTER_NORM] / np.sqrt(np.float32(spec.columns))
+
+    def uploaded(*roles: str) -> Argument:
+        found = [others[role] for role in roles if role in others]
+        return gpu.upload(np.concatenate(found, axis=-1)) if found else None
+
+    bias = uploaded(ROUTER_BIAS)
+    return _Layer(
+        spec,
+        router,
+        packed(("gate", "up")) if residency is None else residency.gate_up,
+        packed(("down",)) if residency is None else residency.down,
+        norm=uploaded(ROUTER_NORM),
+        bias=bias if routing.biased else None,
+        shift=None if routing.biased else bias,
+        factors=uploaded(EXPERT_FACTORS),
+        gate_up_bias=uploaded("gate_bias", "up_bias"),
+        down_bias=uploaded("down_bias"),
+    )
 
 
 def _codes(lane: Lane, slot: str, spec: OpSpec) -> RoundedInputs | None:

@@ -242,6 +242,10 @@ OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType
         "use_parallel_residual": ("attention and network side by side", (False,)),
         "moe_num_experts": ("a mixture of experts", (0, False)),
         "moe_num_shared_experts": ("experts of every token", (0, False)),
+        "n_routed_experts": ("a mixture of experts", (0, False)),
+        "n_shared_experts": ("experts of every token", (0, False)),
+        "num_shared_experts": ("experts of every token", (0, False)),
+        "first_k_dense_replace": ("first layers without experts", (0, False)),
         "use_expert_bias": ("a bias of the choice of experts", (False,)),
         "routed_scaling_factor": ("a factor on the experts", (1, False)),
         "num_dense_layers": ("first layers without experts", (0, False)),
@@ -279,6 +283,7 @@ IGNORED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 
 OWN: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "use_qk_norm": "norms of heads of queries and keys",
         "use_qkv_bias": "biases of q, k and v",
         "qkv_bias": "biases of q, k and v",
         "bias": "biases of attention's linears",
@@ -315,6 +320,8 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "use_double_wide_mlp": "whether their networks are twice as wide",
         "hidden_size_per_layer_input": "elements of a token's embedding for each layer; 0 for none",
         "vocab_size_per_layer_input": "tokens that have one",
+        "enable_moe_block": "whether experts stand beside the network of each layer",
+        "top_k_experts": "experts that compute a token",
         "per_layer_config": "head_dim and num_key_value_heads of layers that differ",
         "tie_embedding": "older name of tie_word_embeddings, which it precedes",
         "full_attention_interval": "every so many layers one has attention; layer_types precedes it",
@@ -408,12 +415,19 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("sliding_window_size", "older name that transformers ignores"),
     ):
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
-    for name, why, neutral in (
-        ("enable_moe_block", "experts beside a network", (False,)),
-        ("top_k_experts", "experts that compute a token", (0,)),
-        ("use_bidirectional_attention", "attention in both directions", (False, "vision")),
+    for name in ("n_group", "topk_group"):
+        why = "a choice of experts from groups of them"
+        yield from _one("refused", name, why, readers("first_k_dense_replace"), neutral=(1,))
+    plain = readers("global_head_dim") - readers("enable_moe_block")
+    for name, why, neutral, only in (
+        ("enable_moe_block", "experts beside a network", (False,), plain),
+        ("top_k_experts", "experts that compute a token", (0,), plain),
+        (
+            *("use_bidirectional_attention", "attention in both directions", (False, "vision")),
+            readers("global_head_dim"),
+        ),
     ):
-        yield from _one("refused", name, why, readers("global_head_dim"), neutral=neutral)
+        yield from _one("refused", name, why, only, neutral=neutral)
     convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
     yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
     nets = readers("linear_conv_kernel_dim")

@@ -191,9 +191,14 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
             f"Layers of {config.family} have different heads, or keys of other layers.",
             fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
         )
-    if config.attention.sinks:
-        raise OptionError(
-            f"Attention of {config.family} has sinks, which sparse attention lacks.",
-            fix=f"Leave {SHADOW_ATTENTION} out of the techniques.",
-        )
-    return tuple(block.window for block in config.blocks(AttentionBlock).values())
+    blocks = config.blocks(AttentionBlock).values()
+    reason = (
+        f"Attention of {config.family} has sinks, which sparse attention lacks."
+        if any(block.sinks for block in blocks)
+        else f"Layers of {config.family} attend to chunks of positions."
+        if any(block.chunked for block in blocks)
+        else None
+    )
+    if reason is not None:
+        raise OptionError(reason, fix=f"Leave {SHADOW_ATTENTION} out of the techniques.")
+    return tuple(block.window for block in blocks)

@@ -28,6 +28,15 @@
 #define NO_SCORE -1e30f
 #define PARTIAL_COLUMNS (HEAD_DIM + 2)
 
+// The first key that a token sees: of the last `window` keys; with CHUNKED of its chunk of `window`; 0 is all.
+#ifdef CHUNKED
+#define FIRST_KEY(token, window) ((token) - (int)((uint)(token) % (uint)(window)))
+#define IS_HIDDEN(key, token, window) ((key) < FIRST_KEY(token, window))
+#else
+#define FIRST_KEY(token, window) ((window) > 0 ? (token) - (window) + 1 : 0)
+#define IS_HIDDEN(key, token, window) ((window) > 0 && (key) <= (token) - (window))
+#endif
+
 typedef struct {
   int first_row;     // of the tile
   int rows;          // of the tile that exist
@@ -44,7 +53,7 @@ static inline attention_tile find_tile(__global const int *step, int number, int
   tile.rows = min(ROWS, step[STEP_LENGTH] * group - tile.first_row);
   int first_token = tile.position + (uint)tile.first_row / (uint)group;
   int last_token = tile.position + (uint)max(0, tile.first_row + tile.rows - 1) / (uint)group;
-  tile.start = max(window > 0 ? max(0, first_token - window + 1) : 0, part * part_keys);
+  tile.start = max(FIRST_KEY(first_token, window), part * part_keys);
   tile.stop = part + 1 < parts ? min(last_token + 1, (part + 1) * part_keys) : last_token + 1;
   return tile;
 }

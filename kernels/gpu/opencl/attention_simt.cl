@@ -92,7 +92,7 @@
   {                                                                                                          \
     const float sum = (score##r.x + score##r.y) + (score##r.z + score##r.w);                                 \
     const int token = tile.position + (uint)(tile.first_row + min(r, tile.rows - 1)) / GROUP;                \
-    const bool seen = key < tile.stop && PLACE_OF(key) <= token && (window <= 0 || PLACE_OF(key) > token - window); \
+    const bool seen = key < tile.stop && PLACE_OF(key) <= token && !IS_HIDDEN(PLACE_OF(key), token, window);   \
     score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(KEY_SCALED(sum)) : NO_SCORE;                           \
   }
 // Rows that only fill the last vector have scores, too: finite ones.

@@ -206,7 +206,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #else
   __global const int *list = 0;
 #define TOKEN(i) (tile.position + (tile.first_row + min(i, tile.rows - 1)) / group)
-#define FIRST_SEEN(i) (window > 0 ? TOKEN(i) - window + 1 : 0)
+#define FIRST_SEEN(i) FIRST_KEY(TOKEN(i), window)
 #define LAST_SEEN(i) TOKEN(i)
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
                                   get_num_groups(2), group, window, part_keys);

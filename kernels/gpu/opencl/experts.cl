@@ -7,6 +7,8 @@
 //   BIASED            the choice is by score plus the expert's bias
 //   SHIFTED           the logits have that bias, for choice and weights
 //   OUTPUT_BIASED     the rows of an expert have a bias, which combine_rows adds
+//   WEIGHS_INPUTS     the weight of an expert multiplies its input in place of its output; a token chooses one
+//   FACTORS           the weight of an expert is multiplied by its factor
 //   STEP              rows of one expert that a work-group of the product takes, a power of two
 //   TAKEN             another processor takes some rows
 //   DROPS             nobody computes the rows of its experts beyond those
@@ -70,11 +72,19 @@ static inline ulong group_best(ulong rank, __local ulong *ranks) {
 #define SCORE(logit) 1.0f / (1.0f + exp(-(logit)))
 #endif
 
+#ifdef FACTORS
+#define FACTORS_ARGUMENT , __global const float *restrict factors
+#define FACTOR_OF(expert) *factors[expert]
+#else
+#define FACTORS_ARGUMENT
+#define FACTOR_OF(expert)
+#endif
+
 // Grid: a work-group for each token. With SPARSEMIXER a logit is near the largest one, `top`, if
 // (top - logit) / max(|logit|, top) is at most `distance`.
 GROUP_SIZE __kernel void route(__global const float *restrict logits, __global const float *restrict bias,
                                __global int *restrict chosen, __global float *restrict weights, float scale,
-                               float distance) {
+                               float distance FACTORS_ARGUMENT) {
   __local ulong left[EXPERTS], ranks[WG];
 #if SCORING != SIGMOID
   __local float sums[WG];
@@ -136,7 +146,7 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
 #endif
   if (lane == 0)
     for (uint slot = 0; slot < CHOSEN; slot++)
-      weights[slot] *= scale;
+      weights[slot] *= scale FACTOR_OF(chosen[slot]);
 }
 #endif
 
@@ -290,17 +300,43 @@ typedef uint2 unit_t;
 typedef uint4 unit_t;
 #define SECOND
 #endif
+// to[i] = from[i], both of `units` units from there on; the weighted row in eights of elements.
+#ifdef WEIGHS_INPUTS
+#define WEIGHTS_ARGUMENT , __global const float *restrict weights
+#define WEIGHT_OF(slot) 1.0f
+#define UNIT_ELEMENTS (sizeof(uint4) / sizeof(act_t))
+#define COPY_ROW(from, to, token)                                                                                      \
+  for (uint i = get_local_id(0) * 8; i < units * UNIT_ELEMENTS; i += WG * 8) {                                         \
+    const float8 values = weights[token] * load_act8((__global const act_t *)(from), i);                               \
+    store_act8(values, (__global act_t *)(to), i);                                                                     \
+  }
+#else
+#define WEIGHTS_ARGUMENT
+#define WEIGHT_OF(slot) weights[slot]
+#define COPY_ROW(from, to, token)                                                                                      \
+  for (uint i = get_local_id(0); i < (uint)units; i += WG)                                                             \
+    (to)[i] = (from)[i];
+#endif
+
 GROUP_SIZE __kernel void gather_rows(__global const unit_t *restrict x, __global unit_t *restrict rows,
-                                     __global const int *restrict source, int units SECOND) {
+                                     __global const int *restrict source, int units SECOND WEIGHTS_ARGUMENT) {
   const uint at = get_group_id(0);
   const int from = source[at];
   if (from < 0)
     return;
+#ifdef CODES
   for (uint i = get_local_id(0); i < (uint)units; i += WG)
     rows[at * (uint)units + i] = x[from * (uint)units + i];
-#ifdef CODES
-  for (uint i = get_local_id(0); i < (uint)second_units; i += WG)
-    second[at * (uint)second_units + i] = y[from * (uint)second_units + i];
+  for (uint i = get_local_id(0); i < (uint)second_units; i += WG) {
+    unit_t block = y[from * (uint)second_units + i];
+#ifdef WEIGHS_INPUTS
+    // The step of the codes; the other number is their sum.
+    block.x = as_uint(as_float(block.x) * weights[from]);
+#endif
+    second[at * (uint)second_units + i] = block;
+  }
+#else
+  COPY_ROW(x + from * (uint)units, rows + at * (uint)units, from)
 #endif
 }
 
@@ -308,13 +344,12 @@ GROUP_SIZE __kernel void gather_rows(__global const unit_t *restrict x, __global
 // taken[~position] = x[token], of `units` units each, for the pairs that another processor takes. Grid: a work-group for
 // each pair; those of other pairs leave, and so do rows from `limit` on, which do not exist.
 GROUP_SIZE __kernel void gather_taken(__global const uint4 *restrict x, __global uint4 *restrict taken,
-                                      __global const int *restrict position, int units, int limit) {
+                                      __global const int *restrict position, int units, int limit WEIGHTS_ARGUMENT) {
   const uint pair = get_group_id(0), row = ~position[pair];
   if (row >= (uint)limit)
     return;
   const uint token = pair / CHOSEN;
-  for (uint i = get_local_id(0); i < (uint)units; i += WG)
-    taken[row * (uint)units + i] = x[token * (uint)units + i];
+  COPY_ROW(x + token * (uint)units, taken + row * (uint)units, token)
 }
 #endif
 
@@ -347,7 +382,7 @@ GROUP_SIZE __kernel void combine_rows(__global const act_t *y, __global const ac
       LOAD_PART(load_float8, load_float, bias + chosen[slot] * columns, i, count, shift)
       value += shift;
 #endif
-      sum = FMA((float8)weights[slot], value, sum);
+      sum = FMA((float8)WEIGHT_OF(slot), value, sum);
     }
 #ifdef ADDS
     LOAD_PART(load_act8, load_act, out, i, count, held)

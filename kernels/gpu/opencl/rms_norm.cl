@@ -1,6 +1,6 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
 // The delta may have a bias and a norm of its own: delta / rms(delta) * post. With GAIN the sum is multiplied by `gain`.
-// With UNNORMED the output is the sum itself.
+// With UNNORMED the output is the sum itself, with ALONE the delta itself behind its own norm.
 // With CENTERED it is a LayerNorm: the mean is subtracted first, and the last `hidden` of 2 * hidden weights are
 // added at the end. With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
 // rounding.h and glue.h, and with NPU_CODES codes.h.
@@ -80,9 +80,13 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
 #endif
   for (int i = lane * 8; i < hidden; i += WG * 8) {
     int count = min(8, hidden - i);
+#ifdef ALONE
+    float8 value = load_normed(delta, post, delta_factor, has_post, i, count);
+#else
     LOAD_PART(load_float8, load_float, values, i, count, value)
     if (mode != NORM_ONLY)
       value = SUMMED(value, load_normed(delta, post, delta_factor, has_post, i, count));
+#endif
     if (mode == NORM_ADD) {
       STORE_PART(store_float8, store_float, value, values, i, count)
     }

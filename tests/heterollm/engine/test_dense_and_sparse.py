@@ -28,9 +28,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated": ("qwen2_moe", {**STEPPED, "shared_expert_intermediate_size": 160}),
     # Convolutions, and a choice of experts by sigmoid and bias.
     "biased": ("lfm2_moe", {"intermediate_size": 192}),
+    # Norms of experts, of their router and of the network beside them.
+    "normed": ("gemma4_text with experts", {}),
 }
-SPARSE = {"listed": (0, 2), "stepped": (1, 3), "gated": (1, 3), "biased": (1, 2)}
-NETWORKS = {"listed": {1}, "stepped": {0, 2}, "gated": {0, 1, 2, 3}, "biased": {0}}
+SPARSE = {"listed": (0, 2), "stepped": (1, 3), "gated": (1, 3), "biased": (1, 2), "normed": (0, 1)}
+NETWORKS = {"listed": {1}, "stepped": {0, 2}, "gated": {0, 1, 2, 3}, "biased": {0}, "normed": {0, 1}}
 
 
 def answers(llm: LLM, ids: list[int]) -> np.ndarray:
@@ -69,6 +71,7 @@ def with_experts(plan: Plan, layers: tuple[int, ...]) -> Plan:
     [
         *(("listed", {}), ("stepped", {"precision": "fp16"}), ("listed", {"precision": "w4a8"})),
         *(("gated", {}), ("gated", {"precision": "w4a8"}), ("biased", {})),
+        *(("normed", {}), ("normed", {"precision": "w4a8"})),
         pytest.param("stepped", {}, marks=pytest.mark.slow),
         pytest.param("listed", {"precision": "fp16"}, marks=pytest.mark.slow),
         pytest.param("stepped", {"precision": "w4a8"}, marks=pytest.mark.slow),
@@ -126,7 +129,7 @@ def test_any_budget_of_experts_gives_the_same_bits(
         assert (llm.expert_reads.slots, llm.expert_reads.experts) == (slots, 24)
 
 
-@pytest.mark.parametrize("model", ["stepped", "gated", "biased"])
+@pytest.mark.parametrize("model", ["stepped", "gated", "biased", "normed"])
 def test_a_saved_model_has_the_logits_of_its_source(
     model: str,
     checkpoint: Callable[..., Path],

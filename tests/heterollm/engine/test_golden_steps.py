@@ -62,7 +62,9 @@ def config_of(family: str) -> ModelConfig:
     from transformers import AutoConfig
 
     fields = {"num_hidden_layers": 2, "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 0}
-    own = AutoConfig.for_model(family, **{**fields, "rms_norm_eps": 1e-5, **FAMILIES[family]})
+    own = AutoConfig.for_model(
+        family.partition(" ")[0], **{**fields, "rms_norm_eps": 1e-5, **FAMILIES[family]}
+    )
     return ModelConfig.from_dict(json.loads(own.to_json_string()))
 
 

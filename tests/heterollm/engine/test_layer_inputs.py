@@ -101,7 +101,7 @@ def test_sparse_attention_needs_heads_that_are_alike(checkpoint: Callable[..., P
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "of the last full_attention"),
         ({"global_head_dim": 33}, "global_head_dim is 33; expected an even width"),
         ({"vocab_size_per_layer_input": 128}, "at least the vocab_size of 2048"),
-        ({"enable_moe_block": True}, "experts beside a network"),
+        ({"enable_moe_block": True}, "moe_intermediate_size is missing"),
         ({"use_bidirectional_attention": "all"}, "attention in both directions"),
     ],
 )

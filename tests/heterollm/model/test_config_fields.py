@@ -57,7 +57,14 @@ GEMMA4_KINDS = ("gemma4_text", "gemma4_unified_text")
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
-    "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256},
+    "gemma4_text": {
+        **GEMMA4,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 256,
+        "num_experts": 4,
+        "top_k_experts": 1,
+        "moe_intermediate_size": 32,
+    },
     "gemma4_unified_text": GEMMA4,
     "mixtral": {"rope_theta": 10_000.0},
     "smollm3": {"no_rope_layer_interval": 2, "rope_theta": 10_000.0},
@@ -134,6 +141,27 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 0,
         "rope_theta": 10_000.0,
     },
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "exaone_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": False,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 10_000.0,
+        "norm_topk_prob": False,
+    },
     "cohere2": {"sliding_window_pattern": 2},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"],
@@ -205,6 +233,11 @@ VALUES: dict[str, Any] = {
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 320,
     "enable_moe_block": True,
+    "n_routed_experts": 6,
+    "num_shared_experts": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+    **dict.fromkeys(("n_group", "topk_group"), 2),
     "top_k_experts": 2,
     "conv_L_cache": 4,
     "conv_bias": True,
@@ -298,6 +331,7 @@ OF_GEMMA4: dict[str, Any] = {
     "use_bidirectional_attention": "all",
 }
 OF_KIND: dict[tuple[str, str], Any] = {
+    ("exaone_moe", "mlp_layer_types"): ["sparse", "dense"],
     ("lfm2", "layer_types"): ["full_attention", "conv"],
     ("qwen3_5_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],
@@ -336,6 +370,10 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
     **{
         (kind, "num_global_key_value_heads"): {"attention_k_eq_v": True}
         for kind in ("gemma4_text", "gemma4_unified_text")
+    },
+    **{
+        ("gemma4_text", name): {"enable_moe_block": True}
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
     },
     ("qwen2_moe", "sliding_window"): {"use_sliding_window": True},
     ("qwen2_moe", "use_sliding_window"): {"sliding_window": 8},
@@ -402,7 +440,7 @@ def theirs(fields: dict[str, Any]) -> Any:
         for values in model.parameters():
             values.add_(0.1 * torch.randn_like(values)) if values.ndim == 1 else values.mul_(3.0)
         for name, values in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 values.normal_(std=0.3)
     return model
 

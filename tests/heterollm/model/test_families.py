@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
     "gemma4": ("gemma4_text", {}),
+    "gemma4 with experts": ("gemma4_text with experts", {}),
     "gemma4 in one stream": ("gemma4_unified_text", {}),
     "smollm3": ("smollm3", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -55,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "lfm2_moe": ("lfm2_moe", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
+    **{name: (name, {}) for name in ("glm4_moe", "dots1", "exaone_moe")},
     "qwen3_moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
@@ -82,7 +84,7 @@ SLOW = (
     *(("qwen3", "layer"), ("gemma2", "layer"), ("mistral", "layer"), ("phi3", "layer"), ("smollm3", "layer")),
     # What is asked of the NPU in the variants is asked by their families.
     *((name, "layer") for name in VARIANTS if name != "llama with biases"),
-    *((name, level) for name in DECLARED for level in ("npu", "layer")),
+    *((name, level) for name in (*DECLARED, "dots1", "exaone_moe") for level in ("npu", "layer")),
     *((name, "layer") for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
 )
 PROMPT, STEPS = 70, 5
@@ -213,15 +215,19 @@ def attention(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return changed(config, AttentionBlock, lambda block: dataclasses.replace(block, **changes))
 
 
+def mixture(config: ModelConfig, **changes: Any) -> dict[str, Any]:
+    return changed(config, MixtureBlock, lambda block: dataclasses.replace(block, **changes))
+
+
 def each_layer(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]) -> dict[str, Any]:
     return {"per_layer": tuple(map(change, config.per_layer))}
 
 
-def without_output_norms(config: ModelConfig) -> dict[str, Any]:
+def each_stage(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return each_layer(
         config,
         lambda layer: LayerConfig(
-            tuple(dataclasses.replace(stage, output_norm=None) for stage in layer.stages), layer.is_scaled
+            tuple(dataclasses.replace(stage, **changes) for stage in layer.stages), layer.is_scaled
         ),
     )
 
@@ -283,6 +289,9 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "part of the pairs": plain_rope,
     "norms of values": lambda config: attention(config, value_norms=False),
     "factors of layers": lambda config: each_layer(config, lambda one: LayerConfig(one.stages)),
+    "norms of blocks": lambda config: each_stage(config, own_norms={}),
+    "norm of the router": lambda config: mixture(config, router_normed=False),
+    "factors of experts": lambda config: mixture(config, scaled=False),
     "activation beside embeddings of layers": lambda config: changed(
         config, LayerInputBlock, lambda one: dataclasses.replace(one, activation="silu")
     ),
@@ -291,7 +300,7 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "norms of heads behind positions": lambda config: attention(config, norms_last=False),
     "stretched positions": unstretched,
     "growth of queries": lambda config: attention(config, query_growth=None),
-    "norms of outputs": without_output_norms,
+    "norms of outputs": lambda config: each_stage(config, output_norm=None),
     "stages without a norm before": normed_stages,
     "norm offset": lambda _config: {"norm_offset": 0.0},
     "embedding scale": lambda _config: {"embedding_scale": 1.0},
@@ -353,6 +362,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("activation", "norms of heads", "part of the pairs", "norms of values", "factors of layers"),
         *("activation beside embeddings of layers", "attention scale"),
     ),
+    "gemma4 with experts": (
+        *("norms of blocks", "norm of the router", "factors of experts"),
+        *("norms of outputs", "all chosen experts"),
+    ),
     "smollm3": ("window", "layers without positions", *BIASES),
     "mixtral": ("window", "normalised weights", "all chosen experts"),
     "qwen2_moe": ("window", "biases of q, k and v", "weights as they are", "gate of tokens"),
@@ -393,6 +406,18 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
     "ernie4_5_moe": ("bias of the choice", "normalised weights", "bias of the head", *BIASES),
+    "glm4_moe": (
+        *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
+        *("norms of heads", "partly turning heads", "biases of q, k and v"),
+    ),
+    "dots1": (
+        *("sigmoid", "bias of the choice", "factor of experts", "weights as they are"),
+        *("norms of heads", "window", "layers without window", "biases of q, k and v", "bias of attention"),
+    ),
+    "exaone_moe": (
+        *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
+        *("norms of heads", "window", "layers without window", "layers without positions"),
+    ),
     "lfm2_moe": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     "cohere2": (
         *("means of norms", "blocks side by side", "scale of logits", "window", "layers without window"),

@@ -586,6 +586,7 @@ def test_a_damaged_file_is_read_rightly_or_refused(files, target):
 
 
 OF_FAMILY = {
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "granitemoehybrid": {"mamba_n_heads": 2, "layer_types": ["attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     **{

@@ -90,6 +90,7 @@ STATED_BILLIONS = {
     "falcon3-3b": 3.23,
     "ernie-4.5-0.3b": 0.361,
     "glm-4-9b": 9.4,
+    "glm-4.5-air": 106.8,
     "phonelm-0.5b": 0.51,
     "phonelm-1.5b": 1.62,
     "stablelm-2-1.6b": 1.64,

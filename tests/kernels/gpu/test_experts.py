@@ -173,7 +173,7 @@ def make(runtime):
 # -- choice -------------------------------------------------------------------------------------------------
 
 
-def routed(runtime, experts, logits, routing, bias=None, shift=None):
+def routed(runtime, experts, logits, routing, bias=None, shift=None, factors=None):
     """What the kernel chooses for logits that garbage follows, and the weights."""
     shape = ExpertShape(routing, len(logits))
     behind = np.full((3, routing.experts), np.nan, np.float32)
@@ -184,7 +184,7 @@ def routed(runtime, experts, logits, routing, bias=None, shift=None):
     lists = replace(lists, chosen=chosen.slot, weights=weights.slot)
     added = {
         name: runtime.upload(values)
-        for name, values in (("bias", bias), ("shift", shift))
+        for name, values in (("bias", bias), ("shift", shift), ("factors", factors))
         if values is not None
     }
     run_launches(runtime, [experts.route(slot, lists, shape=shape, **added)])
@@ -233,6 +233,18 @@ def test_a_shift_is_added_to_the_logits(runtime, make, style):
             continue
         found = routed(runtime, make(style), logits, routing, shift=shift)
         check_choice(logits + shift, routing, None, *found)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_factor_of_each_expert_is_on_its_normalised_weight(runtime, make, style):
+    for routing in ROUTINGS:
+        generator = np.random.default_rng(routing.experts)
+        logits = generator.standard_normal((33, routing.experts)).astype(np.float32)
+        factors, bias = generator.uniform(0.5, 2, (2, routing.experts)).astype(np.float32)
+        bias = bias if routing.biased else None
+        chosen, weights = routed(runtime, make(style), logits, routing, bias, factors=factors)
+        expected = weights_of(logits, chosen, routing) * factors[chosen]
+        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -361,8 +373,11 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         taken=st.integers(0, 9),
         adds=st.booleans(),
         drops=st.booleans(),
+        weighs=st.booleans(),
     )
-    def holds(seed, tokens, columns, routing, taken, adds, drops):
+    def holds(seed, tokens, columns, routing, taken, adds, drops, weighs):
+        # Weights are on the inputs of the only expert of a token.
+        weighs = weighs and routing.chosen == 1
         generator = np.random.default_rng(seed)
         shape = ExpertShape(routing, tokens)
         chosen = choices(generator, "skewed", tokens, routing)
@@ -379,10 +394,12 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         sizes = {"shape": shape, "columns": columns}
         launches = [
             experts.sort(lists, shape=shape, taken=given),
-            experts.gather_taken(x_slot, others.slot, lists, given, **sizes),
-            experts.gather(x_slot, gathered.slot, lists, **sizes),
+            experts.gather_taken(x_slot, others.slot, lists, given, **sizes, weighs=weighs),
+            experts.gather(x_slot, gathered.slot, lists, **sizes, weighs=weighs),
         ]
         run_launches(runtime, launches)
+        if weighs:
+            x, weights = (x * weights).astype(dtype), np.ones_like(weights)
         source, position, own = order_of(chosen, routing.experts, table, drops)
         theirs = others.read()
         rows_of = (gathered.read(), x[source], source >= 0), (theirs, *taken_of(position, x, theirs))
@@ -411,6 +428,7 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
             other=fill_slot(runtime, other),
             taken=given,
             adds=adds,
+            weighed=weighs,
         )
         run_launches(runtime, [combine])
         exact = np.einsum("tk,tkc->tc", weights.astype(np.float64), rows.astype(np.float64))
@@ -421,13 +439,15 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
     holds()
 
 
+@pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_codes_are_gathered_with_their_scales(runtime, make, style):
-    routing, tokens, columns, block = Routing(6, 2), 9, 96, 32
+def test_codes_are_gathered_with_their_scales(runtime, make, style, weighs):
+    routing, tokens, columns, block = Routing(6, 1 if weighs else 2), 9, 96, 32
     shape = ExpertShape(routing, tokens)
     generator = np.random.default_rng(5)
     chosen = choices(generator, "even", tokens, routing)
-    lists = upload_lists(runtime, shape, chosen)
+    weights = generator.uniform(0.1, 1, chosen.shape).astype(np.float32)
+    lists = upload_lists(runtime, shape, chosen, weights)
     x = generator.standard_normal((tokens, columns)).astype(np.float32)
 
     def codes_for(rows):
@@ -443,11 +463,18 @@ def test_codes_are_gathered_with_their_scales(runtime, make, style):
         rounding_launch(runtime, slot, source, tokens=tokens, **options),
         rounding_launch(runtime, fill_slot(runtime, x[order]), right, tokens=shape.pairs, **options),
         experts.sort(lists, shape=shape),
-        experts.gather(slot, slot, lists, shape=shape, columns=columns, codes=(source, target)),
+        experts.gather(
+            slot, slot, lists, shape=shape, columns=columns, codes=(source, target), weighs=weighs
+        ),
     ]
     run_launches(runtime, launches)
-    for own, exact in ((target.codes, right.codes), (target.blocks, right.blocks)):
-        np.testing.assert_array_equal(slot_values(own), slot_values(exact))
+    np.testing.assert_array_equal(slot_values(target.codes), slot_values(right.codes))
+    found, expected = (
+        slot_values(own.blocks).reshape(-1).view(np.float32).reshape(-1, columns // block, 2).copy()
+        for own in (target, right)
+    )
+    expected[: shape.pairs, :, 0] *= weights[order] if weighs else 1
+    np.testing.assert_array_equal(found, expected)
 
 
 # -- products -----------------------------------------------------------------------------------------------
@@ -774,7 +801,7 @@ def test_what_does_not_fit_is_refused(runtime, make):
     shape, experts = ExpertShape(Routing(4, 2), 3), make("simt")
     lists = ExpertLists.allocate(runtime, shape)
     logits = runtime.shared((3, 4), np.float32)
-    with pytest.raises(KernelError, match="a bias belongs to a biased routing"):
+    with pytest.raises(KernelError, match="a biased routing, and no other, has a bias"):
         experts.route(logits, lists, shape=shape, bias=logits)
     with pytest.raises(KernelError, match="experts' chosen slot has 24 bytes, 32 are needed"):
         experts.route(runtime.shared((9, 9), np.float32), lists, shape=ExpertShape(Routing(4, 2), 4))

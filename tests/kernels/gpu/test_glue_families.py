@@ -8,8 +8,8 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.formats import linear_errors
-from heterollm.kernels.gpu import HeadShape, Scores
-from heterollm.kernels.operators.attention import AttentionCase
+from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, HeadShape, Scores
+from heterollm.kernels.operators.attention import AttentionCase, visible
 from heterollm.kernels.operators.data import GuardedOutput, fill_slot, run_launches, split_segments
 from heterollm.kernels.operators.embedding import PositionsCase
 from heterollm.kernels.operators.gated_activation import (
@@ -51,6 +51,7 @@ def test_a_delta_is_biased_and_normed_before_it_is_added(cases, check, style, dt
             final,
             *made(NormCase(*shape, **options)),
             *made(NormCase(*shape, **options, unnormed=True)),
+            *(made(NormCase(*shape, **options, alone=True)) if post else ()),
         ):
             check(numbers, (shape, options))
 
@@ -130,6 +131,37 @@ def test_the_output_of_each_token_is_gated(cases, check, style, dtype):
     for shape in ((3, 100, 41), (1, 7, 0), (33, 512, 512), (2, 2052, 1000)):
         check(*made(TokenGateCase(*shape)), shape)
         check(*made(TokenGateCase(*shape, "sum")), shape)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_tokens_attend_to_their_chunks(cases, check, style):
+    for tokens, position, parts, chunk in (
+        *((1, 149, 1, 50), (1, 150, 1, 50), (1, 150, 3, 64), (33, 0, 1, 7), (40, 77, 1, 50)),
+        *((3, 148, 2, 50), (70, 33, 1, 64)),
+    ):
+        shape = HeadShape(6, 2, 36, position + tokens + 2)
+        options = {"bucket": 256, "parts": parts}
+        found, plain = (
+            cases(style, seed=3)(
+                AttentionCase(tokens, position, shape, scores=Scores(0.3, chunk, chunked=chunked), **options)
+            )[0]
+            for chunked in (True, False)
+        )
+        check(found, (tokens, position, parts, chunk))
+        # The last token of a chunk sees as many keys as in a window.
+        is_last = tokens == 1 and (position + 1) % chunk == 0
+        errors = linear_errors(found[0].reshape(-1, 36), plain[1].reshape(-1, 36))
+        assert errors.within("fp16") == is_last
+
+
+def test_work_of_chunks_counts_the_keys_that_tokens_see():
+    for position, tokens, chunk in ((0, 33, 7), (48, 5, 50), (150, 1, 50)):
+        step = np.zeros(8, np.int32)
+        step[STEP_POSITION], step[STEP_LENGTH] = position, tokens
+        row, key = np.arange(position, position + tokens)[:, None], np.arange(position + tokens)
+        seen = (key <= row) & (key // chunk == row // chunk)
+        expected = tokens, seen.sum(), seen.any(axis=0).sum()
+        assert visible(step, tokens, chunk, chunked=True) == expected
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -115,6 +115,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=1 -DCENTERED",
         "-DWG=64 -DCENTERED -DWHOLE_EIGHTS",
         "-DWG=64 -DUNNORMED -DWHOLE_EIGHTS",
+        "-DWG=64 -DUNNORMED -DALONE",
         "-DWG=1 -DUNNORMED -DCODE_BITS=4 -DCODE_BLOCK=32",
         "-DWG=64",
         "-DWG=1 -DCODE_BITS=4 -DCODE_BLOCK=32",
@@ -184,18 +185,20 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         f"-DWG={items} -DEXPERTS=60 -DCHOSEN=4 {own}"
         for items in (1, 64)
         for own in (
-            "-DSCORING=0 -DNORMALIZED",
+            "-DSCORING=0 -DNORMALIZED -DFACTORS",
             "-DSCORING=1 -DBIASED -DSTEP=1",
             "-DSCORING=0 -DBIASED -DSTEP=32 -DTAKEN -DCODES",
             "-DSCORING=2 -DCOMBINES -DDROPS",
             "-DSTEP=8 -DTAKEN -DDROPS -DGATHERS_TAKEN",
             "-DCOMBINES -DADDS -DWHOLE_EIGHTS",
+            "-DGATHERS_TAKEN -DCOMBINES -DWEIGHS_INPUTS",
+            "-DCODES -DWEIGHS_INPUTS",
             "-DSLOTS",
         )
     ],
     (*ATTENTION, "attention_vector.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DROWS=16 -DMICRO=4 -DVECTORS=2",
-        "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF",
+        "-DWG=1 -DHEAD_DIM=80 -DROWS=8 -DMICRO=8 -DVECTORS=1 -DKV_HALF -DCHUNKED",
         "-DWG=1 -DHEAD_DIM=36 -DROWS=8 -DMICRO=4 -DVECTORS=2 -DKV_CODES",
         "-DWG=1 -DHEAD_DIM=64 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DCODE_BITS=4 -DCODE_BLOCK=32 -DCODE_HEADS=1",
         "-DWG=1 -DHEAD_DIM=80 -DROWS=32 -DMICRO=4 -DVECTORS=2 -DGATHERED -DBLOCK=32 -DMEMBERS=3",
@@ -204,7 +207,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ],
     (*ATTENTION, "attention_simt.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DWHOLE_EIGHTS",
-        "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP",
+        "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_HALF -DSOFT_CAP -DCHUNKED",
         "-DWG=64 -DHEAD_DIM=20 -DROWS=3 -DGROUP=3 -DKV_CODES",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=8 -DGROUP=4 -DKV_CODES -DWHOLE_EIGHTS",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=3 -DGROUP=3 -DKV_HALF -DCOALESCED -DWHOLE_EIGHTS",
@@ -429,6 +432,7 @@ OPERATORS = (
     NormCase(3, 44, 44, "sum", biased=True),
     NormCase(3, 48, 13, centered=True),
     NormCase(3, 44, 13, unnormed=True, post=True),
+    NormCase(3, 44, 13, biased=True, post=True, alone=True),
     GatedCase(3, 21, (3, 16)),
     GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
     GatedCase(3, 21, (3, 16), activation="relu", biased=True),
@@ -462,6 +466,7 @@ OPERATORS = (
         for parts, tokens, cap in ((1, 3, 0.0), (2, 3, 0.5), (1, 1, 0.5), (2, 1, 0.0))
     ),
     *(AttentionCase(3, 66, ODD, sinks=(1.0, 0.0, -3.0), bucket=128, parts=parts) for parts in (1, 2)),
+    *(AttentionCase(3, 66, ODD, Scores(0.2, 67, chunked=True), bucket=128, parts=parts) for parts in (1, 2)),
     OutlierCase(1, 100, (70,), (64,), 25, 9),
     OutlierCase(6, 600, (21, 9, 9), (16, 8, 0), 25, 9, covered=5),
     OutlierCase(35, 64, (24,), (24,), 25, 9),
