@@ -24,6 +24,7 @@ PLAIN: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta
 MIXTURES = (
     *("mixtral", "qwen3_moe", "olmoe", "mellum", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "ernie4_5_moe"),
+    *("glm4_moe", "dots1", "exaone_moe"),
 )
 STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -57,6 +58,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
     "ernie4_5_moe": {"use_bias": False},
+    # A float32 of the file is equal.
+    "glm4_moe": {"routed_scaling_factor": 1.75},
+    "dots1": {
+        "routed_scaling_factor": 1.75,
+        "attention_bias": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 2,
+    },
     "smollm3": {
         "no_rope_layers": [1, 1],
         "use_sliding_window": False,
@@ -167,6 +176,10 @@ def gemma4(writer: Any, config: Config) -> None:
         heads = [counts[kind.startswith("s")] for kind in kinds]
         del writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"]
         writer.add_head_count_kv(heads)
+    if config.get("enable_moe_block"):
+        expert_width(writer, config)
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
     if config.get("use_double_wide_mlp"):
         width = config["intermediate_size"]
         del writer.kv_data[0][f"{writer.arch}.feed_forward_length"]
@@ -243,6 +256,18 @@ def ernie_moe(writer: Any, config: Config) -> None:
     writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
     writer.add_leading_dense_block_count(config["moe_layer_start_index"])
     writer.add_expert_shared_count(config["moe_num_shared_experts"])
+
+
+def sigmoid_moe(writer: Any, config: Config) -> None:
+    expert_width(writer, config)
+    dense = config.get("mlp_layer_types", ()).count("dense")
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", dense))
+    writer.add_expert_shared_count(config.get("n_shared_experts") or config["num_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["model_type"] == "exaone_moe":
+        two_windows(writer, config)
 
 
 # ---- tensors --------------------------------------------------------------------------------------------
@@ -399,8 +424,17 @@ def expert_biases(tensors: Tensors, config: Config) -> Pairs:
 
 
 def scalars(tensors: Tensors, _config: Config) -> Pairs:
+    """Gemma 4's scalars of layers, and factors of routers and experts, which are stacked."""
+    owns = {
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+        "layer_scalar": "layer_output_scale.weight",
+    }
     for name, values in tensors.items():
-        yield f"{name}.weight" if name.endswith("layer_scalar") else name, values
+        layer, _, below = name.removeprefix("model.layers.").partition(".")
+        yield f"blk.{layer}.{owns[below]}" if below in owns else name, values
 
 
 class Converter(NamedTuple):
@@ -462,6 +496,9 @@ CONVERTERS = {
     "qwen3_5_moe_text": Converter("qwen35moe", delta_net, delta_tensors),
     "qwen3_next": Converter("qwen3next", delta_net, qwen3_next),
     "lfm2_moe": Converter("lfm2moe", lfm2_moe, expert_biases, "norm_eps"),
+    "glm4_moe": Converter("glm4moe", sigmoid_moe, expert_biases),
+    "dots1": Converter("dots1", sigmoid_moe, expert_biases),
+    "exaone_moe": Converter("exaone-moe", sigmoid_moe, expert_biases),
     "ernie4_5_moe": Converter("ernie4_5-moe", ernie_moe, expert_biases),
     "mellum": Converter("mellum", mellum, names="qwen3moe"),
     "phimoe": Converter("phimoe", window),
@@ -536,8 +573,8 @@ def write_sizes(writer: Any, config: Config) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(width)
     if config["model_type"] in MIXTURES or config.get("num_local_experts"):
-        counts = (config.get(f"{one}num_experts") for one in ("moe_", ""))
-        writer.add_expert_count(config.get("num_local_experts") or next(filter(None, counts)))
+        names = ("num_local_experts", "moe_num_experts", "n_routed_experts", "num_experts")
+        writer.add_expert_count(next(filter(None, (config.get(name) for name in names))))
         writer.add_expert_used_count(config.get("moe_k") or config["num_experts_per_tok"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(key_heads)

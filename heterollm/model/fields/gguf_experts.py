@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from heterollm.model.fields.gguf_rows import MODEL, NAMES, OFF, ONE, read, rows
+from heterollm.model.fields.gguf_rows import ARCHITECTURE, MODEL, NAMES, OFF, ONE, read, rows
 
 DELTA: Final = frozenset({"qwen35moe", "qwen3next"})
 SHARED: Final = DELTA | {"qwen2moe"}
 ERNIE: Final = frozenset({"ernie4_5-moe"})
-LEADING: Final = ERNIE | {"lfm2moe"}
-SIZED: Final = SHARED | LEADING | {"qwen3moe", "mellum"}
-NORMALIZED: Final = SIZED - {"qwen2moe"} | {"llama", "phimoe", "granitemoe"}
+SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
+LEADING: Final = SIGMOID | ERNIE | {"lfm2moe"}
+SIZED: Final = SHARED | LEADING | {"qwen3moe", "mellum", "gemma4"}
+NORMALIZED: Final = SIZED - SIGMOID - {"qwen2moe"} | {"llama", "phimoe", "granitemoe"}
 
 EXPERTS: Final = (
     read(".expert_count", "experts; 0 for none"),
@@ -31,7 +32,7 @@ EXPERTS: Final = (
     read(
         ".leading_dense_block_count",
         "first layers without experts; absent: none",
-        "models/lfm2moe.cpp, ernie4-5-moe.cpp",
+        ARCHITECTURE,
         LEADING,
     ),
     read(
@@ -40,13 +41,20 @@ EXPERTS: Final = (
         "models/ernie4-5-moe.cpp",
         ERNIE,
     ),
-    read(".expert_shared_count", "experts that compute every token", "models/ernie4-5-moe.cpp", ERNIE),
+    read(".expert_shared_count", "experts that compute every token", ARCHITECTURE, SIGMOID | ERNIE),
+    read(
+        ".expert_weights_norm",
+        "whether weights of experts are divided by their sum; absent: no",
+        ARCHITECTURE,
+        SIGMOID,
+    ),
+    read(".expert_weights_scale", "factor of the experts' weights; absent or 0: 1", ARCHITECTURE, SIGMOID),
     *rows(
         "none",
         "width of the experts that compute every token, which their number states",
         "conversion/ernie.py",
         ".expert_shared_feed_forward_length",
-        only=ERNIE,
+        only=SIGMOID | ERNIE,
     ),
     *rows(
         "none",
@@ -82,7 +90,7 @@ EXPERTS: Final = (
         "models: build_moe_ffn",
         ".expert_gating_func",
         neutral=(2,),
-        only=frozenset({"lfm2moe"}),
+        only=SIGMOID | {"lfm2moe"},
     ),
     *rows(
         "refused",

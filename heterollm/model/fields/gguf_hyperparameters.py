@@ -19,7 +19,7 @@ from heterollm.model.fields.gguf_rows import (
 
 GEMMA4: Final = frozenset({"gemma4"})
 GEMMAS: Final = GEMMA4 | {"gemma2", "gemma3"}
-PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum", "cohere2", "olmo2", "exaone4"}
+PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum", "cohere2", "olmo2", "exaone4", "exaone-moe"}
 WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
 CENTERED: Final = frozenset({"phi2", "stablelm", "starcoder2", "nemotron", "cohere2"})
 GRANITES: Final = frozenset({"granite", "granitemoe"})
@@ -359,7 +359,7 @@ OTHER: Final = (
         ".nextn_predict_layers",
         "last layers, which predict further tokens and are not read",
         ARCHITECTURE,
-        QWEN35 | {"exaone4"},
+        QWEN35 | {"exaone4", "exaone-moe", "glm4moe"},
     ),
     *rows(
         "none",

@@ -14,11 +14,15 @@ from heterollm.model.stored.gguf_family_fields import (
     cohere2,
     delta_net,
     delta_net_moe,
+    dots1,
     ernie_moe,
     exaone4,
+    exaone_moe,
     gemma2,
     gemma3,
     gemma4,
+    gemma4_moe,
+    glm4_moe,
     gpt_oss,
     granite,
     granite_moe,
@@ -103,6 +107,7 @@ NUMBERED_EXPERTS: Final = {
 SHARED_EXPERT: Final = {
     f"ffn_{member}_shexp": f"mlp.shared_expert.{member}_proj" for member in ("gate", "up", "down")
 }
+SHARED_EXPERTS: Final = {own: module.replace("expert", "experts") for own, module in SHARED_EXPERT.items()}
 LFM2_NORM: Final = ("norm_eps", "attention.layer_norm_rms_epsilon")
 LFM2_MODULES: Final = {
     "attn_norm": "operator_norm",
@@ -118,6 +123,24 @@ LFM2_TOP: Final = dict.fromkeys(("token_embd_norm", "output_norm"), "model.embed
 POST_NORM: Final = {"post_attention_norm": "post_attention_layernorm"}
 ROUTER: Final = {"ffn_gate_inp": "mlp.gate"}
 SPARSE_ROUTER: Final = {"ffn_gate_inp": "block_sparse_moe.gate"}
+CHOICE_BIAS: Final = {"exp_probs_b.bias": Other("mlp.gate.e_score_correction_bias")}
+GEMMA4: Final = Architecture(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    modules={
+        **GEMMA_MODULES,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+    top={
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+    },
+    fields=gemma4,
+    lists="first",
+)
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {
@@ -150,23 +173,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "gemma3": Architecture(
             "gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0, modules=GEMMA_MODULES, fields=gemma3
         ),
-        "gemma4": Architecture(
-            "gemma4_text",
-            "Gemma4ForCausalLM",
-            modules={
-                **GEMMA_MODULES,
-                "inp_gate": "per_layer_input_gate",
-                "proj": "per_layer_projection",
-                "post_norm": "post_per_layer_input_norm",
-            },
-            top={
-                "per_layer_token_embd": "model.embed_tokens_per_layer",
-                "per_layer_model_proj": "model.per_layer_model_projection",
-                "per_layer_proj_norm": "model.per_layer_projection_norm",
-            },
-            fields=gemma4,
-            lists="first",
-        ),
+        "gemma4": GEMMA4,
         "granite": Architecture(
             "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=granite
         ),
@@ -300,14 +307,54 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             "ernie4_5_moe",
             "Ernie4_5_MoeForCausalLM",
             biases=(("use_bias", QKV_BIAS),),
-            modules={
-                **ROUTER,
-                **{own: module.replace("expert", "experts") for own, module in SHARED_EXPERT.items()},
-            },
+            modules={**ROUTER, **SHARED_EXPERTS},
             experts=NAMED_EXPERTS,
             experts_field="moe_num_experts",
             fields=ernie_moe,
             others={"exp_probs_b.bias": Other("mlp.moe_statics.e_score_correction_bias", 0)},
+        ),
+        "glm4moe": Architecture(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={**POST_NORM, **ROUTER, **SHARED_EXPERTS},
+            experts=NAMED_EXPERTS,
+            experts_field="n_routed_experts",
+            fields=glm4_moe,
+            others=CHOICE_BIAS,
+        ),
+        "dots1": Architecture(
+            "dots1",
+            "Dots1ForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={**ROUTER, **SHARED_EXPERTS},
+            experts=NAMED_EXPERTS,
+            experts_field="n_routed_experts",
+            fields=dots1,
+            others=CHOICE_BIAS,
+        ),
+        "exaone-moe": Architecture(
+            "exaone_moe",
+            "ExaoneMoeForCausalLM",
+            modules={**ROUTER, **SHARED_EXPERTS},
+            experts=NAMED_EXPERTS,
+            fields=exaone_moe,
+            others={"exp_probs_b.bias": Other("mlp.e_score_correction_bias")},
+        ),
+        "gemma4": GEMMA4._replace(
+            modules={
+                **GEMMA4.modules,
+                "ffn_gate_inp": "router.proj",
+                "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            },
+            experts={own: module.removeprefix("mlp.") for own, module in NAMED_EXPERTS.items()},
+            fields=gemma4_moe,
+            others={
+                "ffn_gate_inp.scale": Other("router.scale"),
+                "ffn_down_exps.scale": Other("router.per_expert_scale"),
+            },
         ),
         "olmoe": Architecture("olmoe", "OlmoeForCausalLM", modules=ROUTER, experts=NAMED_EXPERTS),
         "mellum": Architecture(

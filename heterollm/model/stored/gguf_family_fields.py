@@ -126,6 +126,17 @@ def gemma4(file: GgufFile, config: Fields) -> Fields:
     }
 
 
+def gemma4_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return Gemma 4's fields, and the experts beside the network of each layer."""
+    return {
+        **gemma4(file, config),
+        **expert_width(file),
+        "enable_moe_block": True,
+        "top_k_experts": config["num_experts_per_tok"],
+        "num_experts_per_tok": None,
+    }
+
+
 def one_window(file: GgufFile, _config: Fields) -> Fields:
     """Return the window of all layers."""
     return {"sliding_window": file.own("attention.sliding_window") or None}
@@ -214,6 +225,36 @@ def ernie_moe(file: GgufFile, config: Fields) -> Fields:
         "moe_layer_end_index": -1,
         "moe_layer_interval": file.count("interleave_moe_layer_step", default=1),
         "moe_num_shared_experts": file.own("expert_shared_count") or 0,
+    }
+
+
+def sigmoid_moe(file: GgufFile) -> Fields:
+    """Return the widths, weights and first layers of mixtures whose routers have a sigmoid and a bias."""
+    return {
+        **expert_width(file),
+        "first_k_dense_replace": file.own("leading_dense_block_count") or 0,
+        "norm_topk_prob": bool(file.own("expert_weights_norm", False)),
+        "routed_scaling_factor": file.number("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
+def dots1(file: GgufFile, _config: Fields) -> Fields:
+    """Return the fields of a mixture by sigmoid, and the number of shared experts."""
+    return {**sigmoid_moe(file), "n_shared_experts": file.count("expert_shared_count")}
+
+
+def glm4_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return the fields of a mixture by sigmoid, and whether heads have norms."""
+    return {**dots1(file, config), "use_qk_norm": "blk.0.attn_q_norm.weight" in file.entries}
+
+
+def exaone_moe(file: GgufFile, _config: Fields) -> Fields:
+    """Return the fields of a mixture by sigmoid, and the layers with a window, which alone have positions."""
+    return {
+        **sigmoid_moe(file),
+        "num_shared_experts": file.count("expert_shared_count"),
+        "sliding_window": file.count("attention.sliding_window"),
+        **layer_types(file, PERIOD),
     }
 
 

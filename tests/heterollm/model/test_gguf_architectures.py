@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone4",
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gemma4 with experts": ("gemma4_text with experts", {}),
     "gemma3 without window": ("gemma3_text", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
 }
 VISION = {"qwen3vl"}

@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     **{
         name: OVERRIDES[name]
-        for name in ("cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
+        for name in ("dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
     },
 }
 """Changes of the checkpoints whose files the cases change."""
@@ -163,6 +163,7 @@ CASES: dict[str, list[Case]] = {
         Case("exaone4", 5, {"sliding_window": 5}),
         Case("exaone4", None, {"sliding_window": None, "layer_types": [FULL] * 2}),
         Case("gemma4_text", 5, {"sliding_window": 5}),
+        Case("exaone_moe", 5, {"sliding_window": 5}),
     ],
     "attention.sliding_window_pattern": [
         Case("gemma2", 1, {"layer_types": [FULL, FULL]}),
@@ -175,6 +176,7 @@ CASES: dict[str, list[Case]] = {
         Case("cohere2", [False, True], {"layer_types": [FULL, SLIDING]}),
         Case("gemma4_text", [False, True, False, False], {"layer_types": [FULL, SLIDING, FULL, FULL]}),
         Case("exaone4", None, {"layer_types": [SLIDING] * 2}),
+        Case("exaone_moe", None, {"layer_types": [SLIDING] * 2}),
         Case("olmo3", None, {"layer_types": [SLIDING] * 3}),
     ],
     "attn_logit_softcapping": [
@@ -249,6 +251,15 @@ CASES: dict[str, list[Case]] = {
     "attention.temperature_scale": [
         Case("ministral3", 0.3, ministral3(llama_4_scaling_beta=0.3)),
         Case("ministral3", None, ministral3(llama_4_scaling_beta=0.0)),
+    ],
+    "expert_weights_scale": [
+        Case(family, value, {"routed_scaling_factor": value or 1.0})
+        for family in ("glm4_moe", "dots1", "exaone_moe")
+        for value in (0.5, None)
+    ],
+    "expert_weights_norm": [
+        Case(family, value, {"norm_topk_prob": bool(value)})
+        for family, value in (("glm4_moe", False), ("dots1", True), ("exaone_moe", None))
     ],
     "expert_used_count": [Case("mixtral", 3, {"num_experts_per_tok": 3})],
 }
