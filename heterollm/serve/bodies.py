@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from heterollm.base import decode, decode_json
+from heterollm.base import decode, decode_json, parse_json
 from heterollm.serve.errors import RequestError
 from heterollm.serve.options import MOST_CHOICES
 from heterollm.serve.reading import check_values
@@ -55,6 +55,15 @@ def decoded(
     except RequestError as error:
         error.param = _field(error.message)
         raise
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a call's arguments are, empty for no text; None if they are none."""
+    try:
+        value = parse_json(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def check_model(given: str, name: str) -> None:

@@ -78,7 +78,7 @@ GENERAL: Final = (
 )
 
 TOKENIZER: Final = (
-    read("tokenizer.ggml.model", "llama, gpt2, or none; other kinds are refused", VOCABULARY),
+    read("tokenizer.ggml.model", "llama, gpt2, gemma4, or none; other kinds are refused", VOCABULARY),
     read(
         "tokenizer.ggml.pre",
         "rule that divides texts, of gpt2 alone; absent or default: llama.cpp's rule for these, and a note",
@@ -96,7 +96,7 @@ TOKENIZER: Final = (
     ),
     read(
         "tokenizer.ggml.merges",
-        "merges of gpt2, required with tokens of several characters; llama merges by scores",
+        "merges of gpt2 and gemma4, required with tokens of several characters; llama merges by scores",
         VOCABULARY,
     ),
     read("tokenizer.ggml.bos_token_id", "token that begins a text; 1 in llama if absent", VOCABULARY),
@@ -126,11 +126,15 @@ TOKENIZER: Final = (
     read("tokenizer.chat_template", "chat template", VOCABULARY),
     read("tokenizer.chat_template.*", "further chat templates by name", PACKAGE),
     *rows("none", "names of the further chat templates", PACKAGE, "tokenizer.chat_templates"),
+    read(
+        "tokenizer.ggml.add_eos_token",
+        "whether eos ends a text; refused if true without a pooling: a model has nothing to say after it",
+        VOCABULARY,
+    ),
     *rows(
         "refused",
         "texts that end in a further token, after which a model has nothing to say",
         VOCABULARY,
-        "tokenizer.ggml.add_eos_token",
         "tokenizer.ggml.add_sep_token",
         neutral=(False,),
     ),

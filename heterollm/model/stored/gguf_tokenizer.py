@@ -81,6 +81,8 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         gemma = str(metadata.get("general.architecture", "")).startswith("gemma")
         prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", not gemma))
         tokenizer, begins = _sentencepiece(vocabulary, ids["unknown"], prefix, gemma), True
+    elif model == "gemma4":
+        tokenizer, begins = _by_lines(vocabulary, ids["unknown"]), True
     else:
         raise UnsupportedModelError(f"{path}: a tokenizer of kind {model!r:.40} is not supported.")
     _add_special_tokens(tokenizer, vocabulary, metadata)
@@ -95,8 +97,13 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
     begins = metadata.get("tokenizer.ggml.add_bos_token", begins)
     if begins and ids["bos"] is None and "tokenizer.ggml.add_bos_token" in metadata:
         raise CheckpointError(f"{path} has tokenizer.ggml.add_bos_token, but no tokenizer.ggml.bos_token_id.")
-    if begins and ids["bos"] is not None:
-        _begin_with(tokenizer, config["bos_token"], ids["bos"])
+    around = {"bos": bool(begins), "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False))}
+    if around["eos"] and pooling_mode(metadata) is None:
+        raise UnsupportedModelError(
+            f"{path} has tokenizer.ggml.add_eos_token: its texts end in a token after which a model has "
+            "nothing to say, and it pools no embeddings."
+        )
+    _put_around(tokenizer, vocabulary, {name: ids[name] for name, wanted in around.items() if wanted})
     template = _chat_template(metadata)
     if template is not None:
         config["chat_template"] = template
@@ -196,18 +203,40 @@ def _byte_level(vocabulary: Vocabulary, rule: Rule) -> tokenizers.Tokenizer:
 def _sentencepiece(
     vocabulary: Vocabulary, unknown: int | None, prefix: bool, gemma: bool
 ) -> tokenizers.Tokenizer:
+    from tokenizers import decoders, normalizers
+
+    tokenizer = _spaced(vocabulary, unknown, list(_implied_merges(vocabulary, gemma)))
+    if prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), tokenizer.normalizer])
+        tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def _by_lines(vocabulary: Vocabulary, unknown: int | None) -> tokenizers.Tokenizer:
+    """Return the tokenizer of Gemma 4, which merges by a list, and no line with its end."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if vocabulary.merges is None:
+        raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.merges.", fix="Download it again.")
+    pairs = [tuple(merge.split(" ")) for merge in vocabulary.merges]
+    tokenizer = _spaced(vocabulary, unknown, pairs)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    return tokenizer
+
+
+def _spaced(
+    vocabulary: Vocabulary, unknown: int | None, pairs: list[tuple[str, ...]]
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer of characters, with a sign for spaces, and bytes of unknown ones."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    pairs = list(_implied_merges(vocabulary, gemma))
     options: dict[str, Any] = {"fuse_unk": True, "byte_fallback": True}
     if unknown is not None:
         options["unk_token"] = vocabulary.tokens[unknown]
     tokenizer = Tokenizer(_bpe(models, vocabulary, pairs, **options))
-    before = [normalizers.Prepend(SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
-    after = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return tokenizer
 
@@ -250,9 +279,24 @@ def _add_special_tokens(
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
 
 
-def _begin_with(tokenizer: tokenizers.Tokenizer, token: str, index: int) -> None:
+def _put_around(
+    tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, stated: Mapping[str, int | None]
+) -> None:
+    """Let texts begin with the token ``bos`` and end with ``eos``, as far as these are stated."""
     from tokenizers import processors
 
+    around = {name: (vocabulary.tokens[index], index) for name, index in stated.items() if index is not None}
+    if not around:
+        return
+    begin, end = ([f"{around[name][0]}:0"] if name in around else [] for name in ("bos", "eos"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 $B:1", special_tokens=[(token, index)]
+        single=[*begin, "$A:0", *end],
+        pair=[*begin, "$A:0", "$B:1", *end],
+        special_tokens=list(around.values()),
     )
+
+
+def pooling_mode(metadata: Mapping[str, Any]) -> str | None:
+    """Return the pooling of embeddings by its name in sentence-transformers; None if there is none."""
+    stated = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    return {1: "mean", 3: "lasttoken"}.get(stated) if isinstance(stated, int) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
@@ -23,7 +22,7 @@ from heterollm.serve.asking import (
     distinct,
     prompt_of,
 )
-from heterollm.serve.bodies import BodyPart, check_model, decoded
+from heterollm.serve.bodies import BodyPart, check_model, decoded, object_of
 from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.errors import FailedRequest, RequestError, anthropic_error
 from heterollm.serve.replies import SingleReply, named_events
@@ -300,7 +299,8 @@ class MessageReply(SingleReply):
             content.append({"type": "text", "text": part.content})
         for call in part.calls:
             content.append({"type": "tool_use", "id": call.call_id, "name": call.name})
-            content[-1]["input"] = _object(call.arguments)
+            # An answer that ends in the middle of a call has no arguments of it.
+            content[-1]["input"] = object_of(call.arguments) or {}
         head = self._head(content, self._usage(spent))
         return {**head, **self._stop(end), "timings": self._timings(spent)}
 
@@ -378,12 +378,3 @@ class MessageReply(SingleReply):
     def encoded(self, chunks: Sequence[dict[str, Any]]) -> bytes:
         """Return events with their types."""
         return named_events(chunks)
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; an answer that ends in the middle of them has none."""
-    try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

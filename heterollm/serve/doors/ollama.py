@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from heterollm.serve.asking import (
     answers_to,
     call_rules,
 )
-from heterollm.serve.bodies import BodyPart, check_model, decoded
+from heterollm.serve.bodies import BodyPart, check_model, decoded, object_of
 from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.doors.openai_messages import ToolField, tools_of
 from heterollm.serve.errors import FailedRequest, RequestError, ollama_error
@@ -332,12 +331,12 @@ class OllamaChatReply(_OllamaReply):
         message: dict[str, Any] = {"role": "assistant", "content": part.content}
         if part.reasoning:
             message["thinking"] = part.reasoning
-        calls = [(call, _arguments(call.arguments)) for call in part.calls]
+        calls = [(call, object_of(call.arguments)) for call in part.calls]
         if calls:
             message["tool_calls"] = [
                 {"id": one.call_id, "function": {"index": one.index, "name": one.name, "arguments": given}}
                 for one, given in calls
-                if given is not None
+                if given is not None  # an answer may end in the middle of a call
             ]
         return {"message": message}
 
@@ -348,12 +347,3 @@ class OllamaTextReply(_OllamaReply):
     def _said(self, part: AnswerPart) -> dict[str, Any]:
         thinking = {"thinking": part.reasoning} if part.reasoning else {}
         return {"response": part.content, **thinking}
-
-
-def _arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call; None if the answer ended in the middle of them."""
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

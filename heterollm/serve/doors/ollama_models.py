@@ -97,10 +97,9 @@ def _model(about: About) -> dict[str, Any]:
 
 def _details(about: About) -> dict[str, Any]:
     checkpoint, kind = about.llm.checkpoint, about.llm.config.model_type
-    is_gguf = checkpoint is not None and not (checkpoint.folder / "config.json").is_file()
     return {
         "parent_model": "",
-        "format": "gguf" if is_gguf else "safetensors",
+        "format": "gguf" if checkpoint is not None and checkpoint.is_gguf else "safetensors",
         "family": kind,
         "families": [kind],
         "parameter_size": _short(_parameters(about)),

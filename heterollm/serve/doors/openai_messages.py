@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
-from heterollm.base import parse_json
 from heterollm.serve.asking import ToolName, call_rules, distinct
-from heterollm.serve.bodies import BodyPart
+from heterollm.serve.bodies import BodyPart, object_of
 from heterollm.serve.errors import RequestError
 from heterollm.tools import CallRules, Tool
 
@@ -145,10 +144,6 @@ def _message(message: ChatMessage, place: str) -> dict[str, Any]:
 
 def _function(call: _Call, place: str) -> dict[str, Any]:
     # Templates write objects; a text would have its quotes and escapes twice.
-    try:
-        arguments = parse_json(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    if (arguments := object_of(call.function.arguments)) is None:
         raise RequestError("The arguments are no JSON object.", param=f"{place}.function.arguments")
     return {"name": call.function.name, "arguments": arguments}

@@ -9,10 +9,10 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from heterollm.base import Positive, parse_json
+from heterollm.base import Positive
 from heterollm.serve.about import About
 from heterollm.serve.asking import MOST_TOOLS, AnswerRequest, Ask, ToolName, answers_to, call_rules, distinct
-from heterollm.serve.bodies import BodyPart, check_model, decoded
+from heterollm.serve.bodies import BodyPart, check_model, decoded, object_of
 from heterollm.serve.doors.openai import TIER_OF, Effort, Seed
 from heterollm.serve.errors import RequestError
 from heterollm.serve.guard import owner_of
@@ -310,11 +310,7 @@ def _text(content: str | Sequence[_InputText | _OutputText | _Refusal]) -> str:
 
 
 def _arguments(text: str, number: int) -> dict[str, Any]:
-    try:
-        arguments = parse_json(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    if (arguments := object_of(text)) is None:
         raise RequestError("The arguments are no JSON object.", param=f"input[{number}].arguments")
     return arguments
 

@@ -1,6 +1,7 @@
 """Embeddings of random checkpoints in the forms of published ones, against transformers in float64."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from embedding_models import declare, end_with
 from safetensors.torch import load_file, save_file
 
-from heterollm.base import ContextError, HeteroLLMError, OptionError, UnsupportedModelError
+from heterollm.base import ContextError, GraphError, HeteroLLMError, OptionError, UnsupportedModelError
+from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
 from heterollm.model import read_pooling
 from heterollm.solver import Plan
+from heterollm.trace import summarise_phases
 
 
 def save_bare(folder: Path) -> None:
@@ -40,15 +43,15 @@ def states(llm: LLM, folder: Path, ids: list[int]) -> np.ndarray:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    tensors = {
-        name.removeprefix("model."): torch.from_numpy(value.copy())
-        for name, value in llm.reference_state_dict()
-        if name != "lm_head.weight"
-    }
-    model = transformers.AutoModel.from_config(config, dtype=torch.float64, attn_implementation="eager")
-    model.load_state_dict(tensors)
+    tensors = {name: torch.from_numpy(value.copy()) for name, value in llm.reference_state_dict()}
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, attn_implementation="eager"
+    )
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
     with torch.no_grad():
-        return model.eval()(torch.tensor([ids])).last_hidden_state[0].numpy()
+        return model.eval().model(torch.tensor([ids])).last_hidden_state[0].numpy()
 
 
 def pooled(rows: np.ndarray, mode: str, normalized: bool, dimensions: int | None = None) -> np.ndarray:
@@ -85,6 +88,51 @@ def test_the_mean_of_all_tokens_without_a_length_of_one(checkpoint: Callable[...
     folder = declare(checkpoint("llama"), "Pooling", pooling_mode="mean", most=None)
     with LLM.load(folder, device="host", plan="gpu") as llm:
         check(llm, folder, "mean", normalized=False)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2", "qwen3_5_text", "opt"])
+def test_families_with_windows_recurrent_state_and_other_norms(
+    checkpoint: Callable[..., Path], family: str
+) -> None:
+    folder = declare(checkpoint(family), "Pooling", "Normalize", pooling_mode_mean_tokens=True)
+    with LLM.load(folder, device="host", plan="gpu", trace=True) as llm:
+        for length in (70, 7, 301):
+            ids = [(7 * place + length) % 2000 for place in range(length)]
+            expected = pooled(states(llm, folder, ids), "mean", True)
+            assert np.linalg.norm(llm.embed([ids])[0] - expected) < 4e-3
+        assert summarise_phases(llm.take_trace())["prefill"].passes
+
+
+def test_the_gpu_goes_on_with_the_whole_text(
+    qwen: Path, half_rows_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails, bind = threading.Event(), SessionGraph.bind
+
+    def bind_to_fail(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
+        call = bind(graph, inputs, outputs)
+
+        def run() -> None:
+            if fails.is_set():
+                raise GraphError("The graph failed while running: the device is gone.")
+            call()
+
+        return run
+
+    monkeypatch.setattr(SessionGraph, "bind", bind_to_fail)
+    ids = [(7 * place) % 2000 for place in range(200)]
+    with LLM.load(qwen, device="host", plan="gpu") as gpu:
+        plan, expected = half_rows_plan(gpu, 64), gpu.embed([ids])
+    for allowed in (False, True):
+        with LLM.load(qwen, device="host", plan=plan, allow_fallback=allowed) as llm:
+            fails.clear()
+            assert np.allclose(llm.embed([ids]), expected, atol=2e-3)
+            fails.set()
+            if allowed:
+                assert np.allclose(llm.embed([ids]), expected, atol=1e-5)
+                assert llm.failures
+                continue
+            with pytest.raises(GraphError, match="the device is gone"):
+                llm.embed([ids])
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,10 @@
 """Embeddings over HTTP, with the clients of OpenAI and Ollama, on a model in Qwen3-Embedding's form."""
 
 import base64
+import http.client
+import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import ollama
 import openai
 import pytest
 from embedding_models import declare, end_with
-from serve_http import ask, post
+from serve_http import ask, get, post
 
 from heterollm.llm import LLM
 
@@ -99,6 +102,20 @@ def test_answers_and_embeddings_share_the_engine(own: openai.OpenAI, embedder: L
     assert texts == [alone] * 4
     _, _, metrics = ask(str(own.base_url).removesuffix("/v1/"), "GET", "/metrics")
     assert 'path="/v1/embeddings",status="200"' in metrics
+
+
+def test_a_client_that_leaves_ends_its_texts(own_address: str) -> None:
+    connection = http.client.HTTPConnection(own_address.removeprefix("http://"))
+    body = json.dumps({"model": "tiny", "input": ["x " * 400] * 1000})
+    connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+    while not get(own_address, "/health")[1]["running"]:
+        time.sleep(0.01)
+    connection.close()
+    ends = time.monotonic() + 30
+    while get(own_address, "/health")[1]["running"]:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    assert "heterollm_aborted_total 1.0" in ask(own_address, "GET", "/metrics")[2]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
