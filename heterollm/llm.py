@@ -6,9 +6,11 @@ Start reading the code here.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
@@ -37,6 +39,7 @@ from heterollm.engine import (
     check_ids,
 )
 from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import kernel_source_hash
 from heterollm.kernels.ops import Phase
 from heterollm.loading import PlannedModel, SourceModel, open_for, planned_draft, speculator_of
 from heterollm.model import (
@@ -378,6 +381,17 @@ class LLM:
     def session(self) -> Session:
         """Return a new, empty session."""
         return Session(self._engine, self._thread, self.config.vocab_size)
+
+    @property
+    def state_key(self) -> str:
+        """Hash of all that determines the state behind a token: weights, plan, device and program."""
+        engine, tuning = self._engine, self.device.gpu.tuning
+        parts = (
+            *(version("heterollm"), kernel_source_hash(), engine.context, str(self.device.cache_dtype)),
+            *(self._weights.content_key, self.plan.to_json(), self.device.description()),
+            *(tuning.enabled, tuning.identity.path.read_bytes() if tuning.identity.path.exists() else b""),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def scheduler(self) -> Scheduler:
         """Return a scheduler of prepared answers, which runs between other calls until it is closed."""

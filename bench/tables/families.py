@@ -76,6 +76,10 @@ LISTED: Final = (
 LEVELS: Final = ("gpu", "layer")
 FILES: Final = {
     "mistral": "llama",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+    "qwen3_next": "qwen3next",
+    "gemma4_unified_text": "gemma4",
     "granitemoehybrid": "granite",
     "internlm2": "internlm2",
     "minicpm": "minicpm",

@@ -17,6 +17,8 @@ from .npu_shards import planned_graphs as planned_graphs
 from .npu_shards import planned_shard as planned_shard
 from .observer import EngineActivity as EngineActivity
 from .precision import check_precision as check_precision
+from .prefix_file import Prefix as Prefix
+from .prefix_file import open_prefix as open_prefix
 from .runner import Engine as Engine
 from .scheduler import TIERS as TIERS
 from .scheduler import PromptTask as PromptTask

@@ -41,12 +41,12 @@ class Gap(NamedTuple):
     """A place in the steps of a pass of several sessions, for steps of each session's own.
 
     Args:
-        index: The step before which they come.
+        before: Index of the step that follows.
         key: Equal for gaps that a row fills with equal steps.
         emit: Appends the steps of a row to a builder of that row.
     """
 
-    index: int
+    before: int
     key: Hashable
     emit: Callable[[PassBuilder], None]
 

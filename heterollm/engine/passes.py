@@ -91,8 +91,8 @@ class SharedSteps:
         """Yield all steps of the pass; ``rows`` have each session's own, for one gap after the other."""
         begin = 0
         for number, gap in enumerate(self.gaps):
-            yield from self.steps[begin : gap.index]
-            begin = gap.index
+            yield from self.steps[begin : gap.before]
+            begin = gap.before
             for row in rows:
                 yield from row[number].steps
         yield from self.steps[begin:]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import EngineError, InputError
 from heterollm.engine.kept_batches import RowLimits
+from heterollm.engine.pass_times import NEWEST, PassTimes
 from heterollm.engine.session import Session
 from heterollm.engine.thread import EngineThread
 from heterollm.text import GenerationStep, TokenSequence
@@ -38,9 +39,6 @@ GAPS: Final = 4.0
 
 LEAST_PROMPT_S: Final = 0.01
 """Time that prompts have between two passes at least: a pause copies what later layers read."""
-
-NEWEST: Final = 0.25
-"""Weight of the latest pass in the usual time between two tokens."""
 
 
 @dataclass(eq=False)
@@ -135,13 +133,15 @@ class Scheduler:
     def __init__(self, thread: EngineThread, clock: Callable[[], float], limits: RowLimits) -> None:
         self._thread = thread
         self._clock = clock
-        # Where exact passes have room for several, all answers share them.
-        self._is_exact = limits.exact > 1
-        self._most_rows = limits.exact if self._is_exact else limits.most
+        self.shares_exactly = limits.exact > 1
+        """Whether reproducible answers share passes."""
+        # All others then share these.
+        self._most_rows = limits.exact if self.shares_exactly else limits.most
         self._added: queue.SimpleQueue[PromptTask] = queue.SimpleQueue()
         self._tasks: dict[ServiceTier, deque[PromptTask]] = {tier: deque() for tier in TIERS}
         self._turn_ends_s = self._due_s = 0.0
         self._gap_s = 0.0
+        self._times = PassTimes()
         self.passes = 0
         """Decode passes so far."""
         self.rows = 0
@@ -246,11 +246,14 @@ class Scheduler:
     def _write(self, tasks: Sequence[PromptTask]) -> None:
         """Compute a token of each answer of these tasks, and one more for each right guess."""
         rows = [Row(task, number) for task in tasks for number in task.running]
-        alone = [row for row in rows if row.answer.guesses or (row.task.reproducible and not self._is_exact)]
+        alone = [row for row in rows if row.answer.guesses or self._may_not_share(row.task)]
         shared = [row for row in rows if row not in alone]
         session, begin_s = rows[0].session, time.monotonic()
         prepared_s = session.prepared_s
-        for some in (*([row] for row in alone), *_divided(shared, self._most_rows)):
+        passes: list[Sequence[Row]] = [[row] for row in alone]
+        for some in _divided(shared, self._most_rows):
+            passes += [some] if self._times.pays(len(some)) else [[row] for row in some]
+        for some in passes:
             self._pass([row for row in some if row.runs])
         for task in tasks:
             if task.running:
@@ -259,6 +262,9 @@ class Scheduler:
         took_s = end_s - begin_s - (session.prepared_s - prepared_s)
         self._gap_s += (took_s - self._gap_s) * (NEWEST if self._gap_s else 1.0)
         self._due_s = end_s + max(LEAST_PROMPT_S, (GAPS - 1) * self._gap_s)
+
+    def _may_not_share(self, task: PromptTask) -> bool:
+        return task.reproducible and not self.shares_exactly
 
     def _pass(self, rows: Sequence[Row]) -> None:
         """Run a pass of some answers; an error of one of them ends its task alone."""
@@ -271,13 +277,18 @@ class Scheduler:
             return
         self.passes += 1
         self.rows += len(rows)
+        prepared_s = rows[0].session.prepared_s
         with self._ending([row.task for row in rows]):
+            logits: Iterable[NDArray[np.float32]]
             if len(rows) == 1:
                 logits = [self._engine(rows[0].session.decode_in_place, ids[rows[0]])]
             else:
                 sessions = [row.session for row in rows]
                 logits = self._engine(Session.decode_together, sessions, [ids[row] for row in rows])
-            each_s = (self._clock() - begin_s) / len(rows)
+            took_s = self._clock() - begin_s
+            if not any(row.answer.guesses for row in rows) and rows[0].session.prepared_s == prepared_s:
+                self._times.learn(len(rows), took_s)
+            each_s = took_s / len(rows)
             for row, own in zip(rows, logits, strict=True):
                 with self._ending([row.task]):
                     if row.runs:

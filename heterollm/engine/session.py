@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import InputError
+from heterollm.engine.prefix_file import Prefix, fill_state
 from heterollm.engine.slots import HEAD_ROWS, SHORT_PASS
 from heterollm.engine.state import BatchRow
 from heterollm.engine.thread import EngineThread
@@ -16,6 +17,7 @@ from heterollm.kernels.ops import Phase
 
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
+    from heterollm.model import TensorFile
 
 
 def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.int32]:
@@ -171,6 +173,27 @@ class Session:
 
         self._thread.run(copy)
         return other
+
+    def copy_prefix(self, length: int) -> Prefix:
+        """Return a copy of the first tokens and of the state behind them; for the engine thread.
+
+        Raises:
+            InputError: The state behind so many tokens is not there.
+        """
+        if self.reusable(length) != length:
+            raise InputError(f"The state behind {length} tokens is not there.")
+        return Prefix.of(self._state, self._ids[:length])
+
+    def load_prefix(self, file: TensorFile) -> None:
+        """Take tokens and state from a file of :meth:`copy_prefix`; for the engine thread.
+
+        Raises:
+            CacheError: The file is damaged, or belongs to another model; the session is empty then.
+        """
+        self._position = 0
+        ids = fill_state(self._state, file)
+        self._ids[: len(ids)] = ids
+        self._position = len(ids)
 
     def prefill_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Prefill on the engine thread; the next call overwrites the returned row."""

@@ -46,6 +46,12 @@ from .shape import read_config as read_config
 from .shape import shape_of_specs as shape_of_specs
 from .states import KvSpec as KvSpec
 from .states import RecurrentSpec as RecurrentSpec
+from .tensor_file import CHECKSUMS as CHECKSUMS
+from .tensor_file import TensorEntry as TensorEntry
+from .tensor_file import TensorFile as TensorFile
+from .tensor_file import checksums as checksums
+from .tensor_file import layout_tensors as layout_tensors
+from .tensor_file import write_header as write_header
 from .weights import ModelWeights as ModelWeights
 from .weights import load_weights as load_weights
 from .weights import shape_only_weights as shape_only_weights

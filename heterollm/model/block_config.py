@@ -167,6 +167,7 @@ class BlockFields:
                 biased=mixture.biased,
                 router_normed=ROUTER_NORM in others,
                 scaled=EXPERT_FACTORS in others,
+                weighs_inputs=mixture.weighs_inputs,
             )
         shared = mixture is not None and "mixture" in beside
         if mixture is None:
@@ -288,12 +289,15 @@ def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
     sparsemixer = mixture.scoring == "sparsemixer"
     if sparsemixer and chosen != 2:
         raise fields.fail("num_experts_per_tok", "2, the number that sparsemixer chooses")
+    if mixture.weighs_inputs and chosen != 1:
+        raise fields.fail(mixture.chosen_field, "1, since its weight multiplies the input of an expert")
     field = mixture.normalized_field
+    normalized = not sparsemixer and field is not False
     return Routing(
         experts,
         chosen,
         mixture.scoring,
-        normalized=fields.flag(field, False) if field else not sparsemixer,
+        normalized=fields.flag(field, False) if field else normalized,
         scale=fields.positive(mixture.scale_field, 1.0) if mixture.scale_field else 1.0,
         jitter=fields.positive("router_jitter_noise") if sparsemixer else 0.0,
         biased=fields.flag(bias, True) if isinstance(bias, str) else bias,

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import experts_apart
 from heterollm.model.families import FAMILIES
+from heterollm.model.family import Mixture
 from heterollm.model.hub import hub_folder, pull_model
 from heterollm.model.hub_names import is_ollama_name, parse_hub_name
 from heterollm.model.json_fields import read_json_object
@@ -33,10 +34,10 @@ from heterollm.model.layout import (
 )
 from heterollm.model.lora import LoraAdapter
 from heterollm.model.stored import (
-    AlternatingExperts,
     GgufTensors,
     PackedLinears,
     PackedTensor,
+    StackedExperts,
     StoredTensors,
     canonical,
     foreign_format,
@@ -158,7 +159,7 @@ class Checkpoint:
             family = FAMILIES.get(family_name(self._stated))
             self._files = experts_apart(self._files, family)
             self._name_tied_embedding()
-            self._add_packed({} if family is None or family.mixture is None else family.mixture.alternating)
+            self._add_packed(None if family is None else family.mixture)
         self.adapter = None if lora is None else LoraAdapter(lora)
         if self.adapter is not None:
             integers = {name for name in self.adapter.factors if self._stored_kind(name)}
@@ -245,6 +246,18 @@ class Checkpoint:
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
         return finite(bits.astype(np.float32), file.path, name)
+
+    def gather(self, name: str, rows: NDArray[np.int32]) -> NDArray[Any]:
+        """Return some rows of a matrix, without the adapter, read from the mapped file alone.
+
+        Raises:
+            CheckpointError: There is no such tensor, or a value is NaN or infinite.
+        """
+        stored = self._in_blocks(name)
+        if isinstance(stored, GgufTensors):
+            return finite(stored.gather(name, rows), stored.path, name)
+        file = self.file(name)
+        return finite(file.bits(name)[rows].astype(np.float32), file.path, name)
 
     def kind(self, name: str) -> str | None:
         """Return the name of a stored format of integers; None for floats and for what an adapter changes."""
@@ -428,7 +441,7 @@ class Checkpoint:
             entries = {**file.entries, EMBEDDING: file.entries[HEAD]}
             self._files[EMBEDDING] = dataclasses.replace(file, entries=entries)
 
-    def _add_packed(self, stacks: Mapping[str, tuple[str, ...]]) -> None:
+    def _add_packed(self, mixture: Mixture | None) -> None:
         """Replace packed tensors of linears, or of all experts, by the weights that they stand for."""
         stated = self._stated.get("quantization_config")
         tensors = {
@@ -441,9 +454,10 @@ class Checkpoint:
         def bits(name: str) -> NDArray[Any]:
             return files[name].bits(name)
 
-        packed: AlternatingExperts | PackedLinears
-        if stacks:
-            packed = AlternatingExperts(self.folder, tensors, bits, stacks)
+        packed: StackedExperts | PackedLinears
+        if mixture is not None and (stacks := mixture.alternating or mixture.inputs_first):
+            turns = bool(mixture.alternating)
+            packed = StackedExperts(self.folder, tensors, bits, stacks, alternating=turns)
         elif isinstance(stated, dict):
             packed = PackedLinears(self.folder, tensors, bits, normalized_quantization(stated))
         else:

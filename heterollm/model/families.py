@@ -35,6 +35,7 @@ from heterollm.model.fields import config_fields
 from heterollm.model.gemma4 import GEMMA4
 from heterollm.model.hybrids import HYBRIDS
 from heterollm.model.json_fields import JsonFields
+from heterollm.model.llama4 import LLAMA4
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
 from heterollm.model.ungated import UNGATED
@@ -565,6 +566,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         **UNGATED,
         **GEMMA4,
+        "llama4_text": LLAMA4,
         **HYBRIDS,
         **MIXTURES,
     }

@@ -32,7 +32,7 @@ class TensorNames:
             that share a module are stacked in its tensor: q and its gate head by head, and the members of a
             delta net by key heads if z is among those of q.
         shared: The modules of groups in layers with experts, where they differ.
-        norms: For each norm that a layer may have, the module.
+        norms: For each norm that a layer may have, the module; "" for one without weights.
         others: For the role of each other tensor of a layer, its name.
         layer: Prefix of a decoder layer's tensors, with ``{layer}`` for its number.
         embedding: Module of the token embedding.
@@ -40,7 +40,7 @@ class TensorNames:
         layer_projection: Module of the linear of the embedding whose output is added to that.
         layer_norm: Module of the norm of its output for each layer.
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
-        final_norm: Module of the norm before the head.
+        final_norm: Module of the norm before the head; "" for one without weights.
         head: Module of an untied LM head.
         unread: Beginnings of names of tensors that the model does not compute with, with ``{layers}`` for the
             number of layers.
@@ -72,7 +72,8 @@ class Mixture:
         stacked: Tensors ``[experts, rows, k]`` that some checkpoints have instead, with the members in each,
             whose rows follow each other.
         alternating: Modules with a stack of all experts in which the rows of these members alternate, as
-            floats with inputs first, or as MXFP4 (:mod:`heterollm.model.stored.alternating_experts`).
+            floats with inputs first, or as MXFP4 (:mod:`heterollm.model.stored.stacked_experts`).
+        inputs_first: Such modules of floats in which the rows of these members follow each other.
         width_field: Field with the width of an expert.
         shared_field: Field with the width of the experts that compute every token, 0 for none; "" in a family
             without them.
@@ -80,7 +81,8 @@ class Mixture:
         scoring: Function from the router's logits to the scores. ``sparsemixer`` chooses the largest logit,
             then the largest of the others; the weight of each is its share in the softmax over the logits
             near it (https://arxiv.org/abs/2409.12136).
-        normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always.
+        normalized_field: Field that says whether the chosen weights are divided by their sum; "" for always,
+            false for never.
         bias_field: Field that says whether experts are chosen by score plus a bias, the other tensor
             ``router_bias``; true for always.
         biased: Whether the logits have a bias, the other tensor ``router_bias``, and so have gate, up and
@@ -88,6 +90,7 @@ class Mixture:
         clip_fields: Fields with the bound of gate and up, and the slope of the gate's sigmoid; empty in a
             family without.
         bias_row: Whether that tensor has the shape ``[1, experts]``.
+        weighs_inputs: Whether the weight of a token's only expert multiplies its input, not its output.
         scale_field: Field with a factor on the weights; "" in a family without.
         dense_field: Field with the width of the network in layers without experts.
         count_fields: Fields with the number of experts. The first that a configuration has counts; families
@@ -99,15 +102,17 @@ class Mixture:
     members: Mapping[str, str]
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     alternating: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    inputs_first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     width_field: str = "intermediate_size"
     shared_field: str = ""
     shared_count_field: str = ""
     scoring: Scoring = "softmax"
-    normalized_field: str = ""
+    normalized_field: str | Literal[False] = ""
     bias_field: str | bool = False
     biased: bool = False
     clip_fields: tuple[str, ...] = ()
     bias_row: bool = False
+    weighs_inputs: bool = False
     scale_field: str = ""
     dense_field: str = "intermediate_size"
     count_fields: tuple[str, ...] = ("num_local_experts", "num_experts")
@@ -180,7 +185,7 @@ class Family:
         architecture: The class in transformers.
         tensors: Tensor names; attention has norms of heads, and outputs have norms, if they list them.
         layers: The blocks of each layer.
-        kinds: Kinds of layers without attention in ``layer_types``.
+        kinds: Kinds of layers in ``layer_types`` beside full and sliding attention.
         defaults: Default values of ``config.json`` that differ from Llama's.
         renamed: The family's own names of common fields, by the common name.
         derived: Returns common fields that follow from the family's own ones; None in a family without any.

@@ -154,9 +154,10 @@ def block_norms(config: ModelConfig) -> int:
 
 
 def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
-    """Return the tensor name of one norm of a layer."""
+    """Return the tensor name of one norm of a layer; "" of one without weights."""
     names = _tensors(config)
-    return f"{names.layer.format(layer=layer)}{names.norms[norm]}.weight"
+    module = names.norms[norm]
+    return f"{names.layer.format(layer=layer)}{module}.weight" if module else ""
 
 
 def other_name(config: ModelConfig, layer: int, role: str) -> str:
@@ -166,8 +167,9 @@ def other_name(config: ModelConfig, layer: int, role: str) -> str:
 
 
 def final_norm_name(config: ModelConfig) -> str:
-    """Return the tensor name of the norm before the head."""
-    return f"{_tensors(config).final_norm}.weight"
+    """Return the tensor name of the norm before the head; "" of one without weights."""
+    module = _tensors(config).final_norm
+    return f"{module}.weight" if module else ""
 
 
 def norm_bias_name(config: ModelConfig, layer: int, norm: Norm) -> str:
@@ -225,16 +227,29 @@ def layer_of(config: ModelConfig, name: str) -> int | None:
 
 
 def unread_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Return the beginnings of names of tensors that the model does not compute with."""
-    return tuple(beginning.format(layers=config.layers) for beginning in _tensors(config).unread)
+    """Return the beginnings of names of tensors that the model does not compute with.
+
+    Checkpoints may have keys and values of layers that read another's.
+    """
+    names = _tensors(config)
+    modules = [names.modules["qkv"][member] for member in "kv"]
+    modules += [names.norms["key_head"]] if "key_head" in names.norms else []
+    unused = (
+        f"{names.layer.format(layer=layer)}{module}."
+        for layer, block in config.blocks(AttentionBlock).items()
+        for module in modules
+        if block.kv_layer is not None
+    )
+    return (*(beginning.format(layers=config.layers) for beginning in names.unread), *unused)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the model computes with, by name."""
     shapes: dict[str, tuple[int, ...]] = {
         embedding_name(config): (config.vocab_size, config.hidden_size),
-        final_norm_name(config): (config.hidden_size,),
     }
+    if name := final_norm_name(config):
+        shapes[name] = (config.hidden_size,)
     if config.norm_biases:
         shapes[final_norm_bias_name(config)] = (config.hidden_size,)
     if config.learned_positions:
@@ -255,7 +270,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                     shapes[biases[group.group][member]] = (rows.stop,)
     for layer, own in enumerate(config.per_layer):
         for norm, width in layer_norms(config, layer).items():
-            shapes[norm_name(config, layer, norm)] = (width,)
+            if name := norm_name(config, layer, norm):
+                shapes[name] = (width,)
             if config.norm_biases:
                 shapes[norm_bias_name(config, layer, norm)] = (width,)
         for role, shape in own.tensors(config.hidden_size).items():

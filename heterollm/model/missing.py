@@ -15,7 +15,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "bases of rotary embedding by layer": "granite_swa granitemoe_swa",
     "routers by sigmoid": "afmoe bailing_moe",
     "numbers of experts by layer": "hunyuan_v1_moe",
-    "norms of heads without weights, and experts stored with inputs first": "llama4 llama4_text",
     "GELU by the error function": "gpt_neox falcon",
     "linears whose weights are stored transposed": "gpt2",
     "an activation with weights (xIELU)": "apertus",

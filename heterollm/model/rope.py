@@ -27,19 +27,21 @@ ROPE_KINDS: Final[tuple[RopeKind, ...]] = get_args(RopeKind)
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Factors of queries by position: ``1 + beta * log(1 + position // original_max_positions)``.
+    """Factors of queries by position: ``1 + beta * log(1 + (first + position) // original_max_positions)``.
 
     Args:
         beta: The growth for each e-fold of the original context.
         original_max_positions: Positions before the context was extended, whose queries keep their size.
+        first: Number of the first position.
     """
 
     beta: float
     original_max_positions: int
+    first: int = 0
 
     def factors(self, context: int) -> NDArray[np.float32]:
         """Return the factors of the first positions, ``[context]``."""
-        spans = np.arange(context) // self.original_max_positions
+        spans = np.arange(self.first, self.first + context) // self.original_max_positions
         return (1 + self.beta * np.log1p(spans)).astype(np.float32)
 
 

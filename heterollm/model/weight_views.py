@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError
 from heterollm.kernels.formats import LinearWeight, take_rows
-from heterollm.model.checkpoint import Checkpoint, finite
+from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.tensor_rows import TensorRows
 from heterollm.model.weight_cache import SLAB_WEIGHTS
 
@@ -58,8 +58,7 @@ class TokenRows:
     """A table with a row for each token, of which a pass reads those of its tokens from the mapped file."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        file = checkpoint.file(name)
-        self._path, self._name, self._bits = file.path, name, file.bits(name)
+        self._checkpoint, self._name = checkpoint, name
 
     def read(self, ids: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Write the rows of some tokens to ``out [n, columns]``.
@@ -67,8 +66,7 @@ class TokenRows:
         Raises:
             CheckpointError: A value is NaN or infinite.
         """
-        out[:] = self._bits[ids]
-        finite(out, self._path, self._name)
+        out[:] = self._checkpoint.gather(self._name, ids)
 
 
 class Members(Sequence[LinearWeight]):

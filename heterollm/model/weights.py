@@ -40,6 +40,7 @@ from heterollm.model.layout import (
     first_position,
     kept_formats,
     layer_input_names,
+    layer_norms,
     linear_names,
     linear_rows,
     mapped_tensors,
@@ -107,7 +108,8 @@ class ModelWeights:
     @property
     def final_norm(self) -> NDArray[np.float32]:
         """Weight of the norm before the head, ``[hidden]``."""
-        return self.floats[final_norm_name(self.config)]
+        name = final_norm_name(self.config)
+        return self.floats[name] if name else np.ones(self.config.hidden_size, np.float32)
 
     def linear(self, layer: int, group: Group) -> tuple[LinearWeight, ...]:
         """Return the weights ``[n, k]`` of a group's members, in order; the head is layer -1.
@@ -164,8 +166,12 @@ class ModelWeights:
         return cast("tuple[NDArray[np.float32], ...]", tuple(found))
 
     def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
-        """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's."""
-        return self.floats[norm_name(self.config, layer, norm)]
+        """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's.
+
+        Ones stand for the weight of a norm without.
+        """
+        name = norm_name(self.config, layer, norm)
+        return self.floats[name] if name else np.ones(layer_norms(self.config, layer)[norm], np.float32)
 
     def norm_bias(self, layer: int, norm: Norm) -> NDArray[np.float32] | None:
         """Return the bias ``[hidden]`` of one norm of a layer; None in a model without."""

@@ -31,6 +31,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = MappingProxyType(
         "gemma4_unified": Wrapper(
             "Gemma4UnifiedForConditionalGeneration", {"gemma4_unified_text": "gemma4_unified_text"}
         ),
+        "llama4": Wrapper("Llama4ForConditionalGeneration", {"llama4_text": "llama4_text"}),
         "mistral3": Wrapper(
             "Mistral3ForConditionalGeneration", {"mistral": "mistral", "ministral3": "ministral3"}
         ),

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from heterollm.base import GIB
 from heterollm.engine import return_freed_memory
 from heterollm.serve import markdown
 from heterollm.serve.about import About
@@ -46,6 +47,7 @@ from heterollm.serve.guard import Guard, owner_of
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
 from heterollm.serve.page import page
+from heterollm.serve.prefix_files import PrefixFiles
 from heterollm.serve.reading import Bodies, Readers
 from heterollm.serve.replies import Reply
 from heterollm.serve.sessions import SessionCache
@@ -120,11 +122,13 @@ class Server:
         self._bodies = Bodies()
         self._readers = Readers(options.queue)
         self._status_reader = anyio.CapacityLimiter(1)
+        self._prefix_files = PrefixFiles(llm.state_key, int(options.prefixes_gib * GIB))
         self._sessions = SessionCache(
             llm.session,
             most=places,
             chunk=llm.plan.longest_flight,
             failures=lambda: llm.failures,
+            files=self._prefix_files,
         )
         self._activity = Activity()
         self._figures = Status(llm, self._activity, live=options.live)
@@ -175,6 +179,7 @@ class Server:
         self._readers.close()
         self._embedder.stop()
         await asyncio.to_thread(self._admission.close)
+        await asyncio.to_thread(self._prefix_files.close)
 
     async def _return_memory(self) -> None:
         """Return freed memory when requests have ended: the heaps of threads keep 100 MiB or more."""
@@ -184,6 +189,11 @@ class Server:
             if returned != self._answered and not self.busy:
                 returned = self._answered
                 await asyncio.to_thread(return_freed_memory)
+
+    @property
+    def shares_exactly(self) -> bool:
+        """Whether answers that depend on no other request may share passes."""
+        return self._scheduler.shares_exactly
 
     @property
     def busy(self) -> bool:
@@ -251,7 +261,7 @@ class Server:
                 tier=asked.tier,
                 answers=answers,
                 first=first,
-                reproducible=asked.reproducible,
+                reproducible=asked.reproducible and self._options.exact,
                 owner=owner,
                 cache=self._sessions,
                 channel=channel,

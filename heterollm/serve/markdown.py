@@ -17,7 +17,7 @@ MOST_BRACKETS: Final = 2000
 """Openings of links, whose search for an end takes time by their square."""
 
 
-class Text(msgspec.Struct, forbid_unknown_fields=True):
+class MarkdownText(msgspec.Struct, forbid_unknown_fields=True):
     """A body of ``POST /markdown``.
 
     Args:
@@ -33,7 +33,7 @@ def draw(_about: About, content: bytes) -> dict[str, str]:
     Raises:
         RequestError: The body has another form, or would take long.
     """
-    text = decoded(content, Text, MOST_CHARACTERS).text
+    text = decoded(content, MarkdownText, MOST_CHARACTERS).text
     if len(text) > MOST_CHARACTERS or text.count("[") > MOST_BRACKETS:
         raise RequestError(
             f"The text has {len(text)} characters and {text.count('[')} brackets.",

@@ -136,6 +136,8 @@ def serve(
     note(
         f"{places} sessions of {format_bytes(each)} at most; {options.queue} requests of each tier may wait."
     )
+    if options.exact and not server.shares_exactly:
+        note("Answers with a seed or temperature 0 share no passes with this plan; with --no-exact they do.")
     note(str(server.defaults))
     if not llm.tokenizer.has_chat_template:
         note("The model brings no chat template; a plain form is used.")

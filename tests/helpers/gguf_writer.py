@@ -23,6 +23,8 @@ Pairs = Iterable[tuple[str, np.ndarray]]
 PLAIN: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
 MIXTURES = (
     *("mixtral", "qwen3_moe", "olmoe", "mellum", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss"),
+    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "ernie4_5_moe"),
+    *("glm4_moe", "dots1", "exaone_moe"),
 )
 STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -49,6 +51,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "phimoe": {"router_jitter_noise": 0.01},
     "starcoder2": {"sliding_window": None},
     "granitemoehybrid": {"intermediate_size": 208},
+    "cohere2": {"attention_bias": False},
+    "hunyuan_v1_dense": {"attention_bias": False},
+    "ministral3": {"sliding_window": None},
+    "qwen3_5_text": {"attention_bias": False},
+    "qwen2_moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "ernie4_5_moe": {"use_bias": False},
+    # A float32 of the file is equal.
+    "glm4_moe": {"routed_scaling_factor": 1.75},
+    "dots1": {
+        "routed_scaling_factor": 1.75,
+        "attention_bias": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 2,
+    },
     "smollm3": {
         "no_rope_layers": [1, 1],
         "use_sliding_window": False,
@@ -130,6 +147,129 @@ def convolutions(writer: Any, config: Config) -> None:
     writer.add_shortconv_l_cache(config["conv_L_cache"])
 
 
+def two_windows(writer: Any, config: Config) -> None:
+    window(writer, config)
+    if config["sliding_window"]:
+        writer.add_sliding_window_pattern([kind.startswith("s") for kind in config["layer_types"]])
+
+
+def gemma4(writer: Any, config: Config) -> None:
+    """Heads of layers without a window in place of those of `write_sizes`, and what stops parts of them."""
+    two_windows(writer, config)
+    full, sliding = (config["rope_parameters"][f"{one}_attention"] for one in ("full", "sliding"))
+    kinds, own = config["layer_types"], config["per_layer_config"]
+    whole = next(own.get(str(layer), {}) for layer, kind in enumerate(kinds) if kind.startswith("f"))
+    wide = whole.get("head_dim", config["head_dim"])
+    changed = {"attention.key_length": wide, "attention.value_length": wide, "rope.dimension_count": wide}
+    for name, value in changed.items():
+        writer.kv_data[0][f"{writer.arch}.{name}"].value = value
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_uint32(f"{writer.arch}.rope.dimension_count_swa", config["head_dim"])
+    writer.add_float32(f"{writer.arch}.rope.freq_base_swa", sliding["rope_theta"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    shared = config.get("num_kv_shared_layers", 0)
+    writer.add_shared_kv_layers(shared)
+    if "num_key_value_heads" in whole:
+        counts = whole["num_key_value_heads"], config["num_key_value_heads"]
+        heads = [counts[kind.startswith("s")] for kind in kinds]
+        del writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"]
+        writer.add_head_count_kv(heads)
+    if config.get("enable_moe_block"):
+        expert_width(writer, config)
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+    if config.get("use_double_wide_mlp"):
+        width = config["intermediate_size"]
+        del writer.kv_data[0][f"{writer.arch}.feed_forward_length"]
+        writer.add_feed_forward_length([width] * (len(kinds) - shared) + [2 * width] * shared)
+    turning = int(wide * full["partial_rotary_factor"] / 2)
+    divisors = [1.0] * turning + [1e30] * (wide // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+
+def cohere2(writer: Any, config: Config) -> None:
+    two_windows(writer, config)
+    writer.add_logit_scale(config["logit_scale"])
+
+
+def olmo3(writer: Any, config: Config) -> None:
+    two_windows(writer, config)
+    full, sliding = (config["rope_parameters"][f"{one}_attention"] for one in ("full", "sliding"))
+    writer.add_float32(f"{writer.arch}.rope.freq_base_swa", sliding["rope_theta"])
+    yarn(writer, full)
+
+
+def yarn(writer: Any, rope: Config) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def ministral3(writer: Any, config: Config) -> None:
+    rope = config["rope_parameters"]
+    yarn(writer, rope)
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def hunyuan(writer: Any, config: Config) -> None:
+    """The base that alpha stretches, in place of that of `write_rope`."""
+    rope, dim = config["rope_parameters"], config["head_dim"]
+    base = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
+    writer.kv_data[0][f"{writer.arch}.rope.freq_base"].value = base
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(1)
+
+
+def delta_net(writer: Any, config: Config) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    if recurrent != [(layer + 1) % 2 != 0 for layer in range(len(recurrent))]:
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+    else:
+        writer.add_full_attention_interval(2)
+    if "num_experts" in config:
+        shared_expert(writer, config)
+
+
+def shared_expert(writer: Any, config: Config) -> None:
+    expert_width(writer, config)
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def lfm2_moe(writer: Any, config: Config) -> None:
+    convolutions(writer, config)
+    expert_width(writer, config)
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def ernie_moe(writer: Any, config: Config) -> None:
+    expert_width(writer, config)
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+
+
+def sigmoid_moe(writer: Any, config: Config) -> None:
+    expert_width(writer, config)
+    dense = config.get("mlp_layer_types", ()).count("dense")
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", dense))
+    writer.add_expert_shared_count(config.get("n_shared_experts") or config["num_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["model_type"] == "exaone_moe":
+        two_windows(writer, config)
+
+
 # ---- tensors --------------------------------------------------------------------------------------------
 
 
@@ -190,10 +330,7 @@ def granite_experts(tensors: Tensors, config: Config) -> Pairs:
 def gpt_oss(writer: Any, config: Config) -> None:
     window(writer, config)
     writer.add_expert_feed_forward_length(config["intermediate_size"])
-    rope = config["rope_parameters"]
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(rope["factor"])
-    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    yarn(writer, config["rope_parameters"])
 
 
 def alternating(tensors: Tensors, _config: Config) -> Pairs:
@@ -213,6 +350,91 @@ def alternating(tensors: Tensors, _config: Config) -> Pairs:
 def flat_taps(tensors: Tensors, _config: Config) -> Pairs:
     for name, values in tensors.items():
         yield name, values[:, 0] if "conv.conv" in name else values
+
+
+def in_turns(values: np.ndarray, config: Config, axis: int = 0, width: int = 0) -> np.ndarray:
+    """Value heads of Qwen3.5: the first of each key head, then the second of each."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    moved = np.moveaxis(values, axis, 0)
+    split = moved.reshape(keys, heads // keys, width or config["linear_value_head_dim"], *moved.shape[1:])
+    return np.moveaxis(split.swapaxes(0, 1).reshape(moved.shape), 0, axis)
+
+
+def delta_tensors(tensors: Tensors, config: Config) -> Pairs:
+    """Qwen3.5's delta nets and norms."""
+    keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    for name, values in one_more(tensors, config):
+        if name.endswith("linear_attn.norm.weight"):
+            values = tensors[name]
+        elif name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+            values = values.squeeze() if "conv1d" in name else values
+            values = np.concatenate([values[:keys], in_turns(values[keys:], config)])
+        elif name.endswith("in_proj_z.weight"):
+            values = in_turns(values, config)
+        elif name.endswith(("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")):
+            values = in_turns(values, config, width=1)
+        elif name.endswith("out_proj.weight"):
+            values = in_turns(values, config, axis=1)
+        yield from named_delta(name, values)
+
+
+def named_delta(name: str, values: np.ndarray) -> Pairs:
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    if name.endswith("shared_expert_gate.weight"):
+        values = values.squeeze()
+    stack = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", name)
+    if stack is None:
+        yield name, values
+    elif stack[2] == "down":
+        yield f"blk.{stack[1]}.ffn_down_exps.weight", values
+    else:
+        for member, half in zip(("gate", "up"), np.split(values, 2, 1), strict=True):
+            yield f"blk.{stack[1]}.ffn_{member}_exps.weight", np.ascontiguousarray(half)
+
+
+def qwen3_next(tensors: Tensors, config: Config) -> Pairs:
+    """Qwen3-Next's linears by key heads, taken apart."""
+    keys, values_of = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    widths = [config["linear_key_head_dim"]] * 2 + [values_of // keys * config["linear_value_head_dim"]]
+    for name, values in one_more(tensors, config):
+        if name.endswith("in_proj_qkvz.weight"):
+            layer = name.split(".")[2]
+            parts = np.split(values.reshape(keys, -1, values.shape[1]), np.cumsum(widths), 1)
+            *qkv, z = (part.reshape(-1, values.shape[1]) for part in parts)
+            yield f"blk.{layer}.attn_qkv.weight", np.concatenate(qkv)
+            yield f"blk.{layer}.attn_gate.weight", z
+            continue
+        if name.endswith("linear_attn.norm.weight"):
+            values = tensors[name]
+        yield from named_delta(name, values.squeeze() if "conv1d" in name else values)
+
+
+def shared_gate(tensors: Tensors, _config: Config) -> Pairs:
+    for name, values in tensors.items():
+        yield name, values.squeeze() if "shared_expert_gate" in name else values
+
+
+def expert_biases(tensors: Tensors, config: Config) -> Pairs:
+    """Biases that help to choose experts, beside flat convolutions."""
+    for name, values in flat_taps(tensors, config):
+        match = re.search(r"layers\.(\d+)\..*(expert_bias|correction_bias)$", name)
+        yield (f"blk.{match[1]}.exp_probs_b.bias", values.squeeze()) if match else (name, values)
+
+
+def scalars(tensors: Tensors, _config: Config) -> Pairs:
+    """Gemma 4's scalars of layers, and factors of routers and experts, which are stacked."""
+    owns = {
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+        "layer_scalar": "layer_output_scale.weight",
+    }
+    for name, values in tensors.items():
+        layer, _, below = name.removeprefix("model.layers.").partition(".")
+        yield f"blk.{layer}.{owns[below]}" if below in owns else name, values
 
 
 class Converter(NamedTuple):
@@ -249,6 +471,8 @@ CONVERTERS = {
     "gemma": Converter("gemma", tensors=one_more),
     "gemma2": Converter("gemma2", soft_caps, one_more),
     "gemma3_text": Converter("gemma3", gemma3, one_more),
+    "gemma4_text": Converter("gemma4", gemma4, scalars),
+    "gemma4_unified_text": Converter("gemma4", gemma4, scalars),
     "granite": Converter("granite", multipliers, in_pairs),
     "stablelm": Converter("stablelm", parallel, epsilon="layer_norm_eps", centered=True),
     "seed_oss": Converter("seed_oss"),
@@ -258,11 +482,24 @@ CONVERTERS = {
     "starcoder2": Converter("starcoder2", epsilon="norm_epsilon", centered=True),
     "nemotron": Converter("nemotron", tensors=one_more, epsilon="norm_eps", centered=True),
     "olmo2": Converter("olmo2"),
-    "exaone4": Converter("exaone4"),
+    "olmo3": Converter("olmo2", olmo3),
+    "exaone4": Converter("exaone4", two_windows),
+    "cohere2": Converter("cohere2", cohere2, epsilon="layer_norm_eps", centered=True),
+    "ministral3": Converter("mistral3", ministral3, in_pairs),
+    "hunyuan_v1_dense": Converter("hunyuan-dense", hunyuan),
+    "qwen3_5_text": Converter("qwen35", delta_net, delta_tensors),
     "lfm2": Converter("lfm2", convolutions, flat_taps, "norm_eps"),
     "mixtral": Converter("llama", tensors=in_pairs),
     "qwen3_moe": Converter("qwen3moe", expert_width),
     "olmoe": Converter("olmoe"),
+    "qwen2_moe": Converter("qwen2moe", shared_expert, shared_gate),
+    "qwen3_5_moe_text": Converter("qwen35moe", delta_net, delta_tensors),
+    "qwen3_next": Converter("qwen3next", delta_net, qwen3_next),
+    "lfm2_moe": Converter("lfm2moe", lfm2_moe, expert_biases, "norm_eps"),
+    "glm4_moe": Converter("glm4moe", sigmoid_moe, expert_biases),
+    "dots1": Converter("dots1", sigmoid_moe, expert_biases),
+    "exaone_moe": Converter("exaone-moe", sigmoid_moe, expert_biases),
+    "ernie4_5_moe": Converter("ernie4_5-moe", ernie_moe, expert_biases),
     "mellum": Converter("mellum", mellum, names="qwen3moe"),
     "phimoe": Converter("phimoe", window),
     "gpt_oss": Converter("gpt-oss", gpt_oss, alternating),
@@ -325,8 +562,9 @@ def write_sizes(writer: Any, config: Config) -> None:
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     width = config["intermediate_size"]
-    if config["model_type"] == "lfm2":
+    if "conv" in config.get("layer_types", ()):
         key_heads = [0 if kind == "conv" else key_heads for kind in config["layer_types"]]
+    if config["model_type"] == "lfm2":
         multiple = config["block_multiple_of"]
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
         width = multiple * ((width + multiple - 1) // multiple)
@@ -335,8 +573,9 @@ def write_sizes(writer: Any, config: Config) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(width)
     if config["model_type"] in MIXTURES or config.get("num_local_experts"):
-        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        names = ("num_local_experts", "moe_num_experts", "n_routed_experts", "num_experts")
+        writer.add_expert_count(next(filter(None, (config.get(name) for name in names))))
+        writer.add_expert_used_count(config.get("moe_k") or config["num_experts_per_tok"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(key_heads)
     writer.add_key_length(head_dim)
@@ -379,7 +618,7 @@ OVERRIDES["phimoe"]["rope_parameters"] = {
 def write_tensor(
     writer: Any, own: str, values: np.ndarray, kind: Types, head: Types, others: Iterable[tuple[str, Types]]
 ) -> None:
-    if values.ndim == 1 or own.endswith("exps.bias") or "gate_inp" in own or "shortconv.conv" in own:
+    if values.ndim == 1 or own.endswith("exps.bias") or "gate_inp" in own or "conv" in own.split(".")[-2]:
         writer.add_tensor(own, values)
         return
     chosen = head if own in ("token_embd.weight", "output.weight") else kind

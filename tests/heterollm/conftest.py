@@ -212,6 +212,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 2,
         "moe_intermediate_size": 96,
     },
+    # Chunks in the layers with positions, of which the others have none; experts in every other layer.
+    "llama4_text": {
+        **PLAIN,
+        "num_hidden_layers": 4,
+        "head_dim": 40,
+        "intermediate_size": 128,
+        "intermediate_size_mlp": 176,
+        "num_local_experts": 6,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 20,
+        "no_rope_layers": [1, 0, 1, 1],
+        "attention_bias": True,
+        "floor_scale": 12,
+        "attn_scale": 0.6,
+        "rms_norm_eps": 1e-2,
+    },
     # Values that are keys before their norm, and other key heads where a layer sees everything.
     "gemma4_unified_text": {
         **GEMMA4,
@@ -674,6 +690,19 @@ def stacked_experts(state: dict[str, Any], config: Any) -> dict[str, Any]:
     return found
 
 
+def inputs_first(state: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return tensors with the experts of a layer in one, up behind gate, and inputs first."""
+    found = {name: value for name, value in state.items() if ".experts." not in name}
+    for layer in config.moe_layers:
+        prefix = f"model.layers.{layer}.feed_forward.experts."
+        gate, up, down = (
+            torch.stack([state[f"{prefix}{e}.{one}_proj.weight"].T for e in range(config.num_local_experts)])
+            for one in ("gate", "up", "down")
+        )
+        found |= {f"{prefix}gate_up_proj": torch.cat([gate, up], -1), f"{prefix}down_proj": down}
+    return found
+
+
 def stack_experts(state: dict[str, Any], model_type: str) -> None:
     """Put experts into the tensors that checkpoints have; others are stacked by transformers itself."""
     mixture = model_types.FAMILIES[model_type].mixture
@@ -698,6 +727,8 @@ def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
         state = {name: torch.from_numpy(value.copy()) for name, value in llm.reference_state_dict()}
         if config.model_type == "gpt_oss":
             state = stacked_experts(state, config)
+        if config.model_type == "llama4_text":
+            state = inputs_first(state, config)
         stack_experts(state, llm.config.model_type)
         model, loading = getattr(transformers, config.architectures[0]).from_pretrained(
             None,

@@ -284,6 +284,13 @@ IGNORED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 OWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "use_qk_norm": "norms of heads of queries and keys",
+        "attention_chunk_size": "positions of a chunk, of which a token sees those before it",
+        "attn_temperature_tuning": "whether queries grow with the position in layers without RoPE",
+        "attn_scale": "their growth for each e-fold of floor_scale",
+        "floor_scale": "positions whose queries keep their size",
+        "moe_layers": "layers with experts",
+        "interleave_moe_layer_step": "every how many layers one has experts; moe_layers precedes it",
+        "intermediate_size_mlp": "width of the network in layers without experts",
         "use_qkv_bias": "biases of q, k and v",
         "qkv_bias": "biases of q, k and v",
         "bias": "biases of attention's linears",

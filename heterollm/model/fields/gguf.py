@@ -78,7 +78,7 @@ GENERAL: Final = (
 )
 
 TOKENIZER: Final = (
-    read("tokenizer.ggml.model", "llama, gpt2, or none; other kinds are refused", VOCABULARY),
+    read("tokenizer.ggml.model", "llama, gpt2, gemma4, or none; other kinds are refused", VOCABULARY),
     read(
         "tokenizer.ggml.pre",
         "rule that divides texts, of gpt2 alone; absent or default: llama.cpp's rule for these, and a note",
@@ -96,7 +96,7 @@ TOKENIZER: Final = (
     ),
     read(
         "tokenizer.ggml.merges",
-        "merges of gpt2, required with tokens of several characters; llama merges by scores",
+        "merges of gpt2 and gemma4, required with tokens of several characters; llama merges by scores",
         VOCABULARY,
     ),
     read("tokenizer.ggml.bos_token_id", "token that begins a text; 1 in llama if absent", VOCABULARY),

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from heterollm.model.fields.gguf_rows import MODEL, NAMES, OFF, ONE, read, rows
+from heterollm.model.fields.gguf_rows import ARCHITECTURE, MODEL, NAMES, OFF, ONE, read, rows
 
-SIZED: Final = frozenset({"qwen3moe", "mellum"})
-NORMALIZED: Final = SIZED | {"llama", "phimoe", "granitemoe"}
+DELTA: Final = frozenset({"qwen35moe", "qwen3next"})
+SHARED: Final = DELTA | {"qwen2moe"}
+ERNIE: Final = frozenset({"ernie4_5-moe"})
+SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
+LEADING: Final = SIGMOID | ERNIE | {"lfm2moe"}
+SIZED: Final = SHARED | LEADING | {"qwen3moe", "mellum", "gemma4"}
+NORMALIZED: Final = SIZED - SIGMOID - {"qwen2moe"} | {"llama", "phimoe", "granitemoe"}
 
 EXPERTS: Final = (
     read(".expert_count", "experts; 0 for none"),
@@ -20,9 +25,36 @@ EXPERTS: Final = (
     ),
     read(
         ".expert_shared_feed_forward_length",
-        "width of the experts that compute every token; absent or 0: none",
-        "granite.cpp",
-        frozenset({"granitemoe"}),
+        "width of the experts that compute every token; absent or 0: none, and feed_forward_length in Qwen's",
+        "granite.cpp, qwen2moe.cpp",
+        SHARED | {"granitemoe"},
+    ),
+    read(
+        ".leading_dense_block_count",
+        "first layers without experts; absent: none",
+        ARCHITECTURE,
+        LEADING,
+    ),
+    read(
+        ".interleave_moe_layer_step",
+        "every n-th layer has experts",
+        "models/ernie4-5-moe.cpp",
+        ERNIE,
+    ),
+    read(".expert_shared_count", "experts that compute every token", ARCHITECTURE, SIGMOID | ERNIE),
+    read(
+        ".expert_weights_norm",
+        "whether weights of experts are divided by their sum; absent: no",
+        ARCHITECTURE,
+        SIGMOID,
+    ),
+    read(".expert_weights_scale", "factor of the experts' weights; absent or 0: 1", ARCHITECTURE, SIGMOID),
+    *rows(
+        "none",
+        "width of the experts that compute every token, which their number states",
+        "conversion/ernie.py",
+        ".expert_shared_feed_forward_length",
+        only=SIGMOID | ERNIE,
     ),
     *rows(
         "none",
@@ -51,6 +83,14 @@ EXPERTS: Final = (
         "models: build_moe_ffn",
         ".expert_weights_norm",
         neutral=(False,),
+    ),
+    *rows(
+        "refused",
+        "scores of experts by another function than a sigmoid",
+        "models: build_moe_ffn",
+        ".expert_gating_func",
+        neutral=(2,),
+        only=SIGMOID | {"lfm2moe"},
     ),
     *rows(
         "refused",

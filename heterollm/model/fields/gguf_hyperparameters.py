@@ -17,21 +17,31 @@ from heterollm.model.fields.gguf_rows import (
     rows,
 )
 
-GEMMAS: Final = frozenset({"gemma2", "gemma3"})
-PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum"}
+GEMMA4: Final = frozenset({"gemma4"})
+GEMMAS: Final = GEMMA4 | {"gemma2", "gemma3"}
+PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum", "cohere2", "olmo2", "exaone4", "exaone-moe"}
 WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
-CENTERED: Final = frozenset({"phi2", "stablelm", "starcoder2", "nemotron"})
+CENTERED: Final = frozenset({"phi2", "stablelm", "starcoder2", "nemotron", "cohere2"})
 GRANITES: Final = frozenset({"granite", "granitemoe"})
 SCALED: Final = GRANITES | {"minicpm"}
-VISION: Final = frozenset({"qwen3vl"})
+QWEN35: Final = frozenset({"qwen35", "qwen35moe"})
+DELTA: Final = QWEN35 | {"qwen3next"}
+VISION: Final = QWEN35 | {"qwen3vl"}
+MISTRAL3: Final = frozenset({"mistral3"})
 
 SIZES: Final = (
     read(".context_length", "longest context"),
     read(".embedding_length", "width of the residual stream"),
     read(".block_count", "layers"),
-    read(".feed_forward_length", "width of the feed-forward network; a list must repeat one number"),
+    read(
+        ".feed_forward_length",
+        "width of the feed-forward network; a list must repeat one number, or in Gemma 4 its double",
+    ),
     read(".attention.head_count", "query heads; a list must repeat one number"),
-    read(".attention.head_count_kv", "key heads, the query heads if absent; a list must repeat one number"),
+    read(
+        ".attention.head_count_kv",
+        "key heads, the query heads if absent; a list must repeat one number, in Gemma 4 for each kind",
+    ),
     read(".attention.key_length", "width of a head, embedding_length / head_count if absent"),
     read(".attention.value_length", "width of a value, which must be key_length"),
     read(".attention.layer_norm_epsilon", "number added in norms; required", ARCHITECTURE, CENTERED),
@@ -44,6 +54,24 @@ SIZES: Final = (
     ),
     read(".attention.layer_norm_rms_epsilon", "number added in norms; required", ARCHITECTURE),
     *rows("none", "rows of the token embedding, whose shape states it", MODEL, ".vocab_size"),
+    read(
+        ".attention.key_length_swa",
+        "width of a head in layers with a window",
+        "models/gemma4.cpp",
+        GEMMA4,
+    ),
+    read(
+        ".attention.shared_kv_layers",
+        "last layers, which read the keys of others; absent: none",
+        "models/gemma4.cpp",
+        GEMMA4,
+    ),
+    read(
+        ".embedding_length_per_layer_input",
+        "width of a token's embedding for each layer; absent or 0: none",
+        "models/gemma4.cpp",
+        GEMMA4,
+    ),
     *rows(
         "refused",
         "heads of another width in layers with a window; key_length passes",
@@ -60,14 +88,14 @@ ATTENTION: Final = (
     read(
         ".attention.sliding_window",
         "window; 0 for none. llama.cpp ignores Phi-3's, whose older files have "
-        "wrong numbers; absent in Gemma 2: 4096",
+        "wrong numbers; absent: none, 4096 in Gemma 2 and the largest EXAONE 4",
         ARCHITECTURE,
         WINDOWED,
     ),
     read(
         ".attention.sliding_window_pattern",
         "every n-th layer sees all positions, or a flag for each layer; "
-        "2 in Gemma 2 and gpt-oss, 6 in Gemma 3, 4 in Mellum if absent",
+        "2 in Gemma 2 and gpt-oss, 6 in Gemma 3, 4 in others if absent",
         ARCHITECTURE,
         PATTERNED,
     ),
@@ -92,8 +120,8 @@ ATTENTION: Final = (
     ),
     read(
         ".final_logit_softcapping",
-        "soft cap of the logits; absent: 30 in Gemma 2, none in Gemma 3",
-        "models/gemma2.cpp, gemma3.cpp",
+        "soft cap of the logits; absent: 30 in Gemma 2, none in Gemma 3 and 4",
+        "models/gemma2.cpp, gemma3.cpp, gemma4.cpp",
         GEMMAS,
     ),
     *rows(
@@ -123,9 +151,28 @@ ATTENTION: Final = (
     ),
     read(
         ".logit_scale",
-        "divisor of the logits; required, but in MiniCPM, where embedding_length / 256 stands for it",
-        "granite.cpp, minicpm.cpp",
-        SCALED,
+        "divisor of the logits, and their factor in Cohere 2; required, but in MiniCPM, where "
+        "embedding_length / 256 stands for it",
+        "granite.cpp, minicpm.cpp, cohere2.cpp",
+        SCALED | {"cohere2"},
+    ),
+    read(
+        ".attention.temperature_scale",
+        "growth of queries with the position; absent or 0: none",
+        "models/mistral3.cpp",
+        MISTRAL3,
+    ),
+    read(
+        ".full_attention_interval",
+        "every n-th layer has attention and no delta net, 4 if absent",
+        ARCHITECTURE,
+        DELTA,
+    ),
+    read(
+        ".attention.recurrent_layers",
+        "which layers have a delta net, before full_attention_interval",
+        ARCHITECTURE,
+        DELTA,
     ),
     *rows(
         "refused",
@@ -187,9 +234,9 @@ ROPE: Final = (
     read(".rope.freq_base", "base of the frequencies, 10000 if absent"),
     read(
         ".rope.freq_base_swa",
-        "base in layers with a window; absent: 10000 in Gemma 3, that of all layers in Mellum",
-        "models/gemma3.cpp, mellum.cpp",
-        frozenset({"gemma3", "mellum"}),
+        "base in layers with a window; absent: 10000 in Gemma 3 and 4, that of all layers in others",
+        "models/gemma3.cpp, gemma4.cpp, mellum.cpp, olmo2.cpp",
+        GEMMA4 | {"gemma3", "mellum", "olmo2"},
     ),
     read(".rope.scaling.type", "none, linear, yarn or longrope; linear if absent"),
     read(".rope.scaling.factor", "factor of linear and yarn; absent or 0: 1"),
@@ -218,6 +265,12 @@ ROPE: Final = (
         CONTEXT,
         ".rope.scaling.yarn_ext_factor",
         neutral=(1, 1.0, -1, -1.0),
+    ),
+    read(
+        ".rope.scaling.yarn_log_multiplier",
+        "mscale_all_dim of the checkpoint, beside an mscale of 1; absent or 0: neither",
+        CONTEXT,
+        MISTRAL3,
     ),
     *rows(
         "refused",
@@ -291,7 +344,23 @@ OTHER: Final = (
     ),
     read(".pooling_type", "pooling of embeddings: 1 mean, 3 last token; a model has none with others"),
     *rows("none", "names of a classifier's outputs", MODEL, ".classifier.*"),
-    read(".shortconv.l_cache", "tokens that a convolution spans", "models/lfm2.cpp", frozenset({"lfm2"})),
+    read(
+        ".shortconv.l_cache",
+        "tokens that a convolution spans",
+        "models/lfm2.cpp",
+        frozenset({"lfm2", "lfm2moe"}),
+    ),
+    read(".ssm.conv_kernel", "tokens that a delta net's convolution spans", ARCHITECTURE, DELTA),
+    read(".ssm.group_count", "key heads of a delta net", ARCHITECTURE, DELTA),
+    read(".ssm.state_size", "width of a delta net's key head", ARCHITECTURE, DELTA),
+    read(".ssm.time_step_rank", "value heads of a delta net", ARCHITECTURE, DELTA),
+    read(".ssm.inner_size", "values of all heads of a delta net", ARCHITECTURE, DELTA),
+    read(
+        ".nextn_predict_layers",
+        "last layers, which predict further tokens and are not read",
+        ARCHITECTURE,
+        QWEN35 | {"exaone4", "exaone-moe", "glm4moe"},
+    ),
     *rows(
         "none",
         "the norm before the network says it",

@@ -1,6 +1,5 @@
 from .affine_blocks import STORED_VERSION as STORED_VERSION
 from .affine_blocks import canonical as canonical
-from .alternating_experts import AlternatingExperts as AlternatingExperts
 from .foreign_formats import foreign_format as foreign_format
 from .foreign_formats import refuse_foreign_weights as refuse_foreign_weights
 from .gguf_file import is_gguf as is_gguf
@@ -11,4 +10,5 @@ from .gguf_model import GgufTensors as GgufTensors
 from .gguf_split import part_names as part_names
 from .packed_linears import PackedLinears as PackedLinears
 from .packed_linears import PackedTensor as PackedTensor
+from .stacked_experts import StackedExperts as StackedExperts
 from .stored_tensors import StoredTensors as StoredTensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -42,6 +43,18 @@ class AffineBlocks:
             if self.minimums is not None:
                 values += self.minimums[:, :, None]
         return values.reshape(rows, columns)
+
+    def with_columns(self, order: Sequence[int]) -> AffineBlocks:
+        """Return the weight with equal runs of columns in another order: for each, where it stands here."""
+        if not order:
+            return self
+
+        def moved(values: NDArray[Any]) -> NDArray[Any]:
+            rows = len(values)
+            return values.reshape(rows, len(order), -1)[:, order].reshape(values.shape)
+
+        minimums = None if self.minimums is None else moved(self.minimums)
+        return AffineBlocks(moved(self.codes), moved(self.scales), minimums, self.block)
 
 
 def canonical(blocks: AffineBlocks, weight: WeightFormat) -> QuantizedTensor | None:

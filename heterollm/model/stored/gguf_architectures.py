@@ -11,21 +11,36 @@ from typing import Final, NamedTuple
 
 from heterollm.model.stored.gguf_family_fields import (
     Fields,
+    cohere2,
+    delta_net,
+    delta_net_moe,
+    dots1,
+    ernie_moe,
+    exaone4,
+    exaone_moe,
     gemma2,
     gemma3,
+    gemma4,
+    gemma4_moe,
+    glm4_moe,
     gpt_oss,
     granite,
     granite_moe,
     lfm2,
+    lfm2_moe,
     mellum,
     minicpm,
+    mistral3,
     no_fields,
+    olmo2,
     one_window,
     phimoe,
+    qwen2_moe,
     qwen3_moe,
     stablelm,
 )
-from heterollm.model.stored.gguf_file import GgufFile
+from heterollm.model.stored.gguf_file import GgufFile, Lists
+from heterollm.model.stored.gguf_names import Other
 
 
 class Architecture(NamedTuple):
@@ -44,7 +59,10 @@ class Architecture(NamedTuple):
         experts_field: Field of ``config.json`` with the number of experts.
         epsilon: Field of ``config.json`` for the number added in norms, and the file's.
         fields: Returns the fields of ``config.json`` that other architectures lack.
-        hybrid: Whether some layers have no attention, and 0 key heads.
+        lists: Meaning of heads and widths that are lists.
+        others: Other tensors of a layer by the file's names, where they differ from those of all.
+        heads_in_turns: Whether the value heads of a delta net stand in turns: the first of each key head,
+            then the second of each.
     """
 
     model_type: str
@@ -59,12 +77,14 @@ class Architecture(NamedTuple):
     experts_field: str = "num_experts"
     epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     fields: Callable[[GgufFile, Fields], Fields] = no_fields
-    hybrid: bool = False
+    lists: Lists = "alike"
+    others: Mapping[str, Other] = MappingProxyType({})
+    heads_in_turns: bool = False
 
 
 def key_heads(file: GgufFile, architecture: Architecture) -> int:
     """Return the key heads of layers with attention."""
-    return file.count("attention.head_count_kv", "attention.head_count", hybrid=architecture.hybrid)
+    return file.count("attention.head_count_kv", "attention.head_count", lists=architecture.lists)
 
 
 LAYER_NORM: Final = ("layer_norm_eps", "attention.layer_norm_epsilon")
@@ -84,15 +104,50 @@ NUMBERED_EXPERTS: Final = {
     f"ffn_{member}_exps": f"block_sparse_moe.experts.{{}}.{name}"
     for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
+SHARED_EXPERT: Final = {
+    f"ffn_{member}_shexp": f"mlp.shared_expert.{member}_proj" for member in ("gate", "up", "down")
+}
+SHARED_EXPERTS: Final = {own: module.replace("expert", "experts") for own, module in SHARED_EXPERT.items()}
+LFM2_NORM: Final = ("norm_eps", "attention.layer_norm_rms_epsilon")
+LFM2_MODULES: Final = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+LFM2_TOP: Final = dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm")
+POST_NORM: Final = {"post_attention_norm": "post_attention_layernorm"}
 ROUTER: Final = {"ffn_gate_inp": "mlp.gate"}
 SPARSE_ROUTER: Final = {"ffn_gate_inp": "block_sparse_moe.gate"}
+CHOICE_BIAS: Final = {"exp_probs_b.bias": Other("mlp.gate.e_score_correction_bias")}
+GEMMA4: Final = Architecture(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    modules={
+        **GEMMA_MODULES,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+    top={
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+    },
+    fields=gemma4,
+    lists="first",
+)
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {
         "llama": Architecture("llama", "LlamaForCausalLM", permuted=True, biases=BIASES),
         "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True, biases=BIASES),
         "arcee": Architecture("arcee", "ArceeForCausalLM", permuted=True, biases=BIASES),
-        "mistral3": Architecture("mistral", "MistralForCausalLM", permuted=True),
+        "mistral3": Architecture("mistral", "MistralForCausalLM", permuted=True, fields=mistral3),
         # q, k and v lie apart, as Llama's.
         "internlm2": Architecture("llama", "LlamaForCausalLM", permuted=True, biases=BIASES),
         "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
@@ -118,6 +173,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "gemma3": Architecture(
             "gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0, modules=GEMMA_MODULES, fields=gemma3
         ),
+        "gemma4": GEMMA4,
         "granite": Architecture(
             "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=granite
         ),
@@ -135,7 +191,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             "seed_oss",
             "SeedOssForCausalLM",
             biases=(*BIASES, ("attention_out_bias", ("blk.0.attn_output.bias",))),
-            modules={"post_attention_norm": "post_attention_layernorm"},
+            modules=POST_NORM,
         ),
         "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", biases=(("use_bias", QKV_BIAS),)),
         "chatglm": Architecture("glm", "GlmForCausalLM", biases=(ATTENTION_BIAS,), modules=FUSED_NETWORK),
@@ -156,8 +212,28 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             modules={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
             epsilon=("norm_epsilon", LAYER_NORM[1]),
         ),
-        "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", biases=(ATTENTION_BIAS,), modules=OUTPUT_NORMS),
-        "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", modules=OUTPUT_NORMS),
+        "olmo2": Architecture(
+            "olmo2", "Olmo2ForCausalLM", biases=(ATTENTION_BIAS,), modules=OUTPUT_NORMS, fields=olmo2
+        ),
+        "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", modules=OUTPUT_NORMS, fields=exaone4),
+        "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", epsilon=LAYER_NORM, fields=cohere2),
+        "hunyuan-dense": Architecture(
+            "hunyuan_v1_dense",
+            "HunYuanDenseV1ForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={
+                "attn_q_norm": "self_attn.query_layernorm",
+                "attn_k_norm": "self_attn.key_layernorm",
+            },
+        ),
+        "qwen35": Architecture(
+            "qwen3_5_text",
+            "Qwen3_5ForCausalLM",
+            norm_offset=1.0,
+            modules=POST_NORM,
+            fields=delta_net,
+            heads_in_turns=True,
+        ),
         "nemotron": Architecture(
             "nemotron",
             "NemotronForCausalLM",
@@ -168,22 +244,21 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "lfm2": Architecture(
             "lfm2",
             "Lfm2ForCausalLM",
-            modules={
-                "attn_norm": "operator_norm",
-                "attn_q_norm": "self_attn.q_layernorm",
-                "attn_k_norm": "self_attn.k_layernorm",
-                "attn_output": "self_attn.out_proj",
-                "ffn_norm": "ffn_norm",
-                "ffn_gate": "feed_forward.w1",
-                "ffn_up": "feed_forward.w3",
-                "ffn_down": "feed_forward.w2",
-            },
-            top=dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
-            epsilon=("norm_eps", "attention.layer_norm_rms_epsilon"),
+            modules=LFM2_MODULES,
+            top=LFM2_TOP,
+            epsilon=LFM2_NORM,
             fields=lfm2,
-            hybrid=True,
+            lists="hybrid",
         ),
     }
+)
+DELTA_MIXTURE: Final = Architecture(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    norm_offset=1.0,
+    modules={**POST_NORM, **ROUTER, **SHARED_EXPERT},
+    experts=NAMED_EXPERTS,
+    fields=delta_net_moe,
 )
 MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {
@@ -203,6 +278,84 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             experts=NAMED_EXPERTS,
             fields=qwen3_moe,
         ),
+        "qwen2moe": Architecture(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            biases=(("qkv_bias", QKV_BIAS),),
+            modules={**ROUTER, **SHARED_EXPERT},
+            experts=NAMED_EXPERTS,
+            fields=qwen2_moe,
+        ),
+        "qwen35moe": DELTA_MIXTURE._replace(heads_in_turns=True),
+        # Its linears lie apart, as those of Qwen3.5-MoE, which computes the same.
+        "qwen3next": DELTA_MIXTURE,
+        "lfm2moe": Architecture(
+            "lfm2_moe",
+            "Lfm2MoeForCausalLM",
+            modules={**LFM2_MODULES, "ffn_gate_inp": "feed_forward.gate"},
+            top=LFM2_TOP,
+            experts={
+                own: module.replace("block_sparse_moe", "feed_forward")
+                for own, module in NUMBERED_EXPERTS.items()
+            },
+            epsilon=LFM2_NORM,
+            fields=lfm2_moe,
+            lists="hybrid",
+            others={"exp_probs_b.bias": Other("feed_forward.expert_bias")},
+        ),
+        "ernie4_5-moe": Architecture(
+            "ernie4_5_moe",
+            "Ernie4_5_MoeForCausalLM",
+            biases=(("use_bias", QKV_BIAS),),
+            modules={**ROUTER, **SHARED_EXPERTS},
+            experts=NAMED_EXPERTS,
+            experts_field="moe_num_experts",
+            fields=ernie_moe,
+            others={"exp_probs_b.bias": Other("mlp.moe_statics.e_score_correction_bias", 0)},
+        ),
+        "glm4moe": Architecture(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={**POST_NORM, **ROUTER, **SHARED_EXPERTS},
+            experts=NAMED_EXPERTS,
+            experts_field="n_routed_experts",
+            fields=glm4_moe,
+            others=CHOICE_BIAS,
+        ),
+        "dots1": Architecture(
+            "dots1",
+            "Dots1ForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={**ROUTER, **SHARED_EXPERTS},
+            experts=NAMED_EXPERTS,
+            experts_field="n_routed_experts",
+            fields=dots1,
+            others=CHOICE_BIAS,
+        ),
+        "exaone-moe": Architecture(
+            "exaone_moe",
+            "ExaoneMoeForCausalLM",
+            modules={**ROUTER, **SHARED_EXPERTS},
+            experts=NAMED_EXPERTS,
+            fields=exaone_moe,
+            others={"exp_probs_b.bias": Other("mlp.e_score_correction_bias")},
+        ),
+        "gemma4": GEMMA4._replace(
+            modules={
+                **GEMMA4.modules,
+                "ffn_gate_inp": "router.proj",
+                "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            },
+            experts={own: module.removeprefix("mlp.") for own, module in NAMED_EXPERTS.items()},
+            fields=gemma4_moe,
+            others={
+                "ffn_gate_inp.scale": Other("router.scale"),
+                "ffn_down_exps.scale": Other("router.per_expert_scale"),
+            },
+        ),
         "olmoe": Architecture("olmoe", "OlmoeForCausalLM", modules=ROUTER, experts=NAMED_EXPERTS),
         "mellum": Architecture(
             "mellum", "MellumForCausalLM", modules=ROUTER, experts=NAMED_EXPERTS, fields=mellum
@@ -213,7 +366,7 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             biases=(ATTENTION_BIAS,),
             modules={
                 "ffn_gate_inp": "mlp.router",
-                "post_attention_norm": "post_attention_layernorm",
+                **POST_NORM,
                 # Of all experts together: the stacks of weights are those of `experts`.
                 **{own: module.replace("{}.", "") for own, module in NAMED_EXPERTS.items()},
             },

@@ -21,9 +21,10 @@ from heterollm.model.stored.gguf_architectures import (
     key_heads,
 )
 from heterollm.model.stored.gguf_blocks import BlockType, block_type
+from heterollm.model.stored.gguf_delta import DECAY
 from heterollm.model.stored.gguf_family_fields import ROPE_BASE
 from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_names import GROUPS, LAYER_TENSOR, LONE_EXPERT
+from heterollm.model.stored.gguf_names import GROUPS, LONE_EXPERT
 from heterollm.model.stored.gguf_rope import rope_scaling
 
 LARGEST_BLOCK: Final = 128
@@ -89,10 +90,12 @@ def _repeated(file: GgufFile) -> set[str]:
     heads = file.own("attention.head_count")
     width = file.own("embedding_length")
     head_dim = width // heads if type(width) is type(heads) is int and heads else None
+    key_dim = file.own("attention.key_length_swa", file.own("attention.key_length", head_dim))
+    whole = file.own("rope.dimension_count", head_dim) == file.own("attention.key_length", head_dim)
     defaults = {
         "attention.key_length_swa": file.own("attention.key_length", head_dim),
-        "attention.value_length_swa": file.own("attention.value_length", head_dim),
-        "rope.dimension_count_swa": file.own("rope.dimension_count", head_dim),
+        "attention.value_length_swa": key_dim,
+        "rope.dimension_count_swa": key_dim if whole else file.own("rope.dimension_count"),
         "rope.freq_base_swa": file.own("rope.freq_base", ROPE_BASE),
         "embedding_length_out": width,
     }
@@ -130,8 +133,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
         "hidden_size": hidden,
-        "intermediate_size": file.count("feed_forward_length", "expert_feed_forward_length"),
-        "num_hidden_layers": file.count("block_count"),
+        "intermediate_size": file.count(
+            "feed_forward_length", "expert_feed_forward_length", lists=architecture.lists
+        ),
+        "num_hidden_layers": file.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads(file, architecture),
         "head_dim": head_dim,
@@ -180,15 +185,16 @@ def _vocabulary(file: GgufFile) -> int:
 def _formats(file: GgufFile) -> dict[str, Any] | None:
     """Return the number formats of the layers' groups and of the head; None if no layer is quantised."""
     groups: dict[str, list[BlockType]] = {group: [] for group in dict.fromkeys(GROUPS.values())}
-    heads = []
-    for name, entry in file.entries.items():
-        match = LAYER_TENSOR.fullmatch(name)
-        if match and match[2] in GROUPS and match[3] == "weight":
-            groups[GROUPS[match[2]]].append(block_type(entry.kind))
-        elif LONE_EXPERT.fullmatch(name):
-            groups["experts"].append(block_type(entry.kind))
-        elif name in ("token_embd.weight", "output.weight"):
-            heads.append(block_type(entry.kind))
+    for own, layer, below in file.layer_tensors():
+        module, kind = below.removesuffix(".weight"), block_type(file.entries[own].kind)
+        if module == "attn_qkv" and f"blk.{layer}.{DECAY}" in file.entries:
+            groups["delta_in"].append(kind)
+        elif module in GROUPS and module != below:
+            groups[GROUPS[module]].append(kind)
+        elif LONE_EXPERT.fullmatch(own):
+            groups["experts"].append(kind)
+    tables = ("token_embd.weight", "output.weight")
+    heads = [block_type(file.entries[own].kind) for own in tables if own in file.entries]
     if all(kind.dtype is not None for kinds in groups.values() for kind in kinds):
         return None
     formats = {group: smallest_format(kinds) for group, kinds in groups.items() if kinds}

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from heterollm.base import CheckpointError
+from heterollm.model.stored.gguf_delta import read_delta_heads
 from heterollm.model.stored.gguf_file import GgufFile
+from heterollm.model.stored.gguf_rope import turning_part
 
 Fields = Mapping[str, Any]
 """Fields of ``config.json``."""
@@ -19,6 +22,11 @@ LARGEST_GEMMA2, LARGEST_GEMMA3 = 46, 62
 """Layers of the largest Gemmas, whose attention llama.cpp scales by the share of a head in the width."""
 MELLUM_PERIOD: Final = 4
 GPT_OSS_PERIOD: Final = 2
+PERIOD: Final = 4
+"""Layers of which one has no window in Cohere 2, OLMo 3 and EXAONE 4, if the file does not say."""
+LARGEST_EXAONE4: Final = 64
+EXAONE4_WINDOW: Final = 4096
+DELTA_PERIOD: Final = 4
 ROPE_BASE: Final = 10000.0
 MOST_LAYERS: Final = 10_000
 """Limit of a list over layers; the check of ``config.json`` refuses more."""
@@ -38,6 +46,17 @@ def layer_types(file: GgufFile, absent: int | None = None) -> Fields:
     if pattern is None:
         return {}
     return {"layer_types": ["sliding_attention" if one else "full_attention" for one in pattern]}
+
+
+def two_ropes(file: GgufFile, config: Fields) -> Fields:
+    """Return the RoPE of layers without a window, and one that nothing scales for the others."""
+    base = config["rope_theta"]
+    sliding = {"rope_type": "default", "rope_theta": file.own("rope.freq_base_swa", base)}
+    full = {"rope_type": "default", "rope_theta": base, **(config.get("rope_scaling") or {})}
+    return {
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+        "rope_scaling": None,
+    }
 
 
 def gemma_scale(file: GgufFile, config: Fields, largest: int) -> Fields:
@@ -66,6 +85,55 @@ def gemma3(file: GgufFile, config: Fields) -> Fields:
         "rope_local_base_freq": file.own("rope.freq_base_swa", ROPE_BASE),
         "sliding_window": window,
         **(layer_types(file) if window else {}),
+    }
+
+
+def gemma4(file: GgufFile, config: Fields) -> Fields:
+    """Return Gemma 4's kinds of layers, their heads and RoPE, shared keys and layers' embeddings."""
+    kinds = layer_types(file).get("layer_types")
+    if kinds is None:
+        raise CheckpointError(f"{file.path}: gemma4.attention.sliding_window_pattern is missing.")
+    first = {kind: kinds.index(kind) for kind in reversed(kinds)}
+    full, sliding = first.get("full_attention", 0), first.get("sliding_attention", 0)
+    heads, widths = file.own("attention.head_count_kv"), file.own("feed_forward_length")
+    if not isinstance(heads, list) or len(heads) < len(kinds):
+        heads = [config["num_key_value_heads"]] * len(kinds)
+    inputs = file.entries.get("per_layer_token_embd.weight")
+    return {
+        "layer_types": kinds,
+        "sliding_window": file.count("attention.sliding_window"),
+        "head_dim": file.count("attention.key_length_swa", "attention.key_length"),
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": heads[sliding],
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.entries,
+        "num_kv_shared_layers": file.own("attention.shared_kv_layers") or 0,
+        "use_double_wide_mlp": isinstance(widths, list) and widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": file.own("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": inputs.shape[0] if inputs else 0,
+        "final_logit_softcapping": file.own("final_logit_softcapping") or None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": turning_part(file),
+                "rope_theta": config["rope_theta"],
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.own("rope.freq_base_swa", ROPE_BASE),
+            },
+        },
+    }
+
+
+def gemma4_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return Gemma 4's fields, and the experts beside the network of each layer."""
+    return {
+        **gemma4(file, config),
+        **expert_width(file),
+        "enable_moe_block": True,
+        "top_k_experts": config["num_experts_per_tok"],
+        "num_experts_per_tok": None,
     }
 
 
@@ -113,31 +181,173 @@ def stablelm(file: GgufFile, _config: Fields) -> Fields:
     }
 
 
-def lfm2(file: GgufFile, config: Fields) -> Fields:
-    """Return which layers have attention; the width of networks is final."""
+def expert_width(file: GgufFile) -> Fields:
+    """Return the width of an expert."""
+    used, whole = file.count("expert_used_count"), file.own("feed_forward_length")
+    width = whole // used if type(whole) is int else None
+    return {"moe_intermediate_size": file.count("expert_feed_forward_length", default=width)}
+
+
+def lfm2_layers(file: GgufFile, config: Fields) -> Fields:
+    """Return which layers have attention, and the tokens that the convolutions of others span."""
     heads = file.own("attention.head_count_kv")
     layers = min(config["num_hidden_layers"], MOST_LAYERS)
     counts = heads if isinstance(heads, list) else [heads] * layers
     return {
         "layer_types": ["full_attention" if count else "conv" for count in counts],
-        "block_auto_adjust_ff_dim": False,
         "conv_L_cache": file.count("shortconv.l_cache"),
     }
 
 
-def expert_width(file: GgufFile, _config: Fields) -> Fields:
-    """Return the width of an expert, whose weights are divided by their sum."""
-    used, whole = file.count("expert_used_count"), file.own("feed_forward_length")
-    width = whole // used if type(whole) is int else None
+def lfm2(file: GgufFile, config: Fields) -> Fields:
+    """Return the kinds of layers; the width of networks is final."""
+    return {**lfm2_layers(file, config), "block_auto_adjust_ff_dim": False}
+
+
+def lfm2_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return the kinds of layers, and which of them have experts."""
     return {
-        "moe_intermediate_size": file.count("expert_feed_forward_length", default=width),
+        **lfm2_layers(file, config),
+        **expert_width(file),
         "norm_topk_prob": True,
+        "num_dense_layers": file.own("leading_dense_block_count") or 0,
+        "use_expert_bias": any(own.endswith(".exp_probs_b.bias") for own in file.entries),
     }
 
 
-def qwen3_moe(file: GgufFile, config: Fields) -> Fields:
-    """Return the width of an expert; no layer has a window."""
-    return {**expert_width(file, config), "use_sliding_window": False}
+def ernie_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return which layers have experts, and how many of these compute every token."""
+    return {
+        **expert_width(file),
+        "moe_k": config["num_experts_per_tok"],
+        "num_experts_per_tok": None,
+        "moe_layer_start_index": file.own("leading_dense_block_count") or 0,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": file.count("interleave_moe_layer_step", default=1),
+        "moe_num_shared_experts": file.own("expert_shared_count") or 0,
+    }
+
+
+def sigmoid_moe(file: GgufFile) -> Fields:
+    """Return the widths, weights and first layers of mixtures whose routers have a sigmoid and a bias."""
+    return {
+        **expert_width(file),
+        "first_k_dense_replace": file.own("leading_dense_block_count") or 0,
+        "norm_topk_prob": bool(file.own("expert_weights_norm", False)),
+        "routed_scaling_factor": file.number("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
+def dots1(file: GgufFile, _config: Fields) -> Fields:
+    """Return the fields of a mixture by sigmoid, and the number of shared experts."""
+    return {**sigmoid_moe(file), "n_shared_experts": file.count("expert_shared_count")}
+
+
+def glm4_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return the fields of a mixture by sigmoid, and whether heads have norms."""
+    return {**dots1(file, config), "use_qk_norm": "blk.0.attn_q_norm.weight" in file.entries}
+
+
+def exaone_moe(file: GgufFile, _config: Fields) -> Fields:
+    """Return the fields of a mixture by sigmoid, and the layers with a window, which alone have positions."""
+    return {
+        **sigmoid_moe(file),
+        "num_shared_experts": file.count("expert_shared_count"),
+        "sliding_window": file.count("attention.sliding_window"),
+        **layer_types(file, PERIOD),
+    }
+
+
+def delta_net(file: GgufFile, config: Fields) -> Fields:
+    """Return the layers with a gated delta net instead of attention, and its heads."""
+    layers = min(config["num_hidden_layers"], MOST_LAYERS)
+    recurrent = file.own("attention.recurrent_layers")
+    if not isinstance(recurrent, list):
+        period = file.count("full_attention_interval", default=DELTA_PERIOD)
+        recurrent = [(at + 1) % period for at in range(layers)]
+    heads = read_delta_heads(file, in_turns=False)
+    return {
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:layers]],
+        "linear_num_key_heads": heads.keys,
+        "linear_num_value_heads": heads.values,
+        "linear_key_head_dim": heads.key_dim,
+        "linear_value_head_dim": heads.value_dim,
+        "linear_conv_kernel_dim": file.count("ssm.conv_kernel"),
+    }
+
+
+def shared_expert(file: GgufFile) -> Fields:
+    """Return the widths of an expert and of the one that computes every token; all layers have them."""
+    return {
+        **expert_width(file),
+        "shared_expert_intermediate_size": file.count(
+            "expert_shared_feed_forward_length", "feed_forward_length"
+        ),
+    }
+
+
+def delta_net_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return the layers with a gated delta net, and the widths of experts."""
+    return {**delta_net(file, config), **shared_expert(file)}
+
+
+def qwen2_moe(file: GgufFile, _config: Fields) -> Fields:
+    """Return the widths of experts, whose weights are not divided by their sum; no layer has a window."""
+    return {**shared_expert(file), "norm_topk_prob": False, "use_sliding_window": False}
+
+
+def cohere2(file: GgufFile, _config: Fields) -> Fields:
+    """Return the layers with a window, which alone have positions, and the factor of the logits."""
+    return {
+        "sliding_window": file.count("attention.sliding_window"),
+        **layer_types(file, PERIOD),
+        "logit_scale": file.number("logit_scale"),
+    }
+
+
+def olmo2(file: GgufFile, config: Fields) -> Fields:
+    """Return OLMo 3's windows, and the RoPE of those layers, which nothing scales; OLMo 2 has none."""
+    window = file.own("attention.sliding_window") or None
+    if window is None:
+        return {}
+    return {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        **layer_types(file, PERIOD),
+        **two_ropes(file, config),
+    }
+
+
+def exaone4(file: GgufFile, config: Fields) -> Fields:
+    """Return the layers with a window, which alone have positions then; small models have none."""
+    largest = config["num_hidden_layers"] == LARGEST_EXAONE4
+    window = file.own("attention.sliding_window", EXAONE4_WINDOW if largest else None) or None
+    return {"sliding_window": window, **(layer_types(file, PERIOD) if window else {})}
+
+
+def mistral3(file: GgufFile, config: Fields) -> Fields:
+    """Return how queries of Ministral 3 grow with the position; those of Mistral do not."""
+    beta = file.number("attention.temperature_scale", 0.0)
+    if not beta:
+        return {}
+    context = config["max_position_embeddings"]
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    original = scaling.get("original_max_position_embeddings") or context
+    return {
+        "model_type": "ministral3",
+        "architectures": ["Ministral3ForCausalLM"],
+        "rope_scaling": {
+            **scaling,
+            "original_max_position_embeddings": original,
+            "llama_4_scaling_beta": beta,
+        },
+    }
+
+
+def qwen3_moe(file: GgufFile, _config: Fields) -> Fields:
+    """Return the width of an expert, whose weights are divided by their sum; no layer has a window."""
+    return {**expert_width(file), "norm_topk_prob": True, "use_sliding_window": False}
 
 
 def gpt_oss(file: GgufFile, config: Fields) -> Fields:
@@ -153,15 +363,13 @@ def gpt_oss(file: GgufFile, config: Fields) -> Fields:
 
 def mellum(file: GgufFile, config: Fields) -> Fields:
     """Return the width of an expert, the layers with a window, and their RoPE, which nothing scales."""
-    base, window = config["rope_theta"], file.own("attention.sliding_window") or None
-    sliding = {"rope_type": "default", "rope_theta": file.own("rope.freq_base_swa", base)}
-    full = {"rope_type": "default", "rope_theta": base, **(config.get("rope_scaling") or {})}
+    window = file.own("attention.sliding_window") or None
     return {
-        **expert_width(file, config),
+        **expert_width(file),
+        "norm_topk_prob": True,
         "sliding_window": window,
         **(layer_types(file, MELLUM_PERIOD) if window else {}),
-        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
-        "rope_scaling": None,
+        **two_ropes(file, config),
     }
 
 

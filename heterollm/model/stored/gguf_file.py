@@ -3,17 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError
+from heterollm.model.stored.gguf_names import LAYER_TENSOR
 from heterollm.model.stored.gguf_reader import MAGIC, GgufEntry, GgufPart, read_part
 from heterollm.model.stored.gguf_split import other_parts
+
+Lists: TypeAlias = Literal["alike", "hybrid", "first"]
+"""Meaning of a list where one number is wanted: all layers have it, or 0, or the first layer's counts."""
+
+
+class GgufRows(NamedTuple):
+    """Rows of a tensor of the file.
+
+    Args:
+        own: Name of the tensor.
+        start: First row of its matrix; an element of a vector counts as a row.
+        stop: Row behind the last.
+        heads: Heads whose rows stand in the order of rotated pairs; 0 for rows in order.
+    """
+
+    own: str
+    start: int
+    stop: int
+    heads: int = 0
+
+
+class GgufPlace(NamedTuple):
+    """The place of a weight in the file.
+
+    Args:
+        shape: Its shape.
+        parts: Its rows.
+        columns: For each head, whose inputs are columns, where those stand; empty for columns in order.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[GgufRows, ...]
+    columns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,22 +88,42 @@ class GgufFile:
         """Return the metadata ``<architecture>.<name>``."""
         return self.metadata.get(f"{self.metadata['general.architecture']}.{name}", default)
 
-    def count(self, name: str, other: str = "", default: int | None = None, *, hybrid: bool = False) -> int:
-        """Return a whole number above 0 of the architecture; a list, one for each layer, must repeat it.
+    @property
+    def layers(self) -> int:
+        """Decoder layers, without those behind them that predict further tokens.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        blocks, further = self.count("block_count"), self.own("nextn_predict_layers") or 0
+        if type(further) is not int or not 0 <= further < blocks:
+            raise self._wrong("nextn_predict_layers", further, f"fewer than the {blocks} of block_count")
+        return blocks - further
+
+    def layer_tensors(self) -> Iterator[tuple[str, str, str]]:
+        """Yield name, layer and name below it of each tensor, but for layers that predict further tokens."""
+        further = range(self.layers, self.count("block_count"))
+        for own in self.entries:
+            match = LAYER_TENSOR.fullmatch(own)
+            if match and int(match[1]) not in further:
+                yield own, match[1], match[2]
+
+    def count(self, name: str, other: str = "", default: int | None = None, lists: Lists = "alike") -> int:
+        """Return a whole number above 0 of the architecture.
 
         Args:
             name: The field.
             other: A field that stands for it where it is missing.
             default: Value where both are.
-            hybrid: Whether a list has 0 for some layers.
+            lists: Meaning of a list with a number for each layer.
 
         Raises:
             CheckpointError: The number is missing or not possible.
         """
         value = self.own(name, self.own(other, default))
         if isinstance(value, list):
-            stated = {one for one in value if one or not hybrid}
-            value = stated.pop() if len(stated) == 1 else value
+            stated = value[:1] if lists == "first" else {one for one in value if one or lists != "hybrid"}
+            value = next(iter(stated)) if len(stated) == 1 else value
         if type(value) is not int or not 0 < value < 1 << 31:
             raise self._wrong(name, value, "a whole number above 0")
         return value

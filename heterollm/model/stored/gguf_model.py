@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from heterollm.model.stored.affine_blocks import AffineBlocks
 from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_config import architecture_of
-from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_places import GgufRows, places
+from heterollm.model.stored.gguf_delta import DECAY_LOG, GATED_NORM
+from heterollm.model.stored.gguf_file import GgufFile, GgufRows
+from heterollm.model.stored.gguf_places import places
 
 
 class GgufTensors:
@@ -58,18 +59,25 @@ class GgufTensors:
 
     def blocks(self, name: str, rows: tuple[int, int]) -> AffineBlocks:
         """Return rows ``[start, stop)`` of a quantised tensor."""
-        return self._type(name).blocks(self._rows(name, *rows))
+        return self._type(name).blocks(self._rows(name, *rows)).with_columns(self._places[name].columns)
 
     def read(self, name: str, rows: tuple[int, int] | None) -> NDArray[np.float32]:
         """Return a tensor, or rows ``[start, stop)`` of its matrix, as float32."""
         kind, every = self._type(name), sum(part.stop - part.start for part in self._places[name].parts)
-        data = self._rows(name, *(rows or (0, every)))
-        values = (
-            kind.blocks(data).values() if kind.dtype is None else data.view(kind.dtype).astype(np.float32)
-        )
-        if name.endswith("norm.weight"):
+        values = _values(kind, self._rows(name, *(rows or (0, every))))
+        if columns := self._places[name].columns:
+            values = values.reshape(len(values), len(columns), -1)[:, columns].reshape(values.shape)
+        if name.endswith("norm.weight") and not name.endswith(GATED_NORM):
             values = values - self._norm_offset
+        if name.endswith(DECAY_LOG):
+            with np.errstate(invalid="ignore", divide="ignore"):  # the caller checks the values
+                values = np.log(-values)
         return values if rows is not None else values.reshape(self.shape(name))
+
+    def gather(self, name: str, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return some rows of a matrix that one tensor holds, as float32."""
+        (part,) = self._places[name].parts
+        return _values(self._type(name), self._part(part)[rows])
 
     def _type(self, name: str) -> BlockType:
         return block_type(self.kind(name))
@@ -90,6 +98,11 @@ class GgufTensors:
         if len(entry.shape) == 1 and block_type(entry.kind).dtype is not None:
             data = data.reshape(entry.shape[0], -1)  # an element in each row
         return data[part.start : part.stop]
+
+
+def _values(kind: BlockType, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return rows of bytes as float32."""
+    return kind.blocks(data).values() if kind.dtype is None else data.view(kind.dtype).astype(np.float32)
 
 
 def _unpaired(part: GgufRows) -> NDArray[np.intp]:

@@ -8,7 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
+
+
+class Other(NamedTuple):
+    """A tensor of a layer that is no weight or bias of a module.
+
+    Args:
+        name: Its name below the layer.
+        axis: Place of an axis of one element that files leave out; None for none.
+    """
+
+    name: str
+    axis: int | None = None
+
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -24,8 +37,18 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
         "shortconv.in_proj": "conv.in_proj",
-        "shortconv.conv": "conv.conv",
         "shortconv.out_proj": "conv.out_proj",
+    }
+)
+OTHERS: Final[Mapping[str, Other]] = MappingProxyType(
+    {
+        "attn_sinks.weight": Other("self_attn.sinks"),
+        "shortconv.conv.weight": Other("conv.conv.weight", 1),
+        "ffn_gate_inp_shexp.weight": Other("mlp.shared_expert_gate.weight", 0),
+        "layer_output_scale.weight": Other("layer_scalar"),
+        "ssm_a": Other("linear_attn.A_log"),
+        "ssm_dt.bias": Other("linear_attn.dt_bias"),
+        "ssm_conv1d.weight": Other("linear_attn.conv1d.weight", 1),
     }
 )
 GROUPS: Final[Mapping[str, str]] = MappingProxyType(
@@ -37,14 +60,18 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
         "ffn_down": "down",
         **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), "gate_up"),
         "ffn_down_shexp": "down",
+        **dict.fromkeys(("attn_gate", "ssm_in", "ssm_ba", "ssm_alpha", "ssm_beta"), "delta_in"),
+        "ssm_out": "delta_out",
+        "inp_gate": "layer_gate",
+        "proj": "layer_out",
         "shortconv.in_proj": "conv_in",
         "shortconv.out_proj": "conv_out",
-        **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "experts"),
+        **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps"), "experts"),
     }
 )
-"""The group of linears of each matrix of a layer."""
+"""The group of linears of each matrix of a layer; in a delta net ``attn_qkv`` is one of ``delta_in``."""
 
 TOP_MODULES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+|shortconv\.\w+)\.(weight|bias)")
+LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(.+)")
 LONE_EXPERT: Final = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|ffn_down)\.(\d+)\.weight")
 """The weight of one expert, in files of before April 2024."""

@@ -5,47 +5,29 @@ llama.cpp's changes of tensors: https://github.com/ggml-org/llama.cpp/tree/maste
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.model.stored.gguf_architectures import Architecture, key_heads
-from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_names import LAYER_TENSOR, LONE_EXPERT, MODULES, TOP_MODULES
+from heterollm.model.stored.gguf_delta import DECAY, delta_places, read_delta_heads
+from heterollm.model.stored.gguf_file import GgufFile, GgufPlace, GgufRows
+from heterollm.model.stored.gguf_names import (
+    LAYER_TENSOR,
+    LONE_EXPERT,
+    MODULES,
+    OTHERS,
+    TOP_MODULES,
+)
 from heterollm.model.stored.gguf_rope import ROPE_TENSORS
 
 FUSED: Final = "attn_qkv"
 MEMBERS: Final = ("attn_q", "attn_k", "attn_v")
 PERMUTED: Final = ("attn_q", "attn_k")
-SINKS: Final = "attn_sinks"
-CONVOLUTION: Final = "shortconv.conv"
+FUSED_EXPERTS: Final = ("ffn_gate_exps", "ffn_up_exps")
+"""Members of a stack that has the rows of both for each expert."""
 STACKED: Final = len(("expert", "row", "column"))
-
-
-class GgufRows(NamedTuple):
-    """Rows of a tensor of the file.
-
-    Args:
-        own: Name of the tensor.
-        start: First row of its matrix; an element of a vector counts as a row.
-        stop: Row behind the last.
-        heads: Heads whose rows stand in the order of rotated pairs; 0 for rows in order.
-    """
-
-    own: str
-    start: int
-    stop: int
-    heads: int = 0
-
-
-class GgufPlace(NamedTuple):
-    """The shape of a weight, and its rows in the file."""
-
-    shape: tuple[int, ...]
-    parts: tuple[GgufRows, ...]
 
 
 def places(file: GgufFile, architecture: Architecture) -> dict[str, GgufPlace]:
@@ -59,33 +41,48 @@ def places(file: GgufFile, architecture: Architecture) -> dict[str, GgufPlace]:
     if "token_embd.weight" not in file.entries:
         top["output"] = top["token_embd"]  # a tied embedding under the head's name
     found: dict[str, GgufPlace] = {}
-    for own in file.entries:
-        if match := LAYER_TENSOR.fullmatch(own):
-            found |= _of_layer(file, architecture, own, match)
-        elif (lone := LONE_EXPERT.fullmatch(own)) and architecture.experts:
+    for own, layer, below in file.layer_tensors():
+        if (lone := LONE_EXPERT.fullmatch(own)) and architecture.experts:
             module = architecture.experts[f"{lone[2]}_exps"].format(lone[3])
-            found[f"model.layers.{lone[1]}.{module}.weight"] = _whole(file, own)
-        elif own not in ROPE_TENSORS:
+            found[f"model.layers.{layer}.{module}.weight"] = _whole(file, own)
+        else:
+            found |= _of_layer(file, architecture, own, layer, below)
+    for own in file.entries:
+        if not LAYER_TENSOR.fullmatch(own) and own not in ROPE_TENSORS:
             module, _, ending = own.rpartition(".")
             found[f"{top[module]}.{ending}" if module in top else own] = _whole(file, own)
     return found
 
 
 def _of_layer(
-    file: GgufFile, architecture: Architecture, own: str, match: re.Match[str]
+    file: GgufFile, architecture: Architecture, own: str, layer: str, below: str
 ) -> Mapping[str, GgufPlace]:
     """Return the places of the weights that begin in a tensor of a layer."""
-    layer, module, ending = match.groups()
+    module, _, ending = below.rpartition(".")
     shape, modules = file.entries[own].shape, {**MODULES, **architecture.modules}
+    delta = None
+    if f"blk.{layer}.{DECAY}" in file.entries:
+        delta = delta_places(file, own, below, read_delta_heads(file, architecture.heads_in_turns))
+    other = {**OTHERS, **architecture.others}.get(below)
 
     def named(module: str) -> str:
         return f"model.layers.{layer}.{module}.{ending}"
 
-    if module in architecture.experts and len(shape) == STACKED:
-        cut = range(0, math.prod(shape[:-1]) + 1, shape[-2])
+    if delta is not None:
+        axis = other.axis if other else None
         return {
-            named(architecture.experts[module].format(expert)): GgufPlace(shape[1:], (GgufRows(own, *rows),))
-            for expert, rows in enumerate(itertools.pairwise(cut))
+            f"model.layers.{layer}.linear_attn.{name}": _with_axis(place, axis)
+            for name, place in delta.items()
+        }
+    if other is not None:
+        return {f"model.layers.{layer}.{other.name}": _with_axis(_whole(file, own), other.axis)}
+    stacked = FUSED_EXPERTS if module == "ffn_gate_up_exps" else (module,)
+    if architecture.experts.keys() >= {*stacked} and len(shape) == STACKED:
+        rows = shape[-2] // len(stacked)
+        every = [architecture.experts[one].format(expert) for expert in range(shape[0]) for one in stacked]
+        return {
+            named(name): GgufPlace((rows, shape[-1]), (GgufRows(own, at * rows, (at + 1) * rows),))
+            for at, name in enumerate(every)
         }
     for name, members in architecture.joined.items():
         if module in members:
@@ -98,11 +95,13 @@ def _of_layer(
     if architecture.permuted and module in PERMUTED:
         heads = file.count("attention.head_count") if module == "attn_q" else key_heads(file, architecture)
         place = _whole(file, own, heads)
-    if module == SINKS:
-        return {f"model.layers.{layer}.self_attn.sinks": place}
-    if module == CONVOLUTION:
-        place = place._replace(shape=(shape[0], 1, *shape[1:]))
     return {named(modules[module]) if module in modules else own: place}
+
+
+def _with_axis(place: GgufPlace, axis: int | None) -> GgufPlace:
+    """Return a place with an axis of one element in its shape."""
+    shape = place.shape
+    return place if axis is None else place._replace(shape=(*shape[:axis], 1, *shape[axis:]))
 
 
 def _whole(file: GgufFile, own: str, heads: int = 0) -> GgufPlace:

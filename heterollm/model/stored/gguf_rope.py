@@ -15,6 +15,10 @@ ROPE_TENSORS: Final = (FREQUENCIES, LONG, SHORT)
 DIVIDED: Final = ("llama", "arcee", "granite", "granitemoe", "minicpm", "mistral3", "exaone4")
 LONGROPES: Final = ("llama", "phi3", "phimoe", "granite", "granitemoe", "minicpm")
 """Architectures that read either kind."""
+PART: Final = ("gemma4",)
+"""Architectures whose divisors stop elements of a head from turning in layers without a window."""
+STOPPED: Final = 1e29
+"""A divisor from which on nothing turns."""
 KINDS: Final = ("none", "linear", "yarn", "longrope")
 
 
@@ -39,7 +43,7 @@ def rope_scaling(file: GgufFile) -> dict[str, Any]:
     attention = file.number("rope.scaling.attn_factor", 1.0)
     original = file.own("rope.scaling.original_context_length")
     tensors = [name for name in ROPE_TENSORS if name in file.entries]
-    if tensors:
+    if tensors and stated not in PART:
         short, long = _divisors(file, stated, kind, tensors)
         scaling = {
             "rope_type": "longrope",
@@ -53,7 +57,7 @@ def rope_scaling(file: GgufFile) -> dict[str, Any]:
             "rope_scaling": scaling,
             "original_max_position_embeddings": context if FREQUENCIES in tensors else original or context,
         }
-    if kind == "yarn" and stated not in ("phi3", "phimoe", "mistral3"):
+    if kind == "yarn" and stated not in ("phi3", "phimoe"):
         return {"rope_scaling": _yarn(file, factor, attention, original)}
     if kind in ("yarn", "longrope") or attention != 1:
         raise UnsupportedModelError(
@@ -63,8 +67,23 @@ def rope_scaling(file: GgufFile) -> dict[str, Any]:
     return {} if factor == 1 else {"rope_scaling": {"rope_type": "linear", "factor": factor}}
 
 
+def turning_part(file: GgufFile) -> float:
+    """Return the part of a head's elements that turn, the others of which the divisors stop.
+
+    Raises:
+        CheckpointError: The tensor has another type than F32.
+        UnsupportedModelError: It divides a frequency.
+    """
+    divisors = _floats(file, FREQUENCIES) if FREQUENCIES in file.entries else [1.0]
+    turning = sum(one < STOPPED for one in divisors)
+    if divisors[:turning] != [1.0] * turning:
+        raise UnsupportedModelError(f"{file.path}: {FREQUENCIES} that divide frequencies are not supported.")
+    return turning / len(divisors)
+
+
 def _yarn(file: GgufFile, factor: float, attention: float, original: int | None) -> dict[str, Any]:
-    own = file.number("rope.scaling.yarn_attn_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    whole = _magnitude(factor, file.number("rope.scaling.yarn_log_multiplier", 0.0))
+    own = file.number("rope.scaling.yarn_attn_factor", _magnitude(factor, 1.0) / whole)
     scaling = {
         "rope_type": "yarn",
         "factor": factor,
@@ -73,6 +92,11 @@ def _yarn(file: GgufFile, factor: float, attention: float, original: int | None)
     }
     betas = {beta: file.own(f"rope.scaling.yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
     return scaling | {beta: value for beta, value in betas.items() if value is not None}
+
+
+def _magnitude(factor: float, multiplier: float) -> float:
+    """Return YaRN's factor of attention; 1 without a multiplier of the factor's logarithm."""
+    return 1.0 + 0.1 * multiplier * math.log(factor) if factor > 1 else 1.0
 
 
 def _divisors(

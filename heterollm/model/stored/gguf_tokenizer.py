@@ -81,6 +81,8 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         gemma = str(metadata.get("general.architecture", "")).startswith("gemma")
         prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", not gemma))
         tokenizer, begins = _sentencepiece(vocabulary, ids["unknown"], prefix, gemma), True
+    elif model == "gemma4":
+        tokenizer, begins = _by_lines(vocabulary, ids["unknown"]), True
     else:
         raise UnsupportedModelError(f"{path}: a tokenizer of kind {model!r:.40} is not supported.")
     _add_special_tokens(tokenizer, vocabulary, metadata)
@@ -201,18 +203,40 @@ def _byte_level(vocabulary: Vocabulary, rule: Rule) -> tokenizers.Tokenizer:
 def _sentencepiece(
     vocabulary: Vocabulary, unknown: int | None, prefix: bool, gemma: bool
 ) -> tokenizers.Tokenizer:
+    from tokenizers import decoders, normalizers
+
+    tokenizer = _spaced(vocabulary, unknown, list(_implied_merges(vocabulary, gemma)))
+    if prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), tokenizer.normalizer])
+        tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def _by_lines(vocabulary: Vocabulary, unknown: int | None) -> tokenizers.Tokenizer:
+    """Return the tokenizer of Gemma 4, which merges by a list, and no line with its end."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if vocabulary.merges is None:
+        raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.merges.", fix="Download it again.")
+    pairs = [tuple(merge.split(" ")) for merge in vocabulary.merges]
+    tokenizer = _spaced(vocabulary, unknown, pairs)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    return tokenizer
+
+
+def _spaced(
+    vocabulary: Vocabulary, unknown: int | None, pairs: list[tuple[str, ...]]
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer of characters, with a sign for spaces, and bytes of unknown ones."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    pairs = list(_implied_merges(vocabulary, gemma))
     options: dict[str, Any] = {"fuse_unk": True, "byte_fallback": True}
     if unknown is not None:
         options["unk_token"] = vocabulary.tokens[unknown]
     tokenizer = Tokenizer(_bpe(models, vocabulary, pairs, **options))
-    before = [normalizers.Prepend(SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
-    after = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return tokenizer
 

@@ -29,9 +29,11 @@ class World:
     now_s: float = 0.0
     turns: list[str] = field(default_factory=list)
     fails: bool = False
+    row_s: float = 0.0
+    """Time of each further row of a pass."""
 
     def decode(self, answers: Sequence[Stub]) -> None:
-        self.now_s += PASS_S
+        self.now_s += PASS_S + self.row_s * (len(answers) - 1)
         self.turns.append("".join(answer.name for answer in answers))
         if self.fails:
             raise GraphError("the device is gone")
@@ -168,6 +170,22 @@ def test_reproducible_answers_share_exact_passes_alone(
 def test_answers_with_guesses_run_alone(world: World, run: Callable[..., Scheduler]) -> None:
     run(*(Task(Stub(world, name, 10 - (name != "a"), 1, guesses=name == "b")) for name in "abc"))
     assert set(world.turns[-6:]) == {"b", "ac"}
+
+
+def test_answers_share_no_pass_that_takes_longer_than_theirs_alone(
+    world: World, run: Callable[..., Scheduler]
+) -> None:
+    """But they try one again, as times change."""
+    world.row_s = 1.2 * PASS_S
+
+    def change(turn: int) -> None:
+        world.row_s = (1.2 if turn < 90 else 0.3) * PASS_S
+
+    run(*(Task(Stub(world, name, 200, 1)) for name in "ab"), before=change)
+    shared = [turn for turn, names in enumerate(world.turns) if names == "ab"]
+    assert shared[0] < 5
+    assert shared[1] - shared[0] > 100
+    assert len(shared) > 60
 
 
 def test_no_answer_waits_long_for_prompts(world: World, run: Callable[..., Scheduler]) -> None:

@@ -163,6 +163,15 @@ OWN: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     "cohere2": {"sliding_window_pattern": 2},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 16,
+        "attn_scale": 0.3,
+        "use_qk_norm": False,
+        "rope_theta": 10_000.0,
+    },
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"],
         "num_dense_layers": 1,
@@ -295,6 +304,13 @@ VALUES: dict[str, Any] = {
     "router_jitter_noise": 0.4,
     "mlp_only_layers": [0],
     "decoder_sparse_step": 2,
+    "attention_chunk_size": 8,
+    "attn_temperature_tuning": False,
+    "attn_scale": 0.6,
+    "floor_scale": 8,
+    "moe_layers": [1],
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 48,
     # Refused.
     "attn_output_gate": False,
     "mamba_ssm_dtype": "bfloat16",
@@ -357,6 +373,7 @@ OF_KIND: dict[tuple[str, str], Any] = {
         **ALIKE,
     },
     ("starcoder2", "use_bias"): False,
+    ("llama4_text", "layer_types"): ["full_attention", "chunked_attention"],
     ("cohere2", "layer_types"): ["full_attention", "sliding_attention"],
     ("lfm2_moe", "layer_types"): ["full_attention", "conv"],
     ("gemma2", "layer_types"): ["full_attention", "sliding_attention"],
@@ -375,6 +392,8 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
         ("gemma4_text", name): {"enable_moe_block": True}
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
     },
+    ("llama4_text", "layer_types"): {"attention_chunk_size": 8},
+    ("llama4_text", "intermediate_size_mlp"): {"interleave_moe_layer_step": 2},
     ("qwen2_moe", "sliding_window"): {"use_sliding_window": True},
     ("qwen2_moe", "use_sliding_window"): {"sliding_window": 8},
     ("qwen3_moe", "intermediate_size"): {"mlp_only_layers": [1]},
@@ -389,7 +408,8 @@ ONE_WINDOW = ("mistral", "ministral3", "phi3", "starcoder2", "mixtral", "qwen3_m
 IN_ROPE = ("short_mscale", "alpha", "llama_4_scaling_beta")
 """Fields of a rotary embedding's section, which has a table of its own."""
 CHECKED = {("layer_types", kind) for kind in ONE_WINDOW}
-CHECKED |= {("num_experts_per_tok", "phimoe"), ("head_dim", "olmoe"), ("word_embed_proj_dim", "opt")}
+CHECKED |= {("num_experts_per_tok", kind) for kind in ("phimoe", "llama4_text")}
+CHECKED |= {("head_dim", "olmoe"), ("word_embed_proj_dim", "opt")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
@@ -541,6 +561,7 @@ def test_a_setting_that_is_read_changes_the_configuration(row: Field, kind: str,
             if name == "layer_types"
         ),
         ("phimoe", "num_experts_per_tok", 3, 2, "num_experts_per_tok is 3"),
+        ("llama4_text", "num_experts_per_tok", 2, 1, "num_experts_per_tok is 2"),
         ("olmoe", "head_dim", 32, 16, "head_dim is 32"),
         ("opt", "word_embed_proj_dim", 32, 64, "word_embed_proj_dim is 32"),
     ],

@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {}),
     "gpt_oss": ("gpt_oss", {}),
+    "llama4_text": ("llama4_text", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoeshared": ("granitemoeshared", {}),
     **{
@@ -282,6 +283,8 @@ def unscaled(rope: RopeConfig) -> RopeConfig:
 
 REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "window": lambda config: attention(config, window=0),
+    "chunks": lambda config: attention(config, chunked=False),
+    "weights of inputs": lambda config: mixture(config, weighs_inputs=False),
     "layers without window": lambda config: attention(config, window=20),
     "layers without positions": lambda config: attention(config, rope=config.rope),
     "positions of sliding layers": lambda config: attention(config, rope=config.rope),
@@ -379,6 +382,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("window", "layers without window", "scaled positions", "biases of q, k and v", "bias of attention"),
         *("sinks", "bounds of experts", "slope of experts", "biases of router and experts"),
         *("all chosen experts", "normalised weights"),
+    ),
+    "llama4_text": (
+        *("chunks", "layers without window", "layers without positions", "norms of heads"),
+        *("growth of queries", "sigmoid", "weights of inputs"),
+        *("biases of q, k and v", "bias of attention"),
     ),
     "granitemoe": ("embedding scale", "attention scale", "scale of logits", "bias of attention"),
     "granitemoeshared": ("embedding scale", "scale of logits"),

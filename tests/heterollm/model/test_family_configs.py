@@ -176,6 +176,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    "llama4": {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 32,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "floor_scale": 64,
+        "head_dim": 16,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 160,
+        "moe_layers": [1, 3],
+        "no_rope_layers": [],
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "use_qk_norm": True,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.5,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "smollm3 with layers": {
         "model_type": "smollm3",
         "no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 1],
@@ -219,7 +242,8 @@ def test_features_are_those_of_transformers(published: dict[str, Any], saved: bo
     slides = theirs.model_type in ("mistral", "phi3", "starcoder2", "ministral3")
     everywhere = theirs.sliding_window if slides else 0
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * 8
-    windows = [everywhere or 0 if kind == "full_attention" else theirs.sliding_window for kind in kinds]
+    own_window = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    windows = [getattr(theirs, own_window[kind]) if kind in own_window else everywhere or 0 for kind in kinds]
     assert [block.window for block in ours.blocks(AttentionBlock).values()] == windows
     turning = getattr(theirs, "no_rope_layers", [not family.tensors.positions] * 8)
     if theirs.model_type in ("exaone4", "cohere2") and theirs.sliding_window is not None:

@@ -31,11 +31,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96},
     ),
+    "exaone4 with windows": (
+        "exaone4",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma4 with experts": ("gemma4_text with experts", {}),
     "gemma3 without window": ("gemma3_text", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
 }
 VISION = {"qwen3vl"}
 """The text part of a model with vision."""
-QUICK = ("gemma", "granitemoeshared", "internlm2", "minicpm", "phi", "lfm2", "glm4")
+QUICK = (
+    *("gemma", "granitemoeshared", "internlm2", "minicpm", "phi", "lfm2", "glm4"),
+    *("gemma4_text", "qwen3_5_text", "qwen3_next", "ernie4_5_moe"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +106,101 @@ def test_joined_experts_keep_their_integers(
     ids = token_ids(20)
     found, wanted = (logits(path, host_llm, ids, precision=one) for one in ("w4a16", "fp16"))
     assert sqnr_db(found, wanted) >= 90
+
+
+def matrix(file: GgufFile, own: str) -> np.ndarray:
+    return file.bits(own).view("<f4").reshape(file.entries[own].shape)
+
+
+def same_tensors(path: Path, source: Path) -> bool:
+    found, wanted = Checkpoint(path), Checkpoint(source)
+    found.validate(ModelConfig.from_folder(found.folder))
+    alike = (np.array_equal(found.read(name), wanted.read(name)) for name in wanted.names)
+    return {*found.names} >= {*wanted.names} and all(alike)
+
+
+def test_heads_in_turns_keep_their_integers(
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    token_ids: Callable[[int], list[int]],
+    tmp_path: Path,
+) -> None:
+    """Qwen3.5's value heads, whose order is also that of an output's columns."""
+    sizes = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
+    folder = checkpoint("qwen3_5_text", **OVERRIDES["qwen3_5_text"], **sizes, intermediate_size=192)
+    path = write_gguf(folder, tmp_path / "integers.gguf", Types.Q4_1, Types.Q8_0)
+    assert all("bit for bit" in note for note in host_llm(path, plan="gpu").notes if " tensors of " in note)
+    ids = token_ids(20)
+    found, wanted = (logits(path, host_llm, ids, precision=one) for one in ("w4a16", "fp16"))
+    assert sqnr_db(found, wanted) >= 90
+    sizes["linear_value_head_dim"] = 48
+    odd = checkpoint("qwen3_5_text", **OVERRIDES["qwen3_5_text"], **sizes, intermediate_size=192)
+    with pytest.raises(UnsupportedModelError, match=r"ssm_out\.weight has blocks of 32 inputs"):
+        Checkpoint(write_gguf(odd, tmp_path / "odd.gguf", Types.Q4_1, Types.Q8_0))
+
+
+def test_older_files_of_qwen3_next_have_linears_by_key_heads(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("qwen3_next")
+    source = write_gguf(folder, tmp_path / "apart.gguf", Types.F32, Types.F32)
+    tensors: dict[str, Any] = {}
+    for layer in (0, 2):
+        tensors |= dict.fromkeys(f"blk.{layer}.attn_{one}.weight" for one in ("qkv", "gate"))
+        whole = Checkpoint(folder).read(f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight")
+        tensors[f"blk.{layer}.ssm_in.weight"] = whole
+    path = rewritten(source, tmp_path / "whole.gguf", {}, tensors)
+    assert same_tensors(path, source)
+    tensors["blk.0.ssm_in.weight"] = whole[:-1]
+    with pytest.raises(CheckpointError, match=r"ssm_in\.weight \[\d+, 128\] is of another shape"):
+        Checkpoint(rewritten(source, tmp_path / "short.gguf", {}, tensors))
+
+
+def test_layers_that_predict_further_tokens_are_not_read(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("qwen3_5_text", **OVERRIDES["qwen3_5_text"])
+    source = write_gguf(folder, tmp_path / "plain.gguf", Types.F32, Types.F32)
+    file = GgufFile.open(source)
+    further = {own.replace("blk.2.", "blk.4."): matrix(file, own) for own in file.entries if "blk.2." in own}
+    further["blk.4.nextn.eh_proj.weight"] = np.ones((128, 256))
+    fields = {"block_count": 5, "nextn_predict_layers": 1}
+    path = rewritten(source, tmp_path / "further.gguf", fields, further)
+    assert same_tensors(path, source)
+    assert not any("layers.4." in name or "blk" in name for name in Checkpoint(path).names)
+    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 5; expected fewer"):
+        Checkpoint(rewritten(source, tmp_path / "none.gguf", {"nextn_predict_layers": 5, "block_count": 5}))
+
+
+def test_experts_may_have_gate_and_up_in_one_stack(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = write_gguf(checkpoint("qwen3_5_moe_text"), tmp_path / "apart.gguf", Types.F32, Types.F32)
+    file, tensors = GgufFile.open(source), {}
+    for layer in range(2):
+        owns = [f"blk.{layer}.ffn_{one}_exps.weight" for one in ("gate", "up")]
+        whole = np.concatenate([matrix(file, own) for own in owns], 1)
+        tensors |= {**dict.fromkeys(owns), f"blk.{layer}.ffn_gate_up_exps.weight": whole}
+    assert same_tensors(rewritten(source, tmp_path / "fused.gguf", {}, tensors), source)
+
+
+def test_layers_embeddings_are_gathered_from_integers(
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    token_ids: Callable[[int], list[int]],
+    tmp_path: Path,
+) -> None:
+    """And keys of layers that read those of others are left alone."""
+    folder, ids = checkpoint("gemma4_text"), token_ids(24)
+    path = write_gguf(folder, tmp_path / "integers.gguf", Types.Q8_0, Types.Q8_0)
+    table = "model.embed_tokens_per_layer.weight"
+    opened, rows = Checkpoint(path), np.array([5, 3, 5], np.int32)
+    assert opened.kind(table) == "Q8_0"
+    assert np.array_equal(opened.gather(table, rows), opened.read(table)[rows])
+    found, wanted = (logits(path, host_llm, ids, precision=one) for one in ("w4a16", "fp16"))
+    assert sqnr_db(found, wanted) >= 90
+    source = write_gguf(folder, tmp_path / "floats.gguf", Types.F32, Types.F32)
+    file = GgufFile.open(source)
+    unused = {f"blk.2.{one}.weight": matrix(file, f"blk.0.{one}.weight") for one in ("attn_k", "attn_k_norm")}
+    assert same_tensors(rewritten(source, tmp_path / "keys.gguf", {}, unused), source)
 
 
 def test_tensors_of_one_weight_must_fit(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "minicpm": {"attention_multiplier": 32**-0.5},
     "starcoder2": OVERRIDES["starcoder2"],
     "phimoe": OVERRIDES["phimoe"],
+    # Heads as wide in layers of either kind.
+    "gemma4_text": {"global_head_dim": 32},
+    **{
+        name: OVERRIDES[name]
+        for name in ("dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
+    },
 }
 """Changes of the checkpoints whose files the cases change."""
 TENSORS_OF = {"minicpm": "granite", "qwen3vl": "qwen3"}
@@ -82,6 +88,8 @@ def scales(name: str, file_name: str) -> list[Case]:
     families = ("granite", "granitemoe", "minicpm")
     found = [Case(family, 0.5, {name: 0.5}) for family in families]
     found += [Case(family, None, {name: 1.0}) for family in families[:2] if file_name != "logit_scale"]
+    if file_name == "logit_scale":
+        found.append(Case("cohere2", 0.5, {name: 1.0, "logit_scale": 0.5}))
     return [*found, Case("minicpm", None, {name: absent[file_name]}, {file_name: 7.0})]
 
 
@@ -98,6 +106,16 @@ def gemma3(full: dict[str, Any], sliding: float) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": section}}
 
 
+def olmo3(sliding: float) -> dict[str, Any]:
+    full = yarn(rope_theta=2000.0, factor=8.0, original_max_position_embeddings=32)["rope_parameters"]
+    return gemma3(full, sliding)
+
+
+def ministral3(**fields: Any) -> dict[str, Any]:
+    own = {"beta_fast": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.6, **fields}
+    return yarn(factor=8.0, original_max_position_embeddings=24, **own)
+
+
 YARN = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
@@ -106,6 +124,7 @@ YARN = {
 MSCALE = 1 + 0.1 * math.log(4)
 GEMMA3 = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 4.0}
 MELLUM = {"rope_type": "default", "rope_theta": 2000.0}
+GEMMA4 = {"rope_type": "proportional", "rope_theta": 2000.0, "partial_rotary_factor": 0.25}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 CASES: dict[str, list[Case]] = {
@@ -118,6 +137,7 @@ CASES: dict[str, list[Case]] = {
         Case("stablelm", 0.25, {"layer_norm_eps": 0.25}),
         Case("starcoder2", 0.25, {"norm_epsilon": 0.25}),
         Case("nemotron", 0.25, {"norm_eps": 0.25}),
+        Case("cohere2", 0.25, {"layer_norm_eps": 0.25}),
     ],
     "attention.scale": [
         Case("granite", 0.125, {"attention_multiplier": 0.125}),
@@ -138,6 +158,12 @@ CASES: dict[str, list[Case]] = {
         Case("mellum", None, {"layer_types": [FULL] * 2}),
         Case("phimoe", 5, {"sliding_window": 5}),
         Case("gpt_oss", 5, {"sliding_window": 5}),
+        Case("cohere2", 5, {"sliding_window": 5}),
+        Case("olmo3", 5, {"sliding_window": 5}),
+        Case("exaone4", 5, {"sliding_window": 5}),
+        Case("exaone4", None, {"sliding_window": None, "layer_types": [FULL] * 2}),
+        Case("gemma4_text", 5, {"sliding_window": 5}),
+        Case("exaone_moe", 5, {"sliding_window": 5}),
     ],
     "attention.sliding_window_pattern": [
         Case("gemma2", 1, {"layer_types": [FULL, FULL]}),
@@ -147,6 +173,11 @@ CASES: dict[str, list[Case]] = {
         Case("mellum", [True, True], {"layer_types": [SLIDING] * 2}),
         Case("mellum", None, {"layer_types": [SLIDING] * 2}),
         Case("gpt_oss", [False, True], {"layer_types": [FULL, SLIDING]}),
+        Case("cohere2", [False, True], {"layer_types": [FULL, SLIDING]}),
+        Case("gemma4_text", [False, True, False, False], {"layer_types": [FULL, SLIDING, FULL, FULL]}),
+        Case("exaone4", None, {"layer_types": [SLIDING] * 2}),
+        Case("exaone_moe", None, {"layer_types": [SLIDING] * 2}),
+        Case("olmo3", None, {"layer_types": [SLIDING] * 3}),
     ],
     "attn_logit_softcapping": [
         Case("gemma2", 0.5, {"attn_logit_softcapping": 0.5}),
@@ -157,6 +188,8 @@ CASES: dict[str, list[Case]] = {
         Case("gemma2", None, {"final_logit_softcapping": 30.0}),
         Case("gemma3_text", 0.5, {"final_logit_softcapping": 0.5}),
         Case("gemma3_text", None, {"final_logit_softcapping": None}),
+        Case("gemma4_text", 0.5, {"final_logit_softcapping": 0.5}),
+        Case("gemma4_text", None, {"final_logit_softcapping": None}),
     ],
     "rope.dimension_count": [
         Case("phi3", 24, {"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5}})
@@ -170,6 +203,10 @@ CASES: dict[str, list[Case]] = {
         Case("gemma3_text", None, gemma3(GEMMA3, 10000.0)),
         Case("mellum", 300.0, gemma3(MELLUM, 300.0)),
         Case("mellum", None, gemma3(MELLUM, 2000.0)),
+        Case("olmo3", 300.0, olmo3(300.0)),
+        Case("gemma4_text", 300.0, gemma3(GEMMA4, 300.0)),
+        Case("gemma4_text", None, gemma3(GEMMA4, 10000.0)),
+        Case("olmo3", None, olmo3(2000.0)),
     ],
     "rope.scaling.type": [
         Case("llama", "none", {}, {"rope.scaling.factor": 4.0}),
@@ -207,11 +244,28 @@ CASES: dict[str, list[Case]] = {
         Case("llama", 1.5, yarn(attention_factor=1.5), YARN),
         Case("llama", 1.5, yarn(attention_factor=3.0), {**YARN, "rope.scaling.attn_factor": 2.0}),
     ],
+    "rope.scaling.yarn_log_multiplier": [
+        Case("ministral3", 0.5, ministral3(mscale_all_dim=0.5)),
+        Case("ministral3", None, ministral3(mscale=None, mscale_all_dim=None)),
+    ],
+    "attention.temperature_scale": [
+        Case("ministral3", 0.3, ministral3(llama_4_scaling_beta=0.3)),
+        Case("ministral3", None, ministral3(llama_4_scaling_beta=0.0)),
+    ],
+    "expert_weights_scale": [
+        Case(family, value, {"routed_scaling_factor": value or 1.0})
+        for family in ("glm4_moe", "dots1", "exaone_moe")
+        for value in (0.5, None)
+    ],
+    "expert_weights_norm": [
+        Case(family, value, {"norm_topk_prob": bool(value)})
+        for family, value in (("glm4_moe", False), ("dots1", True), ("exaone_moe", None))
+    ],
     "expert_used_count": [Case("mixtral", 3, {"num_experts_per_tok": 3})],
 }
 """Cases of each field that is read and whose value the tensors do not fix."""
 
-SIZES: dict[str, tuple[str, int]] = {
+SIZES: dict[str, tuple[str, Any]] = {
     "embedding_length": ("llama", 128),
     "block_count": ("llama", 1),
     "feed_forward_length": ("llama", 176),
@@ -223,6 +277,19 @@ SIZES: dict[str, tuple[str, int]] = {
     "expert_feed_forward_length": ("qwen3_moe", 80),
     "expert_shared_feed_forward_length": ("granitemoeshared", 80),
     "shortconv.l_cache": ("lfm2", 4),
+    "leading_dense_block_count": ("lfm2_moe", 2),
+    "interleave_moe_layer_step": ("ernie4_5_moe", 1),
+    "expert_shared_count": ("ernie4_5_moe", 1),
+    "full_attention_interval": ("qwen3_5_moe_text", 1),
+    "attention.recurrent_layers": ("qwen3_5_text", [True, False, True, True]),
+    "attention.key_length_swa": ("gemma4_text", 16),
+    "attention.shared_kv_layers": ("gemma4_text", 1),
+    "embedding_length_per_layer_input": ("gemma4_text", 64),
+    "ssm.conv_kernel": ("qwen3_5_text", 3),
+    "ssm.group_count": ("qwen3_5_text", 4),
+    "ssm.state_size": ("qwen3_5_text", 8),
+    "ssm.time_step_rank": ("qwen3_5_text", 12),
+    "ssm.inner_size": ("qwen3_5_text", 96),
 }
 """Fields that the shapes of tensors fix: a family, and a wrong value."""
 
@@ -270,8 +337,11 @@ SAMPLING = {
 }
 """Entries of ``generation_config.json``, and values."""
 POOLING = {"pooling_type", "tokenizer.ggml.add_eos_token"}
-PLACES = {*SAMPLING, "general.architecture", "general.alignment", *SPLIT, *POOLING}
-"""Fields with tests of their own, below, in test_gguf_split.py and in test_gguf.py."""
+PLACES = {
+    *(*SAMPLING, *SPLIT, *POOLING),
+    *("general.architecture", "general.alignment", "nextn_predict_layers"),
+}
+"""Fields with tests of their own, here and in other tests of GGUF files."""
 
 
 def read_rows() -> list[tuple[str, frozenset[str]]]:
@@ -463,6 +533,8 @@ FILES = {
     "stablelm": "stablelm",
     "nemotron": "nemotron",
     "qwen3vl": "qwen3vl",
+    "lfm2moe": "lfm2_moe",
+    "ernie4_5-moe": "ernie4_5_moe",
 }
 """Checkpoints by architecture."""
 

@@ -120,6 +120,13 @@ TEXT_CASES: dict[str, list[Seen]] = {
     ],
     "tokenizer.ggml.model": [
         Seen({**SPM, "tokenizer.ggml.merges": ["h i"]}, "gpt2", "hi", ["<s>", "\u2581hi"], ["hi"]),
+        Seen(
+            {**SPM, "tokenizer.ggml.merges": ["\u2581 h", "\u2581h i"]},
+            "gemma4",
+            "a hi\nhi",
+            ["<s>", "\u2581", "a", "\u2581hi", "\n", "hi"],
+            ["a", "\u2581hi", "\n", "h", "i"],
+        ),
     ],
     "tokenizer.ggml.bos_token_id": [
         Seen(SPM, 2, "hi", ["<s>", "\u2581hi"], ["</s>", "\u2581hi"]),
@@ -312,6 +319,8 @@ def test_names_of_rules_are_compared_letter_by_letter(name):
 
 
 def test_merges_are_required_where_tokens_need_them():
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        read({**SPM, "tokenizer.ggml.model": "gemma4"})
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         read(less(BPE, "merges"))
 

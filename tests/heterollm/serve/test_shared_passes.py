@@ -5,6 +5,7 @@ import re
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import openai
 import pytest
 
 from heterollm.llm import LLM
+from heterollm.solver import Plan
 
 Serving = Callable[..., contextlib.AbstractContextManager[str]]
 
@@ -65,6 +67,25 @@ def test_answers_are_those_of_requests_alone(llm: LLM, serving: Serving) -> None
     assert rows < 3 * passes
     assert all_rows - rows == 3 * rows
     assert all_passes - passes < 3 * passes
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_only_inexact_answers_share_passes_of_both_processors(
+    exact: bool, llm: LLM, bundled_model: Path, half_rows_plan: Callable[..., Plan], serving: Serving
+) -> None:
+    options: Any = {"max_tokens": 60, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    with (
+        LLM.load(bundled_model, device="host", plan=half_rows_plan(llm)) as both,
+        serving(both, exact=exact) as address,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+        ask = partial(client.completions.create, model="tiny", prompt="def f", **options)
+        for one in [pool.submit(ask) for _ in range(3)]:
+            assert one.result().usage.completion_tokens == 60
+        passes, rows = counted(address)
+    assert rows == 3 * 59
+    assert (passes == rows) is exact
 
 
 def test_clients_that_leave_end_their_answers_alone(llm: LLM, serving: Serving) -> None:

@@ -1,4 +1,4 @@
-"""Experts whose gate and up alternate in one tensor for all: MXFP4 blocks, or floats with inputs first.
+"""Experts in one tensor for all: floats with inputs first, or MXFP4 blocks.
 
 Published gpt-oss checkpoints have ``*_blocks`` ``[experts, rows, k / 32, 16]`` and ``*_scales``
 ``[experts, rows, k / 32]``, those that transformers writes floats ``[experts, k, rows]``; biases are
@@ -32,19 +32,19 @@ class _Place(NamedTuple):
     Args:
         stack: Name of the tensor of all experts, without the ending of blocks.
         expert: The expert; None for biases.
-        first: First of its rows.
-        step: Members of the stack, whose rows alternate.
+        rows: Its rows in the stack.
+        members: Members of the stack.
         shape: Its shape.
     """
 
     stack: str
     expert: int | None
-    first: int
-    step: int
+    rows: slice
+    members: int
     shape: tuple[int, ...]
 
 
-class AlternatingExperts:
+class StackedExperts:
     """The experts of a checkpoint, as weights ``[rows, k]`` of each, and biases ``[experts, rows]``.
 
     Args:
@@ -52,6 +52,7 @@ class AlternatingExperts:
         tensors: Every tensor of the files by name.
         read: Returns a tensor's elements as they are stored.
         stacks: For each module with a stack, the modules of its members, with ``{expert}`` for the number.
+        alternating: Whether rows of the members alternate; else they follow each other.
 
     Raises:
         CheckpointError: Shapes contradict each other, or a stack has another type.
@@ -63,8 +64,10 @@ class AlternatingExperts:
         tensors: Mapping[str, PackedTensor],
         read: Callable[[str], NDArray[Any]],
         stacks: Mapping[str, tuple[str, ...]],
+        *,
+        alternating: bool,
     ) -> None:
-        self.path = path
+        self.path, self._alternating = path, alternating
         self._tensors, self._read = tensors, read
         self._places: dict[str, _Place] = {}
         self.parts: set[str] = set()
@@ -88,7 +91,7 @@ class AlternatingExperts:
         place = self._places[name]
         tensor = self._tensors.get(place.stack) or self._tensors[f"{place.stack}{BLOCKS}"]
         parts = 1 if place.expert is None else tensor.shape[0]
-        return tensor.size_bytes // (parts * place.step)
+        return tensor.size_bytes // (parts * place.members)
 
     def kind(self, name: str) -> str:
         """Return the name of a tensor's format."""
@@ -102,7 +105,7 @@ class AlternatingExperts:
         """Return rows ``[start, stop)`` of a weight in blocks."""
         place, part = self._places[name], slice(*rows)
         stacks = (self._read(f"{place.stack}{ending}") for ending in (BLOCKS, SCALES))
-        packed, exponents = (stack[place.expert, place.first :: place.step][part] for stack in stacks)
+        packed, exponents = (stack[place.expert, place.rows][part] for stack in stacks)
         codes = MXFP4_VALUES[np.stack([packed & 15, packed >> 4], axis=-1)]
         # Half the power of two, since the codes are twice the format's values.
         scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
@@ -115,7 +118,7 @@ class AlternatingExperts:
             return self.blocks(name, rows or (0, place.shape[0])).values()
         values = self._read(place.stack)
         values = values if place.expert is None else values[place.expert]
-        values = values[:, place.first :: place.step]
+        values = values[:, place.rows]
         if place.expert is not None:
             values = values.T
         return np.ascontiguousarray(values[slice(*(rows or (None,)))], np.float32)
@@ -123,19 +126,21 @@ class AlternatingExperts:
     def _add(self, name: str, module: str, ending: str, members: tuple[str, ...]) -> None:
         """Add the weights of all experts in a stack, or their biases."""
         self._check(name, ending, len(members))
-        shape, step = self._tensors[name].shape, len(members)
-        experts, rows = shape[0], shape[-1 if ending != BLOCKS else 1] // step
+        shape, count = self._tensors[name].shape, len(members)
+        experts, rows = shape[0], shape[-1 if ending != BLOCKS else 1] // count
         prefix, stack = name.removesuffix(f"{module}{ending}"), name.removesuffix(BLOCKS)
         self.parts |= {name} | ({f"{stack}{SCALES}"} if ending == BLOCKS else set())
-        for first, member in enumerate(members):
+        for number, member in enumerate(members):
+            part = slice(number * rows, (number + 1) * rows)
+            part = slice(number, None, count) if self._alternating else part
             if ending == BIAS:
                 own = f"{prefix}{member.replace('{expert}.', '')}.bias"
-                self._places[own] = _Place(stack, None, first, step, (experts, rows))
+                self._places[own] = _Place(stack, None, part, count, (experts, rows))
                 continue
             columns = shape[2] * BLOCK if ending == BLOCKS else shape[1]
             for expert in range(experts):
                 own = f"{prefix}{member.format(expert=expert)}.weight"
-                self._places[own] = _Place(stack, expert, first, step, (rows, columns))
+                self._places[own] = _Place(stack, expert, part, count, (rows, columns))
 
     def _check(self, name: str, ending: str, members: int) -> None:
         dtype, shape, _ = self._tensors[name]

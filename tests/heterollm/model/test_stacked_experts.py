@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 EXPERTS, HIDDEN, WIDTH = 6, 160, 96
+HIDDEN_LLAMA4 = 128
 STACKS = {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
 Tensors = dict[str, Any]
 
@@ -74,6 +75,20 @@ def test_blocks_hold_the_values_that_transformers_reads(
     assert mxfp4.size_bytes(name) == WIDTH * HIDDEN // 2
     stack = load_file(floats.folder / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
     np.testing.assert_array_equal(floats.read(name), stack[4, :, 1::2].T)
+
+
+def test_members_may_follow_each_other(checkpoint: Callable[..., Path]) -> None:
+    """Llama 4's gate and up, of which a stack has one behind the other."""
+    folder = checkpoint("llama4_text")
+    opened, prefix = Checkpoint(folder), "model.layers.3.feed_forward.experts."
+    stack = load_file(folder / "model.safetensors")[f"{prefix}gate_up_proj"]
+    width = stack.shape[2] // 2
+    for first, member in ((0, "gate"), (width, "up")):
+        name = f"{prefix}4.{member}_proj.weight"
+        assert opened.shape(name) == (width, HIDDEN_LLAMA4)
+        np.testing.assert_array_equal(opened.read(name), stack[4, :, first : first + width].T)
+        np.testing.assert_array_equal(opened.read(name, (3, 5)), stack[4, :, first + 3 : first + 5].T)
+        assert opened.size_bytes(name) == 4 * width * HIDDEN_LLAMA4
 
 
 def test_logits_of_published_blocks(
