@@ -441,6 +441,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 30.0},
     },
+    # Names of its own.
+    "exaone": {**PLAIN, "attention_bias": True, "mlp_bias": True},
+    # Norms that subtract means and have no weights; queries, keys and values that reach the limit.
+    "olmo": {**PLAIN, "attention_bias": True, "clip_qkv": 0.8},
     # No norms before blocks, but behind them; norms that span all heads, of which there are two key heads.
     "olmo2": {**PLAIN, "head_dim": 32, "attention_bias": True},
     # Scaled positions and windows in turns, and a network without a factor of 64.

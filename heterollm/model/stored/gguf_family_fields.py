@@ -305,6 +305,11 @@ def cohere2(file: GgufFile, _config: Fields) -> Fields:
     }
 
 
+def olmo(file: GgufFile, _config: Fields) -> Fields:
+    """Return the limit of queries, keys and values, and the number added in norms, which is fixed."""
+    return {"rms_norm_eps": 1e-5, "clip_qkv": file.own("attention.clamp_kqv") or None}
+
+
 def olmo2(file: GgufFile, config: Fields) -> Fields:
     """Return OLMo 3's windows, and the RoPE of those layers, which nothing scales; OLMo 2 has none."""
     window = file.own("attention.sliding_window") or None

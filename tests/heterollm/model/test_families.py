@@ -33,7 +33,7 @@ LEVELS = ("gpu", "npu", "layer")
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
     *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
-    *("ministral3", "hunyuan_v1_dense", "cohere2"),
+    *("ministral3", "hunyuan_v1_dense", "cohere2", "exaone", "olmo"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -436,6 +436,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("norms of heads", "norms of heads behind positions", "stretched positions"),
         *("biases of q, k and v", "bias of attention"),
     ),
+    "exaone": BIASES,
+    "olmo": ("means of norms", "limit of q, k and v", "biases of q, k and v", "bias of attention"),
     "olmo2": (
         *("stages without a norm before", "norms of outputs", "one norm of all heads"),
         *("biases of q, k and v", "bias of attention"),

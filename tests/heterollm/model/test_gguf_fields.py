@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     **{
         name: OVERRIDES[name]
-        for name in ("dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
+        for name in ("olmo", "dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
     },
 }
 """Changes of the checkpoints whose files the cases change."""
@@ -247,6 +247,10 @@ CASES: dict[str, list[Case]] = {
     "rope.scaling.yarn_log_multiplier": [
         Case("ministral3", 0.5, ministral3(mscale_all_dim=0.5)),
         Case("ministral3", None, ministral3(mscale=None, mscale_all_dim=None)),
+    ],
+    "attention.clamp_kqv": [
+        Case("olmo", 0.3, {"clip_qkv": 0.3}),
+        Case("olmo", None, {"clip_qkv": None}),
     ],
     "attention.temperature_scale": [
         Case("ministral3", 0.3, ministral3(llama_4_scaling_beta=0.3)),
@@ -532,6 +536,7 @@ FILES = {
     "qwen3vl": "qwen3vl",
     "lfm2moe": "lfm2_moe",
     "ernie4_5-moe": "ernie4_5_moe",
+    "olmo": "olmo",
 }
 """Checkpoints by architecture."""
 
