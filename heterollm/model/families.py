@@ -8,13 +8,15 @@ the model's file in https://github.com/huggingface/transformers/tree/main/src/tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from heterollm.base import UnsupportedModelError
 from heterollm.kernels.ops import Group
-from heterollm.model.blocks import Norm
+from heterollm.model.blocks import AttentionBlock, Block, Norm
 from heterollm.model.family import (
     ATTENTION_BIASES,
     BIASES,
@@ -88,6 +90,17 @@ def checked_cohere(fields: JsonFields) -> dict[str, object]:
     """Return nothing further, after a check of the window, without which no layer would have positions."""
     fields.count("sliding_window")
     return {}
+
+
+def own_base(fields: JsonFields, layer: int, block: Block) -> Block:
+    """Return attention with the base of RoPE that the layer has, without RoPE for 0."""
+    bases = fields.get("layer_rope_theta")
+    if bases is None or not isinstance(block, AttentionBlock) or block.rope is None:
+        return block
+    known = isinstance(bases, list) and len(bases) > layer and type(bases[layer]) in (int, float)
+    if not known or not (bases[layer] == 0 or 1 < bases[layer] < math.inf):
+        raise fields.fail("layer_rope_theta", "for each layer 0 or a number above 1")
+    return replace(block, rope=replace(block.rope, base=float(bases[layer])) if bases[layer] else None)
 
 
 def exaone_fields(fields: JsonFields) -> dict[str, object]:
@@ -294,6 +307,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             biases=BIASES,
             bos_ids=(1,),
             eos_ids=(2,),
+        ),
+        "granite_swa": Family(
+            name="Granite with windows",
+            covers="Granite with windows and sinks",
+            architecture="GraniteSWAForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS, others={"sinks": "self_attn.sinks"}),
+            defaults={
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": True,
+                "sliding_window": 128,
+            },
+            adapts=own_base,
+            follows=GRANITE_FIELDS | {"layer_types", "layer_rope_theta"},
+            biases=BIASES,
+            slides=all_but_every_fourth,
+            bos_ids=(100_257,),
+            eos_ids=(100_257,),
         ),
         "stablelm": Family(
             name="StableLM",

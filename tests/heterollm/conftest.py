@@ -264,6 +264,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    # Bases of positions by layer, of which the last has none; sinks and a window.
+    "granite_swa": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.03,
+        "logits_scaling": 6.0,
+        "sliding_window": 20,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [1000.0, 100.0, 0],
+    },
     # An epsilon that shows, and a quarter of a head that turns.
     "stablelm": {
         **PLAIN,

@@ -291,6 +291,7 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "moe_layers": "layers with experts",
         "interleave_moe_layer_step": "every how many layers one has experts; moe_layers precedes it",
         "intermediate_size_mlp": "width of the network in layers without experts",
+        "layer_rope_theta": "base of rotary embedding by layer, 0 for none; by default that of all",
         "num_layers": "own name of num_hidden_layers, which it precedes",
         "layer_norm_epsilon": "own name of rms_norm_eps, which it precedes",
         "activation_function": "own name of hidden_act, which it precedes",

@@ -276,6 +276,7 @@ VALUES: dict[str, Any] = {
     "attn_logit_softcapping": 1.0,
     "final_logit_softcapping": 1.0,
     "num_layers": 3,
+    "layer_rope_theta": [300.0, 0],
     "layer_norm_epsilon": 0.01,
     "num_local_experts": 6,
     "num_experts": 6,
