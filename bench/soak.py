@@ -36,12 +36,14 @@ from typing import Any, Final
 
 import psutil
 from conditions import append_rows, conditions, script_parser
-from soak_attacks import ATTACKS, REFUSALS, Sockets
+from soak_attacks import ATTACKS, BROKEN, REFUSALS, Sockets
+from soak_doors import Doors
 
 TEXT: Final = "def scale(values, factor):\n    return [value * factor for value in values]\n\n"
 TIERS: Final = ("default", "default", "flex", "priority")
 KINDS: Final = {
-    "answer": 60,
+    "answer": 45,
+    "door": 15,
     "slow reader": 5,
     "leaves early": 8,
     "leaves late": 8,
@@ -53,18 +55,6 @@ KINDS: Final = {
 }
 """Kinds of requests, and their weights."""
 
-BROKEN: Final = (
-    b"",
-    b"{",
-    b"[]",
-    b"\xff",
-    b'{"model": "other", "prompt": "x"}',
-    b'{"model": "soak"}',
-    b'{"model": "soak", "prompt": 3}',
-    b'{"model": "soak", "prompt": "x", "n": 1e9}',
-    b'{"model": "soak", "prompt": "x", "tools": [{}]}',
-    b'{"model": "soak", "prompt": ' + b"[" * 5000,
-)
 KILL_NPU: Final = signal.SIGRTMIN
 """LLVM, which PoCL loads, takes SIGUSR1 and SIGUSR2 for itself."""
 
@@ -177,6 +167,7 @@ class Soak:
         server: The server.
         bodies: The completions.
         texts: Their texts without load.
+        doors: Other doors, which know their answers.
         seed: Of the choice of requests.
         left_out: Kinds of requests to leave out.
     """
@@ -186,13 +177,14 @@ class Soak:
         server: Served,
         bodies: Sequence[dict[str, Any]],
         texts: Sequence[str],
+        doors: Doors,
         seed: int,
         left_out: Sequence[str],
     ) -> None:
         self.weights = {kind: weight for kind, weight in KINDS.items() if kind not in left_out}
         self.sockets = Sockets(server.port)
         self.unhealthy: list[str] = []
-        self.server, self.bodies, self.texts = server, bodies, list(texts)
+        self.server, self.bodies, self.texts, self.doors = server, bodies, list(texts), doors
         self.random = random.Random(seed)  # noqa: S311 - no secrets
         self.kinds: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -248,6 +240,8 @@ class Soak:
                 answer = connection.getresponse()
                 found = json.loads(answer.read())
             self._count(kind, 400 <= answer.status < 500 and bool(found["error"]["message"]), str(found))
+        elif kind == "door":
+            self._count(kind, *self.doors.check(case, stream, moment))
         elif kind in ATTACKS:
             attack = ATTACKS[kind][int(moment * len(ATTACKS[kind]))]
             status, text = self.server.post(*attack())
@@ -324,11 +318,12 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     try:
         plain = {"stream": False}
         texts = alone(server, [body | plain for body in bodies])
-        warm = Soak(server, bodies, texts, 1, options.without)
+        doors = Doors(server.post, [body["prompt"] for body in bodies])
+        warm = Soak(server, bodies, texts, doors, 1, options.without)
         warm.run(options.requests // 10, options.clients)
         before = server.counts()
         begin_s = time.monotonic()
-        run = Soak(server, bodies, texts, 2, options.without)
+        run = Soak(server, bodies, texts, doors, 2, options.without)
         run.wrong += warm.wrong
         run.unhealthy += warm.unhealthy
         course = [before["uss_mib"]]
@@ -336,6 +331,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
             if options.kill_npu and part == PARTS // 2:
                 server.process.send_signal(KILL_NPU)
                 run.texts = alone(server, [body | plain for body in bodies])
+                doors.learn()
                 assert server.get("/status")["failures"], "the NPU did not fail"
             run.run(options.requests // PARTS, options.clients)
             course.append(server.counts()["uss_mib"])

@@ -18,6 +18,20 @@ MOST_SOCKETS: Final = 200
 
 HEAD: Final = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
+BROKEN: Final = (
+    b"",
+    b"{",
+    b"[]",
+    b"\xff",
+    b'{"model": "other", "prompt": "x"}',
+    b'{"model": "soak"}',
+    b'{"model": "soak", "prompt": 3}',
+    b'{"model": "soak", "prompt": "x", "n": 1e9}',
+    b'{"model": "soak", "prompt": "x", "tools": [{}]}',
+    b'{"model": "soak", "prompt": ' + b"[" * 5000,
+)
+"""Bodies of completions that are none."""
+
 Request = tuple[str, bytes]
 
 

@@ -6,8 +6,11 @@ Start reading the code here.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
@@ -15,29 +18,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import (
+    ContextError,
     EngineError,
+    HeteroLLMError,
     InputError,
     OptionError,
     Progress,
+    UnsupportedModelError,
     check_keywords,
     silent,
 )
 from heterollm.engine import (
     AnswerKeywords,
     EngineThread,
+    PooledStates,
     Scheduler,
     Session,
     Stream,
+    check_dimensions,
     check_ids,
 )
 from heterollm.kernels.device import Device
+from heterollm.kernels.gpu import kernel_source_hash
 from heterollm.kernels.ops import Phase
 from heterollm.loading import PlannedModel, SourceModel, open_for, planned_draft, speculator_of
 from heterollm.model import (
     Checkpoint,
     ModelConfig,
     ModelWeights,
+    Pooling,
     SamplingDefaults,
+    read_pooling,
     read_sampling_defaults,
 )
 from heterollm.planning import CoreSplit, LoadKeywords, LoadOptions, choose_context
@@ -94,6 +105,8 @@ class LLM:
         self._speculator: Speculator | None = None
         self._draft: Engine | None = None
         self._own_session: Session | None = None
+        self._embedding_session: Session | None = None
+        self._embedding_lock = threading.Lock()
         self._kept_grammar_tokens: GrammarTokens | None = None
 
     def __repr__(self) -> str:
@@ -282,6 +295,84 @@ class LLM:
             clock=self.device.now_s,
         )
 
+    def embed(
+        self, texts: Sequence[str | Sequence[int]], *, dimensions: int | None = None
+    ) -> NDArray[np.float32]:
+        """Return the embeddings of texts, by the pooling that the checkpoint declares.
+
+        Args:
+            texts: Texts, or token ids with all that belongs around a text.
+            dimensions: Leading elements to keep, as some models allow; the result has the length 1 again.
+
+        Returns:
+            float32 ``[n, hidden]``, or ``[n, dimensions]``.
+
+        Raises:
+            InputError: A text has no token or too many.
+            OptionError: An embedding has fewer elements.
+            UnsupportedModelError: The checkpoint declares no pooling, or another than last token or mean.
+        """
+        check_dimensions(dimensions, self.config.hidden_size)
+        prepared = [self.embedding_ids(text) for text in texts]
+        return np.stack([self.embedding(ids, dimensions=dimensions) for ids in prepared])
+
+    def embedding_ids(self, text: str | Sequence[int], *, cut: bool = False) -> NDArray[np.int32]:
+        """Return the tokens of a text whose embedding is wanted; errors as for :meth:`embed`.
+
+        Args:
+            text: The text, or its token ids.
+            cut: Whether to leave out the end of a text that is too long.
+        """
+        pooling = self._needed_pooling()
+        most = min(self.context, pooling.most_tokens or self.context)
+        if isinstance(text, str):
+            text = self.tokenizer.encode_whole(pooling.prompt + text, most_tokens=most, cut=cut)
+        ids = check_ids(text, self.config.vocab_size)
+        if len(ids) > most and not cut:
+            raise ContextError(f"The text has {len(ids)} tokens, but the model takes {most}.")
+        return ids[:most]
+
+    def embedding(
+        self,
+        ids: NDArray[np.int32],
+        *,
+        dimensions: int | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> NDArray[np.float32]:
+        """Return the embedding of tokens, float32 ``[hidden]``; other calls may run between their chunks.
+
+        Args:
+            ids: Those that :meth:`embedding_ids` returned.
+            dimensions: As for :meth:`embed`.
+            stopped: Called after each chunk; True ends the call with an error.
+
+        Raises:
+            EngineError: The call was stopped, or a processor failed.
+        """
+        with self._embedding_lock:
+            session = self._embedding_session = self._embedding_session or self.session()
+            while True:
+                failures, pooled = len(self.failures), PooledStates(self._needed_pooling())
+                try:
+                    for rows in session.states(ids):
+                        pooled.add(rows)
+                        if stopped():
+                            raise EngineError("The embedding was stopped.")
+                except HeteroLLMError:
+                    # The GPU continues alone, with the whole text.
+                    if len(self.failures) == failures:
+                        raise
+                else:
+                    return pooled.embedding(dimensions)
+
+    def _needed_pooling(self) -> Pooling:
+        if self.pooling is None:
+            raise UnsupportedModelError(
+                "The checkpoint declares no pooling (modules.json of sentence-transformers).",
+                fix="Use a model made for embeddings, such as Qwen3-Embedding.",
+            )
+        return self.pooling
+
     def _grammar_tokens(self) -> GrammarTokens:
         if self._kept_grammar_tokens is None:
             self._kept_grammar_tokens = GrammarTokens(self.tokenizer, self.config.vocab_size)
@@ -291,9 +382,20 @@ class LLM:
         """Return a new, empty session."""
         return Session(self._engine, self._thread, self.config.vocab_size)
 
+    @property
+    def state_key(self) -> str:
+        """Hash of all that determines the state behind a token: weights, plan, device and program."""
+        engine, tuning = self._engine, self.device.gpu.tuning
+        parts = (
+            *(version("heterollm"), kernel_source_hash(), engine.context, str(self.device.cache_dtype)),
+            *(self._weights.content_key, self.plan.to_json(), self.device.description()),
+            *(tuning.enabled, tuning.identity.path.read_bytes() if tuning.identity.path.exists() else b""),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
     def scheduler(self) -> Scheduler:
         """Return a scheduler of prepared answers, which runs between other calls until it is closed."""
-        return Scheduler(self._thread, self.device.now_s)
+        return Scheduler(self._thread, self.device.now_s, self._engine.rows)
 
     # -- properties ----------------------------------------------------------------------------------
 
@@ -324,13 +426,28 @@ class LLM:
         return self._engine.context
 
     @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint; None if the weights were made without one."""
+        return self._weights.checkpoint
+
+    @cached_property
+    def pooling(self) -> Pooling | None:
+        """The pooling that the checkpoint declares; None if it declares none.
+
+        Raises:
+            CheckpointError: A file of it is damaged.
+            UnsupportedModelError: It is another than last token or mean.
+        """
+        return None if self.checkpoint is None else read_pooling(self.checkpoint.folder)
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """The sampling that the checkpoint recommends.
 
         Raises:
             CheckpointError: The checkpoint's file is damaged.
         """
-        checkpoint = self._weights.checkpoint
+        checkpoint = self.checkpoint
         return SamplingDefaults() if checkpoint is None else read_sampling_defaults(checkpoint.folder)
 
     @property

@@ -122,7 +122,7 @@ def test_an_import_that_points_up_or_past_a_door_would_be_found() -> None:
 
 def test_every_folder_is_a_room() -> None:
     packages = {module for module, path in PATHS.items() if path.name == "__init__.py"}
-    rooms = "data", "engine", "planning", "solver", "kernels.gpu"
+    rooms = "data", "engine", "planning", "serve", "solver", "kernels.gpu"
     inner = (*(f"heterollm.{room}." for room in rooms), SOC)
     parts = {module for module in packages if module.startswith(inner)}
     homeless = packages - parts - {"heterollm.kernels", *FLOOR}

@@ -31,6 +31,7 @@ KINDS: Final = {
     "predictors": "predictors fitted to profiles",
     "plans": "solved plans",
     "tuning": "tuned kernel parameters",
+    "prefixes": "states behind the beginnings of prompts",
     "checks": "hashes of checkpoints and verdicts on their files",
 }
 """Subfolders of the cache folder and their content."""

@@ -106,7 +106,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
 SUMMARIES: Final[dict[str, str]] = {
     "generate": "Continue a prompt.",
     "chat": "Talk to a model.",
-    "serve": "Serve a model to OpenAI's clients and to a browser.",
+    "serve": "Serve a model to clients of several APIs and to a browser.",
     "demo": "See GPU, NPU and both at work in a minute; no download.",
     "pull": "Fetch a model from the Hugging Face hub.",
     "convert": "Quantise a model once.",

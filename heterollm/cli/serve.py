@@ -62,14 +62,27 @@ def serve(
         float | None,
         typer.Option(help="Memory of all sessions in GiB. Default: a quarter of the available memory."),
     ] = None,
+    prefixes_gib: Annotated[
+        float,
+        typer.Option(
+            help="Disk in GiB that keeps the beginnings of prompts which requests share, for the next start."
+        ),
+    ] = 0.0,
     queue: Annotated[int, typer.Option(help="Requests of each tier that may wait.")] = 64,
     connections: Annotated[int, typer.Option(help="Connections at most; idle ones make room.")] = 512,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact/--no-exact",
+            help="Whether answers with a seed or temperature 0 depend on no other request.",
+        ),
+    ] = True,
     requests: RequestOptions,
     live: Annotated[
         bool, typer.Option("--live", help="Trace all passes; the page shows how busy GPU and NPU are.")
     ] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients and to a browser, on this machine unless told otherwise."""
+    """Serve a model to a browser and to clients of OpenAI, Anthropic and Ollama, on 127.0.0.1 by default."""
     from heterollm.base import OptionError
     from heterollm.report import console as report
 
@@ -89,10 +102,12 @@ def serve(
         api_keys=tuple(api_key or ()),
         cors=tuple(cors or ()),
         sessions_gib=sessions_gib,
+        prefixes_gib=prefixes_gib,
         queue=queue,
         connections=connections,
         sampling=sampling,
         max_tokens=max_tokens,
+        exact=exact,
         live=live,
     )
     with listen(options_of_server) as bound, load_model(model, options, run, trace=live) as llm:

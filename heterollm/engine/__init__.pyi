@@ -1,4 +1,6 @@
 from .blocks.mixture import MixtureOptions as MixtureOptions
+from .embedding import PooledStates as PooledStates
+from .embedding import check_dimensions as check_dimensions
 from .experts.residency import ExpertBudget as ExpertBudget
 from .experts.residency import ExpertReads as ExpertReads
 from .experts.residency import expert_budget as expert_budget
@@ -15,6 +17,8 @@ from .npu_shards import planned_graphs as planned_graphs
 from .npu_shards import planned_shard as planned_shard
 from .observer import EngineActivity as EngineActivity
 from .precision import check_precision as check_precision
+from .prefix_file import Prefix as Prefix
+from .prefix_file import open_prefix as open_prefix
 from .runner import Engine as Engine
 from .scheduler import TIERS as TIERS
 from .scheduler import PromptTask as PromptTask

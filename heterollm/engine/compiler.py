@@ -6,7 +6,7 @@ prepared. Running the pass means calling its steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from heterollm.engine.blocks.ffn import FfnEmitter
 from heterollm.engine.blocks.layer_input import LayerInputEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
-from heterollm.engine.builder import PassBuilder
+from heterollm.engine.builder import Gap, PassBuilder
 from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
@@ -27,7 +27,7 @@ from heterollm.engine.lanes import Lane
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.memory import NO_VALUES
 from heterollm.engine.merging import merge_steps
-from heterollm.engine.passes import CompiledPass
+from heterollm.engine.passes import CompiledPass, SharedSteps
 from heterollm.engine.placed import Delta, segments_of
 from heterollm.engine.slot_check import SlotCheck
 from heterollm.engine.slots import NORMED_OUTPUTS, is_private, lane_slot, pool_sizes
@@ -38,7 +38,15 @@ from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import STEP_WORDS, DeviceMemory, KvMemory, NpuCodes, pages_of
+from heterollm.kernels.gpu import (
+    STEP_FIRST_ROW,
+    STEP_WORDS,
+    DeviceMemory,
+    KvMemory,
+    NpuCodes,
+    SharedArray,
+    pages_of,
+)
 from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
@@ -110,21 +118,32 @@ class Compiler:
             MixtureBlock.NAME: self._experts,
         }
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
+        self._row_lanes: list[Lane] = []
 
     def _new_lane(self, number: int) -> Lane:
-        gpu = self._runtime
         slots = {slot.partition(".")[0]: None for slot in (*self.pool, *self.private)}
         own = {slot: lane_slot(slot, number) for slot in slots}
         shared = {slot: self.pool[name] for slot, name in own.items() if not is_private(slot)}
         private = {slot: self.private[name] for slot, name in own.items() if is_private(slot)}
-        tokens = gpu.shared((self._plan.chunk_length,), np.int32)
-        paged = sum(pages_of(group.positions) for group in self.kv_groups if group.is_paged)
-        step = gpu.shared((STEP_WORDS + paged,), np.int32)
+        tokens, step = self._runtime.shared((self._plan.chunk_length,), np.int32), self._step_buffer()
         memories: dict[str, DeviceMemory] = {own[slot]: memory for slot, memory in (shared | private).items()}
         memories |= {lane_slot("tokens", number): tokens, lane_slot("step", number): step}
         memories |= {"code_counts": self._splits.saturation.memory, **self.techniques.memories}
         names = {memory: Buffer(name) for name, memory in memories.items()}
         return Lane(number, shared, private, tokens, step, names)
+
+    def _step_buffer(self) -> SharedArray:
+        paged = sum(pages_of(group.positions) for group in self.kv_groups if group.is_paged)
+        return self._runtime.shared((STEP_WORDS + paged,), np.int32)
+
+    def row_lane(self, row: int) -> Lane:
+        """Return the first lane with the step buffer of a session in a pass of several."""
+        while len(self._row_lanes) <= row:
+            step, number = self._step_buffer(), len(self._row_lanes)
+            step.array[STEP_FIRST_ROW] = number
+            names = {**self.lanes[0].names, step: Buffer(f"step.row{number}")}
+            self._row_lanes.append(replace(self.lanes[0], step=step, names=names))
+        return self._row_lanes[row]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -203,6 +222,47 @@ class Compiler:
             steps = self._check.checked(steps, names | _cache_names(cache), where)
         return CompiledPass.of(tuple(steps), delta, cache, len(lengths) - 1)
 
+    def compile_shared(self, rows: int) -> SharedSteps:
+        """Return the steps that the rows of a decode pass of several sessions have in common."""
+        builder = self._begin("decode", rows, shared=True)
+        output = self._layers(builder)
+        assert builder.gaps is not None  # as it is shared
+        return SharedSteps(tuple(builder.steps), tuple(builder.gaps), output)
+
+    def compile_row(self, gaps: Iterable[Gap], row: int, bucket: int, cache: KvMemory) -> list[CompiledPass]:
+        """Return the steps with which a session fills gaps of passes of several.
+
+        Args:
+            gaps: The gaps.
+            row: Number of the session in these passes.
+            bucket: Positions that the grids of its attention must cover.
+            cache: The session's memory to bind first.
+        """
+        builder = self._begin("decode", 1, cache, bucket, lane=self.row_lane(row), row=row)
+        filled = []
+        for gap in gaps:
+            builder.steps = []
+            gap.emit(builder)
+            filled.append(CompiledPass.of(tuple(builder.steps), cache=cache))
+        return filled
+
+    def join_rows(self, shared: SharedSteps, rows: Sequence[Sequence[CompiledPass]]) -> CompiledPass:
+        """Return a pass of several sessions.
+
+        Args:
+            shared: The steps that its rows have in common.
+            rows: Each session's own steps, which are bound to its memory.
+        """
+        steps = list(shared.filled(rows))
+        if self._check is not None:
+            names = dict(self.lanes[0].names)
+            for row, own in enumerate(rows):
+                names |= self.row_lane(row).names
+                for part in own:
+                    names |= _cache_names(part.bound_cache, row)
+            steps = self._check.checked(steps, names, f"decode of {len(rows)} sessions")
+        return CompiledPass.of(tuple(steps), shared.output)
+
     def _layers(self, builder: PassBuilder) -> Delta:
         """Append the embedding and all layers, and return the output of the last."""
         self._glue.embedding(builder, self._linears.embedding)
@@ -260,7 +320,7 @@ class Compiler:
         assert output is not None
         builder = self._begin(phase, rows, lane=self.lanes[layers.lane], builds_graphs=builds_graphs)
         op = self._linears.placed(builder, -1, "head")
-        self._glue.final_norm(builder, output, op)
+        self._glue.final_norm(builder, output, op.source, op.input_codes)
         if op.placement.npu_lengths:
             self._glue.join(builder, self._linears.linear(builder, op))
         else:
@@ -269,6 +329,19 @@ class Compiler:
         self._splits.end(builder, waits=layers.uses_npu or bool(op.placement.npu_lengths))
         written = (*segments_of(output.segments), builder.lane.private["residual"])
         return CompiledPass.of(self._finished(builder, f"head of {rows}", written))
+
+    def compile_states(self, phase: Phase, rows: int, layers: CompiledPass) -> CompiledPass:
+        """Return the steps from the output of ``layers`` to the normed states of ``rows`` positions.
+
+        They are in the slot of the head's input.
+        """
+        output = layers.output
+        assert output is not None
+        builder = self._begin(phase, rows, lane=self.lanes[layers.lane])
+        self._glue.final_norm(builder, output, builder.lane.shared["head_input"], None)
+        self._splits.end(builder, waits=layers.uses_npu)
+        written = (*segments_of(output.segments), builder.lane.private["residual"])
+        return CompiledPass.of(self._finished(builder, f"states of {rows}", written))
 
     def _begin(
         self,
@@ -279,10 +352,13 @@ class Compiler:
         *,
         lane: Lane | None = None,
         plan: Plan | None = None,
+        row: int | None = None,
+        shared: bool = False,
         builds_graphs: bool = True,
     ) -> PassBuilder:
         lane = lane or self.lanes[0]
-        own = [self._specs[-1, "head"]] if cache is None else self._weights.specs[:-1]
+        is_head = cache is None and not shared
+        own = [self._specs[-1, "head"]] if is_head else self._weights.specs[:-1]
         placed = (plan or self._plan).operators(phase, tokens, own, rows=tokens)
         return PassBuilder(
             phase,
@@ -291,10 +367,12 @@ class Compiler:
             {(spec.layer, spec.group): (spec, placement) for spec, placement in placed},
             self._fences.of_pass(phase, tokens),
             lane,
-            {**lane.names, **_cache_names(cache)},
+            {**lane.names, **_cache_names(cache, row)},
             self._runtime,
             bucket=bucket,
             cache=cache,
+            row=row,
+            shared=shared,
             after_every_operator=self._fences.after_every_operator,
             builds_graphs=builds_graphs,
         )
@@ -309,5 +387,6 @@ class Compiler:
         return tuple(merge_steps(self._runtime, found) if builder.merges else found)
 
 
-def _cache_names(cache: KvMemory | None) -> dict[DeviceMemory, Buffer]:
-    return {memory: Buffer(name) for memory, name in cache.memories.items()} if cache else {}
+def _cache_names(cache: KvMemory | None, row: int | None = None) -> dict[DeviceMemory, Buffer]:
+    own = "" if row is None else f".row{row}"
+    return {memory: Buffer(f"{name}{own}") for memory, name in cache.memories.items()} if cache else {}

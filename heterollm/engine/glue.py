@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.placed import Delta, PlacedOp, codes_of, segments_of
+from heterollm.engine.placed import Delta, codes_of, segments_of
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
@@ -152,22 +152,31 @@ class GlueEmitter:
         reads = (residual, *_read(delta))
         builder.kernel("norm", layer, launch, reads=reads, writes=(residual, out))
 
-    def final_norm(self, builder: PassBuilder, delta: Delta, op: PlacedOp) -> None:
-        """Append the norm before the head, for the rows in the step buffer."""
+    def final_norm(
+        self, builder: PassBuilder, delta: Delta, out: SharedArray, codes: RoundedInputs | NpuCodes | None
+    ) -> None:
+        """Append the norm before the head, for the rows in the step buffer.
+
+        Args:
+            builder: The pass so far.
+            delta: Output of the last layer's block.
+            out: Slot of the result.
+            codes: Target of the result's codes, if the head reads some.
+        """
         config, residual, step = self._config, builder.lane.private["residual"], builder.lane.step
         launch = final_norm(
             self._layers,
             residual,
             self._tensors.final_norm,
-            op.source,
+            out,
             step,
             rows=builder.tokens,
             epsilon=config.rms_norm_eps,
-            rounded=op.input_codes,
+            rounded=codes,
             centered=config.centered_norms,
             **_added(delta),
         )
-        reads, writes = (residual, *_read(delta), step), (op.source, *codes_of(op.input_codes))
+        reads, writes = (residual, *_read(delta), step), (out, *codes_of(codes))
         builder.kernel("final norm", None, launch, reads=reads, writes=writes)
 
     def join(self, builder: PassBuilder, head: Segments) -> None:

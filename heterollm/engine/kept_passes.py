@@ -7,13 +7,14 @@ import contextlib
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 from heterollm.engine.compiler import Compiler
+from heterollm.engine.kept_batches import KeptBatches
 from heterollm.engine.observer import Observer, during
 from heterollm.engine.passes import CompiledPass, compiling
-from heterollm.engine.state import SessionState
+from heterollm.engine.state import BatchRow, SessionState
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import KvMemory
 from heterollm.kernels.ops import Join, Phase
@@ -56,7 +57,8 @@ class KeptPasses:
     ) -> None:
         self.compiled: OrderedDict[PassKey, CompiledPass] = OrderedDict()
         self.prepared_s = 0.0
-        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool], CompiledPass] = {}
+        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool, bool], CompiledPass] = {}
+        self._batches = KeptBatches(compiler, self._observable)
         self._device = device
         self._compiler = compiler
         self._context = context
@@ -69,7 +71,7 @@ class KeptPasses:
     def new_cache(self) -> SessionState:
         """Return the state of an empty session; the memory of dropped sessions is freed first."""
         live = {id(cache.memory) for cache in self._caches}
-        for compiled in self.compiled.values():
+        for compiled in (*self.compiled.values(), *self._batches.parts()):
             if id(compiled.bound_cache) not in live:
                 assert self._no_cache is not None  # a pass was compiled for a cache
                 compiled.bind_cache(self._no_cache)
@@ -100,21 +102,34 @@ class KeptPasses:
             compiled.bind_cache(cache.memory)
         return compiled
 
-    def head(self, compiled: CompiledPass, phase: Phase, rows: int) -> CompiledPass:
-        """Return the head behind a pass, for some positions."""
+    def find_batch(self, rows: Sequence[BatchRow]) -> CompiledPass:
+        """Return a decode pass of several sessions, bound to their memory."""
+        with during(self._observer, "bind"):
+            buckets = tuple(self.bucket("decode", row.position + 1) for row in rows)
+            memories = [row.state.memory for row in rows]
+            compiled = self._batches.find(buckets, memories)
+            if compiled is None:
+                with self._preparing(), compiling("decode", len(buckets)):
+                    compiled = self._batches.compile(buckets, memories)
+        return compiled
+
+    def head(self, compiled: CompiledPass, phase: Phase, rows: int, *, logits: bool = True) -> CompiledPass:
+        """Return the head behind a pass, for some positions; without logits its norm alone."""
         assert compiled.output is not None
         output = compiled.output.segments
-        key = (phase, rows, output.splits, output.join, compiled.lane, compiled.uses_npu)
+        key = (phase, rows, output.splits, output.join, compiled.lane, compiled.uses_npu, logits)
         head = self._heads.get(key)
         if head is None:
             with self._preparing(), compiling(phase, rows):
-                head = self._compiler.compile_head(phase, rows, compiled)
+                compiler = self._compiler
+                head = (compiler.compile_head if logits else compiler.compile_states)(phase, rows, compiled)
             self._heads[key] = self._observable(head)
         return head
 
     def clear(self) -> None:
         """Drop all passes."""
         self.compiled.clear()
+        self._batches.clear()
         self._heads.clear()
 
     def bucket(self, phase: Phase, positions: int) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from heterollm.base import EngineError
+from heterollm.engine.builder import Gap
 from heterollm.engine.pauses import Pause, find_pauses
 from heterollm.engine.placed import Delta
 from heterollm.engine.state import is_state
@@ -15,7 +16,7 @@ from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, 
 from heterollm.kernels.ops import Phase
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CompiledPass:
     """A pass through the layers or the head, ready to run.
 
@@ -70,6 +71,31 @@ class CompiledPass:
         if self.pauses is None:
             self.pauses = find_pauses(self.steps, names)
         return self.pauses
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class SharedSteps:
+    """The steps that the rows of a pass of several sessions have in common.
+
+    Args:
+        steps: The steps in order.
+        gaps: Where the steps of each session come in between.
+        output: The output of the last layer.
+    """
+
+    steps: tuple[Step, ...]
+    gaps: tuple[Gap, ...]
+    output: Delta
+
+    def filled(self, rows: Sequence[Sequence[CompiledPass]]) -> Iterator[Step]:
+        """Yield all steps of the pass; ``rows`` have each session's own, for one gap after the other."""
+        begin = 0
+        for number, gap in enumerate(self.gaps):
+            yield from self.steps[begin : gap.before]
+            begin = gap.before
+            for row in rows:
+                yield from row[number].steps
+        yield from self.steps[begin:]
 
 
 class StalePassError(EngineError):

@@ -26,6 +26,7 @@ from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureOptions
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.experts.residency import ExpertReads
 from heterollm.engine.experts.shares import ExpertPairs
+from heterollm.engine.kept_batches import RowLimits
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.lanes import Lane
 from heterollm.engine.memory import NO_VALUES
@@ -34,7 +35,7 @@ from heterollm.engine.passes import CompiledPass, PassError, StalePassError
 from heterollm.engine.pauses import Pause, set_aside
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.splits import NO_RANGES
-from heterollm.engine.state import SessionState
+from heterollm.engine.state import BatchRow, SessionState
 from heterollm.engine.step import Call, Step
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
@@ -88,6 +89,7 @@ class Engine:
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
+        rows: Sessions that a decode pass may have.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Engine:
         self.observer = observer
         if observer is not None:
             self.fences.watch(observer.watch)
+        self.rows = RowLimits.of(plan, weights.specs, device.gpu)
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
         self._compiler = Compiler(
@@ -303,6 +306,60 @@ class Engine:
             self._several(cache, position, ids)
         return self._logits[: len(ids)]
 
+    def decode_batch(self, rows: Sequence[BatchRow]) -> NDArray[np.float32]:
+        """Run a token of each of several sessions in one pass; errors as for :meth:`prefill`.
+
+        The plan's placements are those of as many tokens. Attention and recurrent state have the kernels of
+        one token for each session, so that these do not depend on the other rows.
+
+        Args:
+            rows: At most :data:`HEAD_ROWS`, each of another session.
+
+        Returns:
+            Their logits ``[n, vocab]``, which the next pass overwrites.
+        """
+        try:
+            self._batch(rows)
+        except NPU_FAILURES as error:
+            self._fall_back(error, min(row.position for row in rows))
+            self._batch(rows)
+        return self._logits[: len(rows)]
+
+    def states_in_turns(
+        self, cache: SessionState, ids: NDArray[np.int32], take: Callable[[NDArray[np.float32]], None]
+    ) -> Iterator[None]:
+        """Run a prompt in an empty session, and yield between its chunks, where others may use the engine.
+
+        Args:
+            cache: The state of the session.
+            ids: int32 ``[m]``.
+            take: Takes the normed states of the next positions, float32 ``[n, hidden]``.
+
+        Raises:
+            HeteroLLMError: A kernel, a graph or a fence failed. After a failure of the NPU that
+                ``allow_fallback`` covers, another call computes on the GPU alone.
+        """
+        slot, hidden = self._compiler.pool["head_input"], self._config.hidden_size
+        dtype = self.device.activation_dtype
+        for first, length in (chunk for flight in self.plan.flights(len(ids)) for chunk in flight):
+            if first:
+                yield
+            tokens = ids[first : first + length]
+            try:
+                with self._observed_pass("prefill", length, first):
+                    compiled = self._pass("prefill", length, first, cache)
+                    self._write_inputs(self._lanes[0], cache, tokens, first, 0)
+                    self._call(compiled.calls)
+                    for _, rows in self._head_rows_of(length):
+                        self._call(self._passes.head(compiled, "prefill", rows, logits=False).calls)
+                        slot.acquire_to_read(rows * hidden * dtype.itemsize)
+                        take(slot.view(dtype, (rows, hidden)).astype(np.float32))
+                        slot.release()
+                    cache.commit(first + length)
+            except NPU_FAILURES as error:
+                self._fall_back(error, first)
+                raise
+
     def compile_ahead(
         self,
         cache: SessionState,
@@ -349,6 +406,12 @@ class Engine:
             )
         compiled = self._pass(phase, self._lengths(phase, tokens), 0, self.new_cache())
         return compiled.steps + self._passes.head(compiled, phase, _head_rows(phase, tokens)).steps
+
+    def batch_steps(self, sessions: int) -> tuple[Step, ...]:
+        """Return the steps of a decode pass of a token of each of several empty sessions."""
+        rows = [BatchRow(self.new_cache(), 0, 0) for _ in range(sessions)]
+        compiled = self._passes.find_batch(rows)
+        return compiled.steps + self._passes.head(compiled, "decode", sessions).steps
 
     def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
         """Return the steps as :meth:`steps` does, without building graphs; the steps cannot run."""
@@ -448,6 +511,22 @@ class Engine:
             self._head(compiled, "decode", 1)
             cache.commit(position + 1)
 
+    def _batch(self, rows: Sequence[BatchRow]) -> None:
+        with self._observed_pass("decode", len(rows), rows[0].position):
+            self._check_alive()
+            for state, position, _ in rows:
+                state.reserve(position, 1)
+            compiled = self._passes.find_batch(rows)
+            with during(self.observer, "step"):
+                self._write_tokens(self._lanes[0], np.array([row.token for row in rows], np.int32))
+                self._write_step(self._lanes[0], None, 0, len(rows), 0)
+                for number, (state, position, _) in enumerate(rows):
+                    self._write_step(self._compiler.row_lane(number), state, position, 1, 0)
+            self._call(compiled.calls)
+            self._head(compiled, "decode", len(rows))
+            for state, position, _ in rows:
+                state.commit(position + 1)
+
     def _observed_pass(self, phase: Phase, tokens: int, position: int) -> AbstractContextManager[object]:
         observer = self.observer
         return UNOBSERVED if observer is None else observer.during_pass(phase, tokens, position)
@@ -457,17 +536,21 @@ class Engine:
         self._logits_slot.acquire(rows * self.last_logits.nbytes)
 
     def _all_logits(self, compiled: CompiledPass, phase: Phase, target: NDArray[np.float32]) -> None:
+        for row, rows in self._head_rows_of(len(target)):
+            self._head(compiled, phase, rows)
+            target[row : row + rows] = self._logits[:rows]
+
+    def _head_rows_of(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield first row and number of rows of each head of a pass, and write the first row for it."""
         step = self._lanes[0].step
-        for row in range(0, len(target), HEAD_ROWS):
+        for row in range(0, tokens, HEAD_ROWS):
             if row:
                 # The head's last call waits for the queue, so that the step buffer is free.
                 self._logits_slot.release()
                 step.acquire()
                 step.array[STEP_HEAD_ROW] = row
                 step.release()
-            rows = min(HEAD_ROWS, len(target) - row)
-            self._head(compiled, phase, rows)
-            target[row : row + rows] = self._logits[:rows]
+            yield row, min(HEAD_ROWS, tokens - row)
 
     def _compile(self, phase: Phase, position: int, tokens: int, cache: SessionState) -> None:
         compiled = self._pass(phase, self._lengths(phase, tokens), position, cache)
@@ -498,21 +581,31 @@ class Engine:
     ) -> None:
         """Write the tokens and the step buffer of a lane, for a pass that has room in a session."""
         with during(self.observer, "step"):
-            self._logits_slot.release()
-            length = 1 if isinstance(tokens, int) else len(tokens)
-            lane.tokens.acquire()
-            lane.tokens.array[:length] = tokens
-            try:
-                self._compiler.layer_inputs.write(lane, length)
-            finally:
-                lane.tokens.release()
-            lane.step.acquire()
-            step = lane.step.array
-            step[STEP_POSITION] = position
-            step[STEP_LENGTH] = length
-            step[STEP_HEAD_ROW] = head_row
+            self._write_tokens(lane, tokens)
+            self._write_step(lane, cache, position, 1 if isinstance(tokens, int) else len(tokens), head_row)
+
+    def _write_tokens(self, lane: Lane, tokens: NDArray[np.int32] | int) -> None:
+        self._logits_slot.release()
+        length = 1 if isinstance(tokens, int) else len(tokens)
+        lane.tokens.acquire()
+        lane.tokens.array[:length] = tokens
+        try:
+            self._compiler.layer_inputs.write(lane, length)
+        finally:
+            lane.tokens.release()
+
+    @staticmethod
+    def _write_step(
+        lane: Lane, cache: SessionState | None, position: int, length: int, head_row: int
+    ) -> None:
+        lane.step.acquire()
+        step = lane.step.array
+        step[STEP_POSITION] = position
+        step[STEP_LENGTH] = length
+        step[STEP_HEAD_ROW] = head_row
+        if cache is not None:
             cache.bind(step, lane.number)
-            lane.step.release()
+        lane.step.release()
 
     def _call(self, calls: Sequence[Call]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Turns on the engine thread: prompts and answers by urgency, in fair shares, without slow readers."""
+"""Turns on the engine thread by urgency: prompts take turns, answers share passes, slow readers wait."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import queue
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal, TypeAlias, TypeVar, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import EngineError, InputError
+from heterollm.engine.kept_batches import RowLimits
+from heterollm.engine.pass_times import NEWEST, PassTimes
 from heterollm.engine.session import Session
 from heterollm.engine.thread import EngineThread
 from heterollm.text import GenerationStep, TokenSequence
@@ -27,10 +29,16 @@ TIERS: Final[tuple[ServiceTier, ...]] = get_args(ServiceTier)
 """From the most to the least urgent, named as OpenAI's service tiers."""
 
 TURN_S: Final = 0.05
-"""Time that a prompt may take before another task of its tier has a turn."""
+"""Time that a prompt may take before another prompt of its tier has a turn."""
 
 SHORT_TOKENS: Final = 64
-"""Tokens of a prompt that no task of its tier interrupts: it ends soon."""
+"""Tokens of a prompt that no other prompt of its tier interrupts: it ends soon."""
+
+GAPS: Final = 4.0
+"""Usual times between two tokens for which prompts of its tier may keep an answer waiting."""
+
+LEAST_PROMPT_S: Final = 0.01
+"""Time that prompts have between two passes at least: a pause copies what later layers read."""
 
 
 @dataclass(eq=False)
@@ -40,6 +48,7 @@ class PromptTask(ABC):
     Args:
         tier: Its urgency.
         answers: The answers, all to the same prompt.
+        reproducible: Whether they must not depend on other tasks.
         cancelled: Set by any thread to end the task at its next turn.
         sessions: Those of the answers, of the first one alone until the prompt is read.
         prompt: The work on the prompt, until it is read.
@@ -49,6 +58,7 @@ class PromptTask(ABC):
 
     tier: ServiceTier
     answers: Sequence[TokenSequence]
+    reproducible: bool
     cancelled: bool = field(default=False, init=False)
     sessions: list[Session] = field(default_factory=list, init=False)
     prompt: Iterator[None] | None = field(default=None, init=False)
@@ -85,23 +95,57 @@ class PromptTask(ABC):
         """Give the sessions back: the task has ended, its answers too."""
 
 
-class Scheduler:
-    """Runs tasks in turns between the calls of an engine thread.
+class Row(NamedTuple):
+    """An answer whose next token a pass computes, as its number in a task."""
 
-    A task runs while no task of a more urgent tier can. Tasks of one tier take turns: a pass for each answer,
-    or some time of a prompt.
+    task: PromptTask
+    number: int
+
+    @property
+    def answer(self) -> TokenSequence:
+        """The answer."""
+        return self.task.answers[self.number]
+
+    @property
+    def session(self) -> Session:
+        """Its session."""
+        return self.task.sessions[self.number]
+
+    @property
+    def runs(self) -> bool:
+        """Whether neither the answer nor its task has ended."""
+        return self.number in self.task.running
+
+
+class Scheduler:
+    """Runs tasks between the calls of an engine thread.
+
+    A task runs while no task of a more urgent tier can. All answers of a tier that are behind their prompts
+    get their tokens in passes of several sessions. Its prompts take turns in between, so long that no answer
+    waits for more than :data:`GAPS` usual times between two tokens.
 
     Args:
         thread: The engine thread.
         clock: Returns the seconds of the device.
+        limits: Sessions of a pass. A reproducible answer shares only passes that change no bit of it.
     """
 
-    def __init__(self, thread: EngineThread, clock: Callable[[], float]) -> None:
+    def __init__(self, thread: EngineThread, clock: Callable[[], float], limits: RowLimits) -> None:
         self._thread = thread
         self._clock = clock
+        self.shares_exactly = limits.exact > 1
+        """Whether reproducible answers share passes."""
+        # All others then share these.
+        self._most_rows = limits.exact if self.shares_exactly else limits.most
         self._added: queue.SimpleQueue[PromptTask] = queue.SimpleQueue()
         self._tasks: dict[ServiceTier, deque[PromptTask]] = {tier: deque() for tier in TIERS}
-        self._turn_ends_s = 0.0
+        self._turn_ends_s = self._due_s = 0.0
+        self._gap_s = 0.0
+        self._times = PassTimes()
+        self.passes = 0
+        """Decode passes so far."""
+        self.rows = 0
+        """Rows of these passes: as many as passes if no answers shared one."""
         self.failure: BaseException | None = None
         """The error of the engine, until it computes a token; errors of one answer alone are its own."""
         thread.background.append(self)
@@ -135,20 +179,25 @@ class Scheduler:
     # -- the engine thread ---------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run the turn of a task; return whether one was ready."""
-        task = self._next()
-        if task is None:
-            return False
-        self._turn_ends_s = time.monotonic() + TURN_S
-        try:
-            if not task.cancelled and self._turn(task):
-                return True
-        except Exception as error:  # noqa: BLE001 - the reader gets it
-            task.fail(error)
-        except BaseException as error:  # noqa: BLE001 - a library's panic would end the reader's loop
-            task.fail(RuntimeError(f"{type(error).__name__}: {error}"))
-        self._end(task)
-        return True
+        """Run a turn of the most urgent tier; return whether one of its tasks was ready."""
+        for tasks in self._tasks.values():
+            ready = [task for task in tasks if _is_ready(task)]
+            if not ready:
+                continue
+            cancelled = [task for task in ready if task.cancelled]
+            reading = [task for task in ready if not task.running]
+            writing = [task for task in ready if task.running]
+            if cancelled:
+                for task in cancelled:
+                    self._end(task)
+            elif writing and not (reading and time.monotonic() < self._due_s):
+                self._write(writing)
+            else:
+                tasks.remove(reading[0])
+                tasks.append(reading[0])
+                self._read(reading[0])
+            return True
+        return False
 
     def stop(self, error: EngineError) -> None:
         """End all tasks with an error."""
@@ -163,39 +212,93 @@ class Scheduler:
             task = self._added.get()
             self._tasks[task.tier].append(task)
 
-    def _next(self) -> PromptTask | None:
-        """Return the task whose turn it is, and put it behind the others of its tier."""
-        for tasks in self._tasks.values():
-            for _ in range(len(tasks)):
-                tasks.rotate(-1)
-                if _is_ready(tasks[-1]):
-                    return tasks[-1]
-        return None
+    @contextlib.contextmanager
+    def _ending(self, tasks: Iterable[PromptTask]) -> Iterator[None]:
+        """End tasks with the error that is raised in the context."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - the readers get it
+            # A library's panic would end a reader's loop.
+            own = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+            for task in dict.fromkeys(tasks):
+                task.fail(own)
+                self._end(task)
 
-    def _turn(self, task: PromptTask) -> bool:
-        """Go on with the prompt, or run a pass of each answer; return whether there is more to do."""
-        if not task.sessions:
-            session = self._engine(task.take_session)
-            task.sessions.append(session)
-            task.answers[0].begin(session)
-            rest = task.answers[0].rest
-            task.prompt = session.prefill_in_turns(rest, partial(self._wanted, task, len(rest)))
-        if task.prompt is not None:
+    def _read(self, task: PromptTask) -> None:
+        """Go on with a prompt; behind its end begin the answers."""
+        self._turn_ends_s = time.monotonic() + TURN_S
+        with self._ending([task]):
+            if not task.sessions:
+                session = self._engine(task.take_session)
+                task.sessions.append(session)
+                task.answers[0].begin(session)
+                rest = task.answers[0].rest
+                task.prompt = session.prefill_in_turns(rest, partial(self._wanted, task, len(rest)))
+            assert task.prompt is not None  # the task would be writing
             begin_s = self._clock()
             if self._engine(next, task.prompt, self) is not None:  # its end
                 task.prompt, task.read_fraction = None, 1.0
             task.read(self._clock() - begin_s)
-            if task.prompt is not None:
-                return True
-            self._first_tokens(task)
-        else:
-            for number in task.running:
-                begin_s = self._clock()
-                ids = self._engine(task.answers[number].next_input)
-                logits = self._engine(task.sessions[number].decode_in_place, ids)
-                self._accept(task, number, logits, begin_s)
+            if task.prompt is None:
+                self._first_tokens(task)
+                self._end_if_done(task)
+
+    def _write(self, tasks: Sequence[PromptTask]) -> None:
+        """Compute a token of each answer of these tasks, and one more for each right guess."""
+        rows = [Row(task, number) for task in tasks for number in task.running]
+        alone = [row for row in rows if row.answer.guesses or self._may_not_share(row.task)]
+        shared = [row for row in rows if row not in alone]
+        session, begin_s = rows[0].session, time.monotonic()
+        prepared_s = session.prepared_s
+        passes: list[Sequence[Row]] = [[row] for row in alone]
+        for some in _divided(shared, self._most_rows):
+            passes += [some] if self._times.pays(len(some)) else [[row] for row in some]
+        for some in passes:
+            self._pass([row for row in some if row.runs])
+        for task in tasks:
+            if task.running:
+                self._end_if_done(task)
+        end_s = time.monotonic()
+        took_s = end_s - begin_s - (session.prepared_s - prepared_s)
+        self._gap_s += (took_s - self._gap_s) * (NEWEST if self._gap_s else 1.0)
+        self._due_s = end_s + max(LEAST_PROMPT_S, (GAPS - 1) * self._gap_s)
+
+    def _may_not_share(self, task: PromptTask) -> bool:
+        return task.reproducible and not self.shares_exactly
+
+    def _pass(self, rows: Sequence[Row]) -> None:
+        """Run a pass of some answers; an error of one of them ends its task alone."""
+        begin_s, ids = self._clock(), {}
+        for row in rows:
+            with self._ending([row.task]):
+                ids[row] = self._engine(row.answer.next_input)
+        rows = [row for row in ids if row.runs]
+        if not rows:
+            return
+        self.passes += 1
+        self.rows += len(rows)
+        prepared_s = rows[0].session.prepared_s
+        with self._ending([row.task for row in rows]):
+            logits: Iterable[NDArray[np.float32]]
+            if len(rows) == 1:
+                logits = [self._engine(rows[0].session.decode_in_place, ids[rows[0]])]
+            else:
+                sessions = [row.session for row in rows]
+                logits = self._engine(Session.decode_together, sessions, [ids[row] for row in rows])
+            took_s = self._clock() - begin_s
+            if not any(row.answer.guesses for row in rows) and rows[0].session.prepared_s == prepared_s:
+                self._times.learn(len(rows), took_s)
+            each_s = took_s / len(rows)
+            for row, own in zip(rows, logits, strict=True):
+                with self._ending([row.task]):
+                    if row.runs:
+                        self._accept(row.task, row.number, own, self._clock() - each_s)
+
+    def _end_if_done(self, task: PromptTask) -> None:
+        """End a task whose answers have all ended."""
         task.running = [number for number in task.running if task.answers[number].result is None]
-        return bool(task.running)
+        if not task.running:
+            self._end(task)
 
     def _first_tokens(self, task: PromptTask) -> None:
         """Begin the answers behind their prompt, whose logits the next pass overwrites."""
@@ -241,9 +344,12 @@ class Scheduler:
         for tier in TIERS[: TIERS.index(task.tier)]:
             if any(map(_is_ready, self._tasks[tier])):
                 return True
-        if tokens <= SHORT_TOKENS or time.monotonic() < self._turn_ends_s:
+        now_s, others = time.monotonic(), [other for other in self._tasks[task.tier] if other is not task]
+        if now_s >= self._due_s and any(other.running and _is_ready(other) for other in others):
+            return True
+        if tokens <= SHORT_TOKENS or now_s < self._turn_ends_s:
             return False
-        return any(_is_ready(other) for other in self._tasks[task.tier] if other is not task)
+        return any(not other.running and _is_ready(other) for other in others)
 
     def _end(self, task: PromptTask) -> None:
         self._tasks[task.tier].remove(task)
@@ -251,6 +357,7 @@ class Scheduler:
         for number in task.running:
             if task.answers[number].result is None:
                 task.answers[number].end("cancelled")
+        task.running = []
         try:
             task.close()
         except Exception as error:  # noqa: BLE001 - it must not end the engine thread
@@ -264,3 +371,10 @@ class Scheduler:
 
 def _is_ready(task: PromptTask) -> bool:
     return task.cancelled or not task.is_slow
+
+
+def _divided(rows: Sequence[Row], most: int) -> Iterator[Sequence[Row]]:
+    """Yield the rows of passes that are alike long, and have at most so many rows."""
+    passes = -(-len(rows) // most)
+    for number in range(passes):
+        yield rows[len(rows) * number // passes : len(rows) * (number + 1) // passes]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import InputError
-from heterollm.engine.slots import HEAD_ROWS
+from heterollm.engine.prefix_file import Prefix, fill_state
+from heterollm.engine.slots import HEAD_ROWS, SHORT_PASS
+from heterollm.engine.state import BatchRow
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels.ops import Phase
 
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
-
-SHORT_PASS: Final = 16
-"""Tokens up to which plans have entries of their own for decode passes."""
+    from heterollm.model import TensorFile
 
 
 def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> NDArray[np.int32]:
@@ -174,6 +174,27 @@ class Session:
         self._thread.run(copy)
         return other
 
+    def copy_prefix(self, length: int) -> Prefix:
+        """Return a copy of the first tokens and of the state behind them; for the engine thread.
+
+        Raises:
+            InputError: The state behind so many tokens is not there.
+        """
+        if self.reusable(length) != length:
+            raise InputError(f"The state behind {length} tokens is not there.")
+        return Prefix.of(self._state, self._ids[:length])
+
+    def load_prefix(self, file: TensorFile) -> None:
+        """Take tokens and state from a file of :meth:`copy_prefix`; for the engine thread.
+
+        Raises:
+            CacheError: The file is damaged, or belongs to another model; the session is empty then.
+        """
+        self._position = 0
+        ids = fill_state(self._state, file)
+        self._ids[: len(ids)] = ids
+        self._position = len(ids)
+
     def prefill_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Prefill on the engine thread; the next call overwrites the returned row."""
         self.restore()
@@ -198,6 +219,29 @@ class Session:
         unread = np.concatenate([self._ids[begin : self._position], ids])
         yield from self._engine.prefill_in_turns(self._state, begin, unread, "prefill", None, wanted)
         self._append(ids)
+
+    def states(self, ids: Sequence[int] | NDArray[Any]) -> Iterator[NDArray[np.float32]]:
+        """Forget all tokens, run others, and yield their normed states behind the last layer.
+
+        Other calls may run between two chunks. The session has no tokens afterwards.
+
+        Args:
+            ids: Token ids, at least one.
+
+        Yields:
+            float32 ``[n, hidden]`` of the next tokens.
+
+        Raises:
+            InputError: As for :meth:`prefill`.
+        """
+        self.reset()
+        rows: list[NDArray[np.float32]] = []
+        turns = self._engine.states_in_turns(self._state, self._check(ids), rows.append)
+        going = True
+        while going:
+            going = self._thread.run(lambda: next(turns, self) is None)
+            yield from rows
+            rows.clear()
 
     def finish_kernels(self) -> None:
         """Wait for the kernels that are enqueued; for the engine thread."""
@@ -231,6 +275,24 @@ class Session:
         self._position += 1
         return self._engine.last_logits
 
+    @staticmethod
+    def decode_together(sessions: Sequence[Session], ids: Sequence[int]) -> NDArray[np.float32]:
+        """Decode a token of each of several sessions in one pass, on their engine thread.
+
+        Args:
+            sessions: Different sessions of one engine with room for a token, at most :data:`SHORT_PASS`.
+            ids: Their tokens.
+
+        Returns:
+            float32 ``[n, vocab]``; the next call overwrites them.
+        """
+        first: Session = sessions[0]
+        rows = [Session._row(session, token) for session, token in zip(sessions, ids, strict=True)]
+        logits = first._engine.decode_batch(rows)
+        for session, row in zip(sessions, rows, strict=True):
+            Session._append(session, np.array([row.token], np.int32))
+        return logits
+
     def append_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Append tokens on the engine thread, few of them as decode does; return the last one's row."""
         self.restore()
@@ -257,6 +319,10 @@ class Session:
         self._engine.prefill(self._state, self._position, ids, phase, target)
         self._append(ids)
         return self._engine.last_logits.copy() if target is None else target
+
+    def _row(self, token: int) -> BatchRow:
+        self.restore()
+        return BatchRow(self._state, self._position, token)
 
     def _append(self, ids: NDArray[np.int32]) -> None:
         self._ids[self._position : self._position + len(ids)] = ids

@@ -28,6 +28,9 @@ TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (ShadowSlots(), SparseSlots(), E
 HEAD_ROWS: Final = 32
 """Positions whose logits are computed at once."""
 
+SHORT_PASS: Final = 16
+"""Tokens up to which plans have entries of their own for decode passes."""
+
 NPU_CODES, NPU_OUTPUT_CODES, NPU_FACTORS = "npu_codes_in", "npu_codes_out", "npu_factors"
 """Slots of integer graphs, see :class:`heterollm.kernels.gpu.NpuCodes`; all operators share them."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,28 @@ def is_state(buffer: Buffer) -> bool:
     return buffer.name.partition(".")[0] in (KV_CACHE, RECURRENT)
 
 
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Some bytes of each row of a memory.
+
+    Args:
+        memory: The memory.
+        stride_bytes: Bytes of a row.
+        row_bytes: Those of them that count.
+        start_bytes: The first of them in a row.
+    """
+
+    memory: DeviceMemory
+    stride_bytes: int
+    row_bytes: int
+    start_bytes: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.memory.size_bytes // self.stride_bytes
+
+
 class LayerState(Protocol):
     """The state of a session for layers that need the same.
 
@@ -65,8 +87,14 @@ class LayerState(Protocol):
     def latest(self, position: int) -> int:
         """Return the last position up to this one at which it holds all that a pass needs; 0 at worst."""
 
-    def copy_from(self, other: Any, position: int, /) -> None:  # noqa: ANN401 - a state of the same kind
-        """Copy the state of the tokens before a position, which is a latest one of the other."""
+    def rows(self, position: int) -> Iterator[StateRows]:
+        """Yield where the state of the tokens before a position lies, which is a latest one."""
+
+    def note(self, position: int) -> tuple[int, ...]:
+        """Return what else there is to know of it, as many numbers for each position."""
+
+    def hold(self, note: tuple[int, ...]) -> None:
+        """Take a note on the rows of another state, which have been copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +206,20 @@ class KvState:
         """Return the last position up to this one at which it holds all that a pass needs; 0 at worst."""
         return position if position <= self._end and self._first <= self._first_seen(position) else 0
 
-    def copy_from(self, other: KvState, position: int) -> None:
-        """Copy the state of the tokens before a position, which is a latest one of the other."""
-        self._first, self._stop, self._end = other._first, pages_of(position), position
-        for target, source in zip(self.memories, other.memories, strict=True):
+    def rows(self, position: int) -> Iterator[StateRows]:
+        """Yield where the state of the tokens before a position lies, which is a latest one."""
+        places = min(position, self._group.places)
+        for memory in self.memories:
             for start_bytes, each_bytes in self._parts:
-                self._gpu.copy_rows(
-                    target,
-                    source,
-                    rows=target.size_bytes // self._stride_bytes,
-                    row_bytes=min(position, self._group.places) * each_bytes,
-                    stride_bytes=self._stride_bytes,
-                    start_bytes=start_bytes,
-                )
+                yield StateRows(memory, self._stride_bytes, places * each_bytes, start_bytes)
+
+    def note(self, position: int) -> tuple[int, ...]:
+        """Return the first page, the page behind the last one, and the position."""
+        return self._first, pages_of(position), position
+
+    def hold(self, note: tuple[int, ...]) -> None:
+        """Take a note on the rows of another state, which have been copied."""
+        self._first, self._stop, self._end = note
 
     def _first_seen(self, position: int) -> int:
         """Return the first page that a token at a position attends to."""
@@ -252,11 +281,17 @@ class RecurrentState:
         """Return the last position up to this one whose state is there; 0 at worst."""
         return max((own for own in self._positions if EMPTY < own <= position), default=0)
 
-    def copy_from(self, other: RecurrentState, position: int) -> None:
-        """Copy the states of the other up to a position."""
-        self._positions = [own if own <= position else EMPTY for own in other._positions]
-        size = self._memory.size_bytes
-        self._gpu.copy_rows(self._memory, other._memory, rows=1, row_bytes=size, stride_bytes=size)
+    def rows(self, _position: int) -> Iterator[StateRows]:
+        """Yield the one row, all states."""
+        yield StateRows(self._memory, self._memory.size_bytes, self._memory.size_bytes)
+
+    def note(self, position: int) -> tuple[int, ...]:
+        """Return the position of each state, those up to a position."""
+        return tuple(own if own <= position else EMPTY for own in self._positions)
+
+    def hold(self, note: tuple[int, ...]) -> None:
+        """Take a note on the rows of another state, which have been copied."""
+        self._positions = list(note)
 
 
 class SessionState:
@@ -323,4 +358,34 @@ class SessionState:
     def copy_from(self, other: SessionState, position: int) -> None:
         """Copy the state of the tokens before a position, which is a latest one of the other."""
         for target, source in zip(self.states, other.states, strict=True):
-            target.copy_from(source, position)
+            for to, own in zip(target.rows(position), source.rows(position), strict=True):
+                self._gpu.copy_rows(
+                    *(to.memory, own.memory),
+                    rows=to.count,
+                    row_bytes=to.row_bytes,
+                    stride_bytes=to.stride_bytes,
+                    start_bytes=to.start_bytes,
+                )
+            target.hold(source.note(position))
+
+    def read(self, rows: StateRows) -> NDArray[np.uint8]:
+        """Return the bytes ``[count, row_bytes]`` of rows."""
+        found = np.empty((rows.count, rows.row_bytes), np.uint8)
+        for number, row in enumerate(found):
+            place = number * rows.stride_bytes + rows.start_bytes
+            self._gpu.copy(row, rows.memory.buffer, offset_bytes=place)
+        return found
+
+    def write(self, rows: StateRows, values: NDArray[np.uint8]) -> None:
+        """Replace the bytes of rows."""
+        for number, row in enumerate(values):
+            place = number * rows.stride_bytes + rows.start_bytes
+            self._gpu.copy(rows.memory.buffer, row, offset_bytes=place)
+
+
+class BatchRow(NamedTuple):
+    """A session's row in a decode pass of several: its state, and a token with its position."""
+
+    state: SessionState
+    position: int
+    token: int

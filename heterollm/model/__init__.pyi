@@ -31,6 +31,8 @@ from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel
 from .library import remove_models as remove_models
 from .library import stored_models as stored_models
+from .pooling import Pooling as Pooling
+from .pooling import read_pooling as read_pooling
 from .rope import QueryGrowth as QueryGrowth
 from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables
@@ -44,6 +46,12 @@ from .shape import read_config as read_config
 from .shape import shape_of_specs as shape_of_specs
 from .states import KvSpec as KvSpec
 from .states import RecurrentSpec as RecurrentSpec
+from .tensor_file import CHECKSUMS as CHECKSUMS
+from .tensor_file import TensorEntry as TensorEntry
+from .tensor_file import TensorFile as TensorFile
+from .tensor_file import checksums as checksums
+from .tensor_file import layout_tensors as layout_tensors
+from .tensor_file import write_header as write_header
 from .weights import ModelWeights as ModelWeights
 from .weights import load_weights as load_weights
 from .weights import shape_only_weights as shape_only_weights

@@ -8,7 +8,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,8 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+BARE: Final = "model."
+"""The prefix that tensors of a model without a head lack."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -153,6 +155,7 @@ class Checkpoint:
         self._unread = 0
         if self._stored is None:
             self._take_text_part()
+            self._name_bare_part()
             family = FAMILIES.get(family_name(self._stated))
             self._files = experts_apart(self._files, family)
             self._name_tied_embedding()
@@ -175,6 +178,11 @@ class Checkpoint:
         if isinstance(self._stored, GgufTensors):
             return self._stored.notes
         return (f"{self._unread} tensors of vision are not read; the text part is.",) if self._unread else ()
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the tensors are those of a GGUF file."""
+        return isinstance(self._stored, GgufTensors)
 
     @property
     def file_bytes(self) -> int:
@@ -402,6 +410,22 @@ class Checkpoint:
         for name, own in names.items():
             file = files[name]
             self._files[own] = dataclasses.replace(file, entries={own: file.entries[name]})
+
+    def _name_bare_part(self) -> None:
+        """Give the tensors of a model that was saved without its head their names in one with a head.
+
+        Models for embeddings have such files. They need no head: where it is not tied, the embedding stands
+        for it.
+        """
+        bare = EMBEDDING.removeprefix(BARE)
+        if bare not in self._files or EMBEDDING in self._files:
+            return
+        files, self._files = self._files, {}
+        for name, file in files.items():
+            self._files[BARE + name] = dataclasses.replace(file, entries={BARE + name: file.entries[name]})
+        if not ModelConfig.from_folder(self.folder).tie_word_embeddings:
+            entry = files[bare].entries[bare]
+            self._files[HEAD] = dataclasses.replace(files[bare], entries={HEAD: entry})
 
     def _name_tied_embedding(self) -> None:
         """Give an embedding that a file has under the name of the tied head alone its own name.

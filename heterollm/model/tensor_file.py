@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import json
 import math
+import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +22,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, parse_json, round_up
+from heterollm.kernels.threads import allowed_cores
 
 ITEM_BITS: Mapping[str, int] = {
     "F4": 4,
@@ -43,6 +46,10 @@ DATA_TYPES: Mapping[str, np.dtype[Any]] = {
 """NumPy's type of each supported type."""
 
 DATA_ALIGNMENT = 64
+
+CHECKSUMS = "checksums"
+"""Name of the tensor of checksums in files that this package writes."""
+
 LARGEST_RANK = 16
 
 
@@ -118,6 +125,17 @@ class TensorFile:
         if dtype is None:
             raise CheckpointError(f"{self.path}: tensor {name} has type {entry.dtype}.")
         return np.ndarray(entry.shape, dtype, self.data[entry.start : entry.stop].data)
+
+
+def checksums(file: TensorFile) -> NDArray[np.uint32]:
+    """Return the CRC-32 of every tensor except the checksums, in the file's order."""
+
+    def checksum(entry: TensorEntry) -> int:
+        return zlib.crc32(file.data[entry.start : entry.stop].data)
+
+    with ThreadPoolExecutor(len(allowed_cores())) as pool:
+        places = [entry for name, entry in file.entries.items() if name != CHECKSUMS]
+        return np.array(list(pool.map(checksum, places)), np.uint32)
 
 
 def layout_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,14 @@ from heterollm.kernels.formats import QuantizedTensor, largest_weight, quantize,
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.threads import allowed_cores
 from heterollm.model.checkpoint import Checkpoint
-from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
+from heterollm.model.tensor_file import (
+    CHECKSUMS,
+    TensorEntry,
+    TensorFile,
+    checksums,
+    layout_tensors,
+    write_header,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +36,6 @@ ByteProgress = Callable[[int, int], None]
 """Called with the bytes done and the total."""
 
 SCHEMA = "1"
-CHECKSUMS = "checksums"
 ERRORS = "stored_errors"
 CODES, SCALES, ZERO_POINTS, MINIMUMS = ".codes", ".scales", ".zero_points", ".minimums"
 
@@ -158,23 +163,12 @@ def _open_checked(path: Path, recipe: Recipe, entries: dict[str, TensorEntry]) -
             reason = "it belongs to other weights"
         elif file.entries != entries:
             reason = "it lists other tensors"
-        elif not np.array_equal(_checksums(file), file.bits(CHECKSUMS)):
+        elif not np.array_equal(checksums(file), file.bits(CHECKSUMS)):
             reason = "its checksums do not match"
         else:
             return file
     logger.warning("The quantised weights in %s are damaged and are made again: %s.", path, reason)
     return None
-
-
-def _checksums(file: TensorFile) -> NDArray[np.uint32]:
-    """Return the CRC-32 of every tensor except the checksums, in the file's order."""
-
-    def checksum(entry: TensorEntry) -> int:
-        return zlib.crc32(file.data[entry.start : entry.stop].data)
-
-    with ThreadPoolExecutor(len(allowed_cores())) as pool:
-        places = [entry for name, entry in file.entries.items() if name != CHECKSUMS]
-        return np.array(list(pool.map(checksum, places)), np.uint32)
 
 
 def _write(
@@ -209,7 +203,7 @@ def _write(
         if errors:
             put(ERRORS, 0, np.array([off / max(all_of, TINY) for off, all_of in errors.values()], np.float32))
         file.flush()
-        put(CHECKSUMS, 0, _checksums(TensorFile.open(temporary)))
+        put(CHECKSUMS, 0, checksums(TensorFile.open(temporary)))
         file.flush()
         os.fsync(file.fileno())
 

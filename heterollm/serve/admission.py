@@ -63,7 +63,7 @@ class Admission:
         """
         with self._lock:
             if self._closed:
-                raise _stops()
+                raise stops()
             waiting = self._waiting[tasks[0].tier]
             if waiting and len(waiting) + len(tasks) > self._queue:
                 retry_s = min(60, max(1, math.ceil(self._mean_s * len(waiting) / self._places)))
@@ -92,6 +92,17 @@ class Admission:
         with self._lock:
             return len(self._running), sum(map(len, self._waiting.values()))
 
+    @property
+    def places(self) -> int:
+        """Sessions at once."""
+        return self._places
+
+    @property
+    def taken(self) -> int:
+        """Sessions of the tasks that run."""
+        with self._lock:
+            return self._taken()
+
     def stop(self) -> None:
         """Tell the readers of all tasks that the server stops, and take no others."""
         with self._lock:
@@ -101,7 +112,7 @@ class Admission:
                 tasks.clear()
             for task in (*self._running, *waiting):
                 task.cancelled = True
-                task.fail(_stops())
+                task.fail(stops())
         self._scheduler.wake()
 
     def close(self) -> None:
@@ -111,7 +122,7 @@ class Admission:
 
     def _start(self) -> None:
         """Let waiting tasks run whose sessions fit."""
-        taken = sum(len(task.answers) for task in self._running)
+        taken = self._taken()
         for tier, waiting in self._waiting.items():
             while waiting:
                 if taken + len(waiting[0].answers) > self.room(tier):
@@ -125,6 +136,10 @@ class Admission:
                     taken += len(task.answers)
                     self._running[task] = time.monotonic()
 
+    def _taken(self) -> int:
+        return sum(len(task.answers) for task in self._running)
 
-def _stops() -> BusyError:
+
+def stops() -> BusyError:
+    """Return the error of requests to a server that stops."""
     return BusyError("The server stops.", retry_s=RESTART_S, code="server_stops")

@@ -90,8 +90,8 @@ class ServedPrompt(PromptTask):
     Args:
         tier: Its urgency.
         answers: The prepared answers to the same prompt.
-        first: Number of the first of them in the request.
         reproducible: Whether they must not depend on other requests.
+        first: Number of the first of them in the request.
         owner: Whose sessions they may reuse.
         cache: Gives sessions.
         channel: Takes :class:`StepOf` and :class:`Ended`, and the error that ends the task.
@@ -101,7 +101,6 @@ class ServedPrompt(PromptTask):
     """
 
     first: int
-    reproducible: bool
     owner: str
     cache: SessionCache
     channel: Channel

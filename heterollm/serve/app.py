@@ -1,13 +1,13 @@
-"""The endpoints: OpenAI's, health, metrics, and the page."""
+"""The endpoints: those of the doors, health, metrics, and the page."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import anyio
 from starlette.applications import Starlette
@@ -18,18 +18,36 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from heterollm.base import GIB
 from heterollm.engine import return_freed_memory
+from heterollm.serve import markdown
+from heterollm.serve.about import About
 from heterollm.serve.admission import Admission
 from heterollm.serve.answers import ServedPrompt
-from heterollm.serve.bodies import AnswerRequest, chat_request, completion_request
+from heterollm.serve.asking import AnswerRequest
 from heterollm.serve.channel import Channel
 from heterollm.serve.defaults import RequestDefaults
-from heterollm.serve.errors import GoneError, RequestError, error_answer
-from heterollm.serve.exchange import Exchange, json_response
-from heterollm.serve.guard import Guard
+from heterollm.serve.doors import (
+    anthropic,
+    llama_cpp,
+    ollama,
+    ollama_embeddings,
+    ollama_models,
+    openai_embeddings,
+    openai_models,
+    responses,
+)
+from heterollm.serve.doors.openai import chat_request, completion_request
+from heterollm.serve.doors.openai_replies import OpenAIReply
+from heterollm.serve.doors.responses_reply import ResponseReply
+from heterollm.serve.embedder import Embedder, EmbeddingRequest
+from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
+from heterollm.serve.exchange import Exchange
+from heterollm.serve.guard import Guard, owner_of
 from heterollm.serve.metrics import Metrics
 from heterollm.serve.options import ServeOptions
 from heterollm.serve.page import page
+from heterollm.serve.prefix_files import PrefixFiles
 from heterollm.serve.reading import Bodies, Readers
 from heterollm.serve.replies import Reply
 from heterollm.serve.sessions import SessionCache
@@ -43,6 +61,48 @@ GONE: Final = 499
 
 REST_S: Final = 1.0
 """Time between two looks whether the server has come to rest."""
+
+T = TypeVar("T")
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+Read: TypeAlias = Callable[["LLM", RequestDefaults, bytes], AnswerRequest | dict[str, Any]]
+"""Reads the body of a request for an answer; returns the response if there is nothing to compute."""
+
+ANSWERS: Final[Mapping[str, tuple[Read, type[Reply]]]] = {
+    "/v1/chat/completions": (chat_request, OpenAIReply),
+    "/v1/completions": (completion_request, OpenAIReply),
+    "/v1/messages": (anthropic.messages_request, anthropic.MessageReply),
+    "/api/chat": (ollama.chat_request, ollama.OllamaChatReply),
+    "/api/generate": (ollama.generate_request, ollama.OllamaTextReply),
+}
+"""The paths of answers: the reader of their bodies and the writer of their replies."""
+
+EMBEDDINGS: Final[Mapping[str, Callable[[About, bytes], EmbeddingRequest]]] = {
+    "/v1/embeddings": openai_embeddings.embeddings_request,
+    "/api/embed": ollama_embeddings.embed_request,
+    "/api/embeddings": ollama_embeddings.old_embed_request,
+}
+"""The paths of embeddings."""
+
+READS: Final[Mapping[str, Callable[[About, bytes], object]]] = {
+    "/v1/messages/count_tokens": anthropic.count_tokens,
+    "/api/show": ollama_models.show,
+    "/tokenize": llama_cpp.tokenize,
+    "/detokenize": llama_cpp.detokenize,
+    "/markdown": markdown.draw,
+}
+"""The paths of bodies that need no pass of the model."""
+
+FACTS: Final[Mapping[str, Callable[[About, Request], object]]] = {
+    "/v1/models": openai_models.models,
+    "/v1/models/{name:path}": openai_models.model,
+    "/api/tags": ollama_models.tags,
+    "/api/ps": ollama_models.processes,
+    "/api/version": ollama_models.version,
+    "/v1/responses/{id}": responses.kept_response,
+    "/props": llama_cpp.props,
+    "/slots": llama_cpp.slots,
+}
+"""The paths that describe the model and the server."""
 
 
 class Server:
@@ -58,42 +118,49 @@ class Server:
         self._llm = llm
         self._options = options
         self.defaults = RequestDefaults.of(llm, options)
-        self._started = int(time.time())
         self._answered = 0
         self._bodies = Bodies()
         self._readers = Readers(options.queue)
         self._status_reader = anyio.CapacityLimiter(1)
+        self._prefix_files = PrefixFiles(llm.state_key, int(options.prefixes_gib * GIB))
         self._sessions = SessionCache(
             llm.session,
             most=places,
             chunk=llm.plan.longest_flight,
             failures=lambda: llm.failures,
+            files=self._prefix_files,
         )
         self._activity = Activity()
         self._figures = Status(llm, self._activity, live=options.live)
         self._scheduler = llm.scheduler()
         self._admission = Admission(self._scheduler, places=places, queue=options.queue)
+        self._about = About(llm, self.defaults, int(time.time()), self._admission)
         self._metrics = Metrics(
-            lambda: (*self._counts(), len(self._sessions), len(llm.failures)),
+            lambda: (
+                *(*self._counts(), len(self._sessions), len(llm.failures)),
+                *(self._scheduler.passes, self._scheduler.rows),
+            ),
         )
+        self._embedder = Embedder(llm, options.queue, self._metrics.spent)
         # Takes a moment for a large vocabulary: not while a request waits.
         _ = llm.tokenizer.bound
-        routes = (
+        routes: Sequence[tuple[str, str, Endpoint]] = (
             ("/", "GET", self._show_page),
             ("/status", "GET", self._status),
             ("/health", "GET", self._health),
             ("/metrics", "GET", self._show_metrics),
-            ("/v1/models", "GET", self._models),
-            ("/v1/models/{name:path}", "GET", self._model),
-            ("/v1/chat/completions", "POST", self._chat),
-            ("/v1/completions", "POST", self._completion),
-            ("/v1/embeddings", "POST", self._embeddings),
+            *((path, "GET", functools.partial(self._tell, call)) for path, call in FACTS.items()),
+            ("/v1/responses", "POST", self._respond),
+            ("/v1/responses/{id}", "DELETE", functools.partial(self._tell, responses.forget_response)),
+            *((path, "POST", functools.partial(self._return, call)) for path, call in READS.items()),
+            *((path, "POST", functools.partial(self._answer, *door)) for path, door in ANSWERS.items()),
+            *((path, "POST", functools.partial(self._embed, read)) for path, read in EMBEDDINGS.items()),
         )
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(options.cors),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "Anthropic-Version"],
         )
         self.app = Starlette(
             routes=[
@@ -110,7 +177,9 @@ class Server:
         yield
         resting.cancel()
         self._readers.close()
+        self._embedder.stop()
         await asyncio.to_thread(self._admission.close)
+        await asyncio.to_thread(self._prefix_files.close)
 
     async def _return_memory(self) -> None:
         """Return freed memory when requests have ended: the heaps of threads keep 100 MiB or more."""
@@ -120,6 +189,11 @@ class Server:
             if returned != self._answered and not self.busy:
                 returned = self._answered
                 await asyncio.to_thread(return_freed_memory)
+
+    @property
+    def shares_exactly(self) -> bool:
+        """Whether answers that depend on no other request may share passes."""
+        return self._scheduler.shares_exactly
 
     @property
     def busy(self) -> bool:
@@ -134,22 +208,21 @@ class Server:
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of prompts that run, and that wait or are read."""
         running, waiting = self._admission.counts()
-        return running, waiting + self._readers.waiting
+        return running + self._embedder.requests, waiting + self._readers.waiting
 
     def stop(self) -> None:
         """End running and waiting answers with an error."""
         self._admission.stop()
+        self._embedder.stop()
 
-    def _endpoint(
-        self, path: str, call: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _endpoint(self, path: str, call: Endpoint) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             try:
                 response = await call(request)
             except (GoneError, ClientDisconnect):
                 response = Response(status_code=GONE)
-            except Exception as error:  # noqa: BLE001 - the client gets it in OpenAI's form
-                response = _error_response(error)
+            except Exception as error:  # noqa: BLE001 - the client gets it in the form of its door
+                response = error_response(request.url.path, error)
             self._metrics.answered(path, response.status_code)
             self._answered += request.method == "POST"
             return response
@@ -158,32 +231,27 @@ class Server:
 
     # -- answers -------------------------------------------------------------------------------------
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, chat_request)
-
-    async def _completion(self, request: Request) -> Response:
-        return await self._answer(request, completion_request)
-
-    async def _answer(
-        self, request: Request, parse: Callable[[LLM, RequestDefaults, bytes], AnswerRequest]
-    ) -> Response:
-        name = self._options.name
+    async def _read(self, request: Request, call: Callable[[bytes], T]) -> T:
+        """Return the result of a call with the body, on a thread of readers."""
         async with self._bodies.receive(request) as content:
-            call = functools.partial(parse, self._llm, self.defaults, content)
-            asked = await self._readers.read(request, len(content), call)
-        del content, call
+            return await self._readers.read(request, len(content), functools.partial(call, content))
+
+    async def _answer(self, read: Read, reply: type[Reply], request: Request) -> Response:
+        asked = await self._read(request, functools.partial(read, self._llm, self.defaults))
+        if isinstance(asked, dict):
+            return json_response(asked)
         count, room = len(asked.prompts[0]), self._admission.room(asked.tier)
         if count > room:
             raise RequestError(
                 f"n is {count}, but there is memory for {room} sessions of tier {asked.tier}.", param="n"
             )
-        reply = Reply(self._llm, name, asked)
+        answer = reply(self._llm, self._options.name, asked)
         channel = Channel(self._scheduler.wake)
         tasks = self._start(asked, _owner(request, asked), channel)
         exchange = Exchange(request, channel, len(tasks), functools.partial(self._end, tasks))
         if asked.stream:
-            return await exchange.streamed(reply, include_usage=asked.include_usage)
-        return json_response(await exchange.whole(reply))
+            return await exchange.streamed(answer)
+        return json_response(await exchange.whole(answer))
 
     def _start(self, asked: AnswerRequest, owner: str, channel: Channel) -> Sequence[ServedPrompt]:
         """Queue the work of a request; raises BusyError if too many wait."""
@@ -193,7 +261,7 @@ class Server:
                 tier=asked.tier,
                 answers=answers,
                 first=first,
-                reproducible=asked.reproducible,
+                reproducible=asked.reproducible and self._options.exact,
                 owner=owner,
                 cache=self._sessions,
                 channel=channel,
@@ -212,36 +280,25 @@ class Server:
         if isinstance(error, GoneError):
             self._metrics.aborted()
 
-    async def _embeddings(self, _request: Request) -> Response:
-        raise RequestError(
-            f"{self._options.name!r} has no embeddings: heterollm runs models that write text.",
-            fix="Use a model made for embeddings, in another program.",
-            param="model",
-            code="model_has_no_embeddings",
-        )
+    async def _embed(self, read: Callable[[About, bytes], EmbeddingRequest], request: Request) -> Response:
+        asked = await self._read(request, functools.partial(read, self._about))
+        try:
+            return json_response(await self._embedder.run(request, asked))
+        except GoneError:
+            self._metrics.aborted()
+            raise
 
     # -- what the server is --------------------------------------------------------------------------
 
-    async def _models(self, _request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._description()]})
+    async def _respond(self, request: Request) -> Response:
+        read = functools.partial(responses.response_request, self._about, owner_of(request.headers))
+        return await self._answer(lambda _llm, _defaults, content: read(content), ResponseReply, request)
 
-    async def _model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != self._options.name:
-            raise RequestError(
-                f"There is no model {name!r:.100} here.", status=404, param="model", code="model_not_found"
-            )
-        return json_response(self._description())
+    async def _tell(self, call: Callable[[About, Request], object], request: Request) -> Response:
+        return json_response(call(self._about, request))
 
-    def _description(self) -> dict[str, Any]:
-        return {
-            "id": self._options.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "heterollm",
-            "context_length": self._llm.context,
-            "default_sampling": {**self.defaults.sampling, "max_tokens": self.defaults.max_tokens},
-        }
+    async def _return(self, call: Callable[[About, bytes], object], request: Request) -> Response:
+        return json_response(await self._read(request, functools.partial(call, self._about)))
 
     async def _health(self, _request: Request) -> Response:
         running, waiting = self._counts()
@@ -269,17 +326,11 @@ class Server:
 
 def _owner(request: Request, asked: AnswerRequest) -> str:
     """Return a name of those whose requests may reuse one another's sessions."""
-    return repr((request.headers.get("authorization"), *asked.owner))
-
-
-def _error_response(error: BaseException) -> Response:
-    status, body, headers = error_answer(error)
-    response = json_response(body, status)
-    response.headers.update(headers)
-    return response
+    return repr((owner_of(request.headers), *asked.owner))
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # it is registered for these
-    message = f"{error.detail}: {request.method} {request.url.path:.100}."
-    return _error_response(RequestError(message, status=error.status_code, code="no_such_endpoint"))
+    path = request.url.path
+    message = f"{error.detail}: {request.method} {path:.100}."
+    return error_response(path, RequestError(message, status=error.status_code, code="no_such_endpoint"))

@@ -7,14 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from heterollm.serve.answers import Ended, Spent, StepOf
 from heterollm.serve.channel import Channel
-from heterollm.serve.errors import GoneError, error_answer
+from heterollm.serve.errors import GoneError, failure_of
 from heterollm.serve.reading import left
 from heterollm.serve.replies import Reply
 
@@ -57,7 +56,7 @@ class Exchange:
         assert self._spent is not None  # all answers ended
         return reply.whole(steps, ends, self._spent)
 
-    async def streamed(self, reply: Reply, *, include_usage: bool) -> Response:
+    async def streamed(self, reply: Reply) -> Response:
         """Return a response that sends tokens as they come; its status knows how the first ones came."""
         batches = self._batches()
         try:
@@ -65,28 +64,23 @@ class Exchange:
         except BaseException as error:
             self._end(error)
             raise
-        return _EventStream(self._chunks(reply, first, batches, include_usage), self._end)
+        return _EventStream(self._chunks(reply, first, batches), reply.media_type, self._end)
 
     async def _chunks(
-        self,
-        reply: Reply,
-        first: Sequence[Any],
-        batches: AsyncIterator[Sequence[Any]],
-        include_usage: bool,
+        self, reply: Reply, first: Sequence[Any], batches: AsyncIterator[Sequence[Any]]
     ) -> AsyncGenerator[bytes, None]:
         opened: set[int] = set()
         try:
             async with self._guarded():
-                yield _sse(_opened(reply, first, opened))
+                yield reply.encoded(_opened(reply, first, opened))
                 async for events in batches:
-                    yield _sse(_opened(reply, events, opened))
-            if include_usage and self._spent is not None:
-                yield _sse([reply.usage(self._spent)])
-            yield b"data: [DONE]\n\n"
+                    yield reply.encoded(_opened(reply, events, opened))
+            assert self._spent is not None  # all answers ended
+            yield reply.closing(self._spent)
         except GoneError:
             pass
-        except Exception as error:  # noqa: BLE001 - the client gets it in OpenAI's form
-            yield _sse([error_answer(error)[1]])
+        except Exception as error:  # noqa: BLE001 - the client gets it in the form of its door
+            yield reply.encoded([reply.failed(failure_of(error))])
 
     async def _batches(self) -> AsyncIterator[Sequence[Any]]:
         """Yield events as they come, until all answers have ended."""
@@ -127,13 +121,13 @@ class _EventStream(Response):
 
     Args:
         chunks: The events.
+        media_type: Their form.
         end: Ends the request, also one of which nothing could be sent.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, chunks: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, end: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._chunks = chunks
         self._end = end
@@ -161,12 +155,3 @@ def _opened(reply: Reply, events: Sequence[Any], opened: set[int]) -> list[dict[
             chunks += reply.opening(event.choice)
         chunks += reply.step(event) if isinstance(event, StepOf) else reply.end(event)
     return chunks
-
-
-def _sse(chunks: Sequence[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
-
-
-def json_response(body: object, status: int = 200) -> Response:
-    """Return a response in JSON."""
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

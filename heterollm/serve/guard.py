@@ -7,12 +7,10 @@ import ipaddress
 import re
 from typing import Final
 
-import msgspec
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from heterollm.serve.errors import RequestError, error_answer
+from heterollm.serve.errors import RequestError, error_response
 from heterollm.serve.options import ServeOptions
 
 OPEN_PATHS: Final = ("/", "/health")
@@ -68,11 +66,7 @@ class Guard:
             try:
                 self._check(scope["method"], scope["path"], Headers(scope=scope))
             except RequestError as error:
-                status, body, _ = error_answer(error)
-                headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-                content = msgspec.json.encode(body)
-                response = Response(content, status, headers, "application/json")
-                await response(scope, receive, send)
+                await error_response(scope["path"], error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -92,8 +86,19 @@ class Guard:
             )
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        key = given.strip().encode("latin-1")
         # All keys are compared, so that the time tells nothing of them.
-        right = [hmac.compare_digest(key, own) for own in self._keys]
-        return scheme.lower() == "bearer" and any(right)
+        given = [key.encode("latin-1") for key in given_keys(headers)]
+        right = [hmac.compare_digest(key, own) for key in given for own in self._keys]
+        return any(right)
+
+
+def given_keys(headers: Headers) -> tuple[str, ...]:
+    """Return the keys of a request: most clients send a bearer token, Anthropic's X-Api-Key, too."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return tuple(filter(None, (bearer, headers.get("x-api-key", "").strip())))
+
+
+def owner_of(headers: Headers) -> str:
+    """Return a name of those who share a key, or the header of a proxy that knows them."""
+    return repr(given_keys(headers) or headers.get("authorization"))

@@ -15,10 +15,11 @@ class Metrics:
     """The counters of one server, named ``heterollm_…``.
 
     Args:
-        counts: Returns the numbers of running and waiting requests, of sessions, and of failures of the NPU.
+        counts: Returns the numbers of running and waiting requests, of sessions, of failures of the NPU, of
+            decode passes and of their rows.
     """
 
-    def __init__(self, counts: Callable[[], tuple[int, int, int, int]]) -> None:
+    def __init__(self, counts: Callable[[], tuple[int, ...]]) -> None:
         self._counts = counts
         registry = self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -49,6 +50,8 @@ class Metrics:
                 ("waiting", "Prompts that wait."),
                 ("sessions", "Sessions in memory."),
                 ("npu_failures", "Failures of the NPU after which the GPU computes alone."),
+                ("decode_passes", "Passes that computed tokens of answers."),
+                ("decode_rows", "Answers in these passes, one or several in each."),
             )
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,10 +29,12 @@ class ServeOptions:
         api_keys: Keys of which requests must have one; empty for none. Different keys share no sessions.
         cors: Origins of pages that browsers let use the server.
         sessions_gib: Memory of all sessions; None for a quarter of the available memory.
+        prefixes_gib: Disk for the beginnings of prompts that several requests share; 0 for none.
         queue: Requests that wait at most, of each service tier.
         connections: Connections at most; beyond them the one goes that has waited longest for a request.
         sampling: Sampling parameters of requests that do not have them, by name.
         max_tokens: Tokens of an answer at most where a request does not say; None for the context.
+        exact: Whether answers with a seed, or with temperature 0, depend on no other request.
         live: Whether the model records a trace, so that the page shows how busy both processors are.
 
     Raises:
@@ -44,10 +47,12 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
     sessions_gib: float | None = None
+    prefixes_gib: float = 0.0
     queue: int = 64
     connections: int = 512
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    exact: bool = True
     live: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +63,8 @@ class ServeOptions:
             raise OptionError(f"--queue is {self.queue}, but must be at least 1.")
         if self.sessions_gib is not None and not self.sessions_gib > 0:
             raise OptionError(f"--sessions-gib is {self.sessions_gib}, but must be above 0.")
+        if not 0 <= self.prefixes_gib < math.inf:
+            raise OptionError(f"--prefixes-gib is {self.prefixes_gib}, but must be at least 0.")
         if self.connections < 1:
             raise OptionError(f"--connections is {self.connections}, but must be at least 1.")
         for key in self.api_keys:

@@ -1,53 +1,30 @@
-"""Answers in OpenAI's form, whole and in chunks."""
+"""Answers in the form of a door, whole and in chunks; the parts that all doors share."""
 
 from __future__ import annotations
 
-import codecs
-import secrets
-import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from heterollm.serve.answers import Ended, Spent, StepOf
-from heterollm.serve.bodies import AnswerRequest
+from heterollm.serve.asking import AnswerRequest
+from heterollm.serve.errors import FailedRequest
 from heterollm.text import decode_rate, prefill_rate
-from heterollm.tools import AnswerPart, AnswerReader, ReplyForm, ToolCall, joined
+from heterollm.tools import AnswerPart, AnswerReader, ReplyForm, joined
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
     from heterollm.text import GenerationStep
 
 REASONS: Final = {"eos": "stop", "complete": "stop", "stop": "stop", "length": "length", "context": "length"}
-
-LEAST_LOGPROB: Final = -9999.0
-"""OpenAI's value for a token that the model excludes."""
+"""Reasons for the end of an answer, as OpenAI and Ollama name them."""
 
 
-@dataclass(slots=True)
-class _Place:
-    """The end of the tokens of one answer that were reported.
-
-    Args:
-        first: Whether no token had text yet.
-        offset: Characters that are complete.
-    """
-
-    first: bool = True
-    offset: int = 0
-    _decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
-    )
-
-    def pass_token(self, own: bytes | None) -> None:
-        """Go behind a token of these bytes."""
-        if own is not None:
-            self.first = False
-            self.offset += len(self._decoder.decode(own))
-
-
-class Reply:
+class Reply(ABC):
     """The answer to one request.
 
     Args:
@@ -56,169 +33,77 @@ class Reply:
         request: The request.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, llm: LLM, name: str, request: AnswerRequest) -> None:
         self._llm = llm
-        self._chat = request.chat
-        self._logprobs = request.logprobs
-        self._tier = request.tier
-        prefix, kind = ("chatcmpl", "chat.completion") if request.chat else ("cmpl", "text_completion")
-        self._kind = kind
-        self._head = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": name,
-            "system_fingerprint": f"{llm.plan.level}-{llm.plan.precision}-{llm.device.name}",
-        }
-        self._usage_of_chunks = {"usage": None} if request.stream and request.include_usage else {}
+        self._name = name
+        self._request = request
         self._form = request.form
         form = request.form or ReplyForm()
         self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(form))
-        self._places: defaultdict[int, _Place] = defaultdict(_Place)
 
+    # -- the door's form -----------------------------------------------------------------------------
+
+    @abstractmethod
     def whole(self, steps: Sequence[StepOf], ends: Sequence[Ended], spent: Spent) -> dict[str, Any]:
         """Return the body of an answer that is sent at once."""
-        choices = []
-        for end in sorted(ends, key=lambda one: one.choice):
-            own = [one.step for one in steps if one.choice == end.choice]
-            said: dict[str, Any] = {"text": end.result.text}
-            if self._chat:
-                said = {"message": self._message(end, own)}
-            choices.append(self._choice(end.choice, said, own, self._reason(end)))
-        return {
-            **self._head,
-            "object": self._kind,
-            "service_tier": self._tier,
-            "choices": choices,
-            "usage": self._usage(spent),
-            "timings": self._timings(spent),
-        }
 
+    @abstractmethod
     def opening(self, choice: int) -> list[dict[str, Any]]:
-        """Return the first chunk of an answer, if there is one before its text."""
-        return [self._delta(choice, {"role": "assistant", "content": ""}, [], None)] if self._chat else []
+        """Return the chunks of an answer before its text."""
 
+    @abstractmethod
     def step(self, event: StepOf) -> list[dict[str, Any]]:
         """Return the chunks of a token; none if it has nothing to say."""
-        step = event.step
-        if self._form is None:
-            said = [{"content": step.text}] if step.text else []
-        else:
-            said = self._deltas(self._readers[event.choice].push(step.text, step.token_id))
-        if self._logprobs and not said:
-            said = [{"content": ""}]
-        steps = [step]
-        chunks = []
-        for delta in said:
-            chunks.append(self._delta(event.choice, delta, steps, None))
-            steps = []
-        return chunks
 
+    @abstractmethod
     def end(self, event: Ended) -> list[dict[str, Any]]:
         """Return the last chunks of an answer."""
-        said = []
-        if self._form is not None:
-            said = self._deltas(self._readers[event.choice].finish())
-        chunks = [self._delta(event.choice, delta, [], None) for delta in said]
-        last = self._delta(event.choice, {}, [], self._reason(event))
-        return [*chunks, last if event.spent is None else {**last, "timings": self._timings(event.spent)}]
 
-    def _delta(
-        self, choice: int, delta: Mapping[str, Any], steps: Sequence[GenerationStep], reason: str | None
-    ) -> dict[str, Any]:
-        said = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
-        return self._chunk(self._choice(choice, said, steps, reason))
+    def closing(self, spent: Spent) -> bytes:  # noqa: ARG002 - for doors with a last line
+        """Return the end of a stream, behind all answers."""
+        return b""
 
-    def _message(self, end: Ended, steps: Sequence[GenerationStep]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": end.result.text, "refusal": None}
+    @abstractmethod
+    def failed(self, failure: FailedRequest) -> dict[str, Any]:
+        """Return the chunk of an error in the middle of a stream."""
+
+    def encoded(self, chunks: Sequence[dict[str, Any]]) -> bytes:
+        """Return chunks as they are sent: server-sent events."""
+        return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
+
+    # -- parts of answers ----------------------------------------------------------------------------
+
+    def _part(self, event: StepOf) -> AnswerPart:
+        """Return the parts that a token completes."""
         if self._form is None:
-            return message
-        reader = self._readers[end.choice]
-        parts = [reader.push(step.text, step.token_id) for step in steps]
-        whole = joined((*parts, reader.finish()))
-        message["content"] = whole.content or (None if whole.calls else "")
-        if whole.reasoning:
-            message |= _reasoning(whole.reasoning)
-        if whole.calls:
-            message["tool_calls"] = [_call(call) for call in whole.calls]
-        return message
+            return AnswerPart(content=event.step.text)
+        return self._readers[event.choice].push(event.step.text, event.step.token_id)
 
-    def _deltas(self, part: AnswerPart) -> list[dict[str, Any]]:
-        """Return the deltas of a part: a call has its id and name once, before its arguments."""
-        deltas: list[dict[str, Any]] = [_reasoning(part.reasoning)] if part.reasoning else []
-        deltas += [{"content": part.content}] if part.content else []
-        for piece in part.calls:
-            said = _call(piece) if piece.call_id else {"function": {"arguments": piece.arguments}}
-            deltas.append({"tool_calls": [{"index": piece.index, **said}]})
-        return deltas
+    def _last_part(self, event: Ended) -> AnswerPart:
+        """Return the parts that an answer's end completes."""
+        return AnswerPart() if self._form is None else self._readers[event.choice].finish()
+
+    def _whole_part(self, end: Ended, steps: Sequence[GenerationStep]) -> AnswerPart:
+        """Return all parts of an answer."""
+        if self._form is None:
+            return AnswerPart(content=end.result.text)
+        parts = [self._part(StepOf(end.choice, step)) for step in steps]
+        return joined((*parts, self._last_part(end)))
 
     def _reason(self, end: Ended) -> str:
+        """Return OpenAI's reason for the end of an answer."""
         reason = REASONS[end.result.stop_reason]
         called = self._form is not None and self._readers[end.choice].calls
         return "tool_calls" if called and reason == "stop" else reason
 
-    def usage(self, spent: Spent) -> dict[str, Any]:
-        """Return the chunk behind all answers, without a choice."""
-        return {**self._chunk(None), "usage": self._usage(spent), "timings": self._timings(spent)}
-
-    def _chunk(self, choice: Mapping[str, Any] | None) -> dict[str, Any]:
-        kind = f"{self._kind}.chunk" if self._chat else self._kind
-        choices = [] if choice is None else [choice]
-        return {**self._head, "object": kind, "choices": choices, **self._usage_of_chunks}
-
-    def _choice(
-        self, index: int, said: Mapping[str, Any], steps: Sequence[GenerationStep], reason: str | None
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self._logprobs and steps:
-            logprobs = (self._of_chat if self._chat else self._of_completion)(self._places[index], steps)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
-
-    def _of_chat(self, place: _Place, steps: Sequence[GenerationStep]) -> dict[str, Any]:
-        content = []
-        for step in steps:
-            token = self._token(place, step.token_id, step.log_probability)
-            top = [self._token(place, *one) for one in step.top_log_probabilities or ()]
-            content.append({**token, "top_logprobs": top})
-            place.pass_token(self._bytes(place, step.token_id))
-        return {"content": content, "refusal": None}
-
-    def _of_completion(self, place: _Place, steps: Sequence[GenerationStep]) -> dict[str, Any]:
-        tokens, tops, offsets = [], [], []
-        for step in steps:
-            tokens.append(self._text(place, step.token_id))
-            top: dict[str, float] = {}
-            for token, value in step.top_log_probabilities or ():
-                # Different tokens may have the same text: the likelier one comes first.
-                top.setdefault(self._text(place, token), value)
-            tops.append(top)
-            offsets.append(place.offset)
-            place.pass_token(self._bytes(place, step.token_id))
-        values = [_logprob(step.log_probability) for step in steps]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-    def _token(self, place: _Place, token: int, value: float | None) -> dict[str, Any]:
-        own = self._bytes(place, token)
-        known = None if own is None else list(own)
-        return {"token": self._text(place, token), "logprob": _logprob(value), "bytes": known}
-
-    def _bytes(self, place: _Place, token: int) -> bytes | None:
-        return self._llm.tokenizer.token_bytes.of(token, first=place.first)
-
-    def _text(self, place: _Place, token: int) -> str:
-        return self._llm.tokenizer.token_bytes.text(token, first=place.first)
-
-    def _usage(self, spent: Spent) -> dict[str, Any]:
-        details = {}
-        if self._form is not None and self._form.reasoning is not None:
-            count = sum(reader.reasoning_tokens for reader in self._readers.values())
-            details = {"completion_tokens_details": {"reasoning_tokens": count}}
-        return {
-            "prompt_tokens": spent.prompt_tokens,
-            "completion_tokens": spent.answer_tokens,
-            "total_tokens": spent.prompt_tokens + spent.answer_tokens,
-            "prompt_tokens_details": {"cached_tokens": spent.cached_tokens},
-            **details,
-        }
+    @property
+    def _reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning so far; None if the model has none."""
+        if self._form is None or self._form.reasoning is None:
+            return None
+        return sum(reader.reasoning_tokens for reader in self._readers.values())
 
     def _timings(self, spent: Spent) -> dict[str, Any]:
         prefilled = spent.prompt_tokens - spent.cached_tokens
@@ -241,16 +126,42 @@ class Reply:
         }
 
 
-def _reasoning(text: str) -> dict[str, str]:
-    """Return reasoning under the names of both conventions."""
-    return {"reasoning_content": text, "reasoning": text}
+def named_events(chunks: Sequence[dict[str, Any]]) -> bytes:
+    """Return server-sent events, each with its type in a line of its own."""
+    return b"".join(
+        b"event: %s\ndata: %s\n\n" % (chunk["type"].encode(), msgspec.json.encode(chunk)) for chunk in chunks
+    )
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
+class SingleReply(Reply):
+    """The answer of a door whose requests have one answer each."""
 
+    def whole(self, steps: Sequence[StepOf], ends: Sequence[Ended], spent: Spent) -> dict[str, Any]:
+        """Return the body of an answer that is sent at once."""
+        (end,) = ends
+        return self._body(self._whole_part(end, [event.step for event in steps]), end, spent)
 
-def _logprob(value: float | None) -> float:
-    assert value is not None  # the request asked for it
-    return max(value, LEAST_LOGPROB)
+    @abstractmethod
+    def _body(self, part: AnswerPart, end: Ended, spent: Spent) -> dict[str, Any]:
+        """Return the body of a whole answer."""
+
+    def opening(self, choice: int) -> list[dict[str, Any]]:  # noqa: ARG002 - the only one
+        """Return the chunks before the text; none unless the door has some."""
+        return []
+
+    def step(self, event: StepOf) -> list[dict[str, Any]]:
+        """Return the chunks of a token."""
+        return self._chunks(self._part(event))
+
+    def end(self, event: Ended) -> list[dict[str, Any]]:
+        """Return the last chunks of the answer."""
+        assert event.spent is not None  # the only one is the last one
+        return [*self._chunks(self._last_part(event)), *self._ending(event, event.spent)]
+
+    @abstractmethod
+    def _chunks(self, part: AnswerPart) -> list[dict[str, Any]]:
+        """Return the chunks of new parts."""
+
+    @abstractmethod
+    def _ending(self, end: Ended, spent: Spent) -> list[dict[str, Any]]:
+        """Return the chunks behind all parts."""

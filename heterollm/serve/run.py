@@ -136,11 +136,14 @@ def serve(
     note(
         f"{places} sessions of {format_bytes(each)} at most; {options.queue} requests of each tier may wait."
     )
+    if options.exact and not server.shares_exactly:
+        note("Answers with a seed or temperature 0 share no passes with this plan; with --no-exact they do.")
     note(str(server.defaults))
     if not llm.tokenizer.has_chat_template:
         note("The model brings no chat template; a plain form is used.")
     say(
-        f"{options.name} answers OpenAI's clients at http://{name}:{port}/v1\n"
+        f"{options.name} answers OpenAI's clients at http://{name}:{port}/v1, "
+        f"Anthropic's and Ollama's at http://{name}:{port}\n"
         f"Chat in a browser at http://{name}:{port}/ (Ctrl-C ends the server)"
     )
     if not options.api_keys and not is_loopback(options.host):

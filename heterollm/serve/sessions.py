@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.engine import Session
+from heterollm.serve.prefix_files import PrefixFiles
 
 LEAST_LOSS: Final = 32
 """Tokens that a session may lose before it is copied instead, if there is room."""
@@ -26,6 +27,7 @@ class CachedSession:
         exact: Leading tokens that whole chunks of prompts have computed.
         begin: Tokens that it held when a request took it.
         busy: Whether a request uses it.
+        shared: Tokens that a second request had in common with it.
     """
 
     session: Session
@@ -34,6 +36,7 @@ class CachedSession:
     exact: int = 0
     begin: int = 0
     busy: bool = True
+    shared: int = 0
 
 
 class SessionCache:
@@ -48,6 +51,7 @@ class SessionCache:
         most: Sessions at most.
         chunk: Tokens of the chunks that run at once.
         failures: Returns the failures of the NPU so far. After one, other processors compute the same tokens.
+        files: Keeps beginnings that several requests share; None for none.
     """
 
     def __init__(
@@ -57,9 +61,11 @@ class SessionCache:
         most: int,
         chunk: int,
         failures: Callable[[], Sequence[str]],
+        files: PrefixFiles | None = None,
     ) -> None:
         self._new_session = new_session
         self._failures = failures
+        self._files = PrefixFiles("", 0) if files is None else files
         self._known_failures = len(failures())
         self._most = most
         self._chunk = chunk
@@ -91,13 +97,15 @@ class SessionCache:
             length = self._usable(held, ids, reproducible=reproducible)
             if length > reused:
                 best, reused = held, length
+        if (kept := self._from_file(ids, owner, reused)) is not None:
+            return kept
         if best is None:
             return self._empty(owner)
         lost = best.session.position - reused
         if best.busy or (lost >= LEAST_LOSS and len(self._held) < self._most):
             best = self.copy(best)
         best.session.truncate(reused)
-        best.busy, best.begin = True, reused
+        best.busy, best.begin, best.shared = True, reused, reused
         best.exact = min(best.exact, reused // self._chunk * self._chunk)
         return self._touched(best)
 
@@ -119,6 +127,18 @@ class SessionCache:
         """Keep a session for later requests."""
         held.busy = False
         self._touched(held)
+        if whole := min(held.shared, held.exact) // self._chunk * self._chunk:
+            self._files.offer(held.session, whole, held.owner)
+
+    def _from_file(self, ids: NDArray[np.int32], owner: str, reused: int) -> CachedSession | None:
+        """Return a session with a longer beginning of a prompt than those in memory, if one is kept."""
+        if not self._known_failures and self._files.longest(ids, owner) > reused:
+            held = self._empty(owner)
+            if length := self._files.fill(held.session, ids, owner):
+                held.begin = held.exact = length
+                return held
+            held.busy = False
+        return None
 
     def _usable(self, held: CachedSession, ids: NDArray[np.int32], *, reproducible: bool) -> int:
         own = held.session.ids[: len(ids)]
@@ -135,7 +155,7 @@ class SessionCache:
         else:
             held = self._oldest()
             held.session.reset()
-        held.owner, held.busy, held.exact, held.begin = owner, True, 0, 0
+        held.owner, held.busy, held.exact, held.begin, held.shared = owner, True, 0, 0, 0
         return self._touched(held)
 
     def _oldest(self) -> CachedSession:

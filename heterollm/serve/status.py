@@ -64,8 +64,8 @@ class Status:
             "precision": llm.plan.precision,
             "context": llm.context,
             "shares": {
-                "prefill": {"tokens": tokens, "layers": _shares(llm, "prefill", tokens)},
-                "decode": {"tokens": 1, "layers": _shares(llm, "decode", 1)},
+                "prefill": _shares(llm, "prefill", tokens),
+                "decode": _shares(llm, "decode", 1),
             },
         }
 
@@ -108,13 +108,17 @@ def _of(part: float, whole: float) -> float:
     return round(min(1.0, part / whole), 4) if whole > 0 else 0.0
 
 
-def _shares(llm: LLM, phase: Phase, tokens: int) -> list[dict[str, Any]]:
-    """Return the NPU's share of the operations of linear layers, by layer; the head is last."""
+def _shares(llm: LLM, phase: Phase, tokens: int) -> dict[str, Any]:
+    """Return the NPU's share of the operations of linear layers, in all and by layer; the head is last."""
     flops: dict[str, dict[str, int]] = defaultdict(lambda: {"gpu": 0, "npu": 0})
     for step in _single(llm.steps(phase, tokens)):
         if step.work is not None and step.processor != "host":
             flops["head" if step.layer is None else str(step.layer)][step.processor] += step.work.flops
-    return [{"layer": layer, "npu": _of(own["npu"], own["gpu"] + own["npu"])} for layer, own in flops.items()]
+    gpu, npu = (sum(own[processor] for own in flops.values()) for processor in ("gpu", "npu"))
+    layers = [
+        {"layer": layer, "npu": _of(own["npu"], own["gpu"] + own["npu"])} for layer, own in flops.items()
+    ]
+    return {"tokens": tokens, "npu": _of(npu, gpu + npu), "layers": layers}
 
 
 def _single(steps: Iterable[Step]) -> Iterator[Step]:

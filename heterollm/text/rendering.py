@@ -69,13 +69,13 @@ class ControlTokens:
     def guard(self, messages: Messages) -> list[Mapping[str, Any]]:
         """Return messages in which :data:`SPLIT` divides each spelling of users and tools."""
         return [
-            {**message, "content": self._divided(message["content"])}
-            if message["role"] in FOREIGN
-            else message
+            {**message, "content": self.divide(message["content"])} if message["role"] in FOREIGN else message
             for message in messages
         ]
 
-    def _divided(self, text: str) -> str:
+    def divide(self, text: str) -> str:
+        """Return a text in which :data:`SPLIT` divides each spelling."""
+
         def divided(found: re.Match[str]) -> str:
             name = found[0]
             return f"{name[0]}{SPLIT}{name[1:]}" if name in self._names else name

@@ -131,6 +131,11 @@ class TokenSequence:
         return self.prompt_ids[self._reused :]
 
     @property
+    def guesses(self) -> bool:
+        """Whether passes may check guesses of this answer."""
+        return self._speculator is not None
+
+    @property
     def held(self) -> int:
         """Tokens that the session keeps between passes: all but the last one, and no wrong guess."""
         return len(self.prompt_ids) + max(0, self._count - 1)

@@ -77,7 +77,7 @@ class Tokenizer:
         )
         base: int = self._backend.get_vocab_size(False)
         self._vocab_size = max(base, max(added, default=-1) + 1)
-        self._prefix = self._added_prefix()
+        self._prefix, self._suffix = self._added_around()
         self._byte_ids = self._byte_fallback_ids()
 
     @classmethod
@@ -145,11 +145,14 @@ class Tokenizer:
         with LIBRARY:
             return prompt_bound(self._backend)
 
-    def encode(self, text: str, add_bos: bool = True, *, most_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_bos: bool = True, *, controls: bool = True, most_tokens: int | None = None
+    ) -> list[int]:
         """Return the ids of a text. Other threads of Python run meanwhile.
 
         Args:
-            text: Any text; spelled-out special tokens become their ids.
+            text: Any text.
+            controls: Whether spelled-out special tokens become their ids; else they are text.
             add_bos: Prepend the tokens that begin a text of this checkpoint (often one BOS, sometimes
                 none), unless the text has them already.
             most_tokens: Refuse a text that must have more, by its bytes, before it is tokenised. The ids may
@@ -159,7 +162,29 @@ class Tokenizer:
             InputError: The text is not valid Unicode.
             ContextError: The text has more than ``most_tokens``.
         """
-        return self._encode([text], add_bos, most_tokens)
+        parts = [text] if controls else self._controls.divide(text).split(SPLIT)
+        return self._encode(parts, add_bos, most_tokens)
+
+    def encode_whole(self, text: str, *, most_tokens: int, cut: bool = False) -> list[int]:
+        """Return the ids of a text with all that the tokenizer puts around it, as models of embeddings do.
+
+        Args:
+            text: Any text.
+            most_tokens: Tokens at most.
+            cut: Whether to leave out the end of a longer text.
+
+        Raises:
+            InputError: The text is not valid Unicode.
+            ContextError: The text has more than ``most_tokens``.
+        """
+        ids = self.encode(text, add_bos=False, most_tokens=None if cut else most_tokens)
+        room = most_tokens - len(self._prefix) - len(self._suffix)
+        if len(ids) > room and not cut:
+            raise ContextError(
+                f"The text has {most_tokens - room + len(ids)} tokens, but the model takes {most_tokens}.",
+                fix="Shorten the text.",
+            )
+        return [*self._prefix, *ids[: max(room, 0)], *self._suffix]
 
     def _encode(self, parts: list[str], add_bos: bool, most_tokens: int | None) -> list[int]:
         """Return the ids of parts of a text, between which no token lies."""
@@ -186,15 +211,19 @@ class Tokenizer:
                     fix="Shorten the prompt or load the model with a larger context.",
                 )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special tokens; ids past the vocabulary are empty text.
+    def decode(self, ids: Sequence[int], *, controls: bool = False) -> str:
+        """Return the text of ids; ids past the vocabulary are empty text.
+
+        Args:
+            ids: Token ids.
+            controls: Whether special tokens have their spelling, instead of no text.
 
         Raises:
             InputError: An id is negative or not a whole number below 2³².
         """
         try:
             with LIBRARY:
-                text: str = self._backend.decode(ids, skip_special_tokens=True)
+                text: str = self._backend.decode(ids, skip_special_tokens=not controls)
         except (OverflowError, TypeError) as error:
             raise InputError(f"The token ids cannot be decoded: {error}.") from error
         return text
@@ -267,15 +296,11 @@ class Tokenizer:
         """Return a decoder for ids that arrive one at a time."""
         return StreamDecoder(self._backend, self._special_ids, self._byte_ids)
 
-    def _added_prefix(self) -> list[int]:
-        """Return the ids that the post-processor puts before a text."""
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the post-processor puts before and behind a text."""
         encoding = self._backend.encode("a", add_special_tokens=True)
-        ids: list[int] = []
-        for index, special in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
-            if not special:
-                break
-            ids.append(index)
-        return ids
+        own = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+        return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
 
     def _byte_fallback_ids(self) -> frozenset[int]:
         """Return the ids of single bytes that the decoder combines to characters (sentencepiece)."""

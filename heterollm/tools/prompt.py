@@ -92,6 +92,25 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, most_tokens: int) ->
     return ChatPrompt(tokenizer.encode_chat(text, most_tokens=most_tokens), form, grammar)
 
 
+def can_reason(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template has reasoning."""
+    return support_of(tokenizer).reasoning is not None
+
+
+def reasoning_variables(tokenizer: Tokenizer, wanted: bool | str) -> dict[str, Any]:
+    """Return the variables of the chat template that turn reasoning on or off; empty if it has none.
+
+    Args:
+        tokenizer: Knows the template.
+        wanted: Whether to reason, or the effort.
+    """
+    support = support_of(tokenizer)
+    made = {name: wanted if name == "reasoning_effort" else bool(wanted) for name in EFFORTS}
+    if isinstance(wanted, bool):
+        del made["reasoning_effort"]
+    return {name: value for name, value in made.items() if support.has_variable(name)}
+
+
 def fault_of(tools: Sequence[Tool]) -> GrammarError | None:
     """Return the error of the first tool whose schema no answer can follow, with its name."""
     for tool in tools:

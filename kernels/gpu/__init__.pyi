@@ -40,6 +40,7 @@ from .memory import SharedArray as SharedArray
 from .memory import aligned_empty as aligned_empty
 from .memory import aligned_zeros as aligned_zeros
 from .packing import packed_bytes as packed_bytes
+from .parameters import FEW_TOKEN_STEPS as FEW_TOKEN_STEPS
 from .parameters import LEGAL as LEGAL
 from .parameters import KernelParameters as KernelParameters
 from .parameters import KernelStyle as KernelStyle
@@ -80,6 +81,7 @@ from .sparse_memory import HeadTable as HeadTable
 from .sparse_memory import ScoreMemory as ScoreMemory
 from .sparse_memory import Selection as Selection
 from .sparse_memory import SparseShape as SparseShape
+from .step import STEP_FIRST_ROW as STEP_FIRST_ROW
 from .step import STEP_HEAD_ROW as STEP_HEAD_ROW
 from .step import STEP_LENGTH as STEP_LENGTH
 from .step import STEP_POSITION as STEP_POSITION

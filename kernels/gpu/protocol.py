@@ -170,9 +170,9 @@ class GpuRuntime(Protocol):
         """Copy between host and device memory, behind all kernels in the queue, and wait.
 
         Args:
-            target: Device memory, or an array for the first bytes of device memory.
+            target: Device memory, or an array.
             source: An array, or device memory.
-            offset_bytes: First byte of the target, if it is device memory.
+            offset_bytes: First byte in the device memory; in the target where both are.
 
         Raises:
             KernelError: The driver refuses.

@@ -416,10 +416,8 @@ class OpenClRuntime:
             KernelError: The driver refuses.
         """
         try:
-            if offset_bytes:
-                cl.enqueue_copy(self.queue, target, source, is_blocking=True, dst_offset=offset_bytes)
-            else:
-                cl.enqueue_copy(self.queue, target, source, is_blocking=True)
+            offset = {"src_offset" if isinstance(target, np.ndarray) else "dst_offset": offset_bytes}
+            cl.enqueue_copy(self.queue, target, source, is_blocking=True, **(offset if offset_bytes else {}))
         except OpenClError as error:
             host = target if isinstance(target, np.ndarray) else source
             raise KernelError(f"A copy of {host.nbytes} bytes failed: {error}.") from error

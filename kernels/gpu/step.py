@@ -14,5 +14,8 @@ STEP_STATE_READ: Final = 3
 """Index of the slot of recurrent state that the pass begins with; it reads none at position 0."""
 STEP_STATE_WRITTEN: Final = 4
 """Index of the slot that takes the state behind the pass."""
+STEP_FIRST_ROW: Final = 5
+"""Index of the row of the first token in inputs and outputs of kernels with a session's state; 0 unless
+sessions share a pass."""
 STEP_WORDS: Final = 16
 """Words of the step buffer."""

@@ -111,7 +111,7 @@ def attend(
     grid = AttentionGrid(shape, tokens, bucket, units, parts, rounded)
     chosen, partial, first = _first(on, grid, q, cache, out, step, scores, sinks, codes, style)
     if grid.parts(chosen) > 1:
-        return first, _join(on, grid, chosen, partial, out, codes)
+        return first, _join(on, grid, chosen, partial, out, step, codes)
     if rounded is None or grid.rounds(chosen):
         return (first,)
     return first, on.round_output(out, rounded, tokens, shape.query_columns)
@@ -193,6 +193,7 @@ def _join(
     style: KernelStyle,
     partial: Argument,
     out: SharedArray,
+    step: SharedArray,
     codes: tuple[Argument, ...],
 ) -> Launch:
     """Return the launch that joins the parts of the context."""
@@ -205,7 +206,7 @@ def _join(
     work = functools.partial(pointwise_work, elements, 4 * parts, PARTIAL_BYTES * parts, on.item_bytes)
     return on.runtime.launch(
         kernel,
-        (partial, out, np.int32(parts), *codes),
+        (partial, out, step, np.int32(shape.heads), np.int32(parts), *codes),
         (grid.tokens * shape.heads // together * items,),
         (items,),
         "attention join",

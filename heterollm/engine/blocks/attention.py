@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from heterollm.engine.blocks.gate import append_gate
+from heterollm.engine.blocks.gate import append_gate, round_shared
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
@@ -47,12 +47,18 @@ class AttentionEmitter:
 
     def _emit(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp) -> Delta:
         inputs = self._linears.linear(builder, qkv)
-        self._rope(builder, layer, block, inputs)
         o = self._linears.placed(builder, layer, "o")
-        rounded = None if block.gated else o.rounded
-        dense = functools.partial(self._attention, builder, layer, block, rounded)
-        self._techniques.around(builder, "attention", layer, o).run(dense)
-        if block.gated:
+        rounded = None if block.gated or builder.is_shared else o.rounded
+
+        def attend_own(own: PassBuilder) -> None:
+            self._rope(own, layer, block, inputs)
+            dense = functools.partial(self._attention, own, layer, block, rounded)
+            self._techniques.around(own, "attention", layer, o).run(dense)
+
+        builder.for_each_session(("attention", layer, inputs), attend_own)
+        if not block.gated:
+            round_shared(builder, self._kernels, o)
+        else:
             bias = self._tensors.bias(layer, "qkv")
             append_gate(builder, self._kernels, o.source, inputs, GATE, o, heads=block.heads, bias=bias)
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
@@ -119,4 +125,4 @@ class AttentionEmitter:
             builder.kernel("rounding of inputs", layer, rest[0], reads=(out,), writes=codes)
         else:
             builder.kernel("attention", layer, first, reads=reads, writes=(out, PARTIAL), ends=False)
-            builder.kernel("attention join", layer, rest[0], reads=(PARTIAL,), writes=(out, *codes))
+            builder.kernel("attention join", layer, rest[0], reads=(PARTIAL, lane.step), writes=(out, *codes))

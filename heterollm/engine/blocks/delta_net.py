@@ -12,7 +12,7 @@ from heterollm.engine.placed import Begun, Delta, PlacedOp, segments_of
 from heterollm.engine.slots import DELTA_FACTORS, DELTA_MIXED, DELTA_OUTPUT
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import GlueKernels
+from heterollm.kernels.gpu import GlueKernels, Segments
 from heterollm.kernels.operators import apply_delta_rule, convolve_inputs
 from heterollm.model import DeltaNetBlock, ModelConfig
 
@@ -37,10 +37,23 @@ class DeltaNetEmitter:
     def _emit(self, builder: PassBuilder, layer: int, block: DeltaNetBlock, op: PlacedOp) -> Delta:
         inputs = self._linears.linear(builder, op)
         out = self._linears.placed(builder, layer, "delta_out")
+        builder.for_each_session(
+            ("delta net", layer, inputs), functools.partial(self._own, layer, block, inputs)
+        )
+        append_gate(
+            *(builder, self._kernels, builder.lane.private[DELTA_OUTPUT], inputs, Z, out),
+            heads=block.shape.value_heads,
+            norm=self._tensors.net(layer)[1],
+            epsilon=self._epsilon,
+        )
+        return Delta(self._linears.linear(builder, out))
+
+    def _own(self, layer: int, block: DeltaNetBlock, inputs: Segments, builder: PassBuilder) -> None:
+        """Append what reads and writes a session's state: the convolution and the delta rule."""
         private, step, state = builder.lane.private, builder.lane.step, builder.recurrent(layer)
         mixed, factors, output = private[DELTA_MIXED], private[DELTA_FACTORS], private[DELTA_OUTPUT]
         shape, tokens = block.shape, builder.tokens
-        taps, (rates, norm) = self._tensors.taps(layer), self._tensors.net(layer)
+        taps, rates = self._tensors.taps(layer), self._tensors.net(layer)[0]
         launch = convolve_inputs(
             *(self._kernels, inputs, taps, rates, mixed, factors, state, step), shape=shape, tokens=tokens
         )
@@ -52,10 +65,3 @@ class DeltaNetEmitter:
         )
         read = (mixed, factors, state.memory, step)
         builder.kernel("delta rule", layer, launch, reads=read, writes=(output, state.memory))
-        append_gate(
-            *(builder, self._kernels, output, inputs, Z, out),
-            heads=shape.value_heads,
-            norm=norm,
-            epsilon=self._epsilon,
-        )
-        return Delta(self._linears.linear(builder, out))

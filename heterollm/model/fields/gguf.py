@@ -126,11 +126,15 @@ TOKENIZER: Final = (
     read("tokenizer.chat_template", "chat template", VOCABULARY),
     read("tokenizer.chat_template.*", "further chat templates by name", PACKAGE),
     *rows("none", "names of the further chat templates", PACKAGE, "tokenizer.chat_templates"),
+    read(
+        "tokenizer.ggml.add_eos_token",
+        "whether eos ends a text; refused if true without a pooling: a model has nothing to say after it",
+        VOCABULARY,
+    ),
     *rows(
         "refused",
         "texts that end in a further token, after which a model has nothing to say",
         VOCABULARY,
-        "tokenizer.ggml.add_eos_token",
         "tokenizer.ggml.add_sep_token",
         neutral=(False,),
     ),

@@ -355,7 +355,7 @@ OTHER: Final = (
         ".hidden_activation",
         neutral=("silu", "swish", "swiglu"),
     ),
-    *rows("none", "pooling of embeddings, of which a language model computes none", MODEL, ".pooling_type"),
+    read(".pooling_type", "pooling of embeddings: 1 mean, 3 last token; a model has none with others"),
     *rows("none", "names of a classifier's outputs", MODEL, ".classifier.*"),
     read(
         ".shortconv.l_cache",

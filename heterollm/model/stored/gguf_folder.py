@@ -16,12 +16,13 @@ from heterollm.model.stored.gguf_config import check_metadata, gguf_config, gguf
 from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.model.stored.gguf_model import GgufTensors
 from heterollm.model.stored.gguf_split import part_names, whole_name
-from heterollm.model.stored.gguf_tokenizer import gguf_tokenizer
+from heterollm.model.stored.gguf_tokenizer import gguf_tokenizer, pooling_mode
 
 GGUF_FOLDERS: Final = "gguf"
 """Subfolder of the cache."""
 
 SOURCE: Final = "gguf.json"
+POOLING: Final = "1_Pooling"
 FOLDER_VERSION: Final = 6
 """Part of each folder's name; raise it when equal files would give other files."""
 
@@ -72,6 +73,12 @@ def _write(file: GgufFile, folder: Path) -> None:
     config, generation = gguf_config(file), gguf_generation(file)
     GgufTensors(file)
     found = gguf_tokenizer(file.path, file.metadata)
+    if (mode := pooling_mode(file.metadata)) is not None:
+        # As for sentence-transformers; llama.cpp gives embeddings the length 1.
+        kinds = {"": "Transformer", POOLING: "Pooling", "2_Normalize": "Normalize"}
+        modules = [{"path": path, "type": kind} for path, kind in kinds.items()]
+        _put(folder / POOLING / "config.json", {"pooling_mode": mode})
+        _put(folder / "modules.json", json.dumps(modules, indent=1))
     if found.tokenizer is not None:
         _put(folder / "tokenizer.json", found.tokenizer)
         _put(folder / "tokenizer_config.json", found.config)

@@ -97,8 +97,13 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
     begins = metadata.get("tokenizer.ggml.add_bos_token", begins)
     if begins and ids["bos"] is None and "tokenizer.ggml.add_bos_token" in metadata:
         raise CheckpointError(f"{path} has tokenizer.ggml.add_bos_token, but no tokenizer.ggml.bos_token_id.")
-    if begins and ids["bos"] is not None:
-        _begin_with(tokenizer, config["bos_token"], ids["bos"])
+    around = {"bos": bool(begins), "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False))}
+    if around["eos"] and pooling_mode(metadata) is None:
+        raise UnsupportedModelError(
+            f"{path} has tokenizer.ggml.add_eos_token: its texts end in a token after which a model has "
+            "nothing to say, and it pools no embeddings."
+        )
+    _put_around(tokenizer, vocabulary, {name: ids[name] for name, wanted in around.items() if wanted})
     template = _chat_template(metadata)
     if template is not None:
         config["chat_template"] = template
@@ -274,9 +279,24 @@ def _add_special_tokens(
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
 
 
-def _begin_with(tokenizer: tokenizers.Tokenizer, token: str, index: int) -> None:
+def _put_around(
+    tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, stated: Mapping[str, int | None]
+) -> None:
+    """Let texts begin with the token ``bos`` and end with ``eos``, as far as these are stated."""
     from tokenizers import processors
 
+    around = {name: (vocabulary.tokens[index], index) for name, index in stated.items() if index is not None}
+    if not around:
+        return
+    begin, end = ([f"{around[name][0]}:0"] if name in around else [] for name in ("bos", "eos"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 $B:1", special_tokens=[(token, index)]
+        single=[*begin, "$A:0", *end],
+        pair=[*begin, "$A:0", "$B:1", *end],
+        special_tokens=list(around.values()),
     )
+
+
+def pooling_mode(metadata: Mapping[str, Any]) -> str | None:
+    """Return the pooling of embeddings by its name in sentence-transformers; None if there is none."""
+    stated = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    return {1: "mean", 3: "lasttoken"}.get(stated) if isinstance(stated, int) else None

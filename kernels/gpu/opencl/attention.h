@@ -20,6 +20,9 @@
 // were selected for its block of BLOCK rows (select.cl):
 //   MEMBERS      query heads that share a key head
 //
+// Queries and output begin at the step's first row; codes and partial results do not, so that a pass of several
+// sequences rounds its output in a kernel of its own.
+//
 // With CODE_BITS the kernel that writes the output also rounds it to int8:
 //   CODE_HEADS   smallest number of heads that holds whole blocks; divides the heads that a work-group writes
 

@@ -33,8 +33,9 @@ static inline void join_head(__global const float *partial, __global act_t *out,
 }
 
 GROUP_SIZE __kernel void attention_join(__global const float *partial, __global act_t *out,
-                                        int parts CODE_ARGUMENTS) {
+                                        __global const int *step, int heads, int parts CODE_ARGUMENTS) {
   size_t first = get_group_id(0) * CODE_HEADS;
+  out += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
   for (int head = 0; head < CODE_HEADS; ++head)
     join_head(partial, out, parts, first + head);
 #ifdef CODE_BITS

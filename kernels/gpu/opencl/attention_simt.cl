@@ -144,6 +144,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   int lane = get_local_id(0), row_of_lane = (uint)lane / TEAM, teammate = (uint)lane % TEAM;
   bool reduces = row_of_lane < ROWS;
   int parts = PARTS;
+  q += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
+  out += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
 #ifdef PAGED
   __global const int *pages = PAGES_OF(step);
 #endif

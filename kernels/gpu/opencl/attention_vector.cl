@@ -214,6 +214,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     return;
   const int kv_head = get_group_id(1), heads = get_num_groups(1) * group, key_head = kv_head;
 #endif
+  q += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
+  out += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
   __global const int *pages = PAGES_OF(step);
   __global const kv_t *key_source = cache + k_offset + key_head * head_stride;
   __global const kv_t *value_source = cache + v_offset + key_head * head_stride;

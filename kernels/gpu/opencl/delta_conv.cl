@@ -79,7 +79,9 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
   const int channels = 2 * key_rows + value_rows, rows = channels + value_rows + 2 * value_heads;
   const int k_before = q_split, v_before = k_before + k_split, b_before = v_before + v_split + z_split;
   const int a_before = b_before + b_split, a_columns = a_before + a_split;
-  const int b_columns = COLUMNS_OF_B(rows, a_columns);
+  const int b_columns = COLUMNS_OF_B(rows, a_columns), first_row = step[STEP_FIRST_ROW];
+  a += (size_t)first_row * a_columns;
+  b += (size_t)first_row * b_columns;
   mixed_row row = {taps,
                    states + start + (size_t)step[STEP_STATE_READ] * values,
                    states + start + (size_t)step[STEP_STATE_WRITTEN] * values,
@@ -89,8 +91,8 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
                    token,
                    step[STEP_LENGTH],
                    step[STEP_POSITION] != 0};
-  __global act_t *target = mixed + (size_t)token * channels;
-  factors += (size_t)token * (2 * value_heads + 3 * key_heads);
+  __global act_t *target = mixed + (size_t)(first_row + token) * channels;
+  factors += (size_t)(first_row + token) * (2 * value_heads + 3 * key_heads);
   if (unit < key_heads) {
     mixed_member q = {a, b, q_split, 0};
     mixed_member k = {a + k_before, b + COLUMNS_OF_B(key_rows, k_before), k_split, key_rows};

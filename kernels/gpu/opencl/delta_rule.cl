@@ -71,6 +71,9 @@ GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const 
   const int length = step[STEP_LENGTH], known = step[STEP_POSITION] != 0, key_heads = (uint)value_heads / GROUP;
   const int rows = value_heads * value_dim, channels = 2 * key_heads * KEY_DIM + rows;
   const int factor_count = 2 * value_heads + 3 * key_heads;
+  mixed += (size_t)step[STEP_FIRST_ROW] * channels;
+  factors += (size_t)step[STEP_FIRST_ROW] * factor_count;
+  out += (size_t)step[STEP_FIRST_ROW] * rows;
   __global const float *before = states + start + (size_t)step[STEP_STATE_READ] * values + matrix;
   __global float *behind = states + start + (size_t)step[STEP_STATE_WRITTEN] * values + matrix;
   // All work-items of a group take part in its barriers.

@@ -13,6 +13,7 @@
 #define STEP_HEAD_ROW 2  // first row that the head reads
 #define STEP_STATE_READ 3     // slot of recurrent state before the pass; none at position 0
 #define STEP_STATE_WRITTEN 4  // slot of the state behind it
+#define STEP_FIRST_ROW 5      // row of the first token in inputs and outputs, where sequences share a pass
 
 #define GROUP_SIZE __attribute__((reqd_work_group_size(WG, 1, 1)))
 

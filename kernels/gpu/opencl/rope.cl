@@ -61,6 +61,7 @@ GROUP_SIZE __kernel void rope_and_store(
   int position = step[STEP_POSITION] + token;
   if (token >= step[STEP_LENGTH] || position >= capacity)
     return;
+  token += step[STEP_FIRST_ROW];
   int q_rows = heads * head_dim, kv_rows = kv_heads * head_dim;
   int a_columns = q_split + k_split + v_split + more_split;
   int b_columns = COLUMNS_OF_B(q_rows + 2 * kv_rows + more_rows, a_columns);

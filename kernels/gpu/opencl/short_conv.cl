@@ -17,6 +17,10 @@ GROUP_SIZE __kernel void short_conv(__global const act_t *a, __global const act_
   __global const float *before = states + start + (size_t)step[STEP_STATE_READ] * HISTORY * columns;
   __global float *behind = states + start + (size_t)step[STEP_STATE_WRITTEN] * HISTORY * columns;
   const int known = step[STEP_POSITION] ? HISTORY : 0;
+  // Codes do not begin at the step's first row: a pass of several sequences rounds its output in a kernel of its own.
+  a += (size_t)step[STEP_FIRST_ROW] * a_columns;
+  b += (size_t)step[STEP_FIRST_ROW] * b_columns;
+  out += (size_t)step[STEP_FIRST_ROW] * columns;
   __global act_t *target = out + (size_t)token * columns;
   int begin = get_global_id(0) * span, end = min(columns, begin + span);
   for (int i = begin; i < end; i += 8) {

@@ -12,7 +12,15 @@ import pytest
 
 from heterollm.base import CheckpointError, HeteroLLMError, UnsupportedModelError
 from heterollm.kernels.ops import WeightFormat
-from heterollm.model import Checkpoint, ModelConfig, find_model, load_weights, rope_tables
+from heterollm.model import (
+    Checkpoint,
+    ModelConfig,
+    Pooling,
+    find_model,
+    load_weights,
+    read_pooling,
+    rope_tables,
+)
 from heterollm.model.blocks import AttentionBlock
 from heterollm.model.stored.affine_blocks import canonical
 from heterollm.model.stored.gguf_blocks import BLOCK_TYPES
@@ -20,7 +28,7 @@ from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.text import Tokenizer
 
 gguf = pytest.importorskip("gguf")
-from gguf_writer import CONVERTERS, OVERRIDES, PLAIN, random_blocks, write_gguf  # noqa: E402
+from gguf_writer import CONVERTERS, OVERRIDES, PLAIN, random_blocks, rewritten, write_gguf  # noqa: E402
 from own_code import OWN_CODE  # noqa: E402
 
 Types = gguf.GGMLQuantizationType
@@ -299,6 +307,32 @@ def test_a_byte_level_tokenizer_gives_the_same_ids(checkpoint, tmp_path):
         assert own.decode(ids) == text
     assert own.has_chat_template
     assert own.apply_chat_template([{"role": "user", "content": "f"}]) == own.encode("[f]", add_bos=False)
+
+
+def test_a_file_that_pools_has_embeddings_and_an_end_token(checkpoint, host_llm, tmp_path):
+    folder = checkpoint("qwen2", **PLAIN)
+    plain = write_gguf(folder, tmp_path / "plain.gguf", Types.F32, Types.F32)
+    changes = {"pooling_type": 3, "tokenizer.ggml.add_eos_token": True}
+    path = rewritten(plain, tmp_path / "last.gguf", changes)
+    assert read_pooling(Checkpoint(path).folder) == Pooling("last", normalized=True)
+    llm = host_llm(path, plan="gpu")
+    ids = llm.embedding_ids("def f(x):")
+    assert ids[-1] in llm.tokenizer.eos_ids
+    assert ids[:-1].tolist() == llm.tokenizer.encode("def f(x):")
+    (found,) = llm.embed(["def f(x):"])
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
+    modules = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
+    (folder / "modules.json").write_text(json.dumps([*modules, {"type": "Normalize", "path": "2"}]))
+    assert np.allclose(host_llm(folder, plan="gpu").embed([ids.tolist()])[0], found, atol=1e-6)
+    mean = rewritten(plain, tmp_path / "mean.gguf", {"pooling_type": 1})
+    assert read_pooling(Checkpoint(mean).folder) == Pooling("mean", normalized=True)
+    for other in (0, 2, 4):
+        path = rewritten(plain, tmp_path / f"{other}.gguf", {"pooling_type": other})
+        assert read_pooling(Checkpoint(path).folder) is None
+    alone = rewritten(plain, tmp_path / "end.gguf", {"tokenizer.ggml.add_eos_token": True})
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.add_eos_token"):
+        Checkpoint(alone)
 
 
 def greedy_sentencepiece(text, scores):

@@ -340,8 +340,12 @@ SAMPLING = {
     "general.sampling.penalty_repeat": ("repetition_penalty", 1.5),
 }
 """Entries of ``generation_config.json``, and values."""
-PLACES = {*SAMPLING, "general.architecture", "general.alignment", "nextn_predict_layers", *SPLIT}
-"""Fields with tests of their own, below and in test_gguf_split.py and test_gguf_architectures.py."""
+POOLING = {"pooling_type", "tokenizer.ggml.add_eos_token"}
+PLACES = {
+    *(*SAMPLING, *SPLIT, *POOLING),
+    *("general.architecture", "general.alignment", "nextn_predict_layers"),
+}
+"""Fields with tests of their own, here and in other tests of GGUF files."""
 
 
 def read_rows() -> list[tuple[str, frozenset[str]]]:
@@ -516,7 +520,6 @@ GIVEN: dict[str, Any] = {
     "expert_weights_norm": None,
     "rope.dimension_sections": [8, 8, 0, 0],
     "hidden_activation": "relu",
-    "tokenizer.ggml.add_eos_token": True,
     "tokenizer.ggml.add_sep_token": True,
     "tokenizer.ggml.normalizer.*": True,
     "tokenizer.ggml.suppress_tokens": [3],

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 import uvicorn
+from chat_models import CHATS, chat_folder
 
 from heterollm.llm import LLM
 from heterollm.serve import ServeOptions, listen
@@ -46,6 +47,20 @@ def llm(bundled_model: Path, half_rows_plan: Callable[..., Plan]) -> Iterator[LL
         plan = half_rows_plan(gpu, 64)
     with LLM.load(bundled_model, device="host", plan=plan) as loaded:
         yield loaded
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A model whose prompt opens its reasoning, and whose marks are tokens, as Qwen3.5's."""
+    folder = chat_folder(tmp_path_factory.mktemp("chat") / "model", *CHATS["thinking"])
+    with LLM.load(folder, device="host", plan="gpu") as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def thinking_address(thinker: LLM) -> Iterator[str]:
+    with running(thinker) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

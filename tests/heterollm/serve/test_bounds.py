@@ -229,16 +229,16 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     from heterollm.serve import app
 
     gate, came, read = threading.Event(), threading.Semaphore(0), []
-    real = app.completion_request
+    real, reply = app.ANSWERS["/v1/completions"]
 
-    def slow(llm: LLM, name: str, content: bytes) -> Any:
+    def slow(llm: LLM, defaults: Any, content: bytes) -> Any:
         read.append(content)
         if b"hold" in content:
             came.release()
             assert gate.wait(HANG_S)
-        return real(llm, name, content)
+        return real(llm, defaults, content)
 
-    monkeypatch.setattr(app, "completion_request", slow)
+    monkeypatch.setitem(app.ANSWERS, "/v1/completions", (slow, reply))
     yield gate, came, read
     gate.set()
 

@@ -20,6 +20,7 @@ import pytest
 
 from heterollm.engine import EngineThread, PromptTask, Scheduler
 from heterollm.engine import thread as thread_room
+from heterollm.engine.kept_batches import RowLimits
 from heterollm.serve import channel as channel_room
 from heterollm.serve.channel import Channel
 
@@ -286,6 +287,7 @@ class Answer:
     """An answer of some tokens, and its session."""
 
     rest, held, position, last_logits = (), 0, 0, None
+    guesses, prepared_s = False, 0.0
 
     def __init__(self) -> None:
         self.result: str | None = None
@@ -314,7 +316,7 @@ class ChannelTask(PromptTask):
 
     def __init__(self, channel: Channel) -> None:
         self.answer: Any = Answer()
-        super().__init__("default", [self.answer])
+        super().__init__("default", [self.answer], reproducible=True)
         self.channel = channel
 
     @property
@@ -355,7 +357,7 @@ def program_of(kind: type[Channel], monkeypatch: pytest.MonkeyPatch) -> Callable
             patch.setattr(thread_room, "threading", threads)
             patch.setattr(thread_room, "queue", queues)
             patch.setattr(channel_room, "asyncio", loop)
-            scheduler = Scheduler(EngineThread(), lambda: 0.0)
+            scheduler = Scheduler(EngineThread(), lambda: 0.0, RowLimits(1, 1))
             channel = kind(scheduler.wake)
         scheduler.add(ChannelTask(channel))
 

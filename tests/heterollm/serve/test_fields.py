@@ -14,10 +14,11 @@ from openai.types.chat import completion_create_params as chat_params
 from heterollm.base import HeteroLLMError, OptionError
 from heterollm.llm import LLM
 from heterollm.serve import ServeOptions
-from heterollm.serve.bodies import AnswerRequest, chat_request, completion_request
+from heterollm.serve.asking import AnswerRequest
 from heterollm.serve.defaults import RequestDefaults
+from heterollm.serve.doors.openai import chat_request, completion_request
+from heterollm.serve.doors.openai_fields import IGNORED, NEUTRAL, RENAMED
 from heterollm.serve.errors import RequestError
-from heterollm.serve.fields import IGNORED, NEUTRAL, RENAMED
 from heterollm.text import GenerationResult, drive
 
 SAY: Any = [{"role": "user", "content": "def add(a, b):"}]

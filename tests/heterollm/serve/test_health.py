@@ -17,7 +17,7 @@ from heterollm.base import EngineError, GraphError, InputError
 from heterollm.engine import Session
 from heterollm.llm import LLM
 from heterollm.serve import app
-from heterollm.serve.replies import Reply
+from heterollm.serve.doors.openai_replies import OpenAIReply
 from heterollm.text import GrammarTokens, TokenSequence
 from heterollm.text.grammar import Constraint
 from heterollm.text.sampling import Sampler
@@ -41,7 +41,7 @@ PLACES: Any = {
     "stop strings": (StopStrings, "push", {"stop": ["never"]}),
     "text": (StreamDecoder, "push", {}),
     "start": (TokenSequence, "begin", {}),
-    "the form": (Reply, "_choice", {}),
+    "the form": (OpenAIReply, "_choice", {}),
     "the request": (LLM, "prepare", {}),
 }
 

@@ -1,9 +1,15 @@
 """Requests that no client should send, and those of other origins."""
 
+import base64
 import contextlib
+import hashlib
 import http.client
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +113,44 @@ def test_the_page_loads_nothing_and_the_metrics_count(address: str) -> None:
     text = send(address, "GET", "/metrics")[1].decode()
     assert 'heterollm_requests_total{path="/v1/completions",status="200"}' in text
     assert float(text.split("\nheterollm_generated_tokens_total ")[1].split()[0]) >= 2
+
+
+def test_the_policy_allows_the_script_and_style_of_the_page(address: str) -> None:
+    _, page, headers = send(address, "GET", "/")
+    for tag in (b"script", b"style"):
+        (content,) = re.findall(rb"<%s>(.+?)</%s>" % (tag, tag), page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        assert f"{tag.decode()}-src 'sha256-{digest}'" in headers["content-security-policy"]
+
+
+@pytest.mark.skipif(
+    shutil.which("node") is None, reason="checks JavaScript with node, which is not installed"
+)
+def test_the_script_of_the_page_is_javascript(address: str, tmp_path: Path) -> None:
+    script = tmp_path / "page.js"
+    script.write_bytes(send(address, "GET", "/")[1].partition(b"<script>")[2].partition(b"</script>")[0])
+    subprocess.run(["node", "--check", script], check=True)
+
+
+def test_markdown_is_drawn_and_its_html_stays_text(address: str) -> None:
+    text = "<script>x()</script> **bold** ![image](http://a.b/c) [bad](javascript:x)\n\n```py\na < b\n```"
+    status, body, _ = send(address, "POST", "/markdown", json.dumps({"text": text}).encode(), JSON)
+    html = body["html"]
+    assert status == 200
+    assert "&lt;script&gt;" in html
+    assert "<strong>bold</strong>" in html
+    assert '<code class="language-py">a &lt; b' in html
+    assert not re.search("<script|<img|href=.javascript", html)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"{}", 400), (b"[1]", 400), (b'{"text": 1}', 400), (json.dumps({"text": "[" * 9999}).encode(), 413)],
+)
+def test_no_other_text_is_drawn(address: str, body: bytes, status: int) -> None:
+    found, answer, _ = send(address, "POST", "/markdown", body, JSON)
+    assert found == status
+    assert answer["error"]["message"]
 
 
 def test_an_address_that_is_taken_is_an_error_before_a_model_is_loaded() -> None:

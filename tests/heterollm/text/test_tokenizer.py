@@ -594,7 +594,7 @@ class TestFailuresOfTheLibrary:
         assert not isinstance(caught.value, Exception)
         return caught.value
 
-    @pytest.mark.parametrize("name", ["from_pretrained", "_added_prefix"])
+    @pytest.mark.parametrize("name", ["from_pretrained", "_added_around"])
     def test_a_panic_while_loading_is_a_damaged_checkpoint(self, monkeypatch, panic, name):
         import transformers
 

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-import msgspec
 from msgspec import Meta
 
-from heterollm.base import parse_json
+from heterollm.serve.asking import ToolName, call_rules, distinct
+from heterollm.serve.bodies import BodyPart, object_of
 from heterollm.serve.errors import RequestError
 from heterollm.tools import CallRules, Tool
 
-MOST_TOOLS: Final = 512
-ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
-
-class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class _TextPart(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _TextPart(BodyPart, frozen=True, kw_only=True):
     type: Literal["text"]
     text: str
 
 
-class _CalledFunction(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _CalledFunction(BodyPart, frozen=True, kw_only=True):
     name: ToolName
     arguments: str = ""
 
 
-class _Call(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Call(BodyPart, frozen=True, kw_only=True):
     id: str
     type: Literal["function"] = "function"
     function: _CalledFunction
     index: int | None = None
 
 
-class ChatMessage(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatMessage(BodyPart, frozen=True, kw_only=True):
     """A message in the body of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -55,38 +48,34 @@ class ChatMessage(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
     function_call: None = None
 
 
-class _Function(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Function(BodyPart, frozen=True, kw_only=True):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolField(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ToolField(BodyPart, frozen=True, kw_only=True):
     """A tool in the body of a chat."""
 
     type: Literal["function"]
     function: _Function
 
 
-class _Named(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Named(BodyPart, frozen=True, kw_only=True):
     name: ToolName
 
 
-class _NamedTool(
-    _Fields, frozen=True, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True
-):
+class _NamedTool(BodyPart, frozen=True, kw_only=True, tag_field="type", tag="function"):
     function: _Named
 
 
-class _Allowed(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Allowed(BodyPart, frozen=True, kw_only=True):
     mode: Literal["auto", "required"]
     tools: Annotated[list[_NamedTool], Meta(min_length=1)]
 
 
-class _AllowedTools(
-    _Fields, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True
-):
+class _AllowedTools(BodyPart, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
     allowed_tools: _Allowed
 
 
@@ -94,18 +83,11 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"] | _NamedTool | _Allo
 
 
 def tools_of(fields: Sequence[ToolField]) -> list[Tool]:
-    """Return the tools of a body.
-
-    Raises:
-        RequestError: Two have one name.
-    """
-    names = [one.function.name for one in fields]
-    if len(set(names)) < len(names):
-        raise RequestError("Two tools have the same name.", param="tools")
-    return [
-        Tool(one.name, one.description, one.parameters or {}, bool(one.strict))
-        for one in (field.function for field in fields)
-    ]
+    """Return the tools of a body; errors as for :func:`distinct`."""
+    functions = [field.function for field in fields]
+    return distinct(
+        Tool(one.name, one.description, one.parameters or {}, bool(one.strict)) for one in functions
+    )
 
 
 def rules_of(
@@ -116,20 +98,15 @@ def rules_of(
     Raises:
         RequestError: The choice has no such tool.
     """
-    if not tools and choice not in (None, "auto", "none"):
-        raise RequestError("tool_choice needs tools.", param="tool_choice")
-    if not tools or choice == "none":
+    if choice == "none":
         return None
-    required, names = choice == "required", [tool.name for tool in tools]
+    required, names = choice == "required", None
     match choice:
         case _NamedTool(function=function):
             required, parallel, names = True, False, [function.name]
         case _AllowedTools(allowed_tools=allowed):
             required, names = allowed.mode == "required", [one.function.name for one in allowed.tools]
-    chosen = [tool for tool in tools if tool.name in names]
-    if len(chosen) < len(set(names)):
-        raise RequestError("tool_choice names a tool that is not among tools.", param="tool_choice")
-    return CallRules(tools=chosen, required=required, parallel=parallel, final=final)
+    return call_rules(tools, required=required, names=names, parallel=parallel, final=final)
 
 
 def dialogue_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -167,10 +144,6 @@ def _message(message: ChatMessage, place: str) -> dict[str, Any]:
 
 def _function(call: _Call, place: str) -> dict[str, Any]:
     # Templates write objects; a text would have its quotes and escapes twice.
-    try:
-        arguments = parse_json(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    if (arguments := object_of(call.function.arguments)) is None:
         raise RequestError("The arguments are no JSON object.", param=f"{place}.function.arguments")
     return {"name": call.function.name, "arguments": arguments}

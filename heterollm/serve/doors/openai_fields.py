@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -139,12 +139,12 @@ RENAMED: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyTyp
 """Parameters of other programs that mean the same here, with the name and the value here."""
 
 
-def settle_fields(data: dict[str, Any], known: tuple[str, ...]) -> None:
+def settle_fields(data: dict[str, Any], known: Sequence[str]) -> None:
     """Rename and remove a body's fields of other names, in place.
 
     Args:
         data: The body.
-        known: Fields that the server takes as they are.
+        known: BodyPart that the server takes as they are.
 
     Raises:
         RequestError: A field has a value with an effect that the server does not have, or is there twice.

@@ -1,0 +1,111 @@
+"""Files of the state behind the beginning of a prompt, from which a later process goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterollm.base import CacheError, CheckpointError, atomic_path
+from heterollm.engine.state import SessionState
+from heterollm.model import CHECKSUMS, TensorEntry, TensorFile, checksums, layout_tensors, write_header
+
+SCHEMA: Final = "heterollm-prefix-1"
+IDS: Final = "ids"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """Tokens and the state behind them, in the host's memory.
+
+    Args:
+        tensors: Tokens ``ids``, and what :func:`_places` lists, by name.
+    """
+
+    tensors: Mapping[str, NDArray[Any]]
+
+    @classmethod
+    def of(cls, state: SessionState, ids: NDArray[np.int32]) -> Prefix:
+        """Copy a state behind tokens that it holds; for the engine thread."""
+        tensors: dict[str, NDArray[Any]] = {IDS: ids}
+        for number, own in enumerate(state.states):
+            tensors[f"{number}.note"] = np.array(own.note(len(ids)), np.int32)
+            for part, rows in enumerate(own.rows(len(ids))):
+                tensors[f"{number}.{part}"] = state.read(rows)
+        return cls(tensors)
+
+    def write(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """Write a file, or leave none.
+
+        Raises:
+            CacheError: The file cannot be written.
+        """
+        shapes = {name: (_KINDS[values.dtype], values.shape) for name, values in self.tensors.items()}
+        entries = _with_checksums(shapes)
+        with atomic_path(path) as temporary, temporary.open("r+b") as file:
+            start = write_header(file, entries, {**metadata, "schema": SCHEMA})
+            file.truncate(start + max(entry.stop for entry in entries.values()))
+            for name, values in self.tensors.items():
+                file.seek(start + entries[name].start)
+                file.write(np.ascontiguousarray(values).data)
+            file.flush()
+            file.seek(start + entries[CHECKSUMS].start)
+            file.write(checksums(TensorFile.open(temporary)).data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def open_prefix(path: Path) -> TensorFile:
+    """Map a file, unchecked but for its form.
+
+    Raises:
+        CacheError: It is none.
+    """
+    try:
+        file = TensorFile.open(path)
+    except CheckpointError as error:
+        raise CacheError(error.message) from error
+    entry = file.entries.get(IDS)
+    if (
+        file.metadata.get("schema") != SCHEMA
+        or entry is None
+        or entry.dtype != "I32"
+        or len(entry.shape) != 1
+    ):
+        raise CacheError(f"{path} has no tokens of this version.")
+    return file
+
+
+def fill_state(state: SessionState, file: TensorFile) -> NDArray[np.int32]:
+    """Put a state from a file into an empty session's, and return its tokens; for the engine thread.
+
+    Raises:
+        CacheError: The file is damaged, or belongs to a state of other sizes.
+    """
+    ids: NDArray[np.int32] = np.array(file.bits(IDS))
+    shapes = {IDS: ("I32", ids.shape)}
+    for number, own in enumerate(state.states):
+        shapes[f"{number}.note"] = ("I32", (len(own.note(len(ids))),))
+        for part, rows in enumerate(own.rows(len(ids))):
+            shapes[f"{number}.{part}"] = ("U8", (rows.count, rows.row_bytes))
+    if file.entries != _with_checksums(shapes):
+        raise CacheError(f"{file.path} belongs to another model, precision or context.")
+    if not np.array_equal(checksums(file), file.bits(CHECKSUMS)):
+        raise CacheError(f"{file.path} is damaged: its checksums do not match.")
+    for number, own in enumerate(state.states):
+        for part, rows in enumerate(own.rows(len(ids))):
+            state.write(rows, file.bits(f"{number}.{part}"))
+        own.hold(tuple(file.bits(f"{number}.note").tolist()))
+    return ids
+
+
+_KINDS: Final = {np.dtype(np.int32): "I32", np.dtype(np.uint8): "U8"}
+
+
+def _with_checksums(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:
+    return layout_tensors({**shapes, CHECKSUMS: ("U32", (len(shapes),))})
