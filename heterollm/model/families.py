@@ -97,10 +97,10 @@ def own_base(fields: JsonFields, layer: int, block: Block) -> Block:
     bases = fields.get("layer_rope_theta")
     if bases is None or not isinstance(block, AttentionBlock) or block.rope is None:
         return block
-    known = isinstance(bases, list) and len(bases) > layer and type(bases[layer]) in (int, float)
-    if not known or not (bases[layer] == 0 or 1 < bases[layer] < math.inf):
+    base = bases[layer] if isinstance(bases, list) and len(bases) > layer else None
+    if not isinstance(base, int | float) or not (base == 0 or 1 < base < math.inf):
         raise fields.fail("layer_rope_theta", "for each layer 0 or a number above 1")
-    return replace(block, rope=replace(block.rope, base=float(bases[layer])) if bases[layer] else None)
+    return replace(block, rope=replace(block.rope, base=float(base)) if base else None)
 
 
 def exaone_fields(fields: JsonFields) -> dict[str, object]:
