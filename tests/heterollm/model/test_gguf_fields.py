@@ -292,7 +292,7 @@ SIZES: dict[str, tuple[str, Any]] = {
     "ssm.conv_kernel": ("qwen3_5_text", 3),
     "ssm.group_count": ("qwen3_5_text", 4),
     "ssm.state_size": ("qwen3_5_text", 8),
-    "ssm.time_step_rank": ("qwen3_5_text", 12),
+    "ssm.time_step_rank": ("qwen3_5_text", 1 << 30),
     "ssm.inner_size": ("qwen3_5_text", 96),
 }
 """Fields that the shapes of tensors fix: a family, and a wrong value."""
