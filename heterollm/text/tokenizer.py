@@ -299,8 +299,10 @@ class Tokenizer:
     def _added_around(self) -> tuple[list[int], list[int]]:
         """Return the ids that the post-processor puts before and behind a text."""
         encoding = self._backend.encode("a", add_special_tokens=True)
-        own = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-        return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+        ids, special = encoding.ids, encoding.special_tokens_mask
+        begin = special.index(0) if 0 in special else len(ids)
+        end = len(ids) - special[::-1].index(0) if 0 in special else len(ids)
+        return ids[:begin], ids[end:]
 
     def _byte_fallback_ids(self) -> frozenset[int]:
         """Return the ids of single bytes that the decoder combines to characters (sentencepiece)."""

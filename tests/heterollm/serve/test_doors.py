@@ -1,7 +1,9 @@
 """All doors: equal answers, equal guards and limits, errors in each one's form, and clients that leave."""
 
+import copy
 import http.client
 import json
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -150,3 +152,112 @@ def test_a_client_that_leaves_ends_its_request(address: str, path: str) -> None:
     # A short answer may have ended before its client left.
     assert aborted() - before in (0, 1)
     assert not any(slot["is_processing"] for slot in get(address, "/slots")[1])
+
+
+CALLED: Any = {"name": "f", "arguments": {"a": [1, "x"]}}
+TOOL: Any = {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {"a": {}}}}
+RICH: dict[str, Any] = {
+    "/v1/messages": {
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            *SAY,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "x", "signature": ""},
+                    {"type": "text", "text": "x"},
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}]}
+                ],
+            },
+        ],
+        "tools": [{"name": "f", "input_schema": TOOL["parameters"]}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "stop_sequences": ["x"],
+        "metadata": {"user_id": "x"},
+        "output_config": {"effort": "low"},
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {
+                "type": "reasoning",
+                "id": "r",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "x"}],
+            },
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "x"}]},
+        ],
+        "instructions": "x",
+        "tools": [{"type": "function", "strict": True, **TOOL}],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "f"}],
+        },
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "null"}}},
+        "reasoning": {"effort": "low"},
+        "metadata": {"a": "b"},
+    },
+    "/api/chat": {
+        "messages": [
+            *SAY,
+            {"role": "assistant", "thinking": "x", "tool_calls": [{"function": CALLED}]},
+            {"role": "tool", "content": "x", "tool_name": "f"},
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+        "options": {"temperature": 0.5, "seed": 1, "stop": ["x"], "num_ctx": 5},
+        "format": {"type": "null"},
+        "keep_alive": "5m",
+        "think": False,
+    },
+    "/api/generate": {"prompt": "x", "system": "y", "options": {"top_k": 5}, "format": "json", "raw": False},
+    "/api/embed": {"input": ["x"], "truncate": True, "dimensions": 5, "options": {}},
+    "/v1/embeddings": {"input": [[5]], "encoding_format": "base64", "dimensions": 5},
+    "/tokenize": {"content": "x", "with_pieces": True},
+    "/detokenize": {"tokens": [5]},
+    "/api/show": {"verbose": True},
+}
+ODD: list[Any] = [None, True, 5, -1, 1.5, 1e300, 2**70, "", "x", "\x00", [], [None], [[]], {}, {"type": "x"}]
+
+
+def mutated(body: Any, chosen: random.Random) -> Any:
+    """The body with one of its parts replaced by an odd value, left out, or there twice."""
+    if not isinstance(body, dict | list) or not body or chosen.random() < 0.15:
+        return chosen.choice(ODD)
+    made: Any = copy.copy(body)
+    place = chosen.choice(list(body) if isinstance(body, dict) else range(len(body)))
+    if chosen.random() < 0.1:
+        del made[place]
+    elif isinstance(made, list) and chosen.random() < 0.1:
+        made.append(made[place])
+    else:
+        made[place] = mutated(made[place], chosen)
+    return made
+
+
+@pytest.mark.parametrize("path", RICH)
+def test_odd_bodies_are_answered_or_refused(address: str, path: str) -> None:
+    chosen, whole = random.Random(path), {"model": "tiny", **RICH[path]}
+    if path.endswith("tokenize"):
+        del whole["model"]
+    status, _, text = ask(address, "POST", path, whole)
+    assert status == (400 if "embed" in path else 200), text
+    for _ in range(60):
+        body = mutated(whole, chosen)
+        if isinstance(body, dict):
+            body = {**body, "stream": False} if path in DOORS else body
+            if isinstance(body.get("options", {}), dict) and path in ("/api/chat", "/api/generate"):
+                body["options"] = {**body.get("options", {}), "num_predict": 2}
+            if path == "/v1/responses":
+                body["max_output_tokens"] = 2
+        status, answer = post(address, path, body)
+        assert status in (200, 400, 404), (status, body, answer)
