@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -48,7 +49,8 @@ class Front:
             ("/health", self._health),
             ("/v1/models", self._models),
             ("/v1/models/{name:path}", self._model),
-            ("/api/tags", self._tags),
+            ("/api/tags", functools.partial(self._tags, lambda: fleet.names)),
+            ("/api/ps", functools.partial(self._tags, lambda: fleet.loaded)),
             ("/api/version", self._version),
             ("/status", self._status),
             ("/{path:path}", self._look),
@@ -145,8 +147,10 @@ class Front:
         own = {"id": name, "object": "model", "type": "model", "display_name": name}
         return {**own, "created": self._started_s, "owned_by": "heterollm", "loaded": loaded}
 
-    async def _tags(self, _request: Request) -> Response:
-        return json_response({"models": [{"name": name, "model": name} for name in self._fleet.names]})
+    @staticmethod
+    async def _tags(names: Callable[[], Sequence[str]], _request: Request) -> Response:
+        """Return models in Ollama's form."""
+        return json_response({"models": [{"name": name, "model": name} for name in names()]})
 
     async def _version(self, _request: Request) -> Response:
         return json_response({"version": ollama_models.API_VERSION})

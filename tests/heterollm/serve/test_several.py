@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ollama
 import openai
 import psutil
 import pytest
@@ -103,6 +104,12 @@ def test_models_are_loaded_on_demand_and_unloaded_when_idle(bundled_model: Path)
         assert "".join(part.choices[0].text for part in parts if part.choices) == texts[0]
         assert get(address, "/status?model=b", "k")[1]["model"] == "b"
         assert get(address, "/props?model=a", "k")[0] == 200
+        theirs = ollama.Client(host=address, headers={"Authorization": "Bearer k"})
+        assert [one.model for one in theirs.list().models] == ["a", "b", "damaged", "dead"]
+        assert [one.model for one in theirs.ps().models] == ["a", "b"]
+        assert theirs.generate(
+            "b:latest", "def ", raw=True, options={"num_predict": 4, "temperature": 0}
+        ).response
         # A response of one model is found without its name.
         made = mine.responses.create(model="b", input="x", max_output_tokens=16)
         assert mine.responses.retrieve(made.id).id == made.id
