@@ -1,4 +1,5 @@
 from .constraint import CallRules as CallRules
+from .harmony import reader_of as reader_of
 from .prompt import ChatPrompt as ChatPrompt
 from .prompt import ChatRequest as ChatRequest
 from .prompt import can_reason as can_reason
