@@ -1,8 +1,8 @@
 """Answers of gpt-oss: messages with headers, whose channel and recipient say what their texts are.
 
-The format is harmony, described in https://github.com/openai/harmony/blob/main/docs/format.md. The prompt ends in
-``<|start|>assistant``. Each message has a header up to ``<|message|>``, and a text up to ``<|end|>``, or up to
-``<|call|>`` or ``<|return|>``, which end the answer::
+The format is harmony: https://github.com/openai/harmony/blob/main/docs/format.md. The prompt ends in
+``<|start|>assistant``. Each message has a header up to ``<|message|>``, and a text up to ``<|end|>``; that of
+the last one ends in ``<|call|>`` or ``<|return|>``, which end the answer::
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
 
@@ -84,7 +84,10 @@ class _ChannelWriter(GrammarWriter):
         return self._text(f"{first}{before} ({' | '.join(last)})")
 
     def _header(self, tool: Tool, channel: str) -> str:
-        recipient, channel = self._literal(f" to=functions.{tool.name}"), f'{channel} ("commentary" | "analysis")'
+        recipient, channel = (
+            self._literal(f" to=functions.{tool.name}"),
+            f'{channel} ("commentary" | "analysis")',
+        )
         return f"({channel} {recipient} | {recipient} {channel})"
 
 
@@ -99,8 +102,8 @@ def reader_of(form: ReplyForm) -> AnswerReader:
 class ChannelReader(AnswerReader):
     """Divides one answer by its messages.
 
-    Reasoning is the channel ``analysis``, and all that goes to others than the tools of the request; content
-    is ``final``, and ``commentary`` to no one. Texts stay as they are, with an empty line between two messages.
+    Reasoning is the channel ``analysis``, and each message to others than the tools of the request; content
+    is ``final``, and ``commentary`` to no one. Texts stay as they are; an empty line divides two messages.
 
     Args:
         form: The forms of its parts.

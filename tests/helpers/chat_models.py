@@ -251,9 +251,11 @@ type {{ tool.function.name }} = (_: {{ tool.function.parameters | tojson }}) => 
 {%- for m in messages if m.role != 'system' -%}
 {%- if m.role == 'assistant' and "tool_calls" in m -%}
 {%- if m.content and m.thinking -%}{{ raise_exception('content and thinking beside a call') }}{%- endif -%}
-{%- if m.content or m.thinking -%}{{ message('assistant<|channel|>analysis', m.content or m.thinking) }}{%- endif -%}
+{%- set thought = m.content or m.thinking -%}
+{%- if thought -%}{{ message('assistant<|channel|>analysis', thought) }}{%- endif -%}
 {%- set f = m.tool_calls[0].function -%}{%- set last.name = f.name -%}
-<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>
+<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>
+{{- f.arguments | tojson }}<|call|>
 {%- elif m.role == 'tool' -%}
 {{ message('functions.' + last.name + ' to=assistant<|channel|>commentary', m.content | tojson) }}
 {%- elif m.role == 'assistant' -%}{{ message('assistant<|channel|>final', m.content) }}

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from chat_models import HARMONY_MARKS
+from chat_models import CHATS, HARMONY_MARKS, chat_folder
 
 from heterollm.base import GrammarError
-from heterollm.text import GenerationOptions, GrammarTokens
-from heterollm.tools import CallRules, ChatRequest, Tool, chat_prompt, joined
+from heterollm.text import GenerationOptions, GrammarTokens, Tokenizer
+from heterollm.tools import CallRules, ChatRequest, Tool, chat_prompt, joined, reasoning_variables, text_form
 
 NAMES = ("gpt-oss", "gpt-oss-gguf")
 CITY = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Köln"]}}, "required": ["city"]}
@@ -17,6 +17,7 @@ SAY = [{"role": "user", "content": "x"}]
 THINK = "<|channel|>analysis<|message|>"
 NEXT = "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
+LOW = {"reasoning_effort": "low"}
 ARGUMENTS = '{"city": "Bonn"}'
 CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}"
 
@@ -238,10 +239,20 @@ def text_of(tokenizer, **options):
 
 @pytest.mark.parametrize(
     ("effort", "known"),
-    [(None, "medium"), ("none", "low"), ("low", "low"), ("medium", "medium"), ("high", "high"), ("max", "high")],
+    [
+        (None, "medium"),
+        ("none", "low"),
+        ("low", "low"),
+        ("medium", "medium"),
+        ("high", "high"),
+        ("max", "high"),
+    ],
 )
 def test_the_effort_is_one_that_the_model_knows(effort, known, tokenizer_of):
-    assert f"Reasoning: {known}<|end|>" in text_of(tokenizer_of("gpt-oss"), effort=effort)
+    tokenizer = tokenizer_of("gpt-oss")
+    assert f"Reasoning: {known}<|end|>" in text_of(tokenizer, effort=effort)
+    for wanted, made in ((effort or True, {"reasoning_effort": known} if effort else {}), (False, LOW)):
+        assert reasoning_variables(tokenizer, wanted) == made
 
 
 @pytest.mark.parametrize("content", ["", "I ask."])
@@ -255,19 +266,38 @@ def test_a_call_comes_back_with_its_reasoning_once(content, count, tokenizer_of)
     spoken = {"role": "assistant", "content": content, "reasoning_content": "So.", "tool_calls": calls}
     text = text_of(tokenizer_of("gpt-oss"), dialogue=[*SAY, spoken, *results])
     thinking = "So.\n\nI ask." if content else "So."
-    assert text.count(f"<|start|>assistant{THINK}{thinking}<|end|><|start|>assistant to=functions.weather") == 1
+    assert (
+        text.count(f"<|start|>assistant{THINK}{thinking}<|end|><|start|>assistant to=functions.weather") == 1
+    )
     assert text.count("So.") == 1
     for i, name in enumerate(("weather", "clock")[:count]):
-        call = f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps({'city': 'Bonn'})}<|call|>"
+        call = (
+            f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps({'city': 'Bonn'})}<|call|>"
+        )
         assert f'{call}<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"r{i}"' in text
 
 
 def test_a_template_of_channels_needs_their_tokens(tmp_path):
-    from chat_models import CHATS, chat_folder
-
-    from heterollm.text import Tokenizer
-
     folder = chat_folder(tmp_path / "m", CHATS["gpt-oss"][0], HARMONY_MARKS[:-1])
     form = prompt_of(Tokenizer.from_folder(folder, [0])).form
     assert form.reasoning is None
     assert form.calls.name == "generic"
+
+
+def test_a_prompt_may_open_the_reasoning(tmp_path, reading):
+    template = CHATS["gpt-oss"][0].replace(
+        "<|start|>assistant{%- endif", f"<|start|>assistant{THINK}{{%- endif"
+    )
+    folder = chat_folder(tmp_path / "m", template, HARMONY_MARKS)
+    tokenizer = Tokenizer.from_folder(folder, [0])
+    prompt = prompt_of(tokenizer)
+    form = text_form(tokenizer, prompt.ids)
+    assert prompt.form.opened
+    assert form.opened
+    text = f"A{NEXT}{FINAL}B"
+    whole = joined(reading(tokenizer, form, tokenizer.encode(text, add_bos=False)))
+    assert (whole.reasoning, whole.content) == ("A", "B")
+    constraint = GrammarTokens(tokenizer, 2048).constraint(GenerationOptions(grammar=prompt.grammar))
+    for token in tokenizer.encode(text, add_bos=False):
+        assert constraint.allowed(np.zeros(2048, np.float32))[token] == 0
+        constraint.accept(token)
