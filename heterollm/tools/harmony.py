@@ -76,7 +76,7 @@ class _ChannelWriter(GrammarWriter):
             f"{self._header(tool, channel)} {kind} {message} {self._arguments(tool)}" for tool in rules.tools
         ]
         if not rules.required:
-            self._strict = True
+            self._strict = True  # tools have set their own
             body = text if rules.final is None else self._json(rules.final, rules.final)
             last.append(f'{channel} "final"{"" if rules.final is None else f" {kind}"} {message} {body}')
         first = f"{text} {self._literal(NEXT)} " if opened else ""
@@ -84,11 +84,9 @@ class _ChannelWriter(GrammarWriter):
         return self._text(f"{first}{before} ({' | '.join(last)})")
 
     def _header(self, tool: Tool, channel: str) -> str:
-        recipient, channel = (
-            self._literal(f" to=functions.{tool.name}"),
-            f'{channel} ("commentary" | "analysis")',
-        )
-        return f"({channel} {recipient} | {recipient} {channel})"
+        recipient = self._literal(f" to=functions.{tool.name}")
+        named = f'{channel} ("commentary" | "analysis")'
+        return f"({named} {recipient} | {recipient} {named})"
 
 
 # -- the answer ------------------------------------------------------------------------------------------
@@ -145,7 +143,8 @@ class ChannelReader(AnswerReader):
             self._open(self._header)
             self._header = None
         elif mark in ("<|channel|>", "<|constrain|>"):
-            self._header += mark
+            # A model may begin a header again, with another channel.
+            self._header = mark if mark in self._header else self._header + mark
         else:
             self._show_bare_text()
             self._header = ""

@@ -58,6 +58,11 @@ ANSWERS = {
     "<|channel|>analysis to=python code<|message|>1 + 1<|call|>": ("1 + 1", "", []),
     f"{THINK}A<|channel|>final<|message|>B<|return|>": ("A", "B", []),
     f"<|start|>assistant{FINAL}B<|constrain|>C<|return|>": ("", "BC", []),
+    f"<|channel|>commentary to=assistant{THINK}A{NEXT}<|channel|>commentary{FINAL}B<|return|>": (
+        "A",
+        "B",
+        [],
+    ),
     "<|message|>B<|end|>": ("", "B", []),
     "No message.<|return|>": ("", "No message.", []),
     "No message.": ("", "No message.", []),
