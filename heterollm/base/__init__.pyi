@@ -67,6 +67,9 @@ from .own_files import make_own_folder as make_own_folder
 from .own_files import make_parent as make_parent
 from .own_files import own_entries as own_entries
 from .own_files import scratch_folder as scratch_folder
+from .processes import CONTEXT as CONTEXT
+from .processes import GRACE_S as GRACE_S
+from .processes import start_process as start_process
 from .progress import Progress as Progress
 from .progress import silent as silent
 from .section import Section as Section

@@ -3,64 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import sys
-import threading
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
-from heterollm.base import EngineError, HeteroLLMError, quiet_libraries, scratch_folder
+from heterollm.base import (
+    CONTEXT,
+    GRACE_S,
+    EngineError,
+    HeteroLLMError,
+    quiet_libraries,
+    scratch_folder,
+    start_process,
+)
 
-CONTEXT: Final = multiprocessing.get_context("spawn")
-THREAD_VARIABLES: Final = ("POCL_MAX_PTHREAD_COUNT", "DPCPP_CPU_NUM_CUS")
 TIMEOUT_S: Final = 1800.0
 """Longest time of one request: quantising a large model, or a long prompt in an emulator."""
-GRACE_S: Final = 10.0
-"""Time that a child gets to end in order."""
 TAIL: Final = 400
 """Characters of a dead child's output in the error."""
-ORPHANED: Final = 1
-"""Exit code of a child whose parent ended."""
-
-
-def start(function: Callable[..., object], *arguments: object) -> SpawnProcess:
-    """Call a function in a fresh interpreter, which ends when this process ends, even by a signal.
-
-    The child does not inherit the OpenCL thread counts that a device of this process set in the environment,
-    and does not import the main module, which may be a script without a guard.
-    """
-    process = CONTEXT.Process(target=_call, args=(function, arguments), daemon=True)
-    kept = {name: os.environ.pop(name) for name in THREAD_VARIABLES if name in os.environ}
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        process.start()
-    finally:
-        sys.modules["__main__"] = main
-        os.environ.update(kept)
-    return process
-
-
-def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    function(*arguments)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a command may keep its results as after Ctrl-C
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(GRACE_S)
-    os._exit(ORPHANED)
 
 
 class ChildDiedError(EngineError):
@@ -83,7 +45,7 @@ class Child:
         self._output = self._files.enter_context(scratch_folder("heterollm-bench-")) / "output"
         self._output.touch()
         self._pipe, other = CONTEXT.Pipe()
-        self._process = start(_serve, other, str(self._output))
+        self._process = start_process(_serve, other, str(self._output))
         other.close()
 
     def ask(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - what the method returns

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from heterollm.base import ProfileError
+from heterollm.base import GRACE_S, ProfileError, start_process
 from heterollm.benchmarks.cases import Configuration
-from heterollm.benchmarks.children import GRACE_S, start
 from heterollm.benchmarks.stopping import TerminatedInterrupt
 from heterollm.kernels.threads import split_threads
 from heterollm.model import checkpoint_folder
@@ -80,7 +79,7 @@ def run_profile(arguments: Sequence[str]) -> None:
     Raises:
         ProfileError: The command failed.
     """
-    process = start(_run_command, *arguments)
+    process = start_process(_run_command, *arguments)
     try:
         process.join()
     except KeyboardInterrupt as error:

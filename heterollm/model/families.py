@@ -8,13 +8,15 @@ the model's file in https://github.com/huggingface/transformers/tree/main/src/tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from heterollm.base import UnsupportedModelError
 from heterollm.kernels.ops import Group
-from heterollm.model.blocks import Norm
+from heterollm.model.blocks import AttentionBlock, Block, Norm
 from heterollm.model.family import (
     ATTENTION_BIASES,
     BIASES,
@@ -75,6 +77,12 @@ def layers_without_rope(fields: JsonFields, layer: int) -> bool:
     return (layer + 1) % fields.count("no_rope_layer_interval") == 0
 
 
+EXAONE_FIELDS: Final = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+
 # ---- fields that follow from others ---------------------------------------------------------------------
 
 
@@ -82,6 +90,22 @@ def checked_cohere(fields: JsonFields) -> dict[str, object]:
     """Return nothing further, after a check of the window, without which no layer would have positions."""
     fields.count("sliding_window")
     return {}
+
+
+def own_base(fields: JsonFields, layer: int, block: Block) -> Block:
+    """Return attention with the base of RoPE that the layer has, without RoPE for 0."""
+    bases = fields.get("layer_rope_theta")
+    if bases is None or not isinstance(block, AttentionBlock) or block.rope is None:
+        return block
+    base = bases[layer] if isinstance(bases, list) and len(bases) > layer else None
+    if not isinstance(base, int | float) or not (base == 0 or 1 < base < math.inf):
+        raise fields.fail("layer_rope_theta", "for each layer 0 or a number above 1")
+    return replace(block, rope=replace(block.rope, base=float(base)) if base else None)
+
+
+def exaone_fields(fields: JsonFields) -> dict[str, object]:
+    """Return common fields under EXAONE's own names, which transformers reads, too."""
+    return {name: fields.get(own) for own, name in EXAONE_FIELDS.items() if fields.get(own) is not None}
 
 
 def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
@@ -283,6 +307,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             biases=BIASES,
             bos_ids=(1,),
             eos_ids=(2,),
+        ),
+        "granite_swa": Family(
+            name="Granite with windows",
+            covers="Granite with windows and sinks",
+            architecture="GraniteSWAForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS, others={"sinks": "self_attn.sinks"}),
+            defaults={
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": True,
+                "sliding_window": 128,
+            },
+            adapts=own_base,
+            follows=GRANITE_FIELDS | {"layer_types", "layer_rope_theta"},
+            biases=BIASES,
+            slides=all_but_every_fourth,
+            bos_ids=(100_257,),
+            eos_ids=(100_257,),
         ),
         "stablelm": Family(
             name="StableLM",
@@ -517,6 +559,49 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             norms_last=True,
             bos_ids=(1,),
             eos_ids=(2,),
+        ),
+        "exaone": Family(
+            name="EXAONE 3",
+            covers="EXAONE 3, 3.5 and Deep",
+            # transformers computes it as a Llama; published files name their own class.
+            architecture="LlamaForCausalLM",
+            tensors=TensorNames(
+                {
+                    "qkv": {member: f"attn.attention.{member}_proj" for member in "qkv"},
+                    "o": {"o": "attn.attention.out_proj"},
+                    "gate_up": {"gate": "mlp.c_fc_0", "up": "mlp.c_fc_1"},
+                    "down": {"down": "mlp.c_proj"},
+                },
+                {"attention": "ln_1", "feed_forward": "ln_2"},
+                layer="transformer.h.{layer}.",
+                embedding="transformer.wte",
+                final_norm="transformer.ln_f",
+            ),
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "intermediate_size": 14_336,
+                "rope_theta": 500_000.0,
+            },
+            derived=exaone_fields,
+            follows=frozenset(EXAONE_FIELDS),
+            biases=BIASES,
+            published_code=("modeling_exaone.ExaoneForCausalLM",),
+            bos_ids=(1,),
+            eos_ids=(361,),
+        ),
+        "olmo": Family(
+            name="OLMo",
+            covers="OLMo 1",
+            architecture="OlmoForCausalLM",
+            tensors=TensorNames(SEPARATE, dict.fromkeys(NORMS, ""), final_norm=""),
+            defaults={"rms_norm_eps": 1e-5},
+            follows=frozenset({"clip_qkv"}),
+            ignores={"rms_norm_eps": "norms add 1e-05 in any case"},
+            biases=ATTENTION_BIASES,
+            centered_norms=True,
+            norm_biases=False,
+            eos_ids=(50_279,),
         ),
         "olmo2": Family(
             name="OLMo 2",

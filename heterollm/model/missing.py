@@ -12,7 +12,7 @@ _TYPES: Final[Mapping[str, str]] = {
     "layers of Mamba": "mamba jamba falcon_mamba",
     "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
     "latent attention (MLA)": "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu longcat_flash",
-    "bases of rotary embedding by layer": "granite_swa granitemoe_swa",
+    "bases of rotary embedding by layer, and experts": "granitemoe_swa",
     "routers by sigmoid": "afmoe bailing_moe",
     "numbers of experts by layer": "hunyuan_v1_moe",
     "GELU by the error function": "gpt_neox falcon",

@@ -156,18 +156,12 @@ class Server:
             *((path, "POST", functools.partial(self._answer, *door)) for path, door in ANSWERS.items()),
             *((path, "POST", functools.partial(self._embed, read)) for path, read in EMBEDDINGS.items()),
         )
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=list(options.cors),
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "Anthropic-Version"],
-        )
         self.app = Starlette(
             routes=[
                 Route(path, self._endpoint(path, call), methods=[method]) for path, method, call in routes
             ],
-            middleware=[*((cors,) if options.cors else ()), Middleware(Guard, options=options)],
-            exception_handlers={HTTPException: _no_such_route},
+            middleware=guards(options),
+            exception_handlers={HTTPException: no_such_route},
             lifespan=self._life,
         )
 
@@ -329,7 +323,19 @@ def _owner(request: Request, asked: AnswerRequest) -> str:
     return repr((owner_of(request.headers), *asked.owner))
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
+def guards(options: ServeOptions) -> list[Middleware]:
+    """Return what checks a request before it is read."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(options.cors),
+        allow_methods=["GET", "POST"],
+        allow_headers=["Authorization", "Content-Type", "X-Api-Key", "Anthropic-Version"],
+    )
+    return [*((cors,) if options.cors else ()), Middleware(Guard, options=options)]
+
+
+async def no_such_route(request: Request, error: Exception) -> Response:
+    """Answer a request for a path that there is not."""
     assert isinstance(error, HTTPException)  # it is registered for these
     path = request.url.path
     message = f"{error.detail}: {request.method} {path:.100}."

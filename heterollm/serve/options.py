@@ -30,6 +30,7 @@ class ServeOptions:
         cors: Origins of pages that browsers let use the server.
         sessions_gib: Memory of all sessions; None for a quarter of the available memory.
         prefixes_gib: Disk for the beginnings of prompts that several requests share; 0 for none.
+        idle_s: Time without a request after which a server of several models unloads one; 0 for never.
         queue: Requests that wait at most, of each service tier.
         connections: Connections at most; beyond them the one goes that has waited longest for a request.
         sampling: Sampling parameters of requests that do not have them, by name.
@@ -48,6 +49,7 @@ class ServeOptions:
     cors: tuple[str, ...] = ()
     sessions_gib: float | None = None
     prefixes_gib: float = 0.0
+    idle_s: float = 0.0
     queue: int = 64
     connections: int = 512
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -65,6 +67,8 @@ class ServeOptions:
             raise OptionError(f"--sessions-gib is {self.sessions_gib}, but must be above 0.")
         if not 0 <= self.prefixes_gib < math.inf:
             raise OptionError(f"--prefixes-gib is {self.prefixes_gib}, but must be at least 0.")
+        if not 0 <= self.idle_s < math.inf:
+            raise OptionError(f"--idle-minutes is {self.idle_s / 60:g}, but must be at least 0.")
         if self.connections < 1:
             raise OptionError(f"--connections is {self.connections}, but must be at least 1.")
         for key in self.api_keys:

@@ -7,7 +7,7 @@ const ENDS = { stop: "Complete.", length: "Ended at the limit of tokens.", tool_
   content_filter: "Ended by a filter." };
 const rate = (value) => value == null ? "–" : value.toFixed(1) + " tokens/s";
 const MOST_CHATS = 50, REDRAW_MS = 400;
-let running = null, drawn = false, refused = false, lost = false;
+let running = null, drawn = "", refused = false, lost = false;
 let name = "", context = Infinity, held = 0;
 
 /* -- chats, kept in this browser ------------------------------------------------------------------- */
@@ -305,6 +305,7 @@ function drawLayers(shares) {
     `GPU ${percent(1 - npu)}, NPU ${percent(npu)}`;
   $("shares").textContent = `A prompt of ${prefill.tokens}: ${said(prefill)}. A token: ${said(decode)}.`;
   $("prompts").textContent = `prompt of ${prefill.tokens}`;
+  $("rows").replaceChildren();
   prefill.layers.forEach((one, number) => {
     const row = element("tr"), left = element("td", "wide"), right = element("td", "wide");
     left.append(bar(one.npu)); right.append(bar(decode.layers[number].npu));
@@ -328,19 +329,34 @@ function drawProcessors(found) {
   }
 }
 
+/* Offers the models of a server of several. */
+async function listModels() {
+  const response = await fetch("v1/models", { headers: headers() });
+  const names = response.ok ? (await response.json()).data.map((one) => one.id) : [];
+  $("models").replaceChildren(...names.map((one) => element("option", "", one)));
+  $("models").hidden = names.length < 2;
+}
+
 async function look() {
   if (document.hidden || refused) return;
   try {
-    const response = await fetch("status", { headers: headers() });
+    if (!$("models").length) await listModels();
+    const chosen = $("models").value;
+    const response = await fetch("status" + (chosen ? "?model=" + encodeURIComponent(chosen) : ""), { headers: headers() });
     if (!response.ok) { $("load").textContent = (await failure(response)).message; return; }
     const found = await response.json();
+    if (found.loaded === false) {
+      $("model").textContent = document.title = name = found.model;
+      $("what").textContent = "not loaded: the first message loads it"; $("load").textContent = "";
+      return;
+    }
     $("model").textContent = document.title = name = found.model;
     context = found.context;
     $("what").textContent = `${found.device}, plan ${found.plan}, ${found.precision}, context ${found.context}` +
       (found.time_kind === "real" ? "" : `, ${found.time_kind} time`);
     $("load").textContent = `${found.running} running, ${found.waiting} waiting` +
       (found.failures.length ? "; " + found.failures[found.failures.length - 1] : "");
-    if (!drawn) { drawn = true; drawLayers(found.shares); }
+    if (drawn !== name) { drawn = name; drawLayers(found.shares); }
     const recent = found.recent;
     if (recent.engine) {
       $("prefill").style.width = 100 * recent.engine.prefill + "%";
@@ -357,6 +373,7 @@ $("input").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
 $("stop").addEventListener("click", () => running?.abort());
+$("models").addEventListener("change", () => { context = Infinity; held = 0; look(); });
 $("new").addEventListener("click", () => openChat({ messages: [] }));
 $("key").addEventListener("change", () => { refused = false; look(); });
 listChats();

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +21,8 @@ from heterollm.base import DeviceError, OptionError, format_bytes
 from heterollm.engine import available_bytes
 from heterollm.serve.app import Server
 from heterollm.serve.connections import ServerConfig
+from heterollm.serve.fleet import Fleet, ListedModel
+from heterollm.serve.front import Front
 from heterollm.serve.guard import is_loopback
 from heterollm.serve.options import ServeOptions
 
@@ -41,7 +43,7 @@ class _Uvicorn(uvicorn.Server):
     A second signal ends them at once.
     """
 
-    def __init__(self, server: Server, note: Callable[[str], None]) -> None:
+    def __init__(self, server: Server | Front, note: Callable[[str], None]) -> None:
         super().__init__(
             ServerConfig(server.app, connections=server.connections, timeout_graceful_shutdown=2 * GRACE_S)
         )
@@ -131,8 +133,6 @@ def serve(
     each = llm.session_bytes
     places = _places(options, each)
     server = Server(llm, options, places)
-    host, port = bound.getsockname()[:2]
-    name = f"[{host}]" if ":" in host else host
     note(
         f"{places} sessions of {format_bytes(each)} at most; {options.queue} requests of each tier may wait."
     )
@@ -141,18 +141,52 @@ def serve(
     note(str(server.defaults))
     if not llm.tokenizer.has_chat_template:
         note("The model brings no chat template; a plain form is used.")
-    say(
-        f"{options.name} answers OpenAI's clients at http://{name}:{port}/v1, "
-        f"Anthropic's and Ollama's at http://{name}:{port}\n"
-        f"Chat in a browser at http://{name}:{port}/ (Ctrl-C ends the server)"
-    )
-    if not options.api_keys and not is_loopback(options.host):
-        note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
+    _say_addresses(options.name, options, bound, say, note)
     sys.setswitchinterval(SWITCH_S)
     # The objects of the loaded libraries are many, and a collection among them stops every stream.
     gc.collect()
     gc.freeze()
     _Uvicorn(server, note).run(sockets=[bound])
+
+
+def serve_several(
+    models: Sequence[ListedModel],
+    options: ServeOptions,
+    bound: socket.socket,
+    *,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> None:
+    """Serve several models, each in a process that starts with its first request, until SIGINT or SIGTERM.
+
+    Args:
+        models: The models.
+        options: The options of the server that forwards to them.
+        bound: The socket that :func:`listen` returned.
+        say: Takes the addresses for the user.
+        note: Takes remarks.
+    """
+    idle = f", and unloaded after {options.idle_s / 60:g} idle minutes" if options.idle_s else ""
+    note(f"Models, loaded when asked for{idle}: {', '.join(model.name for model in models)}")
+    _say_addresses("The server", options, bound, say, note)
+    _Uvicorn(Front(Fleet(models, idle_s=options.idle_s), options), note).run(sockets=[bound])
+
+
+def _say_addresses(
+    name: str,
+    options: ServeOptions,
+    bound: socket.socket,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> None:
+    host, port = bound.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    say(
+        f"{name} answers OpenAI's clients at {address}/v1, Anthropic's and Ollama's at {address}\n"
+        f"Chat in a browser at {address}/ (Ctrl-C ends the server)"
+    )
+    if not options.api_keys and not is_loopback(options.host):
+        note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
 
 
 def _places(options: ServeOptions, each: int) -> int:

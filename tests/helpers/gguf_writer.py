@@ -52,13 +52,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "granitemoehybrid": {"intermediate_size": 208},
     "cohere2": {"attention_bias": False},
+    # A float32 of the file is equal.
+    "olmo": {"attention_bias": False, "clip_qkv": 0.75},
     "hunyuan_v1_dense": {"attention_bias": False},
     "ministral3": {"sliding_window": None},
     "qwen3_5_text": {"attention_bias": False},
     "qwen2_moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
     "ernie4_5_moe": {"use_bias": False},
-    # A float32 of the file is equal.
     "glm4_moe": {"routed_scaling_factor": 1.75},
     "dots1": {
         "routed_scaling_factor": 1.75,
@@ -187,6 +188,10 @@ def gemma4(writer: Any, config: Config) -> None:
     turning = int(wide * full["partial_rotary_factor"] / 2)
     divisors = [1.0] * turning + [1e30] * (wide // 2 - turning)
     writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+
+def olmo(writer: Any, config: Config) -> None:
+    writer.add_clamp_kqv(config["clip_qkv"])
 
 
 def cohere2(writer: Any, config: Config) -> None:
@@ -481,6 +486,8 @@ CONVERTERS = {
     "glm4": Converter("glm4"),
     "starcoder2": Converter("starcoder2", epsilon="norm_epsilon", centered=True),
     "nemotron": Converter("nemotron", tensors=one_more, epsilon="norm_eps", centered=True),
+    "exaone": Converter("exaone"),
+    "olmo": Converter("olmo", olmo, in_pairs, centered=True),
     "olmo2": Converter("olmo2"),
     "olmo3": Converter("olmo2", olmo3),
     "exaone4": Converter("exaone4", two_windows),
@@ -534,7 +541,7 @@ def write_gguf(
         converter = converter._replace(stated=stated)
     writer = gguf.GGUFWriter(path, converter.stated)
     write_sizes(writer, config)
-    epsilon = config[converter.epsilon]
+    epsilon = config.get(converter.epsilon, 1e-5)
     (writer.add_layer_norm_eps if converter.centered else writer.add_layer_norm_rms_eps)(epsilon)
     write_rope(writer, config, folder)
     converter.metadata(writer, config)

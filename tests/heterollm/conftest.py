@@ -264,6 +264,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    # Bases of positions by layer, of which the last has none; sinks and a window.
+    "granite_swa": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.03,
+        "logits_scaling": 6.0,
+        "sliding_window": 20,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [1000.0, 100.0, 0],
+    },
     # An epsilon that shows, and a quarter of a head that turns.
     "stablelm": {
         **PLAIN,
@@ -441,6 +453,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 30.0},
     },
+    # Names of its own.
+    "exaone": {**PLAIN, "attention_bias": True, "mlp_bias": True},
+    # Norms that subtract means and have no weights; queries, keys and values that reach the limit.
+    "olmo": {**PLAIN, "attention_bias": True, "clip_qkv": 0.8},
     # No norms before blocks, but behind them; norms that span all heads, of which there are two key heads.
     "olmo2": {**PLAIN, "head_dim": 32, "attention_bias": True},
     # Scaled positions and windows in turns, and a network without a factor of 64.

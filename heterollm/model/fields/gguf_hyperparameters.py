@@ -47,10 +47,17 @@ SIZES: Final = (
     read(".attention.layer_norm_epsilon", "number added in norms; required", ARCHITECTURE, CENTERED),
     *rows(
         "none",
+        "number added in norms, which is 1e-05 in any case",
+        "conversion/olmo.py",
+        ".attention.layer_norm_epsilon",
+        only=frozenset({"olmo"}),
+    ),
+    *rows(
+        "none",
         "number added in norms of another kind than the architecture's",
         NAMES,
         ".attention.layer_norm_rms_epsilon",
-        only=CENTERED,
+        only=CENTERED | {"olmo"},
     ),
     read(".attention.layer_norm_rms_epsilon", "number added in norms; required", ARCHITECTURE),
     *rows("none", "rows of the token embedding, whose shape states it", MODEL, ".vocab_size"),
@@ -161,6 +168,12 @@ ATTENTION: Final = (
         "growth of queries with the position; absent or 0: none",
         "models/mistral3.cpp",
         MISTRAL3,
+    ),
+    read(
+        ".attention.clamp_kqv",
+        "limit of queries, keys and values; absent or 0: none",
+        "models/olmo.cpp",
+        frozenset({"olmo"}),
     ),
     read(
         ".full_attention_interval",

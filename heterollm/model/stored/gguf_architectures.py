@@ -32,6 +32,7 @@ from heterollm.model.stored.gguf_family_fields import (
     minicpm,
     mistral3,
     no_fields,
+    olmo,
     olmo2,
     one_window,
     phimoe,
@@ -153,6 +154,16 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
         "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", biases=(ATTENTION_BIAS,)),
         "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", biases=(ATTENTION_BIAS,)),
+        # Names of linears are Llama's there.
+        "exaone": Architecture("llama", "LlamaForCausalLM", biases=BIASES),
+        "olmo": Architecture(
+            "olmo",
+            "OlmoForCausalLM",
+            permuted=True,
+            biases=(ATTENTION_BIAS,),
+            epsilon=("rms_norm_eps", LAYER_NORM[1]),
+            fields=olmo,
+        ),
         "phi2": Architecture(
             "phi",
             "PhiForCausalLM",

@@ -21,6 +21,9 @@ GATED_NORM: Final = "linear_attn.norm.weight"
 """Name of a norm to whose weight the converter adds nothing."""
 DECAY_LOG: Final = "linear_attn.A_log"
 
+MOST_HEADS: Final = 10_000
+"""A limit that refuses a damaged number before any list over heads is made."""
+
 BY_VALUE_HEAD: Final[Mapping[str, tuple[str, bool, bool]]] = {
     "attn_qkv.weight": ("in_proj_qkv.weight", True, True),
     "ssm_conv1d.weight": ("conv1d.weight", True, True),
@@ -63,7 +66,7 @@ def read_delta_heads(file: GgufFile, in_turns: bool) -> DeltaHeads:
     """
     keys, values = file.count("ssm.group_count"), file.count("ssm.time_step_rank")
     inner = file.count("ssm.inner_size")
-    if values % keys or inner % values:
+    if values > MOST_HEADS or values % keys or inner % values:
         raise CheckpointError(
             f"{file.path}: a delta net of {keys} key heads (ssm.group_count), {values} value heads "
             f"(ssm.time_step_rank) and {inner} values (ssm.inner_size), of another shape than possible."

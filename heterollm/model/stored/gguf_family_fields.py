@@ -91,7 +91,7 @@ def gemma3(file: GgufFile, config: Fields) -> Fields:
 def gemma4(file: GgufFile, config: Fields) -> Fields:
     """Return Gemma 4's kinds of layers, their heads and RoPE, shared keys and layers' embeddings."""
     kinds = layer_types(file).get("layer_types")
-    if kinds is None:
+    if not kinds:
         raise CheckpointError(f"{file.path}: gemma4.attention.sliding_window_pattern is missing.")
     first = {kind: kinds.index(kind) for kind in reversed(kinds)}
     full, sliding = first.get("full_attention", 0), first.get("sliding_attention", 0)
@@ -303,6 +303,11 @@ def cohere2(file: GgufFile, _config: Fields) -> Fields:
         **layer_types(file, PERIOD),
         "logit_scale": file.number("logit_scale"),
     }
+
+
+def olmo(file: GgufFile, _config: Fields) -> Fields:
+    """Return the limit of queries, keys and values, and the number added in norms, which is fixed."""
+    return {"rms_norm_eps": 1e-5, "clip_qkv": file.own("attention.clamp_kqv") or None}
 
 
 def olmo2(file: GgufFile, config: Fields) -> Fields:

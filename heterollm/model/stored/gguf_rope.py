@@ -12,7 +12,7 @@ FREQUENCIES: Final = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS: Final = (FREQUENCIES, LONG, SHORT)
 """Divisors of the frequencies: those that Llama 3 computes, and longrope's."""
-DIVIDED: Final = ("llama", "arcee", "granite", "granitemoe", "minicpm", "mistral3", "exaone4")
+DIVIDED: Final = ("llama", "arcee", "granite", "granitemoe", "minicpm", "mistral3", "exaone", "exaone4")
 LONGROPES: Final = ("llama", "phi3", "phimoe", "granite", "granitemoe", "minicpm")
 """Architectures that read either kind."""
 PART: Final = ("gemma4",)

@@ -18,8 +18,8 @@ from heterollm.benchmarks.engine import Job
 
 PARENT = """
 import time
-from heterollm.benchmarks.children import start
-print(start(time.sleep, 600).pid, flush=True)
+from heterollm.base import start_process
+print(start_process(time.sleep, 600).pid, flush=True)
 time.sleep(600)
 """
 

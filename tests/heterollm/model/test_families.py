@@ -33,7 +33,7 @@ LEVELS = ("gpu", "npu", "layer")
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
     *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
-    *("ministral3", "hunyuan_v1_dense", "cohere2"),
+    *("ministral3", "hunyuan_v1_dense", "cohere2", "exaone", "olmo", "granite_swa"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -261,6 +261,13 @@ def plain_rope(config: ModelConfig) -> dict[str, Any]:
     return changed(config, AttentionBlock, plain)
 
 
+def one_base(config: ModelConfig) -> dict[str, Any]:
+    def alike(block: AttentionBlock) -> AttentionBlock:
+        return dataclasses.replace(block, rope=block.rope and config.rope)
+
+    return changed(config, AttentionBlock, alike)
+
+
 def wholly_turning(config: ModelConfig) -> dict[str, Any]:
     own = config.attention
     rope = config.rope
@@ -289,6 +296,7 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "layers without positions": lambda config: attention(config, rope=config.rope),
     "positions of sliding layers": lambda config: attention(config, rope=config.rope),
     "scaled positions": plain_rope,
+    "bases of layers": one_base,
     "part of the pairs": plain_rope,
     "norms of values": lambda config: attention(config, value_norms=False),
     "factors of layers": lambda config: each_layer(config, lambda one: LayerConfig(one.stages)),
@@ -392,6 +400,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "granitemoeshared": ("embedding scale", "scale of logits"),
     "gemma": ("norm offset", "embedding scale", "activation", "biases of q, k and v", "bias of attention"),
     "granite": ("embedding scale", "attention scale", "scale of logits", *BIASES),
+    "granite_swa": (
+        *("window", "layers without window", "sinks", "layers without positions", "bases of layers"),
+        *("embedding scale", "attention scale", "scale of logits"),
+    ),
     "stablelm": ("means of norms", "partly turning heads", "biases of q, k and v"),
     "seed_oss": ("biases of q, k and v", "biases of the feed-forward"),
     "ministral": ("window", "layers without window"),
@@ -436,6 +448,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("norms of heads", "norms of heads behind positions", "stretched positions"),
         *("biases of q, k and v", "bias of attention"),
     ),
+    "exaone": BIASES,
+    "olmo": ("means of norms", "limit of q, k and v", "biases of q, k and v", "bias of attention"),
     "olmo2": (
         *("stages without a norm before", "norms of outputs", "one norm of all heads"),
         *("biases of q, k and v", "bias of attention"),

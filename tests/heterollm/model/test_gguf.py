@@ -34,7 +34,7 @@ from own_code import OWN_CODE  # noqa: E402
 Types = gguf.GGMLQuantizationType
 BLOCKS = [kind for kind in BLOCK_TYPES.values() if kind.dtype is None]
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
-OTHER_TYPES = ("mistral", "granitemoehybrid", "gemma4_unified_text", "qwen3_next")
+OTHER_TYPES = ("mistral", "granitemoehybrid", "gemma4_unified_text", "qwen3_next", "exaone")
 """Families whose files are read as another one that computes the same."""
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64, **PLAIN}
 

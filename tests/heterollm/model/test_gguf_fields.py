@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     **{
         name: OVERRIDES[name]
-        for name in ("dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
+        for name in ("olmo", "dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
     },
 }
 """Changes of the checkpoints whose files the cases change."""
@@ -248,6 +248,10 @@ CASES: dict[str, list[Case]] = {
         Case("ministral3", 0.5, ministral3(mscale_all_dim=0.5)),
         Case("ministral3", None, ministral3(mscale=None, mscale_all_dim=None)),
     ],
+    "attention.clamp_kqv": [
+        Case("olmo", 0.3, {"clip_qkv": 0.3}),
+        Case("olmo", None, {"clip_qkv": None}),
+    ],
     "attention.temperature_scale": [
         Case("ministral3", 0.3, ministral3(llama_4_scaling_beta=0.3)),
         Case("ministral3", None, ministral3(llama_4_scaling_beta=0.0)),
@@ -288,7 +292,7 @@ SIZES: dict[str, tuple[str, Any]] = {
     "ssm.conv_kernel": ("qwen3_5_text", 3),
     "ssm.group_count": ("qwen3_5_text", 4),
     "ssm.state_size": ("qwen3_5_text", 8),
-    "ssm.time_step_rank": ("qwen3_5_text", 12),
+    "ssm.time_step_rank": ("qwen3_5_text", 1 << 30),
     "ssm.inner_size": ("qwen3_5_text", 96),
 }
 """Fields that the shapes of tensors fix: a family, and a wrong value."""
@@ -535,6 +539,7 @@ FILES = {
     "qwen3vl": "qwen3vl",
     "lfm2moe": "lfm2_moe",
     "ernie4_5-moe": "ernie4_5_moe",
+    "olmo": "olmo",
 }
 """Checkpoints by architecture."""
 

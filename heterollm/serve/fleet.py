@@ -1,0 +1,178 @@
+"""Models of a server, loaded when a request asks for them and unloaded when they rest or memory is short."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from heterollm.engine import available_bytes
+from heterollm.serve.errors import RequestError
+from heterollm.serve.model_process import ModelProcess, Run
+
+logger = logging.getLogger(__name__)
+
+MARGIN: Final = 1.25
+"""Memory of a loaded model over the bytes of its files: caches, programs, and the process itself."""
+
+CHECK_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model that the server can load.
+
+    Args:
+        name: Its name in requests.
+        size_bytes: Bytes of its weights' files; 0 if unknown.
+        run: Serves it in a process.
+    """
+
+    name: str
+    size_bytes: int
+    run: Run
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A model, its process if it is loaded, the requests that use it, and the time of the last one's end."""
+
+    model: ListedModel
+    process: ModelProcess | None = None
+    users: int = 0
+    used_s: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Fleet:
+    """Processes that serve a model each; for one event loop.
+
+    Args:
+        models: The models, with different names.
+        idle_s: Time without a request after which a model is unloaded; 0 for never.
+        start: Starts the process of a model.
+        available: Returns the bytes of memory that are available; None if unknown.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ListedModel],
+        *,
+        idle_s: float,
+        start: Callable[[str, Run], ModelProcess] = ModelProcess,
+        available: Callable[[], int | None] = available_bytes,
+    ) -> None:
+        self._entries = {model.name: _Entry(model) for model in models}
+        self._idle_s = idle_s
+        self._start = start
+        self._available = available
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all models."""
+        return tuple(self._entries)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """The names of those that are loaded."""
+        return tuple(name for name, entry in self._entries.items() if entry.process is not None)
+
+    @property
+    def requests(self) -> int:
+        """Requests that use a model or wait for one."""
+        return sum(entry.users for entry in self._entries.values())
+
+    def find(self, name: str | None) -> str:
+        """Return the model that a request names; without a name the one that was used last, or the first.
+
+        Raises:
+            RequestError: There is no such model.
+        """
+        if name is None:
+            return max(self._entries.values(), key=lambda entry: entry.used_s).model.name
+        for own in (name, name.removesuffix(":latest")):
+            if own in self._entries:
+                return own
+        raise RequestError(
+            f"There is no model {name!r:.100} here.",
+            fix=f"Name one of {', '.join(self._entries):.500}.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    @contextlib.asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[int]:
+        """Give the port of a model, which is loaded first if it is not, and stays until the block ends.
+
+        Raises:
+            HeteroLLMError: It cannot be loaded.
+        """
+        entry = self._entries[name]
+        entry.users += 1
+        entry.used_s = time.monotonic()
+        try:
+            # Whoever asks first loads it, also for the others; a client that leaves stops no load.
+            yield await asyncio.shield(self._port(entry))
+        finally:
+            entry.users -= 1
+            entry.used_s = time.monotonic()
+
+    def port(self, name: str) -> int | None:
+        """Return the port of a model if it is loaded: a look at it, which is no use."""
+        process = self._entries[name].process
+        return process.port if process is not None and process.is_alive else None
+
+    async def watch(self) -> None:
+        """Unload models that rest, and forget processes that ended, until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now_s = time.monotonic()
+            for entry in self._entries.values():
+                rests = self._idle_s and not entry.users and now_s - entry.used_s > self._idle_s
+                ended = entry.process is not None and not entry.process.is_alive
+                if entry.process is not None and (rests or ended) and not entry.lock.locked():
+                    async with entry.lock:
+                        await self._unload(entry)
+
+    async def close(self) -> None:
+        """End all processes."""
+        await asyncio.gather(*map(self._unload, self._entries.values()))
+
+    async def _port(self, entry: _Entry) -> int:
+        async with entry.lock:
+            if entry.process is not None and not entry.process.is_alive:
+                logger.warning("The process of %s ended; it is loaded again.", entry.model.name)
+                await self._unload(entry)
+            if entry.process is None:
+                await self._make_room(entry)
+                process = await asyncio.to_thread(self._start, entry.model.name, entry.model.run)
+                await asyncio.to_thread(process.wait)
+                entry.process = process
+            return entry.process.port
+
+    async def _make_room(self, entry: _Entry) -> None:
+        """Unload models that nobody uses, those that rest for longest first, until one more fits."""
+        needed = int(MARGIN * entry.model.size_bytes)
+        while (available := self._available()) is not None and available < needed:
+            others = [
+                other
+                for other in self._entries.values()
+                if other.process is not None and not other.users and not other.lock.locked()
+            ]
+            if not others:
+                return  # its own check of memory says what it lacks
+            oldest = min(others, key=lambda other: other.used_s)
+            async with oldest.lock:
+                if not oldest.users:
+                    await self._unload(oldest)
+
+    @staticmethod
+    async def _unload(entry: _Entry) -> None:
+        process, entry.process = entry.process, None
+        if process is not None:
+            await asyncio.to_thread(process.close)
