@@ -181,9 +181,8 @@ def _divided(messages: Dialogue) -> Dialogue:
     results = {one["tool_call_id"]: one for one in messages if one["role"] == "tool"}
     made: list[Mapping[str, Any]] = []
     for message in messages:
-        unsaid = {name: value for name, value in message.items() if name != "reasoning_content"} | {
-            "content": ""
-        }
+        unsaid = {**message, "content": ""}
+        unsaid.pop("reasoning_content", None)
         for number, call in enumerate(message.get("tool_calls") or ()):
             made.append({**(unsaid if number else message), "tool_calls": [call]})
             made += [results[call["id"]]] if call["id"] in results else []
