@@ -12,6 +12,7 @@ from heterollm.base import HeteroLLMError, InputError, write
 from heterollm.cli.line_input import line_reader
 from heterollm.report import console as report
 from heterollm.text import Conversation, load_dialogue, save_dialogue
+from heterollm.tools import AnswerPart, reader_of, text_form
 
 if TYPE_CHECKING:
     from heterollm.cli.options import TokenOptions
@@ -50,6 +51,7 @@ class ChatLoop:
         self._interactive = sys.stdin.isatty()
         self._failures = 0
         self._again = 0
+        self._reasons = False
         self._last: GenerationResult | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: report.show(report.pairs_table(COMMANDS.items())),
@@ -105,7 +107,7 @@ class ChatLoop:
             self._conversation.add_user(text)
             self._again = 0
         try:
-            result = self._stream()
+            result, content = self._stream()
         except HeteroLLMError:
             # A message that the model refuses would make it refuse every later one.
             self._conversation.restore(before)
@@ -116,7 +118,7 @@ class ChatLoop:
             self._conversation.restore(before)
             _note("Nothing was answered, so the message is forgotten.")
             return
-        self._conversation.add_assistant(result.text)
+        self._conversation.add_assistant(content)
         for failure in self._llm.failures[self._failures :]:
             _note(failure)
         self._failures = len(self._llm.failures)
@@ -129,8 +131,12 @@ class ChatLoop:
                 speed += f", {result.speculation.tokens_per_pass:.2f} a pass"
             _note(f"{result.generated_tokens} tokens{speed}, ended by {result.stop_reason}")
 
-    def _stream(self) -> GenerationResult:
-        """Write the answer to the dialogue as it is made; Ctrl-C stops it."""
+    def _stream(self) -> tuple[GenerationResult, str]:
+        """Write the answer to the dialogue as it is made; Ctrl-C stops it.
+
+        Returns:
+            The result, and the text of the answer without its reasoning.
+        """
         context = self._llm.context
         limit = context - min(self._max_new_tokens, context // 4)
         ids, dropped = self._conversation.fit(limit, limit - context // 4)
@@ -141,23 +147,39 @@ class ChatLoop:
         if choice["seed"] is not None:
             choice["seed"] += self._again
         waiting = report.Waiting("Reading the dialogue")
+        form = text_form(self._llm.tokenizer, ids)
+        reader, self._reasons, content = reader_of(form), False, ""
         stream = self._llm.stream(
             ids,
             session=self._session,
             stop=self._llm.tokenizer.chat_stop_strings,
             max_new_tokens=self._max_new_tokens,
+            marks=tuple(form.marks.values()),
             progress=waiting.progress,
             **choice,
         )
         try:
             try:
                 for step in waiting.until_first(stream):
-                    write(step.text)
+                    content += self._write(reader.push(step.text, step.token_id))
             except KeyboardInterrupt:
                 stream.close()
-            return stream.result
+            content += self._write(reader.finish())
+            return stream.result, content
         finally:
             stream.close()
+
+    def _write(self, part: AnswerPart) -> str:
+        """Write a part of an answer, its text to stdout and its reasoning to stderr; return the text."""
+        if part.reasoning:
+            report.show_reasoning(part.reasoning)
+            self._reasons = True
+        if part.content:
+            if self._reasons:
+                report.show_reasoning("\n\n")
+            self._reasons = False
+            write(part.content)
+        return part.content
 
     # -- commands ------------------------------------------------------------------------------------
 

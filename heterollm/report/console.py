@@ -103,6 +103,11 @@ def pipe_width() -> int:
     return max(LEAST_WIDTH, int(stated)) if stated.isascii() and stated.isdigit() else PIPE_WIDTH
 
 
+def show_reasoning(text: str) -> None:
+    """Show the next piece of a model's reasoning on stderr, which ends no line by itself."""
+    stderr_console().print(note(text), end="", soft_wrap=True)
+
+
 def show(renderable: RenderableType) -> None:
     """Show a message on stderr, apart from the result."""
     console = stderr_console()

@@ -14,7 +14,7 @@ from heterollm.serve.answers import Ended, Spent, StepOf
 from heterollm.serve.asking import AnswerRequest
 from heterollm.serve.errors import FailedRequest
 from heterollm.text import decode_rate, prefill_rate
-from heterollm.tools import AnswerPart, AnswerReader, ReplyForm, joined
+from heterollm.tools import AnswerPart, AnswerReader, ReplyForm, joined, reader_of
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -41,7 +41,7 @@ class Reply(ABC):
         self._request = request
         self._form = request.form
         form = request.form or ReplyForm()
-        self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(form))
+        self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: reader_of(form))
 
     # -- the door's form -----------------------------------------------------------------------------
 

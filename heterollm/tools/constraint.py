@@ -61,11 +61,17 @@ def call_grammar(
     Raises:
         GrammarError: A schema has a part that no grammar of this form expresses.
     """
-    return _Writer(form, marks, end_ids).whole(rules, reasoning, opened=opened)
+    return GrammarWriter(form, marks, end_ids).whole(rules, reasoning, opened=opened)
 
 
-class _Writer:
-    """Writes rules; each has a name of its own."""
+class GrammarWriter:
+    """Writes rules; each has a name of its own.
+
+    Args:
+        form: The form of calls.
+        marks: As for :func:`call_grammar`.
+        end_ids: As well.
+    """
 
     def __init__(self, form: ToolForm, marks: Mapping[str, int], end_ids: Collection[int]) -> None:
         self._form = form

@@ -111,6 +111,21 @@ GLM: Final = ToolForm(
     member="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
 )
 
+HARMONY_MARKS: Final = frozenset(
+    {
+        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+        *("<|end|>", "<|call|>", "<|return|>"),
+    }
+)
+"""Tokens between the messages of an answer of gpt-oss, and in their headers."""
+
+HARMONY: Final = ToolForm(
+    name="gpt-oss",
+    begin="<|channel|>",
+    call=" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>",
+)
+"""As templates write past calls; :mod:`.harmony` reads and holds these and those of models."""
+
 FORMS: Final = (
     ToolForm(
         name="qwen3-coder",
@@ -229,6 +244,9 @@ class ReasoningForm:
     closes: str
 
 
+CHANNELS: Final = ReasoningForm("<|channel|>analysis<|message|>", "<|end|>")
+"""The channel of reasoning, which an answer may have several times."""
+
 REASONING: Final = (
     ReasoningForm("<think>", "</think>"),
     ReasoningForm("[THINK]", "[/THINK]"),
@@ -240,6 +258,8 @@ REASONING: Final = (
 def tool_form(template: str, tokens: Iterable[str]) -> ToolForm | None:
     """Return the form of a checkpoint's calls, by its chat template and then by its added tokens."""
     known = frozenset(tokens)
+    if has_channels(template, known):
+        return HARMONY
     for form in (MISTRAL_11, *FORMS):
         if any(all(sign in template for sign in signs) for signs in form.signs):
             return form
@@ -250,6 +270,13 @@ def tool_form(template: str, tokens: Iterable[str]) -> ToolForm | None:
     return None
 
 
-def reasoning_form(template: str) -> ReasoningForm | None:
+def reasoning_form(template: str, tokens: Iterable[str]) -> ReasoningForm | None:
     """Return the form of a checkpoint's reasoning, if its chat template knows one."""
+    if has_channels(template, tokens):
+        return CHANNELS
     return next((form for form in REASONING if form.closes in template), None)
+
+
+def has_channels(template: str, tokens: Iterable[str]) -> bool:
+    """Return whether answers are messages in channels, whose marks are tokens."""
+    return HARMONY.begin in template and HARMONY_MARKS.issubset(tokens)

@@ -10,13 +10,18 @@ from typing import Any, Final
 from heterollm.base import GrammarError, InputError, OptionError
 from heterollm.text import GenerationOptions, Tokenizer, check_structure
 from heterollm.tools.constraint import CallRules, call_grammar
-from heterollm.tools.forms import GENERIC, ReasoningForm, ToolForm
+from heterollm.tools.forms import CHANNELS, GENERIC, HARMONY_MARKS, ReasoningForm, ToolForm, reasoning_form
+from heterollm.tools.harmony import EFFORTS as CHANNEL_EFFORTS
+from heterollm.tools.harmony import channel_grammar, described, with_thinking
 from heterollm.tools.reading import ID_LENGTH, ReplyForm
 from heterollm.tools.schemas import Tool
 from heterollm.tools.support import Dialogue, ToolSupport, render, support_of
 
 EFFORTS: Final = ("reasoning_effort", "enable_thinking", "thinking")
 """Variables of templates that turn reasoning on and off."""
+
+MOST_OPENING: Final = 16
+"""Tokens of the opening of the reasoning at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,26 +75,43 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, most_tokens: int) ->
     most_calls = max(len(message.get("tool_calls") or ()) for message in dialogue)
     if most_calls:
         dialogue = (support.several if most_calls > 1 else support.single)(dialogue)
+    reasoning = support.reasoning
     variables = _variables(support, request)
     for tool in request.tools:
         tool.held()  # before a template meets a schema that no answer can follow
     declared = [tool.declared() for tool in request.tools]
+    if reasoning is CHANNELS:
+        dialogue, declared = with_thinking(dialogue), [described(one) for one in declared]
     text = render(tokenizer, support.way, dialogue, declared, variables)
-    reasoning = support.reasoning
-    opened = reasoning is not None and text.rstrip().endswith(reasoning.opens.rstrip())
+    opened = _opens(text, reasoning)
     calls = support.form if request.tools else None
     marks = _marks(tokenizer, calls, reasoning)
     rules = request.rules or CallRules(tools=(), final=request.final)
-    grammar = None
+    grammar, ends = None, tokenizer.eos_ids
+    if reasoning is CHANNELS:
+        if calls is not None or rules.final is not None:
+            grammar = channel_grammar(rules, marks=marks, end_ids=ends, opened=opened)
     # Without calls and reasoning a schema needs no grammar around it.
-    if rules.tools or (opened and rules.final) or (calls is not None and calls.begin and not rules.final):
-        grammar = call_grammar(
-            *(rules, calls or GENERIC, reasoning), marks=marks, end_ids=tokenizer.eos_ids, opened=opened
-        )
+    elif rules.tools or (opened and rules.final) or (calls is not None and calls.begin and not rules.final):
+        grammar = call_grammar(rules, calls or GENERIC, reasoning, marks=marks, end_ids=ends, opened=opened)
     own = calls if request.rules is not None else None
-    words = frozenset(name for name, index in marks.items() if index not in tokenizer.special_tokens)
-    form = ReplyForm(request.tools, own, reasoning, opened, marks, words)
+    form = ReplyForm(request.tools, own, reasoning, opened, marks, _words(tokenizer, marks))
     return ChatPrompt(tokenizer.encode_chat(text, most_tokens=most_tokens), form, grammar)
+
+
+def text_form(tokenizer: Tokenizer, ids: Sequence[int]) -> ReplyForm:
+    """Return the form of an answer without calls.
+
+    Args:
+        tokenizer: Knows the chat template.
+        ids: The prompt, rendered with it.
+    """
+    reasoning = reasoning_form(tokenizer.chat_template(), tokenizer.added_tokens)
+    if reasoning is None:
+        return ReplyForm()
+    opened = _opens(tokenizer.decode(ids[-MOST_OPENING:], controls=True), reasoning)
+    marks = _marks(tokenizer, None, reasoning)
+    return ReplyForm(reasoning=reasoning, opened=opened, marks=marks, words=_words(tokenizer, marks))
 
 
 def can_reason(tokenizer: Tokenizer) -> bool:
@@ -105,7 +127,11 @@ def reasoning_variables(tokenizer: Tokenizer, wanted: bool | str) -> dict[str, A
         wanted: Whether to reason, or the effort.
     """
     support = support_of(tokenizer)
-    made = {name: wanted if name == "reasoning_effort" else bool(wanted) for name in EFFORTS}
+    if not wanted and support.reasoning is CHANNELS:
+        wanted = "none"  # such a model always reasons, and has efforts alone
+    made = {
+        name: _effort(support, wanted) if name == "reasoning_effort" else bool(wanted) for name in EFFORTS
+    }
     if isinstance(wanted, bool):
         del made["reasoning_effort"]
     return {name: value for name, value in made.items() if support.has_variable(name)}
@@ -122,8 +148,19 @@ def fault_of(tools: Sequence[Tool]) -> GrammarError | None:
     return None
 
 
+def _opens(prompt: str, reasoning: ReasoningForm | None) -> bool:
+    """Whether a prompt ends in the opening of the reasoning."""
+    return reasoning is not None and prompt.rstrip().endswith(reasoning.opens.rstrip())
+
+
+def _words(tokenizer: Tokenizer, marks: Mapping[str, int]) -> frozenset[str]:
+    return frozenset(name for name, index in marks.items() if index not in tokenizer.special_tokens)
+
+
 def _marks(tokenizer: Tokenizer, calls: ToolForm | None, reasoning: ReasoningForm | None) -> dict[str, int]:
     """Return the tokens that occur in the forms."""
+    if reasoning is CHANNELS:
+        return {name: tokenizer.added_tokens[name] for name in sorted(HARMONY_MARKS)}
     texts = [] if reasoning is None else [reasoning.opens, reasoning.closes]
     if calls is not None:
         texts += [calls.begin, calls.opens, calls.call, calls.closes, calls.member, calls.values.quote]
@@ -154,8 +191,13 @@ def _variables(support: ToolSupport, request: ChatRequest) -> dict[str, Any]:
         raise OptionError("reasoning_effort has no effect: the chat template has no variable for it.")
     for name in known:
         is_switch = name != "reasoning_effort"
-        made.setdefault(name, request.effort != "none" if is_switch else request.effort)
+        made.setdefault(name, request.effort != "none" if is_switch else _effort(support, request.effort))
     return made
+
+
+def _effort(support: ToolSupport, wanted: bool | str) -> bool | str:
+    """Return the effort as the model knows it."""
+    return CHANNEL_EFFORTS.get(str(wanted), wanted) if support.reasoning is CHANNELS else wanted
 
 
 def ordered(dialogue: Dialogue) -> list[dict[str, Any]]:

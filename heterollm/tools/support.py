@@ -76,7 +76,7 @@ def support_of(tokenizer: Tokenizer) -> ToolSupport:
     way = "text" if found is None else _way(tokenizer, template)
     form = GENERIC if found is None or way == "text" else found
     single, several = (_change(tokenizer, form, way, count) for count in (1, 2))
-    return ToolSupport(template, form, way, single, several, reasoning_form(template))
+    return ToolSupport(template, form, way, single, several, reasoning_form(template, tokenizer.added_tokens))
 
 
 def render(
@@ -181,8 +181,10 @@ def _divided(messages: Dialogue) -> Dialogue:
     results = {one["tool_call_id"]: one for one in messages if one["role"] == "tool"}
     made: list[Mapping[str, Any]] = []
     for message in messages:
+        unsaid = {**message, "content": ""}
+        unsaid.pop("reasoning_content", None)
         for number, call in enumerate(message.get("tool_calls") or ()):
-            made.append({**message, "content": "" if number else message["content"], "tool_calls": [call]})
+            made.append({**(unsaid if number else message), "tool_calls": [call]})
             made += [results[call["id"]]] if call["id"] in results else []
         if message["role"] != "tool" and not message.get("tool_calls"):
             made.append(message)

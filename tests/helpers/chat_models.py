@@ -238,6 +238,35 @@ GRANITE = (
 """
     + OPENING
 )
+HARMONY = """\
+{%- macro message(header, text) -%}<|start|>{{ header }}<|message|>{{ text }}<|end|>{%- endmacro -%}
+{{ message('system', 'Reasoning: ' + (reasoning_effort | default('medium'))) }}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- if system or tools -%}<|start|>developer<|message|>{{ system }}
+{% for tool in tools or [] -%}
+{{ '// ' + tool.function.description }}
+type {{ tool.function.name }} = (_: {{ tool.function.parameters | tojson }}) => any;
+{% endfor -%}<|end|>{%- endif -%}
+{%- set last = namespace(name='') -%}
+{%- for m in messages if m.role != 'system' -%}
+{%- if m.role == 'assistant' and "tool_calls" in m -%}
+{%- if m.content and m.thinking -%}{{ raise_exception('content and thinking beside a call') }}{%- endif -%}
+{%- set thought = m.content or m.thinking -%}
+{%- if thought -%}{{ message('assistant<|channel|>analysis', thought) }}{%- endif -%}
+{%- set f = m.tool_calls[0].function -%}{%- set last.name = f.name -%}
+<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>
+{{- f.arguments | tojson }}<|call|>
+{%- elif m.role == 'tool' -%}
+{{ message('functions.' + last.name + ' to=assistant<|channel|>commentary', m.content | tojson) }}
+{%- elif m.role == 'assistant' -%}{{ message('assistant<|channel|>final', m.content) }}
+{%- else -%}{{ message(m.role, m.content) }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+HARMONY_MARKS = (
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+    *("<|end|>", "<|call|>", "<|return|>"),
+)
 NO_TOOLS = """\
 {%- for m in messages -%}
 {%- if m.role == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}
@@ -265,6 +294,8 @@ CHATS: dict[str, tuple[str | None, Sequence[str], Sequence[str]]] = {
     "gemma-4-text": (GEMMA_4, (), ()),
     "phi-4": (PHI, PHI_4, ()),
     "granite-3": (GRANITE, (*CHATML, "<|tool_call|>"), ()),
+    "gpt-oss": (HARMONY, HARMONY_MARKS, ()),
+    "gpt-oss-gguf": (HARMONY, HARMONY_MARKS[5:], HARMONY_MARKS[:5]),
     "no-tools": (NO_TOOLS, ("<start_of_turn>", "<end_of_turn>"), ()),
     "plain": (None, (), ()),
 }

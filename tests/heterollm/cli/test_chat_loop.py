@@ -3,8 +3,10 @@ import io
 import os
 import select
 import sys
+from typing import ClassVar
 
 import pytest
+from chat_models import HARMONY_MARKS
 
 from heterollm.base import InputError
 from heterollm.cli.chat_loop import ChatLoop
@@ -16,6 +18,10 @@ from heterollm.text import GenerationResult, GenerationStep
 class Tokenizer:
     has_chat_template = True
     chat_stop_strings = ()
+    added_tokens: ClassVar[dict[str, int]] = {}
+
+    def chat_template(self):
+        return ""
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
         self.rendered = [(message["role"], message["content"]) for message in messages]
@@ -195,6 +201,49 @@ def test_a_message_without_an_answer_is_forgotten(talk):
     talk("a\nb\n", model)
     assert model.stream == answer
     assert model.prompts == [[("user", "b")]]
+
+
+def test_reasoning_goes_to_stderr_and_not_into_the_dialogue(talk):
+    class Speaker(Tokenizer):
+        added_tokens: ClassVar = {name: 10 + place for place, name in enumerate(HARMONY_MARKS)}
+        special_tokens: ClassVar = {index: name for name, index in added_tokens.items()}
+
+        def chat_template(self):
+            return "<|channel|>"
+
+        def decode(self, ids, *, controls=False):
+            return "<|start|>assistant"
+
+    class Answer(Stream):
+        def __iter__(self):
+            marks = Speaker.added_tokens
+            for text in (
+                "<|channel|>",
+                "analysis",
+                "<|message|>",
+                "So.",
+                "<|end|>",
+                "<|start|>",
+                "assistant",
+            ):
+                yield GenerationStep("" if text in marks else text, marks.get(text, 1))
+            for text in ("<|channel|>", "final", "<|message|>", "Hel", "lo", "<|return|>"):
+                yield GenerationStep("" if text in marks else text, marks.get(text, 1))
+
+    model = Model()
+    model.tokenizer = Speaker()
+    plain, asked = model.stream, []
+
+    def stream(ids, *, marks, **options):
+        asked.append(marks)
+        plain(ids, **options)
+        return Answer([], None)
+
+    model.stream = stream
+    _, out, err = talk("a\nb\n", model)
+    assert (out, err) == ("Hello\nHello\n", "So.\n\nSo.\n\n")
+    assert model.prompts[1] == [("user", "a"), ("assistant", "Hello"), ("user", "b")]
+    assert set(asked[0]) == set(Speaker.added_tokens.values())
 
 
 READY = "\x1b[?2004h"

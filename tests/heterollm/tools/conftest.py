@@ -1,6 +1,6 @@
 """Tokenizers of small chat models, and answers of random logits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 from chat_models import CHATS, chat_folder
 
 from heterollm.text import GenerationOptions, GrammarTokens, SamplingOptions, Tokenizer, TokenSequence, drive
-from heterollm.tools import AnswerPart, AnswerReader, ChatPrompt, joined
+from heterollm.tools import AnswerPart, ChatPrompt, ReplyForm, joined, reader_of
 
 ROWS = 2048
 
@@ -56,6 +56,20 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
     return load
 
 
+def read(tokenizer: Tokenizer, form: ReplyForm, ids: Iterable[int]) -> list[AnswerPart]:
+    """Return the parts of an answer of these tokens."""
+    reader, decoder, parts = reader_of(form), tokenizer.stream_decoder(), []
+    for token in ids:
+        text = decoder.finish() if token in form.marks.values() else decoder.push(token)
+        parts.append(reader.push(text, token))
+    return [*parts, reader.finish()]
+
+
+@pytest.fixture(scope="session")
+def reading() -> Callable[[Tokenizer, ReplyForm, Iterable[int]], list[AnswerPart]]:
+    return read
+
+
 @pytest.fixture(scope="module")
 def answered(tokenizer_of) -> Iterator[Callable[..., Answer]]:
     tokens = lru_cache(lambda name: GrammarTokens(tokenizer_of(name), ROWS))
@@ -75,7 +89,7 @@ def answered(tokenizer_of) -> Iterator[Callable[..., Answer]]:
         sequence = TokenSequence(
             tokenizer, [5, 6], options, context=source.context, constraint=tokens(name).constraint(options)
         )
-        reader = AnswerReader(prompt.form)
+        reader = reader_of(prompt.form)
         pieces = [reader.push(step.text, step.token_id) for step in drive(sequence, source)]
         pieces.append(reader.finish())
         assert sequence.result is not None
