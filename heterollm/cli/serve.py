@@ -80,13 +80,13 @@ def serve(
     ] = 10.0,
     queue: Annotated[int, typer.Option(help="Requests of each tier that may wait.")] = 64,
     connections: Annotated[int, typer.Option(help="Connections at most; idle ones make room.")] = 512,
-    exact: Annotated[
+    no_exact: Annotated[
         bool,
         typer.Option(
-            "--exact/--no-exact",
-            help="Whether answers with a seed or temperature 0 depend on no other request.",
+            "--no-exact",
+            help="Let answers with a seed or temperature 0 share passes that may change their last bits.",
         ),
-    ] = True,
+    ] = False,
     requests: RequestOptions,
     live: Annotated[
         bool, typer.Option("--live", help="Trace all passes; the page shows how busy GPU and NPU are.")
@@ -124,7 +124,7 @@ def serve(
         connections=connections,
         sampling=sampling,
         max_tokens=max_tokens,
-        exact=exact,
+        exact=not no_exact,
         live=live,
     )
     say, note = (lambda text, show=show: report.show(show(text)) for show in (report.message, report.note))

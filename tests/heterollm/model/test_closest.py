@@ -19,7 +19,6 @@ OTHER_LAYERS = {
     "granitemoehybrid": "linear_attention",
     "jamba": "attn_layer_",
     "kimi_linear": "linear_attention",
-    "llama4_text": "chunked_attention",
     "mamba2": "conv_kernel",
     "minicpm3": "kv_lora_rank",
     "minimax": "linear_attention",
