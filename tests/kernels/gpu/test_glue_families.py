@@ -9,7 +9,8 @@ import pytest
 from heterollm.base import KernelError
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, HeadShape, Scores
-from heterollm.kernels.operators.attention import AttentionCase, visible
+from heterollm.kernels.operators.attention import AttentionCase
+from heterollm.kernels.operators.attention_work import visible
 from heterollm.kernels.operators.data import GuardedOutput, fill_slot, run_launches, split_segments
 from heterollm.kernels.operators.embedding import PositionsCase
 from heterollm.kernels.operators.gated_activation import (
