@@ -34,6 +34,10 @@ OF_CONNECTION: Final = frozenset(
 """Headers that belong to a connection, not to its request or answer."""
 
 
+class EndedError(EngineError):
+    """The process of a model ended before its answer did."""
+
+
 class _Exchange:
     """A request to a process on its own connection."""
 
@@ -58,13 +62,13 @@ class _Exchange:
         """Return the next part of the answer.
 
         Raises:
-            EngineError: The process ended before its answer did.
+            EndedError: The process ended before its answer did.
         """
         try:
             while (event := self._state.next_event()) is h11.NEED_DATA:
                 self._state.receive_data(await self._reader.read(READ_BYTES))
         except (OSError, h11.RemoteProtocolError) as error:
-            raise EngineError(
+            raise EndedError(
                 f"The process of the model ended during an answer: {error}.", fix="Send the request again."
             ) from error
         return event
@@ -110,18 +114,18 @@ async def forward(request: Request, body: bytes, port: int, held: AsyncExitStack
     """Send a request to a process, and return its answer, which closes ``held`` at its end.
 
     Raises:
-        EngineError: The process does not answer.
+        EndedError: The process does not answer.
         GoneError: The client left before the answer began.
     """
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        held.callback(writer.close)
+        exchange = _Exchange(reader, writer)
+        await exchange.send(request, body, port)
     except OSError as error:
-        raise EngineError(
+        raise EndedError(
             f"The process of the model does not answer: {error}.", fix="Send the request again."
         ) from error
-    held.callback(writer.close)
-    exchange = _Exchange(reader, writer)
-    await exchange.send(request, body, port)
     begin = asyncio.create_task(exchange.event())
     leaving = asyncio.create_task(left(request))
     await asyncio.wait((begin, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,10 +22,15 @@ from heterollm.serve.app import GONE, guards, no_such_route
 from heterollm.serve.doors import ollama_models
 from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
 from heterollm.serve.fleet import Fleet
-from heterollm.serve.forwarding import forward
+from heterollm.serve.forwarding import EndedError, forward
 from heterollm.serve.options import ServeOptions
 from heterollm.serve.page import page
 from heterollm.serve.reading import Bodies
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S: Final = 0.5
+"""Time until a process whose connection closed is known to have ended."""
 
 
 class _Named(msgspec.Struct):
@@ -99,9 +105,21 @@ class Front:
         return endpoint
 
     async def _forward(self, request: Request) -> Response:
-        """Forward a request to the model that its body names, which is loaded for it."""
-        async with self._bodies.receive(request) as body, AsyncExitStack() as held:
+        """Forward a request to the model that its body names, which is loaded for it.
+
+        If its process ends before the answer begins, it is loaded again, once.
+        """
+        async with self._bodies.receive(request) as body:
             name = self._fleet.find(_model_of(body))
+            try:
+                return await self._sent(request, body, name)
+            except EndedError as error:
+                logger.warning("%s: %s", name, error)
+                await asyncio.sleep(AGAIN_S)
+                return await self._sent(request, body, name)
+
+    async def _sent(self, request: Request, body: bytes, name: str) -> Response:
+        async with AsyncExitStack() as held:
             port = await held.enter_async_context(self._fleet.use(name))
             return await forward(request, body, port, held)
 
