@@ -211,12 +211,7 @@ class Server:
 
     def _endpoint(self, path: str, call: Endpoint) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            try:
-                response = await call(request)
-            except (GoneError, ClientDisconnect):
-                response = Response(status_code=GONE)
-            except Exception as error:  # noqa: BLE001 - the client gets it in the form of its door
-                response = error_response(request.url.path, error)
+            response = await answered(call, request)
             self._metrics.answered(path, response.status_code)
             self._answered += request.method == "POST"
             return response
@@ -332,6 +327,16 @@ def guards(options: ServeOptions) -> list[Middleware]:
         allow_headers=["Authorization", "Content-Type", "X-Api-Key", "Anthropic-Version"],
     )
     return [*((cors,) if options.cors else ()), Middleware(Guard, options=options)]
+
+
+async def answered(call: Endpoint, request: Request) -> Response:
+    """Return the answer of an endpoint, or its error in the form of the path's door."""
+    try:
+        return await call(request)
+    except (GoneError, ClientDisconnect):
+        return Response(status_code=GONE)
+    except Exception as error:  # noqa: BLE001 - the client gets it
+        return error_response(request.url.path, error)
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:

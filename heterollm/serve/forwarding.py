@@ -82,22 +82,24 @@ class _Exchange:
 class Forwarded(Response):
     """An answer whose content comes from a process; at its end it closes what it holds."""
 
-    def __init__(self, begin: h11.Response, exchange: _Exchange, held: AsyncExitStack) -> None:
+    def __init__(
+        self, request: Request, begin: h11.Response, exchange: _Exchange, held: AsyncExitStack
+    ) -> None:
         super().__init__(status_code=begin.status_code)
         self.raw_headers = [(name, value) for name, value in begin.headers if name not in OF_CONNECTION]
-        self._exchange, self._held = exchange, held
+        self._request, self._exchange, self._held = request, exchange, held
 
     async def discard(self) -> None:
         """Read no more of the answer."""
         await self._held.aclose()
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send the answer."""
         async with self._held:
             start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(start)
             content = asyncio.create_task(self._send_content(send))
-            leaving = asyncio.create_task(_leaves(receive))
+            leaving = asyncio.create_task(left(self._request))
             await asyncio.wait((content, leaving), return_when=asyncio.FIRST_COMPLETED)
             for task in (content, leaving):
                 task.cancel()
@@ -135,9 +137,4 @@ async def forward(request: Request, body: bytes, port: int, held: AsyncExitStack
         raise GoneError
     response = begin.result()
     assert isinstance(response, h11.Response)
-    return Forwarded(response, exchange, held.pop_all())
-
-
-async def _leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return Forwarded(request, response, exchange, held.pop_all())

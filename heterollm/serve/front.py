@@ -7,20 +7,20 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from heterollm.serve.app import GONE, guards, no_such_route
+from heterollm.serve.app import Endpoint, answered, guards, no_such_route
 from heterollm.serve.doors import ollama_models
-from heterollm.serve.errors import GoneError, RequestError, error_response, json_response
+from heterollm.serve.errors import RequestError, json_response
 from heterollm.serve.fleet import Fleet
 from heterollm.serve.forwarding import EndedError, forward
 from heterollm.serve.options import ServeOptions
@@ -50,22 +50,22 @@ class Front:
         self._fleet, self._options = fleet, options
         self._started_s = int(time.time())
         self._bodies = Bodies()
-        own: Sequence[tuple[str, Callable[[Request], Awaitable[Response]]]] = (
-            ("/", self._show_page),
-            ("/health", self._health),
-            ("/v1/models", self._models),
-            ("/v1/models/{name:path}", self._model),
-            ("/api/tags", functools.partial(self._tags, lambda: fleet.names)),
-            ("/api/ps", functools.partial(self._tags, lambda: fleet.loaded)),
-            ("/api/version", self._version),
-            ("/status", self._status),
-            ("/{path:path}", self._look),
+        own: Sequence[tuple[str, str, Endpoint]] = (
+            ("/", "GET", self._show_page),
+            ("/health", "GET", self._health),
+            ("/v1/models", "GET", self._models),
+            ("/v1/models/{name:path}", "GET", self._model),
+            ("/api/tags", "GET", functools.partial(self._tags, lambda: fleet.names)),
+            ("/api/ps", "GET", functools.partial(self._tags, lambda: fleet.loaded)),
+            ("/api/version", "GET", self._version),
+            ("/status", "GET", self._status),
+            ("/{path:path}", "GET", self._look),
+            ("/{path:path}", "POST", self._forward),
+            ("/{path:path}", "DELETE", self._look),
         )
         self.app = Starlette(
             routes=[
-                *(Route(path, self._endpoint(call), methods=["GET"]) for path, call in own),
-                Route("/{path:path}", self._endpoint(self._forward), methods=["POST"]),
-                Route("/{path:path}", self._endpoint(self._look), methods=["DELETE"]),
+                Route(path, functools.partial(answered, call), methods=[method]) for path, method, call in own
             ],
             middleware=guards(options),
             exception_handlers={HTTPException: no_such_route},
@@ -91,18 +91,6 @@ class Front:
         yield
         watching.cancel()
         await self._fleet.close()
-
-    @staticmethod
-    def _endpoint(call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            try:
-                return await call(request)
-            except (GoneError, ClientDisconnect):
-                return Response(status_code=GONE)
-            except Exception as error:  # noqa: BLE001 - the client gets it in the form of its door
-                return error_response(request.url.path, error)
-
-        return endpoint
 
     async def _forward(self, request: Request) -> Response:
         """Forward a request to the model that its body names, which is loaded for it.
