@@ -153,11 +153,9 @@ def _serve_in_process(
 
     own = replace(served, host="127.0.0.1", port=0, cors=())
     with listen(own) as bound, load_model(model, options, run, trace=own.live) as llm:
-        pipe.send(bound.getsockname()[1])
-        pipe.close()
         serve(
             *(llm, own, bound),
-            say=lambda _text: None,
+            say=lambda _text: pipe.send(bound.getsockname()[1]),
             note=lambda text: report.show(report.note(f"{own.name}: {text}")),
         )
 

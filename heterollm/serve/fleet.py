@@ -139,6 +139,12 @@ class Fleet:
                     async with entry.lock:
                         await self._unload(entry)
 
+    def stop(self) -> None:
+        """End all answers with an error."""
+        for entry in self._entries.values():
+            if entry.process is not None:
+                entry.process.kill()
+
     async def close(self) -> None:
         """End all processes."""
         await asyncio.gather(*map(self._unload, self._entries.values()))

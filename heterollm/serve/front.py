@@ -78,7 +78,8 @@ class Front:
         return self._options.connections
 
     def stop(self) -> None:
-        """Do nothing: processes end their own answers."""
+        """End running and waiting answers with an error."""
+        self._fleet.stop()
 
     @property
     def busy(self) -> bool:

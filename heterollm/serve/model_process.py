@@ -62,8 +62,12 @@ class ModelProcess:
         self._pipe.close()
         self._process.terminate()
         self._process.join(END_S)
-        self._process.kill()
+        self.kill()
         self._process.join()
+
+    def kill(self) -> None:
+        """End the process and its answers at once."""
+        self._process.kill()
 
 
 def _run(run: Run, pipe: Connection) -> None:

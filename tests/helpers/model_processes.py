@@ -18,8 +18,8 @@ def serve_bundled(folder: str, name: str, keys: tuple[str, ...], pipe: Connectio
     )
     options = ServeOptions(port=0, name=name, api_keys=keys, sessions_gib=0.1)
     with listen(options) as bound, LLM.load(folder, device="host", plan="gpu", context=256) as llm:
-        pipe.send(bound.getsockname()[1])
-        serve(llm, options, bound, say=lambda _text: None, note=lambda _text: None)
+        port = bound.getsockname()[1]
+        serve(llm, options, bound, say=lambda _text: pipe.send(port), note=lambda _text: None)
 
 
 def fail_to_load(pipe: Connection) -> None:

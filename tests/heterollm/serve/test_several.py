@@ -158,6 +158,9 @@ class Process:
     def close(self) -> None:
         self.log.append(f"-{self.name}")
 
+    def kill(self) -> None:
+        self.log.append(f"killed {self.name}")
+
 
 def test_models_that_rest_for_longest_make_room() -> None:
     log: list[str] = []
@@ -186,6 +189,22 @@ def test_models_that_rest_for_longest_make_room() -> None:
     asyncio.run(use())
     assert log[:5] == ["+a", "+b", "+c", "-c", "+d"]
     assert sorted(log[-3:]) == ["-b", "-c", "-d"]
+
+
+def test_a_server_that_hurries_ends_the_answers_of_its_processes() -> None:
+    log: list[str] = []
+
+    def start(name: str, _run: Any) -> Any:
+        return Process(log, name)
+
+    fleet = Fleet([ListedModel(name, 0, fail_to_load) for name in "ab"], idle_s=0, start=start)
+
+    async def use() -> None:
+        async with fleet.use("b"):
+            Front(fleet, ServeOptions()).stop()
+
+    asyncio.run(use())
+    assert log == ["+b", "killed b"]
 
 
 def test_a_request_names_a_model_or_means_the_last_one() -> None:
