@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CacheError, CheckpointError, atomic_path
+from heterollm.base import CacheError, CheckpointError
 from heterollm.engine.state import SessionState
-from heterollm.model import CHECKSUMS, TensorEntry, TensorFile, checksums, layout_tensors, write_header
+from heterollm.model import CHECKSUMS, TensorEntry, TensorFile, checksums, layout_tensors, written_tensors
 
 SCHEMA: Final = "heterollm-prefix-1"
 IDS: Final = "ids"
@@ -46,18 +45,9 @@ class Prefix:
             CacheError: The file cannot be written.
         """
         shapes = {name: (_KINDS[values.dtype], values.shape) for name, values in self.tensors.items()}
-        entries = _with_checksums(shapes)
-        with atomic_path(path) as temporary, temporary.open("r+b") as file:
-            start = write_header(file, entries, {**metadata, "schema": SCHEMA})
-            file.truncate(start + max(entry.stop for entry in entries.values()))
+        with written_tensors(path, _with_checksums(shapes), {**metadata, "schema": SCHEMA}) as put:
             for name, values in self.tensors.items():
-                file.seek(start + entries[name].start)
-                file.write(np.ascontiguousarray(values).data)
-            file.flush()
-            file.seek(start + entries[CHECKSUMS].start)
-            file.write(checksums(TensorFile.open(temporary)).data)
-            file.flush()
-            os.fsync(file.fileno())
+                put(name, values)
 
 
 def open_prefix(path: Path) -> TensorFile:

@@ -51,7 +51,7 @@ from .tensor_file import TensorEntry as TensorEntry
 from .tensor_file import TensorFile as TensorFile
 from .tensor_file import checksums as checksums
 from .tensor_file import layout_tensors as layout_tensors
-from .tensor_file import write_header as write_header
+from .tensor_file import written_tensors as written_tensors
 from .weights import ModelWeights as ModelWeights
 from .weights import load_weights as load_weights
 from .weights import shape_only_weights as shape_only_weights

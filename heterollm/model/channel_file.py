@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from heterollm.base import CheckpointError, atomic_path, locked
+from heterollm.base import CheckpointError, locked
 from heterollm.model.checkpoint import Checkpoint
-from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, write_header
+from heterollm.model.tensor_file import TensorEntry, TensorFile, layout_tensors, written_tensors
 from heterollm.model.tensor_rows import TensorRows
 
 NAME = "channels"
@@ -77,7 +77,9 @@ def channel_file(
             # Another process may have written it meanwhile.
             file = _opened(path, key, entries)
             if file is None:
-                _write(path, key, entries, _channels(checkpoint, members, shape, kind))
+                weights = _channels(checkpoint, members, shape, kind)
+                with written_tensors(path, entries, {"key": key}) as put:
+                    put(NAME, weights)
                 file = TensorFile.open(path)
     return ChannelFile(path, file.bits(NAME))
 
@@ -112,11 +114,3 @@ def _channels(
                 )
             column = stop
     return weights
-
-
-def _write(path: Path, key: str, entries: dict[str, TensorEntry], weights: NDArray[Any]) -> None:
-    with atomic_path(path) as temporary, temporary.open("r+b") as file:
-        file.seek(write_header(file, entries, {"key": key}))
-        file.write(weights.data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -6,22 +6,24 @@ mapped file. Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
+import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import ml_dtypes
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, parse_json, round_up
+from heterollm.base import CheckpointError, atomic_path, parse_json, round_up
 from heterollm.kernels.threads import allowed_cores
 
 ITEM_BITS: Mapping[str, int] = {
@@ -163,6 +165,39 @@ def write_header(file: BinaryIO, entries: Mapping[str, TensorEntry], metadata: M
     file.write((start - 8).to_bytes(8, "little"))
     file.write(text.ljust(start - 8))
     return start
+
+
+class PutTensor(Protocol):
+    """Writes into a file."""
+
+    def __call__(self, name: str, values: NDArray[Any], offset: int = 0) -> None:
+        """Write values into a tensor of a name, from a byte of it on."""
+
+
+@contextlib.contextmanager
+def written_tensors(
+    path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
+) -> Iterator[PutTensor]:
+    """Replace a file by one whose tensors the block writes; if it lists checksums, the end adds them.
+
+    Raises:
+        CacheError: The file cannot be written; the old one stays.
+    """
+    with atomic_path(path) as temporary, temporary.open("r+b") as file:
+        start = write_header(file, entries, metadata)
+        file.truncate(start + max(entry.stop for entry in entries.values()))
+
+        def put(name: str, values: NDArray[Any], offset: int = 0) -> None:
+            # A plain write reports a full disk; a memory map would end the process.
+            file.seek(start + entries[name].start + offset)
+            file.write(np.ascontiguousarray(values).data)
+
+        yield put
+        file.flush()
+        if CHECKSUMS in entries:
+            put(CHECKSUMS, checksums(TensorFile.open(temporary)))
+            file.flush()
+        os.fsync(file.fileno())
 
 
 def _last_tensor(path: Path) -> str:

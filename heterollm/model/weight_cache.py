@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, EngineError, atomic_path, locked
+from heterollm.base import CheckpointError, EngineError, locked
 from heterollm.kernels.formats import QuantizedTensor, largest_weight, quantize, scale_of_largest
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.threads import allowed_cores
@@ -27,7 +26,7 @@ from heterollm.model.tensor_file import (
     TensorFile,
     checksums,
     layout_tensors,
-    write_header,
+    written_tensors,
 )
 
 logger = logging.getLogger(__name__)
@@ -180,17 +179,9 @@ def _write(
     cancelled: threading.Event | None,
 ) -> None:
     metadata = {"schema": SCHEMA, "key": recipe.key, "model": checkpoint.folder.resolve().name}
-    with atomic_path(path) as temporary, temporary.open("r+b") as file:
-        start = write_header(file, entries, metadata)
-        file.truncate(start + max(entry.stop for entry in entries.values()))
-
-        def put(name: str, offset: int, values: NDArray[Any]) -> None:
-            # A plain write reports a full disk; a memory map would end the process.
-            file.seek(start + entries[name].start + offset)
-            file.write(np.ascontiguousarray(values).data)
-
+    with written_tensors(path, entries, metadata) as put:
         for name in recipe.floats:
-            put(name, 0, checkpoint.read(name))
+            put(name, checkpoint.read(name))
         errors = {name: np.zeros(2) for name in recipe.stored}
         with contextlib.closing(_quantized_slabs(checkpoint, recipe, progress, cancelled)) as slabs:
             for name, first_row, (part, squares) in slabs:
@@ -199,13 +190,9 @@ def _write(
                 arrays = (part.codes, part.scales, part.zero_points, part.minimums)
                 for suffix, values in zip((CODES, SCALES, ZERO_POINTS, MINIMUMS), arrays, strict=True):
                     if values is not None:
-                        put(name + suffix, first_row * values[0].nbytes, values)
+                        put(name + suffix, values, first_row * values[0].nbytes)
         if errors:
-            put(ERRORS, 0, np.array([off / max(all_of, TINY) for off, all_of in errors.values()], np.float32))
-        file.flush()
-        put(CHECKSUMS, 0, checksums(TensorFile.open(temporary)))
-        file.flush()
-        os.fsync(file.fileno())
+            put(ERRORS, np.array([off / max(all_of, TINY) for off, all_of in errors.values()], np.float32))
 
 
 def _quantized_slabs(

@@ -268,7 +268,7 @@ def test_a_damaged_index_of_digests_is_made_again(
 
 
 @pytest.mark.parametrize(
-    "place", ["heterollm.model.weight_cache.write_header", "heterollm.model.weight_cache.os.fsync"]
+    "place", ["heterollm.model.tensor_file.write_header", "heterollm.model.tensor_file.os.fsync"]
 )
 def test_a_full_disk_while_quantising(
     good: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -311,7 +311,7 @@ def test_a_full_disk(folders, cache, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("heterollm.model.weight_cache.os.fsync", full)
+        patch.setattr("heterollm.model.tensor_file.os.fsync", full)
         with pytest.raises(CacheError, match="the disk is full"):
             load(folders / "llama")
     assert files(cache) == []
