@@ -1,10 +1,17 @@
-"""Memory that goes stale, and a kernel that keeps the GPU until a test opens a gate."""
+"""Graphs that fail, memory that goes stale, and a kernel that keeps the GPU until a test opens a gate."""
 
 from __future__ import annotations
 
-import numpy as np
+import threading
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
+
+from heterollm.base import GraphError
 from heterollm.kernels.gpu import SOURCES, GpuRuntime, SharedArray
+from heterollm.kernels.npu.session import SessionGraph
 
 
 class StaleArray(SharedArray):
@@ -45,3 +52,21 @@ class Gate:
     def open(self) -> None:
         """Let the kernel end."""
         self._word.array[0] = 1
+
+
+def failing_graphs(patch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event; while it is set, each graph of the NPU that runs fails."""
+    fails, bind = threading.Event(), SessionGraph.bind
+
+    def bind_to_fail(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
+        call = bind(graph, inputs, outputs)
+
+        def run() -> None:
+            if fails.is_set():
+                raise GraphError("The graph failed while running: the device is gone.")
+            call()
+
+        return run
+
+    patch.setattr(SessionGraph, "bind", bind_to_fail)
+    return fails

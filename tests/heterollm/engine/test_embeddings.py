@@ -1,7 +1,6 @@
 """Embeddings of random checkpoints in the forms of published ones, against transformers in float64."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from embedding_models import declare, end_with
+from faults import failing_graphs
 from safetensors.torch import load_file, save_file
 
 from heterollm.base import ContextError, GraphError, HeteroLLMError, OptionError, UnsupportedModelError
-from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
 from heterollm.model import read_pooling
 from heterollm.solver import Plan
@@ -106,19 +105,7 @@ def test_families_with_windows_recurrent_state_and_other_norms(
 def test_the_gpu_goes_on_with_the_whole_text(
     qwen: Path, half_rows_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails, bind = threading.Event(), SessionGraph.bind
-
-    def bind_to_fail(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
-        call = bind(graph, inputs, outputs)
-
-        def run() -> None:
-            if fails.is_set():
-                raise GraphError("The graph failed while running: the device is gone.")
-            call()
-
-        return run
-
-    monkeypatch.setattr(SessionGraph, "bind", bind_to_fail)
+    fails = failing_graphs(monkeypatch)
     ids = [(7 * place) % 2000 for place in range(200)]
     with LLM.load(qwen, device="host", plan="gpu") as gpu:
         plan, expected = half_rows_plan(gpu, 64), gpu.embed([ids])

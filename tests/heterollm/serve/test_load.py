@@ -12,10 +12,9 @@ from typing import Any
 
 import openai
 import pytest
+from faults import failing_graphs
 
-from heterollm.base import GraphError
 from heterollm.engine import ServiceTier, Session
-from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
 from heterollm.serve.admission import Admission, BusyError
 from heterollm.serve.answers import Ended, ServedPrompt, StepOf
@@ -266,19 +265,7 @@ def test_a_failing_npu_is_an_error_or_leaves_the_work_to_the_gpu(
     serving: Callable[..., contextlib.AbstractContextManager[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fails, bind = threading.Event(), SessionGraph.bind
-
-    def bind_to_fail(graph: SessionGraph, inputs: Any, outputs: Any) -> Callable[[], None]:
-        call = bind(graph, inputs, outputs)
-
-        def run() -> None:
-            if fails.is_set():
-                raise GraphError("The graph failed while running: the device is gone.")
-            call()
-
-        return run
-
-    monkeypatch.setattr(SessionGraph, "bind", bind_to_fail)
+    fails = failing_graphs(monkeypatch)
     for allowed in (False, True):
         fails.clear()
         options: Any = {"device": "host", "plan": "layer", "allow_fallback": allowed}
