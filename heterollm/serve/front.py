@@ -124,7 +124,7 @@ class Front:
             await response.discard()
         raise RequestError(
             f"No loaded model has {request.url.path!r:.100}.",
-            fix="A request that it answers loads a model.",
+            fix="Ask a model for an answer first: that loads it.",
             status=404,
             code="model_not_loaded",
         )
