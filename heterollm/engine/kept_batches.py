@@ -20,7 +20,7 @@ from heterollm.engine.builder import Gap
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.passes import CompiledPass, SharedSteps
 from heterollm.engine.slots import SHORT_PASS
-from heterollm.kernels.gpu import FEW_TOKEN_STEPS, GpuRuntime, KvMemory
+from heterollm.kernels.gpu import GpuRuntime, KvMemory, rows_alike
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver import Plan
 
@@ -43,19 +43,19 @@ class RowLimits:
     def of(cls, plan: Plan, specs: Sequence[OpSpec], runtime: GpuRuntime) -> RowLimits:
         """Return the limits of a plan.
 
-        The CPU's linears of few tokens add in the same order whatever their number. Those of a GPU do not,
-        the NPU does not promise it, and a plan may place more rows elsewhere.
+        The CPU's linears of few tokens add in the same order whatever their number, and those for a matrix unit
+        always. Those of a GPU do not, the NPU does not promise it, and a plan may place more rows elsewhere.
         """
 
         def on_gpu(rows: int) -> bool:
             placed = plan.operators("decode", rows, specs, rows=rows)
             return not any(placement.npu_lengths for _, placement in placed)
 
-        most, exact = min(SHORT_PASS, plan.chunk_length), 1
-        if runtime.traits.is_cpu:
-            few = range(1, min(most, FEW_TOKEN_STEPS[-1]) + 1)
-            exact = max(1, len(list(itertools.takewhile(on_gpu, few))))
-        return cls(most, exact)
+        most, traits = min(SHORT_PASS, plan.chunk_length), runtime.traits
+        unit = {"is_cpu": traits.is_cpu, "has_matrix": traits.has_matrix}
+        alike = min((rows_alike(spec.weight, **unit) for spec in specs), default=1)
+        few = itertools.takewhile(on_gpu, range(1, min(most, alike) + 1))
+        return cls(most, max(1, len(list(few))))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

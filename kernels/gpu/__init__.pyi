@@ -48,7 +48,8 @@ from .parameters import ShapeClass as ShapeClass
 from .parameters import all_parameters as all_parameters
 from .parameters import default_parameters as default_parameters
 from .parameters import differences as differences
-from .parameters import gpu_style as gpu_style
+from .parameters import linear_style as linear_style
+from .parameters import rows_alike as rows_alike
 from .parameters import with_numbers as with_numbers
 from .pocl.merged import MergedLaunch as MergedLaunch
 from .pocl.merged import merge_launches as merge_launches

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from heterollm.base import OptionError, round_up
 from heterollm.kernels.ops import WeightFormat
 
-KernelStyle = Literal["vector", "simt", "half", "coalesced"]
-"""``vector``: one work-item with explicit vectors, for CPUs; ``simt``: one column per work-item, for GPUs;
+KernelStyle = Literal["vector", "matrix", "simt", "half", "coalesced"]
+"""``vector``: one work-item with explicit vectors, for CPUs; ``matrix``: the same with a matrix unit, for linear layers; ``simt``: one column per work-item, for GPUs;
 ``half``: the same with half arithmetic, for linear layers of many tokens with float16 activations;
 ``coalesced``: the same with neighbours that read neighbouring parts of a key, for attention."""
 
@@ -31,6 +31,11 @@ FEW_TOKEN_STEPS: Final = (1, 2, 4, 8)
 """Tokens that share one pass over the weights in the kernels for a few tokens. The kernels for many tokens
 unpack the weights once for all tokens, which is no slower from 9 tokens on (measured on PoCL with
 AVX-512)."""
+
+MATRIX_TOKENS: Final = 16
+"""Tokens of a tile of the matrix unit."""
+
+LARGEST_COUNT: Final = 2**31 - 1
 
 LANES: Final = 64
 """Output rows of a row tile, as in linear.h."""
@@ -63,6 +68,8 @@ LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
         "depth_inputs": (128, 256, 512),
         "prefetch_bytes": PREFETCH_BYTES,
     },
+    ("matrix", False): {"token_step": (1, MATRIX_TOKENS), "prefetch_bytes": PREFETCH_BYTES},
+    ("matrix", True): {"token_step": (16, 32, 64, 128), "prefetch_bytes": PREFETCH_BYTES},
     ("simt", False): {
         "token_step": FEW_TOKEN_STEPS,
         "items": (1, 2, 4, 8),
@@ -145,7 +152,7 @@ class LaunchGrid:
         defines: Defines of the kernel.
     """
 
-    suffix: Literal["few", "many"]
+    suffix: Literal["few", "many", "tiles"]
     token_step: int
     global_size: tuple[int, int]
     local_size: tuple[int, int]
@@ -221,13 +228,13 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         _check(not self.image or shape.weight.quantized, f"image for {shape}", self.image)
         if self.style == "half":
             _check(suits_half(shape), f"a kernel for {shape}", self.kernel)
-        if self.style != "vector" and self.many:
+        if self.style in ("simt", "half") and self.many:
             block = shape.weight.block or 16
             _check(block % self.depth_inputs == 0, f"depth for {shape}", self.depth_inputs)
 
     def work_group(self) -> int:
         """Return the work-items of a work-group."""
-        if self.style == "vector":
+        if self.style in ("vector", "matrix"):
             return 1
         if self.many:
             return LANES // SIMT_ITEM_COLUMNS * (self.token_step // self._sums(self.token_step))
@@ -239,7 +246,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
     def local_bytes(self) -> int:
         """Return the local memory of a work-group."""
-        if self.style == "vector":
+        if self.style in ("vector", "matrix"):
             return 0
         if self.many:
             # Those of the kernel for floats; that for int8 holds a quarter, and two numbers a token.
@@ -250,6 +257,8 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
     def grid(self, tokens: int, tiles: int) -> LaunchGrid:
         """Return the launch grid of ``tokens`` tokens by ``tiles`` row tiles."""
+        if self.style == "matrix":
+            return self._matrix_grid(tokens, tiles)
         if self.many:
             return self._many_grid(tokens, tiles)
         step = min(self.token_step, next(step for step in FEW_TOKEN_STEPS if tokens <= step))
@@ -266,6 +275,13 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.part_columns:
             defines["PART_COLUMNS"] = self.part_columns
         return LaunchGrid("few", step, (tiles, steps), (1, 1), defines)
+
+    def _matrix_grid(self, tokens: int, tiles: int) -> LaunchGrid:
+        steps = -(-tokens // self.token_step)
+        step = -(-tokens // steps)
+        held = next((few for few in FEW_TOKEN_STEPS if step <= few), MATRIX_TOKENS)
+        defines: dict[str, str | int] = {"TOKENS": held, "PREFETCH_BYTES": self.prefetch_bytes}
+        return LaunchGrid("tiles", step, (tiles, steps), (1, 1), defines)
 
     def _image_define(self) -> dict[str, str | int]:
         return {"WEIGHT_IMAGE": 1} if self.image else {}
@@ -299,13 +315,33 @@ def suits_half(shape: ShapeClass) -> bool:
     return shape.half and not shape.integer_inputs and shape.weight.bits <= 16 and shape.tokens == "many"
 
 
-def gpu_style(shape: ShapeClass, *, has_half: bool) -> KernelStyle:
-    """Return the best style of a GPU's linear kernels, which may have half arithmetic."""
+def linear_style(shape: ShapeClass, *, is_cpu: bool, has_half: bool, has_matrix: bool) -> KernelStyle:
+    """Return the best style of a device's linear kernels.
+
+    Args:
+        shape: The launches.
+        is_cpu: Whether the device is a CPU.
+        has_half: Whether it is a GPU with half arithmetic.
+        has_matrix: Whether it is a CPU with a matrix unit.
+    """
+    if is_cpu:
+        return "matrix" if has_matrix and shape.weight.quantized else "vector"
     return "half" if has_half and suits_half(shape) else "simt"
+
+
+def rows_alike(weight: WeightFormat, *, is_cpu: bool, has_matrix: bool) -> int:
+    """Return the most rows of a pass whose sums the kernels add in the order of a pass of one row."""
+    if not is_cpu:
+        return 1
+    return LARGEST_COUNT if has_matrix and weight.quantized else FEW_TOKEN_STEPS[-1]
 
 
 def default_parameters(style: KernelStyle, shape: ShapeClass) -> KernelParameters:
     """Return the parameters that are used without tuning; for a few tokens ``half`` means ``simt``."""
+    if style == "matrix":
+        steps = {"one": 1, "few": MATRIX_TOKENS, "many": 32}
+        many = shape.tokens == "many"
+        return KernelParameters(style, many, steps[shape.tokens], prefetch_bytes=4096)
     if style == "vector" and shape.tokens == "many":
         return KernelParameters(style, True, 128, items=2, depth_inputs=128, prefetch_bytes=4096)
     if shape.tokens == "many":

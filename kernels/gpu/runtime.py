@@ -46,7 +46,13 @@ from heterollm.kernels.gpu.memory import (
     svm_zeros,
 )
 from heterollm.kernels.gpu.pocl.builtins import WITHOUT_HEADER, builtin_declarations
-from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, chosen_target, mend_target
+from heterollm.kernels.gpu.pocl.target import (
+    MATRIX_TARGET,
+    TARGET_VARIABLE,
+    allow_matrix,
+    chosen_target,
+    mend_target,
+)
 from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.signals import has_fine_grained_atomics, opencl_flag
 from heterollm.kernels.gpu.sources import read_sources
@@ -101,7 +107,8 @@ class OpenClRuntime:
     ) -> None:
         self.target = _mend_pocl(device)
         self.shared_memory = _shared_memory(device, shared_memory)
-        self.traits = _traits(device, coherent=self.shared_memory != "mapped")
+        has_matrix = self.target == MATRIX_TARGET and allow_matrix()
+        self.traits = _traits(device, coherent=self.shared_memory != "mapped", has_matrix=has_matrix)
         self._device = device
         self._power: Power = power
         self._flags = _build_flags(device)
@@ -535,7 +542,7 @@ def _shared_memory(device: cl.Device, kind: MemoryKind | None) -> MemoryKind:
     return next(known for known in MEMORY_KINDS if known == chosen)
 
 
-def _traits(device: cl.Device, *, coherent: bool) -> DeviceTraits:
+def _traits(device: cl.Device, *, coherent: bool, has_matrix: bool) -> DeviceTraits:
     extensions = tuple(device.extensions.split())
     return DeviceTraits(
         name=device.name.strip(),
@@ -545,6 +552,7 @@ def _traits(device: cl.Device, *, coherent: bool) -> DeviceTraits:
         is_cpu=is_cpu(device),
         has_half="cl_khr_fp16" in extensions,
         has_subgroups="cl_khr_subgroups" in extensions or "cl_intel_subgroups" in extensions,
+        has_matrix=has_matrix,
         has_integer_dot="cl_khr_integer_dot_product" in extensions,
         compute_units=device.max_compute_units,
         max_work_group=device.max_work_group_size,

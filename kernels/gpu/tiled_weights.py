@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.formats import LinearWeight
 from heterollm.kernels.gpu.launch import Argument, Launch
+from heterollm.kernels.gpu.matrix import split_inputs
 from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.packing import PackedArrays, check_members, codes, pack_members, packed_arrays
 from heterollm.kernels.gpu.parameters import (
@@ -27,7 +28,7 @@ from heterollm.kernels.gpu.parameters import (
     LaunchGrid,
     ShapeClass,
     default_parameters,
-    gpu_style,
+    linear_style,
 )
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.rounding import RoundedInputs, rounding_launch, scratch_codes
@@ -197,8 +198,9 @@ class TiledWeights:
         test = try_out if self._runtime.tests_kernels and style is None else None
         variants = variants_for(is_cpu=self._runtime.traits.is_cpu, style=style)
         traits, shape = self._runtime.traits, self._shape_class(request)
-        best = gpu_style(shape, has_half=traits.has_half)
-        if style is None and not traits.is_cpu and best != variants[0].style:
+        is_cpu, has_half = variants[0].style == "vector", traits.has_half
+        best = linear_style(shape, is_cpu=is_cpu, has_half=has_half, has_matrix=traits.has_matrix)
+        if style is None and best != variants[0].style:
             variants = (Variant(best), *variants)
         tuned = self._runtime.tuning.parameters(shape) if style is None else None
         if tuned is not None:
@@ -246,7 +248,7 @@ class TiledWeights:
             inputs = (rounded.codes, rounded.blocks)
             if chosen == "simt" and self._runtime.traits.has_integer_dot and not variant.plain:
                 defines["INTEGER_DOT"] = 1
-        if chosen != "vector":
+        if chosen in ("simt", "half"):
             # Inputs are a multiple of COLUMNS_MULTIPLE, and rows of slots start at multiples of a page.
             defines |= whole_eights(variant, has_half=self._runtime.traits.has_half)
         if chosen != "vector" and self.format.quantized:
@@ -255,11 +257,19 @@ class TiledWeights:
                 defines["ASYMMETRIC"] = 1
         if self.format.minimum:
             defines["MINIMUMS"] = 1
-        files.append("linear_wide.h" if chosen == "vector" else "linear_tiles.h")
+        files.append("linear_wide.h" if chosen in ("vector", "matrix") else "linear_tiles.h")
         if chosen == "half":
             defines["HALF_SUMS"] = 1
-        source = "vector" if chosen == "vector" else "simt"
+        source = chosen if chosen in ("vector", "matrix") else "simt"
         name = f"linear_{'int8_' if self.integer_inputs else ''}{source}"
+        if chosen == "matrix":
+            name = "linear_matrix"
+            files.append("matrix.h")
+            if self.integer_inputs:
+                files.append("matrix_codes.h")
+            else:
+                inputs, before = self._split(request)
+                files += ("matrix_parts.h", "matrix_floats.h")
         sizes = (np.int32(request.width), np.int32(rows), *self._parameters)
         part = (np.int32(self.columns), np.int32(request.columns[0]))
         item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
@@ -304,6 +314,16 @@ class TiledWeights:
             variant=variant,
         )
         return rounded, before
+
+    def _split(self, request: LinearRequest) -> tuple[tuple[Argument, Argument], Launch]:
+        """Return the parts of the inputs that a matrix unit multiplies, and the launch that makes them."""
+        return split_inputs(
+            *(self._runtime, request.x, self.format),
+            columns=request.width,
+            tokens=request.tokens,
+            first_token=request.first_token,
+            half=self._half,
+        )
 
     def _tile_map(self, kept: tuple[RowRange, ...], in_place: bool, label: str) -> tuple[TileMap, ...]:
         if (kept, in_place) in self._tiles:

@@ -29,6 +29,7 @@ class DeviceTraits:
     has_half: bool
     has_subgroups: bool
     has_integer_dot: bool
+    has_matrix: bool
     compute_units: int
     max_work_group: int
     max_buffer_bytes: int

@@ -354,6 +354,7 @@ def _traits(soc: SocParameters, real: GpuRuntime | None) -> DeviceTraits:
         has_half=True,
         has_subgroups=True,
         has_integer_dot=True,
+        has_matrix=False,
         compute_units=6,
         max_work_group=1024,
         max_buffer_bytes=4 * GIB,

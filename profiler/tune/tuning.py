@@ -25,7 +25,7 @@ from heterollm.kernels.gpu import (
     all_parameters,
     default_parameters,
     differences,
-    gpu_style,
+    linear_style,
     with_numbers,
 )
 from heterollm.kernels.ops import WeightFormat
@@ -213,9 +213,9 @@ def _tune_one(
     report: Callable[[float], None],
 ) -> TuningOutcome:
     begin_ns = timer()
-    style: KernelStyle = "vector"
-    if not runtime.traits.is_cpu:
-        style = gpu_style(job.shape, has_half=runtime.traits.has_half)
+    traits = runtime.traits
+    has = {"has_half": traits.has_half, "has_matrix": traits.has_matrix}
+    style = linear_style(job.shape, is_cpu=traits.is_cpu, **has)
     default = default_parameters(style, job.shape)
     trials = _Trials(runtime, job, default)
     try:

@@ -12,6 +12,7 @@ newest processor whose features this machine has.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import re
@@ -31,7 +32,16 @@ ANY_PROCESSOR: Final = re.compile(rb"[a-z0-9][a-z0-9._-]{1,30}")
 TRIPLE_PREFIX: Final = b"x86_64-"
 AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512: Final = AVX2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
+MATRIX_TARGET: Final = "sapphirerapids"
+"""The oldest processor with a matrix unit (AMX)."""
+
+MATRIX: Final = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+NEWER: Final = frozenset(
+    {"avx512_vnni", "avx512_bf16", "avx512_fp16", "avx512_bitalg", "avx512_vpopcntdq", "avx512_vbmi2"}
+    | {"avx512vbmi", "avx512ifma", "avx_vnni"}
+)
 TARGETS: Final = (
+    (MATRIX_TARGET, AVX512 | NEWER | MATRIX),
     ("cascadelake", AVX512 | {"avx512_vnni"}),
     ("skylake-avx512", AVX512),
     ("haswell", AVX2),
@@ -43,6 +53,22 @@ TARGETS: Final = (
 _names: list[ctypes.Array[ctypes.c_char]] = []
 # By device: the chosen and the set target when its first runtime was opened.
 _settled: dict[int, tuple[str | None, str | None]] = {}
+
+
+ARCH_PRCTL: Final = 158
+REQUEST_PERMISSION: Final = 0x1023
+TILE_DATA: Final = 18
+
+
+@functools.cache
+def allow_matrix() -> bool:
+    """Ask Linux to let this process use the matrix unit; return whether it may.
+
+    The tiles' 8 KiB are no part of a thread's state until a process asks (arch_prctl, Linux 5.16).
+    """
+    if not _processor_flags() >= MATRIX:
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
 def target_for(flags: frozenset[str]) -> str | None:
@@ -84,7 +110,7 @@ def target_for_this_machine() -> str | None:
 
 
 def mend_target(device_pointer: int) -> str | None:
-    """Set the processor in PoCL's device structure if PoCL does not know it, or if one is chosen.
+    """Set the processor in PoCL's device structure if PoCL does not know it or its matrix unit, or if one is chosen.
 
     The first call for a device decides; later calls return its result.
 
@@ -113,7 +139,9 @@ def mend_target(device_pointer: int) -> str | None:
 
 def _set_target(device_pointer: int, chosen: str | None) -> str | None:
     readable = _readable_ranges()
-    slot = _find_name_slot(device_pointer, readable, ANY_PROCESSOR if chosen else UNKNOWN)
+    target = target_for_this_machine()
+    known = chosen is None and target != MATRIX_TARGET
+    slot = _find_name_slot(device_pointer, readable, UNKNOWN if known else ANY_PROCESSOR)
     if slot is None:
         if chosen:
             raise DeviceError(
@@ -121,13 +149,12 @@ def _set_target(device_pointer: int, chosen: str | None) -> str | None:
                 fix="Unset it, or use PyPI's PoCL: `pip install pocl-binary-distribution==3.0`.",
             )
         return None
-    target = target_for_this_machine()
     if target is None:
         return None
     name = ctypes.create_string_buffer(target.encode())
     _names.append(name)
     slot.value = ctypes.addressof(name)
-    reason = "asked to" if chosen else "PoCL does not know this processor"
+    reason = "asked to" if chosen else "PoCL does not know all of this processor"
     logger.info("%s; compiling its kernels for %s", reason, target)
     return target
 

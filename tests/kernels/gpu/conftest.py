@@ -12,6 +12,14 @@ from heterollm.kernels.operators.operator import check_case
 LAYERS: dict[tuple, GlueKernels] = {}
 
 
+@pytest.fixture(autouse=True)
+def skip_without_a_matrix_unit(request):
+    """Skip tests of the style ``matrix`` on other CPUs."""
+    style = getattr(request.node, "callspec", None) and request.node.callspec.params.get("style")
+    if style == "matrix" and not request.getfixturevalue("runtime").traits.has_matrix:
+        pytest.skip("needs a CPU with AMX")
+
+
 @pytest.fixture
 def make(runtime):
     """GlueKernels of a style and types, made once."""

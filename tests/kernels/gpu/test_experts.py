@@ -553,7 +553,8 @@ HALVES = [("vector", "w4a16"), ("vector", "f16")]
             marks=[pytest.mark.slow] * ((style, dtype) not in OWN and (style, name) not in HALVES),
         )
         for name, style, dtype in itertools.product(FORMATS, STYLES, TYPES)
-    ],
+    ]
+    + [(name, "matrix", np.float32) for name in list(FORMATS)[:4]],
 )
 def test_each_row_meets_the_weights_of_its_expert(runtime, within_gate, style, dtype, name):
     weight, rounds = FORMATS[name]
@@ -576,7 +577,7 @@ def test_each_row_meets_the_weights_of_its_expert(runtime, within_gate, style, d
                 assert np.all(actual[~computed].view(np.uint8) == GUARD)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [*STYLES, "matrix"])
 def test_many_experts_and_wide_rows(runtime, within_gate, style):
     routing = Routing(128, 8)
     layer = Layer(runtime, np.float32, WeightFormat(4, 64), routing, hidden=192, width=64)
@@ -588,7 +589,7 @@ def test_many_experts_and_wide_rows(runtime, within_gate, style):
         within_gate((actual, exact), shape, kind)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [*STYLES, "matrix"])
 def test_weights_in_several_buffers_give_the_same_bits(runtime, style, monkeypatch):
     routing, generator = Routing(5, 2), np.random.default_rng(6)
     whole = Layer(runtime, np.float32, WeightFormat(4, 32), routing)

@@ -123,7 +123,7 @@ def test_a_launch_rounds_before_it_multiplies(runtime):
     runtime.finish()
     np.testing.assert_array_equal(y.array, expected)
     plain = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
-    alone = plain.launch(x, y, tokens=1, label="3.qkv")
+    alone = plain.launch(x, y, tokens=1, style="vector", label="3.qkv")
     assert not isinstance(alone, ChainedLaunch)
     assert alone.parts == (alone,)
 
