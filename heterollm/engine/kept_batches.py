@@ -43,7 +43,7 @@ class RowLimits:
     def of(cls, plan: Plan, specs: Sequence[OpSpec], runtime: GpuRuntime) -> RowLimits:
         """Return the limits of a plan.
 
-        The CPU's linears of few tokens add in the same order whatever their number, and those for a matrix unit
+        The CPU's linears of few tokens add in the same order whatever their number, those for a matrix unit
         always. Those of a GPU do not, the NPU does not promise it, and a plan may place more rows elsewhere.
         """
 

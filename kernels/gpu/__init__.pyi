@@ -40,7 +40,6 @@ from .memory import SharedArray as SharedArray
 from .memory import aligned_empty as aligned_empty
 from .memory import aligned_zeros as aligned_zeros
 from .packing import packed_bytes as packed_bytes
-from .parameters import FEW_TOKEN_STEPS as FEW_TOKEN_STEPS
 from .parameters import LEGAL as LEGAL
 from .parameters import KernelParameters as KernelParameters
 from .parameters import KernelStyle as KernelStyle

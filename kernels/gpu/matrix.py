@@ -33,7 +33,7 @@ def split_inputs(
     first_token: int,
     half: bool,
 ) -> tuple[tuple[Argument, Argument], Launch]:
-    """Return memory for the parts of the inputs and the sums of their blocks, and the launch that writes both.
+    """Return memory for the parts of inputs and the sums of their blocks, and the launch that writes both.
 
     All launches share the memory, which the next one may overwrite.
 

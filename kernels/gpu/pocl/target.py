@@ -4,7 +4,8 @@ The PyPI wheel contains PoCL 3.0 with LLVM 14. On an unknown processor ``getHost
 which LLVM's own compiler refuses: every build fails with "unknown target CPU 'generic'"
 (https://github.com/pocl/pocl/issues/1049). PoCL has no option for the name. It keeps a string pointer beside
 the target triple in its device structure; if exactly that pair is found, the pointer is redirected to the
-newest processor whose features this machine has.
+newest processor whose features this machine has. So it is on a processor with a matrix unit, which LLVM 14
+takes for an older one without.
 
 :data:`TARGET_VARIABLE` selects an older processor the same way, to test or measure the kernels for it.
 """
@@ -68,7 +69,7 @@ def allow_matrix() -> bool:
     """
     if not _processor_flags() >= MATRIX:
         return False
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0)
 
 
 def target_for(flags: frozenset[str]) -> str | None:
@@ -110,7 +111,7 @@ def target_for_this_machine() -> str | None:
 
 
 def mend_target(device_pointer: int) -> str | None:
-    """Set the processor in PoCL's device structure if PoCL does not know it or its matrix unit, or if one is chosen.
+    """Set the processor in PoCL's device structure if PoCL does not know all of it, or if one is chosen.
 
     The first call for a device decides; later calls return its result.
 

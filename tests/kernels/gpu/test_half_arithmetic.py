@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from heterollm.base import OptionError
-from heterollm.kernels.gpu import KernelParameters, ShapeClass, default_parameters, gpu_style
+from heterollm.kernels.gpu import KernelParameters, ShapeClass, default_parameters, linear_style
 from heterollm.kernels.gpu.binding import cl
 from heterollm.kernels.gpu.runtime import _build_flags
 from heterollm.kernels.ops import WeightFormat
@@ -45,7 +45,7 @@ def test_half_sums_meet_the_gate_of_float16(tmp_path):
 def test_half_arithmetic_is_chosen_where_its_rounding_is_allowed():
     def style(half=True, tokens=64, integer_inputs=False, weight=INT4, has_half=True):
         shape = ShapeClass.of(weight, integer_inputs=integer_inputs, half=half, tokens=tokens)
-        return gpu_style(shape, has_half=has_half)
+        return linear_style(shape, is_cpu=False, has_half=has_half, has_matrix=False)
 
     assert style() == style(weight=WeightFormat(16)) == "half"
     others = [{"half": False}, {"tokens": 8}, {"integer_inputs": True}, {"has_half": False}]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import linear_errors, random_weight, reference
 from heterollm.kernels.gpu import GpuLinear, all_parameters, linear_style, rows_alike
 from heterollm.kernels.gpu.parameters import ShapeClass
@@ -138,6 +139,21 @@ def test_linears_use_it_by_default(runtime):
     floats = ShapeClass.of(WeightFormat(32), integer_inputs=False, half=False, tokens=1)
     assert linear_style(floats, **unit) == "vector"
     assert rows_alike(floats.weight, is_cpu=True, has_matrix=True) == 8
+
+
+def test_a_kernel_that_does_not_build_gives_way_to_vectors(within_gate, monkeypatch):
+    device = open_device("host")
+    build = device.gpu.kernel
+
+    def refuse(files, name, defines=None):
+        return build(files, name, {**(defines or {}), **({"BROKEN(": 1} if "matrix.h" in files else {})})
+
+    monkeypatch.setattr(device.gpu, "kernel", refuse)
+    case = LinearCase(WeightFormat(4, 32), (100,), 128, 9)
+    within_gate(case.on_gpu(device.gpu, np.float32), case)
+    (note,) = device.gpu.variants.notes
+    device.close()
+    assert "cannot use the matrix kernel for linear int4 block 32" in note
 
 
 def test_a_process_that_may_not_use_the_unit_does_without(monkeypatch):

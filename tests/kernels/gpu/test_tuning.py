@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import re
@@ -342,11 +343,12 @@ def check_legal_parameters(runtime, within_gate, data):
 
 @pytest.fixture
 def tuned_runtime(runtime, cache_folder):
-    """The runtime with an empty table of its own."""
-    before = runtime.tuning
-    runtime.tuning = DeviceTuning(before.identity, enabled=True)
+    """The runtime with an empty table of its own, and as on a CPU without a matrix unit."""
+    before = runtime.tuning, runtime.traits
+    runtime.tuning = DeviceTuning(runtime.tuning.identity, enabled=True)
+    runtime.traits = dataclasses.replace(runtime.traits, has_matrix=False)
     yield runtime
-    runtime.tuning = before
+    runtime.tuning, runtime.traits = before
 
 
 def small_launch(runtime, tokens, style=None):
@@ -416,6 +418,8 @@ def test_tuned_parameters_that_do_not_build_fall_to_the_default_for_good(tuned_r
 
 
 def sources(style, integer_inputs):
+    if style == "matrix":
+        return read_sources(("linear_matrix.cl", "linear_wide.h"))
     common, source = ("linear_wide.h", style) if style == "vector" else ("linear_tiles.h", "simt")
     return read_sources((f"linear_{'int8_' if integer_inputs else ''}{source}.cl", common, "linear.h"))
 
