@@ -18,7 +18,7 @@ from heterollm.base import OptionError, round_up
 from heterollm.kernels.ops import WeightFormat
 
 KernelStyle = Literal["vector", "matrix", "simt", "half", "coalesced"]
-"""``vector``: one work-item with explicit vectors, for CPUs; ``matrix``: a CPU's matrix unit, for linear layers;
+"""``vector``: one work-item with explicit vectors, for CPUs; ``matrix``: a CPU's matrix unit, for linear$
 ``simt``: one column per work-item, for GPUs;
 ``half``: the same with half arithmetic, for linear layers of many tokens with float16 activations;
 ``coalesced``: the same with neighbours that read neighbouring parts of a key, for attention."""

@@ -18,6 +18,7 @@ static inline void add_sums(wide_float (*totals)[TOKENS], sums_t (*sums)[TOKENS]
   UNROLL for (int v = 0; v < 2; v++) {
     const wide_float scale = load_wide(load_half8, scales, group + WIDTH * v);
     const wide_float zero = zero_points(zeros, group + WIDTH * v, asymmetric);
+    (void)zero;  // centred codes need none
     UNROLL for (int t = 0; t < TOKENS; t++)
       totals[v][t] = ADD_BLOCK(totals[v][t], sums[v][t], scale, zero, input[min(t, last) * blocks]);
   }

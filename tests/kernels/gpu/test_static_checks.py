@@ -101,6 +101,22 @@ LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
 SPARSE = (*LAYERS, "codes.h", "sparse.h")
 
+LINEAR_MATRIX = ("linear_wide.h", "matrix.h")
+MATRIX_PROGRAMS: dict[tuple[str, ...], list[str]] = {
+    # Of one processor, which no simulator has; test_linear_matrix.py runs them.
+    ("common.h", "matrix_parts.h", "split_inputs.cl"): [f"-DCODE_BITS={bits} -DBLOCK=16" for bits in (4, 8)],
+    ("common.h", "linear.h", *LINEAR_MATRIX, "matrix_parts.h", "matrix_floats.h", "linear_matrix.cl"): [
+        f"-DBITS={bits} -DTOKENS={tokens} -DBLOCK={block}{more}"
+        for bits, tokens, block in ((4, 1, 32), (8, 16, 128))
+        for more in ("", " -DASYMMETRIC", " -DASYMMETRIC -DMINIMUMS", " -DGROUPED")
+    ],
+    ("common.h", "linear.h", "linear_int8.h", *LINEAR_MATRIX, "matrix_codes.h", "linear_matrix.cl"): [
+        f"-DBITS={bits} -DTOKENS=16 -DBLOCK={block}{more}"
+        for bits, block in ((4, 16), (8, 128))
+        for more in ("", " -DASYMMETRIC -DMINIMUMS", " -DGROUPED")
+    ],
+}
+
 PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Source files in order: one string of defines for each variant to compile.
     ("common.h", "linear.h", "linear_wide.h", "linear_vector.cl"): LINEAR_DEFINES,
@@ -277,6 +293,14 @@ def test_sources_are_portable_opencl_c(clang, files):
         assert compiler_says(clang, source, *options) == "", options
 
 
+@pytest.mark.parametrize("files", MATRIX_PROGRAMS, ids=lambda files: files[-1])
+def test_sources_for_a_matrix_unit_compile(clang, files):
+    options = ["-cl-std=CL1.2", "-target", "x86_64", "-march=sapphirerapids", *WITHOUT_EXTENSIONS]
+    source = read_sources(files)
+    for defines, half in itertools.product(MATRIX_PROGRAMS[files], ([], ["-DACT_HALF"])):
+        assert compiler_says(clang, source, *options, *defines.split(), *half) == "", defines
+
+
 # The paths of the one in the middle are run in test_gpu_linear_int8.py.
 @pytest.mark.parametrize(
     "processor", ["haswell", pytest.param("skylake-avx512", marks=pytest.mark.slow), "cascadelake"]
@@ -329,7 +353,7 @@ def test_the_compiler_check_can_fail(clang):
 def test_every_source_file_is_checked():
     folder = resources.files("heterollm.kernels.gpu.opencl")
     sources = {entry.name for entry in folder.iterdir() if entry.name.endswith(".cl")}
-    unchecked = sources - {files[-1] for files in PROGRAMS}
+    unchecked = sources - {files[-1] for files in (*PROGRAMS, *MATRIX_PROGRAMS)}
     assert not unchecked, f"add {sorted(unchecked)} to PROGRAMS, with the defines of their compiler"
 
 
