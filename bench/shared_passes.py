@@ -2,22 +2,29 @@
 
     python bench/random_model.py /tmp/tinyllama
     python bench/shared_passes.py served /tmp/tinyllama --plan gpu --out ROWS
+    python bench/shared_passes.py served /tmp/tinyllama --plan gpu --threads 2 --rival LLAMA-SERVER
     python bench/shared_passes.py simulated llama-3-8b --out ROWS
 
 `served` starts a server in a child, and as many clients at once ask for an answer to a short prompt each; the
-numbers of clients take turns. The rate has the time of prompts and of the server in it. `simulated` is the
-time of decode passes alone, behind a context, on a simulated SoC under each plan level; nothing is computed.
+numbers of clients take turns. The rate has the time of prompts and of the server in it. `--rival` names
+llama.cpp's `llama-server`, which gets the same 4-bit weights as GGUF, as many slots as there are clients, and
+the same threads; the servers take turns too, and one waits while the other is asked. `simulated` is the time of
+decode passes alone, behind a context, on a simulated SoC under each plan level; nothing is computed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,34 +38,69 @@ from heterollm.engine.state import BatchRow
 REQUESTS: Final = (1, 2, 4, 8, 16)
 LEVELS: Final = ("gpu", "tensor", "auto")
 PROMPT_TOKENS: Final = 32
+CONTEXT: Final = 1024
+START_S: Final = 120
 
 
-def served(model: str, plan: str, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each number of requests at once."""
-    ids = np.random.default_rng(0).integers(3, 2000, (max(REQUESTS), PROMPT_TOKENS)).tolist()
-    server = Served(model, ["--device", "host", "--plan", plan, "--context", "1024", "--no-exact"])
+class LlamaServer(Served):
+    """llama.cpp's server in a child process, with the weights that heterollm computes with."""
 
-    def answer(number: int) -> None:
-        body = {"model": "soak", "prompt": ids[number], "max_tokens": tokens, "ignore_eos": True}
+    def __init__(self, command: str, model: str, threads: int) -> None:
+        from heterollm_engines.gguf_file import write_gguf  # of bench/engines
+
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        slots = max(REQUESTS)
+        sizes = ["-c", str(CONTEXT * slots), "-np", str(slots), "-t", str(threads), "-tb", str(threads)]
+        words = [command, "-m", str(write_gguf(Path(model))), *sizes, "--port", str(self.port), "--no-webui"]
+        self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # noqa: S603
+        ends_s = time.monotonic() + START_S
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > ends_s:
+                raise SystemExit(f"{' '.join(words)} does not answer.")
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        try:
+            return self.get("/health").get("status") == "ok"
+        except OSError:
+            return False
+
+
+def served(
+    model: str, plan: str, precision: str, tokens: int, rounds: int, threads: int, rival: str | None
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each server and number of requests at once."""
+    # New prompts each time, as both servers know the beginnings of earlier ones.
+    ids = np.random.default_rng(0)
+    options = ["--device", "host", "--plan", plan, "--precision", precision, "--context", str(CONTEXT)]
+    own = Served(model, [*options, "--no-exact", *(["--gpu-threads", str(threads)] if threads else [])])
+    servers = {"heterollm": own} | ({"llama.cpp": LlamaServer(rival, model, threads or 1)} if rival else {})
+
+    def answer(server: Served, prompt: list[int]) -> None:
+        body = {"model": "soak", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         status, text = server.complete(body)
         assert status == 200, text
 
-    rates = defaultdict[int, list[float]](list)
+    rates = defaultdict[tuple[str, int], list[float]](list)
     try:
         with ThreadPoolExecutor(max(REQUESTS)) as clients:
             for turn in range(rounds + 1):  # the first one compiles
-                for count in REQUESTS:
+                for count, (name, server) in itertools.product(REQUESTS, servers.items()):
+                    prompts = ids.integers(3, 2000, (count, PROMPT_TOKENS)).tolist()
                     begin_s = time.perf_counter()
-                    list(clients.map(answer, range(count)))
+                    list(clients.map(partial(answer, server), prompts))
                     took_s = time.perf_counter() - begin_s
                     if turn:
-                        rates[count].append(count * tokens / took_s)
+                        rates[name, count].append(count * tokens / took_s)
     finally:
-        server.process.terminate()
-        server.process.wait(60)
-    for count, own in rates.items():
+        for server in servers.values():
+            server.process.terminate()
+            server.process.wait(60)
+    for (name, count), found in sorted(rates.items()):
         fixed = {"model": Path(model).name, "plan": Path(plan).name, "tokens": tokens, "rounds": rounds}
-        rate = round(statistics.median(own), 2)
+        fixed |= {"precision": precision, "threads": threads, "engine": name}
+        rate = round(statistics.median(found), 2)
         yield {"bench": "shared_passes", **conditions(), **fixed, "requests": count, "tokens_per_s": rate}
 
 
@@ -83,13 +125,17 @@ def main() -> int:
     parser.add_argument("where", choices=["served", "simulated"])
     parser.add_argument("model")
     parser.add_argument("--plan", default="gpu", help="of the server")
+    parser.add_argument("--precision", default="w4a16", help="of the server")
+    parser.add_argument("--threads", type=int, default=0, help="of the server's GPU, and of llama.cpp")
+    parser.add_argument("--rival", help="llama.cpp's program llama-server, to measure beside")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer of the server")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--soc", default="snapdragon-8gen3")
     parser.add_argument("--position", type=int, default=1000, help="context of a simulated pass")
     options = parser.parse_args()
     if options.where == "served":
-        rows = served(options.model, options.plan, options.tokens, options.rounds)
+        named = (options.model, options.plan, options.precision, options.tokens, options.rounds)
+        rows = served(*named, options.threads, options.rival)
     else:
         rows = simulated(options.model, options.soc, options.position)
     first = 0.0
