@@ -8,7 +8,7 @@
 `served` starts a server in a child, and as many clients at once ask for an answer to a short prompt each; the
 numbers of clients take turns. The rate has the time of prompts and of the server in it. `--rival` names
 llama.cpp's `llama-server`, which gets the same 4-bit weights as GGUF, as many slots as there are clients, and
-the same threads; the servers take turns too, and one waits while the other is asked. `simulated` is the time of
+the same threads; the servers take turns, and one rests while the other answers. `simulated` is the time of
 decode passes alone, behind a context, on a simulated SoC under each plan level; nothing is computed.
 """
 
