@@ -129,7 +129,7 @@ def rounding_launch(
         defines |= {"BLOCK": rounded.block} | whole_eights(variant, has_half=runtime.traits.has_half)
     kernel = runtime.kernel(("common.h", "rounding.h", "quantize.cl"), "quantize_activations", defines)
     blocks = columns // rounded.block
-    span, items = (blocks, 1) if variant.style == "vector" else (1, SIMT_ITEMS)
+    span, items = (blocks, 1) if variant.style in ("vector", "matrix") else (1, SIMT_ITEMS)
     sizes = map(np.int32, (columns, rounded.block, first_token, span))
     size = (round_up(-(-blocks // span), items), tokens)
     arguments = (x, rounded.codes, rounded.blocks, *sizes)
