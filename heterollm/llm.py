@@ -29,6 +29,7 @@ from heterollm.base import (
     silent,
 )
 from heterollm.engine import (
+    USUAL_GAPS,
     AnswerKeywords,
     EngineThread,
     PooledStates,
@@ -393,9 +394,13 @@ class LLM:
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def scheduler(self) -> Scheduler:
-        """Return a scheduler of prepared answers, which runs between other calls until it is closed."""
-        return Scheduler(self._thread, self.device.now_s, self._engine.rows)
+    def scheduler(self, *, gaps: float = USUAL_GAPS) -> Scheduler:
+        """Return a scheduler of prepared answers, which runs between other calls until it is closed.
+
+        Args:
+            gaps: Usual times between two of its tokens for which prompts may keep an answer waiting.
+        """
+        return Scheduler(self._thread, self.device.now_s, self._engine.rows, gaps=gaps)
 
     # -- properties ----------------------------------------------------------------------------------
 

@@ -78,6 +78,12 @@ def serve(
         float,
         typer.Option(help="Minutes without a request until one of several models is unloaded; 0: never."),
     ] = 10.0,
+    gaps: Annotated[
+        float,
+        typer.Option(
+            help="Times its usual gap between two tokens that an answer may wait while prompts are read."
+        ),
+    ] = 4.0,
     queue: Annotated[int, typer.Option(help="Requests of each tier that may wait.")] = 64,
     connections: Annotated[int, typer.Option(help="Connections at most; idle ones make room.")] = 512,
     no_exact: Annotated[
@@ -120,6 +126,7 @@ def serve(
         sessions_gib=sessions_gib,
         prefixes_gib=prefixes_gib,
         idle_s=60 * idle_minutes,
+        gaps=gaps,
         queue=queue,
         connections=connections,
         sampling=sampling,

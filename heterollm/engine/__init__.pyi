@@ -21,6 +21,7 @@ from .prefix_file import Prefix as Prefix
 from .prefix_file import open_prefix as open_prefix
 from .runner import Engine as Engine
 from .scheduler import TIERS as TIERS
+from .scheduler import USUAL_GAPS as USUAL_GAPS
 from .scheduler import PromptTask as PromptTask
 from .scheduler import Scheduler as Scheduler
 from .scheduler import ServiceTier as ServiceTier

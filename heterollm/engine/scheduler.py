@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,8 +33,8 @@ TURN_S: Final = 0.05
 SHORT_TOKENS: Final = 64
 """Tokens of a prompt that no other prompt of its tier interrupts: it ends soon."""
 
-GAPS: Final = 4.0
-"""Usual times between two tokens for which prompts of its tier may keep an answer waiting."""
+USUAL_GAPS: Final = 4.0
+"""Usual times between two tokens for which prompts of its tier may keep an answer waiting by default."""
 
 LEAST_PROMPT_S: Final = 0.01
 """Time that prompts have between two passes at least: a pause copies what later layers read."""
@@ -122,17 +121,26 @@ class Scheduler:
 
     A task runs while no task of a more urgent tier can. All answers of a tier that are behind their prompts
     get their tokens in passes of several sessions. Its prompts take turns in between, so long that no answer
-    waits for more than :data:`GAPS` usual times between two tokens.
+    waits for more than some usual times between two tokens.
 
     Args:
         thread: The engine thread.
         clock: Returns the seconds of the device.
         limits: Sessions of a pass. A reproducible answer shares only passes that change no bit of it.
+        gaps: Those usual times, at least 1.
     """
 
-    def __init__(self, thread: EngineThread, clock: Callable[[], float], limits: RowLimits) -> None:
+    def __init__(
+        self,
+        thread: EngineThread,
+        clock: Callable[[], float],
+        limits: RowLimits,
+        *,
+        gaps: float = USUAL_GAPS,
+    ) -> None:
         self._thread = thread
         self._clock = clock
+        self._gaps = gaps
         self.shares_exactly = limits.exact > 1
         """Whether reproducible answers share passes."""
         # All others then share these.
@@ -190,7 +198,7 @@ class Scheduler:
             if cancelled:
                 for task in cancelled:
                     self._end(task)
-            elif writing and not (reading and time.monotonic() < self._due_s):
+            elif writing and not (reading and self._clock() < self._due_s):
                 self._write(writing)
             else:
                 tasks.remove(reading[0])
@@ -226,7 +234,7 @@ class Scheduler:
 
     def _read(self, task: PromptTask) -> None:
         """Go on with a prompt; behind its end begin the answers."""
-        self._turn_ends_s = time.monotonic() + TURN_S
+        self._turn_ends_s = self._clock() + TURN_S
         with self._ending([task]):
             if not task.sessions:
                 session = self._engine(task.take_session)
@@ -248,7 +256,7 @@ class Scheduler:
         rows = [Row(task, number) for task in tasks for number in task.running]
         alone = [row for row in rows if row.answer.guesses or self._may_not_share(row.task)]
         shared = [row for row in rows if row not in alone]
-        session, begin_s = rows[0].session, time.monotonic()
+        session, begin_s = rows[0].session, self._clock()
         prepared_s = session.prepared_s
         passes: list[Sequence[Row]] = [[row] for row in alone]
         for some in _divided(shared, self._most_rows):
@@ -258,10 +266,10 @@ class Scheduler:
         for task in tasks:
             if task.running:
                 self._end_if_done(task)
-        end_s = time.monotonic()
+        end_s = self._clock()
         took_s = end_s - begin_s - (session.prepared_s - prepared_s)
         self._gap_s += (took_s - self._gap_s) * (NEWEST if self._gap_s else 1.0)
-        self._due_s = end_s + max(LEAST_PROMPT_S, (GAPS - 1) * self._gap_s)
+        self._due_s = end_s + max(LEAST_PROMPT_S, (self._gaps - 1) * self._gap_s)
 
     def _may_not_share(self, task: PromptTask) -> bool:
         return task.reproducible and not self.shares_exactly
@@ -344,7 +352,7 @@ class Scheduler:
         for tier in TIERS[: TIERS.index(task.tier)]:
             if any(map(_is_ready, self._tasks[tier])):
                 return True
-        now_s, others = time.monotonic(), [other for other in self._tasks[task.tier] if other is not task]
+        now_s, others = self._clock(), [other for other in self._tasks[task.tier] if other is not task]
         if now_s >= self._due_s and any(other.running and _is_ready(other) for other in others):
             return True
         if tokens <= SHORT_TOKENS or now_s < self._turn_ends_s:

@@ -132,7 +132,7 @@ class Server:
         )
         self._activity = Activity()
         self._figures = Status(llm, self._activity, live=options.live)
-        self._scheduler = llm.scheduler()
+        self._scheduler = llm.scheduler(gaps=options.gaps)
         self._admission = Admission(self._scheduler, places=places, queue=options.queue)
         self._about = About(llm, self.defaults, int(time.time()), self._admission)
         self._metrics = Metrics(

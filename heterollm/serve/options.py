@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from heterollm.base import OptionError
+from heterollm.engine import USUAL_GAPS
 from heterollm.text import GenerationOptions, SamplingOptions
 
 MOST_CHOICES: Final = 16
@@ -31,6 +32,7 @@ class ServeOptions:
         sessions_gib: Memory of all sessions; None for a quarter of the available memory.
         prefixes_gib: Disk for the beginnings of prompts that several requests share; 0 for none.
         idle_s: Time without a request after which a server of several models unloads one; 0 for never.
+        gaps: Usual times between two of its tokens for which prompts may keep an answer waiting.
         queue: Requests that wait at most, of each service tier.
         connections: Connections at most; beyond them the one goes that has waited longest for a request.
         sampling: Sampling parameters of requests that do not have them, by name.
@@ -50,6 +52,7 @@ class ServeOptions:
     sessions_gib: float | None = None
     prefixes_gib: float = 0.0
     idle_s: float = 0.0
+    gaps: float = USUAL_GAPS
     queue: int = 64
     connections: int = 512
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +72,8 @@ class ServeOptions:
             raise OptionError(f"--prefixes-gib is {self.prefixes_gib}, but must be at least 0.")
         if not 0 <= self.idle_s < math.inf:
             raise OptionError(f"--idle-minutes is {self.idle_s / 60:g}, but must be at least 0.")
+        if not 1 <= self.gaps < math.inf:
+            raise OptionError(f"--gaps is {self.gaps:g}, but must be at least 1.")
         if self.connections < 1:
             raise OptionError(f"--connections is {self.connections}, but must be at least 1.")
         for key in self.api_keys:

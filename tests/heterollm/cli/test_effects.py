@@ -97,6 +97,7 @@ ROWS = {
         "prefixes_gib": "--prefixes-gib 1",
         "idle_minutes": "--idle-minutes 2",
         "no_exact": "--no-exact",
+        "gaps": "--gaps 2",
         "queue": "--queue 2",
         "connections": "--connections 5",
         "live": "--live",

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from heterollm.base import GraphError
-from heterollm.engine import PromptTask, Scheduler, Session
-from heterollm.engine import scheduler as scheduler_room
+from heterollm.engine import USUAL_GAPS, PromptTask, Scheduler, Session
 from heterollm.engine.kept_batches import RowLimits
 
 PASS_S, LAYER_S = 0.02, 0.004
@@ -117,7 +116,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         made.decode(sessions)
         return np.zeros((len(sessions), 1))
 
-    monkeypatch.setattr(scheduler_room, "time", types.SimpleNamespace(monotonic=lambda: made.now_s))
     monkeypatch.setattr(Session, "decode_together", staticmethod(together))
     return made
 
@@ -127,10 +125,13 @@ def run(world: World) -> Callable[..., Scheduler]:
     """Return a function that runs tasks to their ends, and calls a function before each turn."""
 
     def run_all(
-        *tasks: Task, limits: RowLimits = LIMITS, before: Callable[[int], None] = lambda _: None
+        *tasks: Task,
+        limits: RowLimits = LIMITS,
+        before: Callable[[int], None] = lambda _: None,
+        gaps: float = USUAL_GAPS,
     ) -> Scheduler:
         thread: Any = types.SimpleNamespace(background=[], submit=lambda call: call())
-        scheduler = Scheduler(thread, lambda: world.now_s, limits)
+        scheduler = Scheduler(thread, lambda: world.now_s, limits, gaps=gaps)
         for task in tasks:
             scheduler.add(task)
         turn = 0
@@ -188,18 +189,19 @@ def test_answers_share_no_pass_that_takes_longer_than_theirs_alone(
     assert len(shared) > 60
 
 
-def test_no_answer_waits_long_for_prompts(world: World, run: Callable[..., Scheduler]) -> None:
+@pytest.mark.parametrize("gaps", [USUAL_GAPS, 1.6, 8.0])
+def test_no_answer_waits_long_for_prompts(gaps: float, world: World, run: Callable[..., Scheduler]) -> None:
     """However long and many they are; and they read on in turns."""
     answers = [Stub(world, name, 40, 1) for name in "ab"]
     prompts = [Stub(world, name, 1, 200) for name in "xyz"]
-    run(*map(Task, (*answers, *prompts)))
+    run(*map(Task, (*answers, *prompts)), gaps=gaps)
     for answer in answers:
-        gaps = np.diff(answer.times_s)
-        assert gaps.max() <= scheduler_room.GAPS * PASS_S + LAYER_S
+        found = np.diff(answer.times_s).max()
+        assert (gaps - 1) * PASS_S <= found <= gaps * PASS_S + LAYER_S
     order = [turn for turn in world.turns if turn in ("Px", "Py", "Pz")]
     assert order.index("Pz") < len(order) - 1 - order[::-1].index("Px")
     # Between two passes prompts have the rest of the limit.
-    assert 2.5 < sum(prompt.times_s[0] for prompt in prompts[-1:]) < 3.5
+    assert 2.5 < prompts[-1].times_s[0] < 3.5
 
 
 def test_a_broken_answer_ends_its_task_alone(world: World, run: Callable[..., Scheduler]) -> None:
