@@ -118,11 +118,14 @@ class Compiler:
             MixtureBlock.NAME: self._experts,
         }
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
+        # So passes of several sessions can run beside a chunk whose graphs the NPU computes.
+        self.batch_lane = self._new_lane(plan.lanes) if plan.uses_npu else self.lanes[0]
         self._row_lanes: list[Lane] = []
 
     def _new_lane(self, number: int) -> Lane:
         slots = {slot.partition(".")[0]: None for slot in (*self.pool, *self.private)}
         own = {slot: lane_slot(slot, number) for slot in slots}
+        own = {slot: name for slot, name in own.items() if name in self.pool or name in self.private}
         shared = {slot: self.pool[name] for slot, name in own.items() if not is_private(slot)}
         private = {slot: self.private[name] for slot, name in own.items() if is_private(slot)}
         tokens, step = self._runtime.shared((self._plan.chunk_length,), np.int32), self._step_buffer()
@@ -137,12 +140,12 @@ class Compiler:
         return self._runtime.shared((STEP_WORDS + paged,), np.int32)
 
     def row_lane(self, row: int) -> Lane:
-        """Return the first lane with the step buffer of a session in a pass of several."""
+        """Return the lane of batches with the step buffer of a session in a pass of several."""
         while len(self._row_lanes) <= row:
             step, number = self._step_buffer(), len(self._row_lanes)
             step.array[STEP_FIRST_ROW] = number
-            names = {**self.lanes[0].names, step: Buffer(f"step.row{number}")}
-            self._row_lanes.append(replace(self.lanes[0], step=step, names=names))
+            names = {**self.batch_lane.names, step: Buffer(f"step.row{number}")}
+            self._row_lanes.append(replace(self.batch_lane, step=step, names=names))
         return self._row_lanes[row]
 
     @property
@@ -224,7 +227,7 @@ class Compiler:
 
     def compile_shared(self, rows: int) -> SharedSteps:
         """Return the steps that the rows of a decode pass of several sessions have in common."""
-        builder = self._begin("decode", rows, shared=True)
+        builder = self._begin("decode", rows, lane=self.batch_lane, shared=True)
         output = self._layers(builder)
         assert builder.gaps is not None  # as it is shared
         return SharedSteps(tuple(builder.steps), tuple(builder.gaps), output)
@@ -255,13 +258,13 @@ class Compiler:
         """
         steps = list(shared.filled(rows))
         if self._check is not None:
-            names = dict(self.lanes[0].names)
+            names = dict(self.batch_lane.names)
             for row, own in enumerate(rows):
                 names |= self.row_lane(row).names
                 for part in own:
                     names |= _cache_names(part.bound_cache, row)
             steps = self._check.checked(steps, names, f"decode of {len(rows)} sessions")
-        return CompiledPass.of(tuple(steps), shared.output)
+        return CompiledPass.of(tuple(steps), shared.output, lane=self.batch_lane.number)
 
     def _layers(self, builder: PassBuilder) -> Delta:
         """Append the embedding and all layers, and return the output of the last."""
@@ -318,7 +321,7 @@ class Compiler:
         """
         output = layers.output
         assert output is not None
-        builder = self._begin(phase, rows, lane=self.lanes[layers.lane], builds_graphs=builds_graphs)
+        builder = self._begin(phase, rows, lane=self._lane(layers), builds_graphs=builds_graphs)
         op = self._linears.placed(builder, -1, "head")
         self._glue.final_norm(builder, output, op.source, op.input_codes)
         if op.placement.npu_lengths:
@@ -330,6 +333,10 @@ class Compiler:
         written = (*segments_of(output.segments), builder.lane.private["residual"])
         return CompiledPass.of(self._finished(builder, f"head of {rows}", written))
 
+    def _lane(self, layers: CompiledPass) -> Lane:
+        """Return the lane of a pass's output."""
+        return (*self.lanes, self.batch_lane)[layers.lane]
+
     def compile_states(self, phase: Phase, rows: int, layers: CompiledPass) -> CompiledPass:
         """Return the steps from the output of ``layers`` to the normed states of ``rows`` positions.
 
@@ -337,7 +344,7 @@ class Compiler:
         """
         output = layers.output
         assert output is not None
-        builder = self._begin(phase, rows, lane=self.lanes[layers.lane])
+        builder = self._begin(phase, rows, lane=self._lane(layers))
         self._glue.final_norm(builder, output, builder.lane.shared["head_input"], None)
         self._splits.end(builder, waits=layers.uses_npu)
         written = (*segments_of(output.segments), builder.lane.private["residual"])

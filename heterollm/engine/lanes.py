@@ -1,4 +1,4 @@
-"""Lanes: what one of several chunks in flight owns."""
+"""Lanes: what one of several chunks in flight owns, or the passes of several sessions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from heterollm.kernels.gpu import DeviceMemory, SharedArray
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The memory of one chunk in flight. The slots of the head are the same in all lanes.
+    """The memory of one chunk in flight, or of batches. The slots of the head are the same in all lanes.
 
     Args:
-        number: 0 for the first, which runs all passes of a single chunk.
+        number: 0 for the first, which runs all passes of a single chunk or session.
         shared: Slots that both processors address.
         private: Slots that only kernels read and write.
         tokens: Ids of the tokens.

@@ -518,10 +518,11 @@ class Engine:
                 state.reserve(position, 1)
             compiled = self._passes.find_batch(rows)
             with during(self.observer, "step"):
-                self._write_tokens(self._lanes[0], np.array([row.token for row in rows], np.int32))
-                self._write_step(self._lanes[0], None, 0, len(rows), 0)
+                lane = self._compiler.batch_lane
+                self._write_tokens(lane, np.array([row.token for row in rows], np.int32))
+                self._write_step(lane, 0, len(rows), 0)
                 for number, (state, position, _) in enumerate(rows):
-                    self._write_step(self._compiler.row_lane(number), state, position, 1, 0)
+                    self._write_step(self._compiler.row_lane(number), position, 1, 0, state)
             self._call(compiled.calls)
             self._head(compiled, "decode", len(rows))
             for state, position, _ in rows:
@@ -582,7 +583,8 @@ class Engine:
         """Write the tokens and the step buffer of a lane, for a pass that has room in a session."""
         with during(self.observer, "step"):
             self._write_tokens(lane, tokens)
-            self._write_step(lane, cache, position, 1 if isinstance(tokens, int) else len(tokens), head_row)
+            length = 1 if isinstance(tokens, int) else len(tokens)
+            self._write_step(lane, position, length, head_row, cache, chunk=lane.number)
 
     def _write_tokens(self, lane: Lane, tokens: NDArray[np.int32] | int) -> None:
         self._logits_slot.release()
@@ -596,7 +598,13 @@ class Engine:
 
     @staticmethod
     def _write_step(
-        lane: Lane, cache: SessionState | None, position: int, length: int, head_row: int
+        lane: Lane,
+        position: int,
+        length: int,
+        head_row: int,
+        cache: SessionState | None = None,
+        *,
+        chunk: int = 0,
     ) -> None:
         lane.step.acquire()
         step = lane.step.array
@@ -604,7 +612,7 @@ class Engine:
         step[STEP_LENGTH] = length
         step[STEP_HEAD_ROW] = head_row
         if cache is not None:
-            cache.bind(step, lane.number)
+            cache.bind(step, chunk)
         lane.step.release()
 
     def _call(self, calls: Sequence[Call]) -> None:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from heterollm.engine.experts.slots import ExpertSlots
 from heterollm.engine.shadow.slots import ShadowSlots
 from heterollm.engine.sparse.slots import SparseSlots
@@ -80,7 +82,7 @@ def lane_slot(slot: str, lane: int) -> str:
 def pool_sizes(
     config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int, context: int
 ) -> dict[str, int]:
-    """Return the size of every slot of every lane.
+    """Return the size of every slot of every lane, those of chunks before that of batches.
 
     Args:
         config: The model.
@@ -89,6 +91,25 @@ def pool_sizes(
         item_bytes: Size of an activation.
         context: Positions of a session.
     """
+    found: dict[str, int] = {}
+    for lane, own in enumerate((*[plan] * plan.lanes, *_batches(plan))):
+        for slot, size in _lane_sizes(config, specs, own, item_bytes, context).items():
+            found.setdefault(lane_slot(slot, lane), size)
+    return found
+
+
+def _batches(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan of passes of several sessions, if these have a lane of their own."""
+    if plan.uses_npu:
+        decode = tuple(entry for entry in plan.entries if entry.phase == "decode")
+        tokens = min(SHORT_PASS, plan.chunk_length)
+        yield replace(plan, entries=decode, slices=(), schedule=None, chunk_length=tokens)
+
+
+def _lane_sizes(
+    config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int, context: int
+) -> dict[str, int]:
+    """Return the sizes of the slots of a lane, by the names that they have in the first."""
     tokens = plan.chunk_length
     padded = max(tokens, _npu_tokens(plan, head=False))
     head_npu = _npu_tokens(plan, head=True)
@@ -135,7 +156,7 @@ def pool_sizes(
     added = (pair for one in TECHNIQUES for pair in one.sizes(of))
     for slot, size in (*added, *own):
         sizes[slot] = max(size, sizes.get(slot, 0))
-    return {lane_slot(slot, lane): size for lane in range(plan.lanes) for slot, size in sizes.items()}
+    return sizes
 
 
 def _expert_sizes(spec: OpSpec, tokens: int, item_bytes: int) -> dict[str, int]:
