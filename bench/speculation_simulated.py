@@ -44,7 +44,7 @@ class Simulated:
         self.profiled = ProfiledModel(profile, found.config, tuple(specs), "w4a16")
         self.position = position
         context = position + MOST_GUESSES + 1
-        if level == "gpu":
+        if level in ("gpu", "npu", "layer"):
             self.plan: Plan = level_plan(
                 level,
                 specs,

@@ -400,7 +400,7 @@ class LLM:
         Args:
             gaps: Usual times between two of its tokens for which prompts may keep an answer waiting.
         """
-        return Scheduler(self._thread, self.device.now_s, self._engine.rows, gaps=gaps)
+        return Scheduler(self._thread, self.device.now_s, self._engine.rows, gaps=gaps, gpu=self.device.gpu)
 
     # -- properties ----------------------------------------------------------------------------------
 

@@ -27,6 +27,12 @@ class PassTimes:
         usual_s = self._usual_s.setdefault(rows, seconds)
         self._usual_s[rows] = usual_s + NEWEST * (seconds - usual_s)
 
+    def usual_s(self, rows: int) -> float | None:
+        """Return the usual time of a pass of some rows, or of the most like it; None before the first."""
+        if not self._usual_s:
+            return None
+        return self._usual_s[min(self._usual_s, key=lambda known: abs(known - rows))]
+
     def pays(self, rows: int) -> bool:
         """Return whether a pass of some rows takes no longer than one for each, as far as is known.
 

@@ -12,6 +12,7 @@ from heterollm.engine.pauses import Pause, find_pauses
 from heterollm.engine.placed import Delta
 from heterollm.engine.state import is_state
 from heterollm.engine.step import Buffer, Call, Step
+from heterollm.engine.windows import Piece, Spare, Window, find_pieces, find_windows
 from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, OpenClError
 from heterollm.kernels.ops import Phase
 
@@ -29,6 +30,8 @@ class CompiledPass:
         lane: The lane of the output.
         uses_npu: Whether it runs graphs.
         pauses: Places between layers; None until :meth:`find_pauses` looks for them.
+        windows: Places for decode passes, likewise.
+        pieces: Parts of a decode pass with its head, likewise.
     """
 
     steps: tuple[Step, ...]
@@ -39,6 +42,8 @@ class CompiledPass:
     lane: int = 0
     uses_npu: bool = False
     pauses: tuple[Pause, ...] | None = None
+    windows: tuple[Window, ...] | None = None
+    pieces: tuple[Piece, ...] | None = None
 
     @classmethod
     def of(
@@ -71,6 +76,18 @@ class CompiledPass:
         if self.pauses is None:
             self.pauses = find_pauses(self.steps, names)
         return self.pauses
+
+    def find_windows(self, spares: dict[tuple[str, int], Spare]) -> tuple[Window, ...]:
+        """Return the places where decode passes may run beside graphs; see :func:`find_windows`."""
+        if self.windows is None:
+            self.windows = find_windows(self.steps, self.calls, spares)
+        return self.windows
+
+    def find_pieces(self, head: CompiledPass) -> tuple[Piece, ...]:
+        """Return the pieces of a decode pass with its head, which is always the same."""
+        if self.pieces is None:
+            self.pieces = find_pieces((*self.steps, *head.steps), (*self.calls, *head.calls))
+        return self.pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

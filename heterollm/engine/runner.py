@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +24,7 @@ from heterollm.base import (
     OptionError,
     Progress,
 )
+from heterollm.engine.beside import Beside, PassBeside
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureOptions
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.experts.residency import ExpertReads
@@ -38,6 +41,7 @@ from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.state import BatchRow, SessionState
 from heterollm.engine.step import Call, Step
 from heterollm.engine.waits import Fences
+from heterollm.engine.windows import Spare, Window
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
@@ -63,6 +67,14 @@ NPU_FAILURES: Final = (GraphError, FenceError, PassError, StalePassError)
 
 def _never(_part: float) -> bool:
     return False
+
+
+def _asked(wanted: Callable[[float], bool], beside: Beside, part: float) -> bool:
+    """Return whether to pause; a pass beside the prompt ends before."""
+    pauses = wanted(part)
+    if pauses:
+        beside.finish()
+    return pauses
 
 
 def _within(wanted: Callable[[float], bool], first: int, length: int, tokens: int) -> Callable[[float], bool]:
@@ -124,6 +136,7 @@ class Engine:
         )
         self._passes = KeptPasses(device, self._compiler, plan, context, observer)
         self._lanes = self._compiler.lanes
+        self._spares: dict[tuple[str, int], Spare] = {}
         # With a wait after every operator, or without the NPU, chunks at once would gain nothing.
         self._flies = plan.schedule is not None and not self.fences.after_every_operator
         logits = self._compiler.pool["logits"]
@@ -238,6 +251,7 @@ class Engine:
         phase: Phase,
         target: NDArray[Any] | None,
         wanted: Callable[[float], bool] = _never,
+        beside: Beside | None = None,
     ) -> Iterator[None]:
         """Run tokens through the model as :meth:`prefill` does, and yield whenever others want the engine.
 
@@ -252,7 +266,12 @@ class Engine:
             target: Where the logits go, as for :meth:`prefill`.
             wanted: Called at each place where a pause is possible, with the part of the prompt before it, 0
                 to 1, whose kernels are enqueued; returns whether to pause.
+            beside: Decode passes that run beside the chunks; none runs during a pause, or afterwards.
         """
+        if target is not None or phase == "decode" or self.observer is not None:
+            beside = None
+        if beside is not None:
+            wanted = partial(_asked, wanted, beside)
         for flight in self.plan.flights(len(ids)):
             if flight[0][0] and wanted(flight[0][0] / len(ids)):
                 could_fall_back = self._may_fall_back
@@ -263,7 +282,7 @@ class Engine:
                     return
             if len(flight) > 1 and self._flies and target is None and phase == "prefill":
                 try:
-                    self._flight(cache, position, ids, flight)
+                    self._flight(cache, position, ids, flight, beside)
                     continue
                 except NPU_FAILURES as error:
                     self._fall_back(error, position + flight[0][0])
@@ -273,7 +292,7 @@ class Engine:
                 last = int(first + length == len(ids))
                 within = wanted if wanted is _never else _within(wanted, first, length, len(ids))
                 try:
-                    yield from self._chunk(cache, position + first, tokens, phase, rows, last, within)
+                    yield from self._chunk(cache, position + first, tokens, phase, rows, last, within, beside)
                 except NPU_FAILURES as error:
                     changed = self.plan.changes_values
                     if first and phase == "prefill" and changed and cache.can_truncate(position):
@@ -442,30 +461,66 @@ class Engine:
         target: NDArray[np.float32] | None,
         last: int,
         wanted: Callable[[float], bool],
+        beside: Beside | None = None,
     ) -> Iterator[None]:
         """Run a pass; without a target the logits of so many last tokens, or none, stay in their slot."""
-        with self._observed_pass(phase, len(tokens), position):
+        with self._observed_pass(phase, len(tokens), position), beside or UNOBSERVED:
             compiled = self._pass(phase, len(tokens), position, cache)
             head_row = len(tokens) - (last or 1) if target is None else 0
             self._write_inputs(self._lanes[0], cache, tokens, position, head_row)
-            begin = 0
+            pauses: tuple[Pause, ...] = ()
             if wanted is not _never and self.observer is None:
                 pauses = compiled.find_pauses(self._lanes[0].names)
-                for done, pause in enumerate(pauses, 1):
-                    self._call(compiled.calls[begin : pause.index])
-                    begin = pause.index
-                    if wanted(done / (len(pauses) + 1)):
-                        yield from self._paused(pause)
-                        compiled.bind_cache(cache.memory)
-                        self._write_inputs(self._lanes[0], cache, tokens, position, head_row)
+            windows = self._windows(compiled, beside, last=bool(last))
+            begin = done = 0
+            for stop in sorted((*pauses, *windows), key=attrgetter("index")):
+                self._call(compiled.calls[begin : stop.index])
+                begin = stop.index
+                if isinstance(stop, Window):
+                    begin = self._beside_graphs(stop, beside)
+                    continue
+                done += 1
+                if wanted(done / (len(pauses) + 1)):
+                    yield from self._paused(stop)
+                    compiled.bind_cache(cache.memory)
+                    self._write_inputs(self._lanes[0], cache, tokens, position, head_row)
+                    if beside is not None:
+                        beside.begin_chunk([own for own in windows if own.index > begin], last=bool(last))
             self._call(compiled.calls[begin:] if begin else compiled.calls)
             if target is not None:
                 self._all_logits(compiled, phase, target)
-            elif last:
-                self._head(compiled, phase, last)
             else:
-                self.device.gpu.finish()
+                self._end_chunk(compiled, phase, last, beside)
             cache.commit(position + len(tokens))
+
+    def _windows(self, compiled: CompiledPass, beside: Beside | None, *, last: bool) -> tuple[Window, ...]:
+        """Return the windows of a chunk in which decode passes may run; none without any."""
+        if beside is None:
+            return ()
+        windows = compiled.find_windows(self._spares)
+        beside.begin_chunk(windows, last=last)
+        return windows
+
+    def _beside_graphs(self, window: Window, beside: Beside | None) -> int:
+        """Run graphs with kernels of decode passes beside them, and return the index of the next step."""
+        assert beside is not None  # without it there are no windows
+        beside.fill()
+        self._call(window.begins)
+        begin_s = self.device.now_s()
+        self._call(window.graphs)
+        beside.learn(self.device.now_s() - begin_s)
+        return window.behind
+
+    def _end_chunk(
+        self, compiled: CompiledPass, phase: Phase, rows: int, beside: Beside | None = None
+    ) -> None:
+        """Compute the logits of so many rows, or wait for the queue."""
+        if not rows:
+            self.device.gpu.finish()
+            return
+        if beside is not None:
+            beside.finish()  # the head's slots are those of its passes
+        self._head(compiled, phase, rows)
 
     def _several(self, cache: SessionState, position: int, ids: NDArray[np.int32]) -> None:
         for _ in self._chunk(cache, position, ids, "decode", None, len(ids), _never):
@@ -488,19 +543,21 @@ class Engine:
         position: int,
         ids: NDArray[np.int32],
         chunks: Sequence[tuple[int, int]],
+        beside: Beside | None,
     ) -> None:
         """Run several chunks of a prompt at once; each is the index of its first token, and its length."""
         lengths = tuple(length for _, length in chunks)
-        begin = position + chunks[0][0]
-        with self._observed_pass("prefill", sum(lengths), begin):
+        begin, last = position + chunks[0][0], int(sum(chunks[-1]) == len(ids))
+        with self._observed_pass("prefill", sum(lengths), begin), beside or UNOBSERVED:
             compiled = self._pass("prefill", lengths, begin, cache)
             for lane, (first, length) in zip(self._lanes, chunks, strict=False):
                 self._write_inputs(lane, cache, ids[first : first + length], position + first, length - 1)
-            self._call(compiled.calls)
-            if sum(chunks[-1]) == len(ids):
-                self._head(compiled, "prefill", 1)
-            else:
-                self.device.gpu.finish()
+            at = 0
+            for window in self._windows(compiled, beside, last=bool(last)):
+                self._call(compiled.calls[at : window.index])
+                at = self._beside_graphs(window, beside)
+            self._call(compiled.calls[at:] if at else compiled.calls)
+            self._end_chunk(compiled, "prefill", last, beside)
             cache.commit(begin + sum(lengths))
 
     def _one_token(self, cache: SessionState, position: int, token: int) -> None:
@@ -513,20 +570,46 @@ class Engine:
 
     def _batch(self, rows: Sequence[BatchRow]) -> None:
         with self._observed_pass("decode", len(rows), rows[0].position):
-            self._check_alive()
-            for state, position, _ in rows:
-                state.reserve(position, 1)
-            compiled = self._passes.find_batch(rows)
-            with during(self.observer, "step"):
-                lane = self._compiler.batch_lane
-                self._write_tokens(lane, np.array([row.token for row in rows], np.int32))
-                self._write_step(lane, 0, len(rows), 0)
-                for number, (state, position, _) in enumerate(rows):
-                    self._write_step(self._compiler.row_lane(number), position, 1, 0, state)
+            compiled = self._begin_batch(rows)
             self._call(compiled.calls)
             self._head(compiled, "decode", len(rows))
-            for state, position, _ in rows:
-                state.commit(position + 1)
+            self._commit_batch(rows)
+
+    def begin_beside(self, rows: Sequence[BatchRow]) -> PassBeside | None:
+        """Return the pass of :meth:`decode_batch` to run beside a prompt; None if it cannot.
+
+        It cannot where it waits for the NPU, or for the host. Errors are those of :meth:`prefill`.
+        """
+        compiled = self._begin_batch(rows)
+        pieces = compiled.find_pieces(self._passes.head(compiled, "decode", len(rows)))
+        if not pieces:
+            return None
+
+        def logits() -> NDArray[np.float32]:
+            self._logits_slot.acquire(len(rows) * self.last_logits.nbytes)
+            self._commit_batch(rows)
+            return self._logits[: len(rows)]
+
+        return PassBeside(pieces, self._call, logits, self._logits_slot.release)
+
+    def _begin_batch(self, rows: Sequence[BatchRow]) -> CompiledPass:
+        """Return a pass of several sessions, which have room for it, and write its inputs."""
+        self._check_alive()
+        for state, position, _ in rows:
+            state.reserve(position, 1)
+        compiled = self._passes.find_batch(rows)
+        with during(self.observer, "step"):
+            lane = self._compiler.batch_lane
+            self._write_tokens(lane, np.array([row.token for row in rows], np.int32))
+            self._write_step(lane, 0, len(rows), 0)
+            for number, (state, position, _) in enumerate(rows):
+                self._write_step(self._compiler.row_lane(number), position, 1, 0, state)
+        return compiled
+
+    @staticmethod
+    def _commit_batch(rows: Sequence[BatchRow]) -> None:
+        for state, position, _ in rows:
+            state.commit(position + 1)
 
     def _observed_pass(self, phase: Phase, tokens: int, position: int) -> AbstractContextManager[object]:
         observer = self.observer

@@ -6,19 +6,21 @@ import contextlib
 import queue
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import EngineError, InputError
+from heterollm.engine.beside import Beside, PassBeside
 from heterollm.engine.kept_batches import RowLimits
 from heterollm.engine.pass_times import NEWEST, PassTimes
 from heterollm.engine.session import Session
 from heterollm.engine.thread import EngineThread
+from heterollm.kernels.gpu import GpuRuntime
 from heterollm.text import GenerationStep, TokenSequence
 
 T = TypeVar("T")
@@ -128,6 +130,7 @@ class Scheduler:
         clock: Returns the seconds of the device.
         limits: Sessions of a pass. A reproducible answer shares only passes that change no bit of it.
         gaps: Those usual times, at least 1.
+        gpu: Where passes run beside prompts as far as the NPU reads these; None for turns alone.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Scheduler:
         limits: RowLimits,
         *,
         gaps: float = USUAL_GAPS,
+        gpu: GpuRuntime | None = None,
     ) -> None:
         self._thread = thread
         self._clock = clock
@@ -149,6 +153,12 @@ class Scheduler:
         self._tasks: dict[ServiceTier, deque[PromptTask]] = {tier: deque() for tier in TIERS}
         self._turn_ends_s = self._due_s = 0.0
         self._gap_s = 0.0
+        self._beside = None if gpu is None else Beside(gpu, self)
+        self._reading: PromptTask | None = None
+        # What the answers beside a prompt still need until each has a token more; the first pass may run.
+        self._round: deque[Sequence[Row]] = deque()
+        self._enqueued: Mapping[Row, Any] = {}
+        self._began_s = 0.0
         self._times = PassTimes()
         self.passes = 0
         """Decode passes so far."""
@@ -241,9 +251,11 @@ class Scheduler:
                 task.sessions.append(session)
                 task.answers[0].begin(session)
                 rest = task.answers[0].rest
-                task.prompt = session.prefill_in_turns(rest, partial(self._wanted, task, len(rest)))
+                wanted = partial(self._wanted, task, len(rest))
+                task.prompt = session.prefill_in_turns(rest, wanted, self._beside)
             assert task.prompt is not None  # the task would be writing
             begin_s = self._clock()
+            self._reading = task
             if self._engine(next, task.prompt, self) is not None:  # its end
                 task.prompt, task.read_fraction = None, 1.0
             task.read(self._clock() - begin_s)
@@ -254,37 +266,39 @@ class Scheduler:
     def _write(self, tasks: Sequence[PromptTask]) -> None:
         """Compute a token of each answer of these tasks, and one more for each right guess."""
         rows = [Row(task, number) for task in tasks for number in task.running]
-        alone = [row for row in rows if row.answer.guesses or self._may_not_share(row.task)]
-        shared = [row for row in rows if row not in alone]
         session, begin_s = rows[0].session, self._clock()
         prepared_s = session.prepared_s
-        passes: list[Sequence[Row]] = [[row] for row in alone]
-        for some in _divided(shared, self._most_rows):
-            passes += [some] if self._times.pays(len(some)) else [[row] for row in some]
-        for some in passes:
+        self._round.clear()
+        for some in self._passes(rows):
             self._pass([row for row in some if row.runs])
         for task in tasks:
             if task.running:
                 self._end_if_done(task)
-        end_s = self._clock()
-        took_s = end_s - begin_s - (session.prepared_s - prepared_s)
+        took_s = self._clock() - begin_s - (session.prepared_s - prepared_s)
         self._gap_s += (took_s - self._gap_s) * (NEWEST if self._gap_s else 1.0)
-        self._due_s = end_s + max(LEAST_PROMPT_S, (self._gaps - 1) * self._gap_s)
+        self._wait()
+
+    def _passes(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """Yield the rows of the passes in which each of these answers gets a token."""
+        alone = [row for row in rows if row.answer.guesses or self._may_not_share(row.task)]
+        shared = [row for row in rows if row not in alone]
+        yield from ([row] for row in alone)
+        for some in _divided(shared, self._most_rows):
+            yield from [some] if self._times.pays(len(some)) else [[row] for row in some]
+
+    def _wait(self) -> None:
+        """Let prompts run until the answers, each of which has a new token, are due."""
+        self._due_s = self._clock() + max(LEAST_PROMPT_S, (self._gaps - 1) * self._gap_s)
 
     def _may_not_share(self, task: PromptTask) -> bool:
         return task.reproducible and not self.shares_exactly
 
     def _pass(self, rows: Sequence[Row]) -> None:
         """Run a pass of some answers; an error of one of them ends its task alone."""
-        begin_s, ids = self._clock(), {}
-        for row in rows:
-            with self._ending([row.task]):
-                ids[row] = self._engine(row.answer.next_input)
-        rows = [row for row in ids if row.runs]
+        begin_s, ids = self._clock(), self._inputs(rows)
+        rows = list(ids)
         if not rows:
             return
-        self.passes += 1
-        self.rows += len(rows)
         prepared_s = rows[0].session.prepared_s
         with self._ending([row.task for row in rows]):
             logits: Iterable[NDArray[np.float32]]
@@ -296,11 +310,94 @@ class Scheduler:
             took_s = self._clock() - begin_s
             if not any(row.answer.guesses for row in rows) and rows[0].session.prepared_s == prepared_s:
                 self._times.learn(len(rows), took_s)
-            each_s = took_s / len(rows)
-            for row, own in zip(rows, logits, strict=True):
-                with self._ending([row.task]):
-                    if row.runs:
-                        self._accept(row.task, row.number, own, self._clock() - each_s)
+            self._accept_rows(rows, logits, took_s)
+
+    def _inputs(self, rows: Iterable[Row]) -> dict[Row, Any]:
+        """Return the answers that a pass computes, with their inputs; those that have none end."""
+        ids: dict[Row, Any] = {}
+        for row in rows:
+            with self._ending([row.task]):
+                ids[row] = self._engine(row.answer.next_input)
+        return {row: token for row, token in ids.items() if row.runs}
+
+    def _accept_rows(self, rows: Sequence[Row], logits: Iterable[NDArray[np.float32]], took_s: float) -> None:
+        """Take the logits of a pass; an error of one answer ends its task alone."""
+        self.passes += 1
+        self.rows += len(rows)
+        each_s = took_s / len(rows)
+        for row, own in zip(rows, logits, strict=True):
+            with self._ending([row.task]):
+                if row.runs:
+                    self._accept(row.task, row.number, own, self._clock() - each_s)
+
+    # -- passes beside a prompt ----------------------------------------------------------------------
+
+    def begin_beside(self, left_s: float) -> PassBeside | None:
+        """Begin the next pass of the answers of the prompt's tier; see :class:`PassSource`."""
+        assert self._beside is not None  # as it asks
+        assert self._reading is not None
+        others = [task for task in self._tasks[self._reading.tier] if task is not self._reading]
+        for task in others:
+            if task.running and task.cancelled:
+                self._end(task)
+        rows = self._next_round(others)
+        took_s = self._times.usual_s(len(rows))
+        self._beside.attends = took_s is not None and not any(row.answer.guesses for row in rows)
+        if not rows or took_s is None or not self._beside.attends:
+            return None
+        prompts_wait = any(not task.running and _is_ready(task) for task in others)
+        pays = took_s <= left_s and not (prompts_wait and self._clock() >= self._turn_ends_s)
+        if not (pays or self.is_due):
+            return None
+        with self._ending([row.task for row in rows]):
+            ids = self._inputs(rows)
+            sessions = [row.session for row in ids]
+            begun = self._engine(Session.begin_beside, sessions, list(ids.values())) if ids else None
+            self._beside.attends = begun is not None or not ids
+            if begun is not None:
+                begun.seconds = took_s
+                self._enqueued, self._began_s = ids, self._clock()
+            return begun
+        return None
+
+    def _next_round(self, tasks: Sequence[PromptTask]) -> Sequence[Row]:
+        """Return the rows of the next pass beside a prompt; none if no answer runs."""
+        while True:
+            while self._round:
+                if rows := [row for row in self._round[0] if row.runs]:
+                    return rows
+                self._round.popleft()
+            ready = [Row(task, number) for task in tasks if _is_ready(task) for number in task.running]
+            if not ready:
+                return ready
+            self._round.extend(self._passes(ready))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether answers have waited so long that their pass takes no account of the prompt."""
+        return self._clock() >= self._due_s
+
+    def accept_beside(self, logits: NDArray[np.float32]) -> None:
+        """Take the logits of the pass."""
+        rows = self._end_beside()
+        Session.append_beside([row.session for row in rows], list(self._enqueued.values()))
+        self._accept_rows(rows, logits, self._clock() - self._began_s)
+        for task in dict.fromkeys(row.task for row in rows):
+            if task.running:
+                self._end_if_done(task)
+
+    def fail_beside(self, error: BaseException) -> None:
+        """Take the error of the pass, which ends its tasks."""
+        self.failure = error
+        with self._ending([row.task for row in self._end_beside()]):
+            raise error
+
+    def _end_beside(self) -> Sequence[Row]:
+        """Return the rows of the pass, behind which the next one may begin."""
+        self._round.popleft()
+        if not self._round:
+            self._wait()
+        return list(self._enqueued)
 
     def _end_if_done(self, task: PromptTask) -> None:
         """End a task whose answers have all ended."""
@@ -352,10 +449,17 @@ class Scheduler:
         for tier in TIERS[: TIERS.index(task.tier)]:
             if any(map(_is_ready, self._tasks[tier])):
                 return True
-        now_s, others = self._clock(), [other for other in self._tasks[task.tier] if other is not task]
-        if now_s >= self._due_s and any(other.running and _is_ready(other) for other in others):
+        beside, now_s = self._beside, self._clock()
+        others = [other for other in self._tasks[task.tier] if other is not task]
+        attends = beside is not None and beside.attends
+        if (
+            not attends
+            and now_s >= self._due_s
+            and any(other.running and _is_ready(other) for other in others)
+        ):
             return True
-        if tokens <= SHORT_TOKENS or now_s < self._turn_ends_s:
+        runs = beside is not None and beside.runs
+        if tokens <= SHORT_TOKENS or now_s < self._turn_ends_s or runs:
             return False
         return any(not other.running and _is_ready(other) for other in others)
 

@@ -16,6 +16,7 @@ from heterollm.engine.thread import EngineThread
 from heterollm.kernels.ops import Phase
 
 if TYPE_CHECKING:
+    from heterollm.engine.beside import Beside, PassBeside
     from heterollm.engine.runner import Engine
     from heterollm.model import TensorFile
 
@@ -203,7 +204,7 @@ class Session:
         return self._engine.last_logits
 
     def prefill_in_turns(
-        self, ids: NDArray[np.int32], wanted: Callable[[float], bool]
+        self, ids: NDArray[np.int32], wanted: Callable[[float], bool], beside: Beside | None = None
     ) -> Generator[None, None, None]:
         """Prefill on the engine thread, and yield whenever others want the engine.
 
@@ -214,10 +215,11 @@ class Session:
             ids: int32 ``[m]``.
             wanted: Called between chunks and layers with the part of the prompt, 0 to 1, whose kernels are
                 enqueued; returns whether to pause.
+            beside: Decode passes of other sessions that run beside the prompt, between two pauses.
         """
         begin = self._state.latest(self._position)
         unread = np.concatenate([self._ids[begin : self._position], ids])
-        yield from self._engine.prefill_in_turns(self._state, begin, unread, "prefill", None, wanted)
+        yield from self._engine.prefill_in_turns(self._state, begin, unread, "prefill", None, wanted, beside)
         self._append(ids)
 
     def states(self, ids: Sequence[int] | NDArray[Any]) -> Iterator[NDArray[np.float32]]:
@@ -289,9 +291,26 @@ class Session:
         first: Session = sessions[0]
         rows = [Session._row(session, token) for session, token in zip(sessions, ids, strict=True)]
         logits = first._engine.decode_batch(rows)
-        for session, row in zip(sessions, rows, strict=True):
-            Session._append(session, np.array([row.token], np.int32))
+        Session.append_beside(sessions, ids)
         return logits
+
+    @staticmethod
+    def begin_beside(sessions: Sequence[Session], ids: Sequence[int]) -> PassBeside | None:
+        """Return the pass of :meth:`decode_together` to run beside a prompt; None if it cannot.
+
+        The tokens belong to the sessions when :meth:`append_beside` has been called.
+        """
+        first: Session = sessions[0]
+        if any(session.reusable(session.position) < session.position for session in sessions):
+            return None  # tokens would have to be read again
+        rows = [Session._row(session, token) for session, token in zip(sessions, ids, strict=True)]
+        return first._engine.begin_beside(rows)
+
+    @staticmethod
+    def append_beside(sessions: Sequence[Session], ids: Sequence[int]) -> None:
+        """Take the tokens of a pass of :meth:`begin_beside` that has run."""
+        for session, token in zip(sessions, ids, strict=True):
+            Session._append(session, np.array([token], np.int32))
 
     def append_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Append tokens on the engine thread, few of them as decode does; return the last one's row."""

@@ -68,7 +68,9 @@ class Stub:
         self.result = None if self._left else "length"
         return (1,)
 
-    def prefill_in_turns(self, _ids: object, wanted: Callable[[float], bool]) -> Iterator[None]:
+    def prefill_in_turns(
+        self, _ids: object, wanted: Callable[[float], bool], _beside: None
+    ) -> Iterator[None]:
         for layer in range(self._layers):
             self.world.now_s += LAYER_S
             if not self.world.turns or self.world.turns[-1] != f"P{self.name}":

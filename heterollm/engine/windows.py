@@ -1,0 +1,124 @@
+"""Windows of a chunk, in which the GPU can work beside graphs, and the pieces of decode passes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from heterollm.engine.step import Call, Step
+
+NORMS: Final = ("norm", "residual")
+"""Operators at the begin of a stage, before which no kernel's scratch memory is in use."""
+
+NEWEST: Final = 0.25
+"""Weight of the latest time in the usual one."""
+
+MORE, LESS = 0.05, 0.1
+"""Fractions of a graph's time by which a window takes more if the GPU waited, and less if it did not."""
+
+
+@dataclass(slots=True)
+class Spare:
+    """The time of the GPU beside an operator's graphs, for the windows of all layers.
+
+    Args:
+        shared: Whether the GPU computes a part of the operator meanwhile.
+        seconds: What is left of it; what the graphs take, at first, if nothing is shared.
+        graph_s: Usual time of the graphs.
+    """
+
+    shared: bool
+    seconds: float = 0.0
+    graph_s: float = 0.0
+
+    def learn(self, graph_s: float, gpu_waited: bool | None) -> None:
+        """Take the time of graphs, and whether the GPU had no work left at their end, if there was more."""
+        if not self.graph_s:
+            self.graph_s = graph_s
+            self.seconds = 0.0 if self.shared else graph_s
+            return
+        self.graph_s += NEWEST * (graph_s - self.graph_s)
+        if gpu_waited is not None:
+            change = MORE if gpu_waited else -LESS
+            self.seconds = min(max(0.0, self.seconds + change * graph_s), self.graph_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A place in a chunk's steps where kernels may be enqueued that run beside graphs.
+
+    Args:
+        index: The first step behind it.
+        begins: Calls from there to the first graph.
+        graphs: Calls of the graphs.
+        behind: Index of the step behind them.
+        spare: Time that they leave to the GPU.
+    """
+
+    index: int
+    begins: tuple[Call, ...]
+    graphs: tuple[Call, ...]
+    behind: int
+    spare: Spare
+
+
+def find_windows(
+    steps: Sequence[Step], calls: Sequence[Call], spares: dict[tuple[str, int], Spare]
+) -> tuple[Window, ...]:
+    """Return the windows of a pass.
+
+    Args:
+        steps: The steps of the pass.
+        calls: Their calls.
+        spares: What was learnt by operator and tokens of its graphs; takes what is missing.
+    """
+    windows, behind = [], 0
+    for index, step in enumerate(steps):
+        if step.action != "graph" or index < behind:
+            continue
+        first = behind
+        behind = index + 1
+        while behind < len(steps) and steps[behind].action == "graph":
+            behind += 1
+        waits = [at for at in range(first, index) if steps[at].wait is not None]
+        place = waits[-1] if waits and _may_enqueue(steps, first, waits[-1], index) else index
+        shared = any(
+            one.action == "kernel" and one.work is not None and one.operator == step.operator
+            for one in steps[first:index]
+        )
+        key = step.operator, sum(one.tokens for one in steps[index:behind])
+        spare = spares.setdefault(key, Spare(shared))
+        windows.append(Window(place, tuple(calls[place:index]), tuple(calls[index:behind]), behind, spare))
+    return tuple(windows)
+
+
+def _may_enqueue(steps: Sequence[Step], first: int, wait: int, graph: int) -> bool:
+    """Return whether a kernel that is enqueued before a wait delays neither it nor what follows."""
+    own = steps[wait]
+    marked = any(one.action in ("mark", "sent") and one.name == own.name for one in steps[first:wait])
+    return marked and not any(one.action == "kernel" for one in steps[wait:graph])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive calls of a decode pass.
+
+    Args:
+        calls: The calls; none waits for the queue.
+        fraction: Its part of the time of the pass, by the weights that it reads.
+    """
+
+    calls: tuple[Call, ...]
+    fraction: float
+
+
+def find_pieces(steps: Sequence[Step], calls: Sequence[Call]) -> tuple[Piece, ...]:
+    """Return the pieces of a pass with its head, without the wait at the end; none if it waits in between."""
+    if steps[-1].action != "finish" or any(one.action not in ("kernel", "flush") for one in steps[:-1]):
+        return ()
+    cuts = [at for at, one in enumerate(steps) if at and one.operator in NORMS]
+    ranges = list(zip([0, *cuts], [*cuts, len(steps) - 1], strict=True))
+    sizes = [sum(one.work.weight_bytes for one in steps[a:b] if one.work is not None) for a, b in ranges]
+    total = sum(sizes) or 1
+    return tuple(Piece(tuple(calls[a:b]), size / total) for (a, b), size in zip(ranges, sizes, strict=True))
