@@ -56,7 +56,7 @@ class Task(PromptTask):
         """Fail: there is one answer."""
         raise AssertionError
 
-    def put(self, number: int, steps: Sequence[GenerationStep], seconds: float, /) -> None:
+    def put(self, _number: int, steps: Sequence[GenerationStep], _seconds: float, /) -> None:
         """Note the time."""
         self.times_s += [self._now_s()] * len(steps)
 
@@ -64,7 +64,7 @@ class Task(PromptTask):
         """Note the error."""
         self.error = error
 
-    def read(self, seconds: float, /) -> None:
+    def read(self, _seconds: float, /) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Load:
                 raise task.error
 
     def read(self, tokens: int, now_s: Callable[[], float]) -> dict[str, float]:
-        """Read a prompt, and return its time to the first token, the others' tokens a second, and their gaps."""
+        """Read a prompt, and return its time to the first token, and rate and longest gap of the others."""
         for _ in range(BEFORE if self._answers else 0):
             self._step(*self._answers)
         held, begin_s = [len(task.times_s) for task in self._answers], now_s()
@@ -120,8 +120,8 @@ def rows_of(engine: Engine, session: Callable[[], Session], options: argparse.Na
         return Task(answer, session(), now_s)
 
     def load(answers: int, *, beside: bool) -> Load:
-        gpu = engine.device.gpu if beside else None
-        return Load(Scheduler(thread, now_s, engine.rows, gpu=gpu), begin, answers, options.context)
+        scheduler = Scheduler(thread, now_s, engine.rows, gpu=engine.device.gpu, beside=beside)
+        return Load(scheduler, begin, answers, options.context)
 
     loads = {
         "alone": load(0, beside=False),
@@ -153,7 +153,8 @@ def on_host(options: argparse.Namespace, level: str) -> Iterator[Row]:
     """Yield the rows of a plan level or file on `host`."""
     fixed = {"bench": "beside_prompts", **conditions(), "model": Path(options.model).name}
     with LLM.load(options.model, device="host", plan=level, context=CONTEXT) as llm:
-        rows = llm.on_engine_thread(lambda: list(rows_of(llm._engine, llm.session, options)))
+        engine = llm._engine  # noqa: SLF001 - a scheduler without passes beside prompts
+        rows = llm.on_engine_thread(lambda: list(rows_of(engine, llm.session, options)))
     for row in rows:
         yield fixed | {"plan": Path(level).name} | row
 
@@ -173,8 +174,8 @@ def main() -> int:
     for level in options.plans.split(","):
         for row in (simulated if options.where == "simulated" else on_host)(options, level):
             print(
-                f"{level:7} {row['how']:7} first token after {row['ttft_s']:7.3f} s, {row['answers']} answers "
-                f"{row['tokens_per_s']:7.2f} tokens/s, longest gap {row['gap_s']:6.3f} s",
+                f"{level:7} {row['how']:7} first token after {row['ttft_s']:7.3f} s, {row['answers']} answers"
+                f"{row['tokens_per_s']:8.2f} tokens/s, longest gap {row['gap_s']:6.3f} s",
                 flush=True,
             )
             append_rows(options.out, row)

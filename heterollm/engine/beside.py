@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from heterollm.engine.passes import StalePassError
 from heterollm.engine.step import Call
-from heterollm.engine.windows import NEWEST, Piece, Spare, Window
+from heterollm.engine.windows import NEWEST, Piece, Window
 from heterollm.kernels.gpu import GpuRuntime, MarkerSignal
 
 

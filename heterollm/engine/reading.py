@@ -1,4 +1,4 @@
-"""Follows the reading of a prompt: its end when the answer is cancelled, and its progress."""
+"""Follows the reading of a prompt: its end when the answer is cancelled, its progress, and its pace."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from heterollm.base import Progress
+from heterollm.kernels.gpu import Event, GpuRuntime, block_on
 
 READING: Final = "Reading the prompt"
 """The name of the stage."""
@@ -58,3 +59,26 @@ class PromptReading:
             self._progress(READING, int(part * self._tokens), self._tokens)
             self._next = part * (1 + LOOK_S / max(time.perf_counter() - self._begin_s, SHORTEST_S))
         return self._cancel.is_set()
+
+
+class QueuePace:
+    """Keeps the host a layer ahead of the GPU, so that its clock tells how long a prompt has been read.
+
+    Without the NPU's graphs nothing else would: a whole chunk is enqueued within milliseconds.
+
+    Args:
+        gpu: The GPU.
+    """
+
+    __slots__ = ("_gpu", "_last")
+
+    def __init__(self, gpu: GpuRuntime) -> None:
+        self._gpu = gpu
+        self._last: Event | None = None
+
+    def keep(self) -> None:
+        """Wait for the kernels that were enqueued before the last call."""
+        last, self._last = self._last, self._gpu.enqueue_marker()
+        self._gpu.flush()
+        if last is not None:
+            block_on(last)

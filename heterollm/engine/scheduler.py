@@ -18,6 +18,7 @@ from heterollm.base import EngineError, InputError
 from heterollm.engine.beside import Beside, PassBeside
 from heterollm.engine.kept_batches import RowLimits
 from heterollm.engine.pass_times import NEWEST, PassTimes
+from heterollm.engine.reading import QueuePace
 from heterollm.engine.session import Session
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels.gpu import GpuRuntime
@@ -130,7 +131,8 @@ class Scheduler:
         clock: Returns the seconds of the device.
         limits: Sessions of a pass. A reproducible answer shares only passes that change no bit of it.
         gaps: Those usual times, at least 1.
-        gpu: Where passes run beside prompts as far as the NPU reads these; None for turns alone.
+        gpu: The GPU, whose progress with a prompt tells the time; None for a clock that goes on by itself.
+        beside: Whether its passes run beside prompts, as far as the NPU reads these; else all have turns.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Scheduler:
         *,
         gaps: float = USUAL_GAPS,
         gpu: GpuRuntime | None = None,
+        beside: bool = True,
     ) -> None:
         self._thread = thread
         self._clock = clock
@@ -153,7 +156,8 @@ class Scheduler:
         self._tasks: dict[ServiceTier, deque[PromptTask]] = {tier: deque() for tier in TIERS}
         self._turn_ends_s = self._due_s = 0.0
         self._gap_s = 0.0
-        self._beside = None if gpu is None else Beside(gpu, self)
+        self._beside = Beside(gpu, self) if beside and gpu is not None else None
+        self._pace = None if gpu is None else QueuePace(gpu)
         self._reading: PromptTask | None = None
         # What the answers beside a prompt still need until each has a token more; the first pass may run.
         self._round: deque[Sequence[Row]] = deque()
@@ -449,15 +453,14 @@ class Scheduler:
         for tier in TIERS[: TIERS.index(task.tier)]:
             if any(map(_is_ready, self._tasks[tier])):
                 return True
-        beside, now_s = self._beside, self._clock()
-        others = [other for other in self._tasks[task.tier] if other is not task]
+        beside, others = self._beside, [other for other in self._tasks[task.tier] if other is not task]
         attends = beside is not None and beside.attends
-        if (
-            not attends
-            and now_s >= self._due_s
-            and any(other.running and _is_ready(other) for other in others)
-        ):
-            return True
+        if not attends and any(other.running and _is_ready(other) for other in others):
+            if self._pace is not None:
+                self._pace.keep()
+            if self.is_due:
+                return True
+        now_s = self._clock()
         runs = beside is not None and beside.runs
         if tokens <= SHORT_TOKENS or now_s < self._turn_ends_s or runs:
             return False
