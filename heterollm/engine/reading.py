@@ -68,17 +68,26 @@ class QueuePace:
 
     Args:
         gpu: The GPU.
+        clock: Returns the seconds of the device.
     """
 
-    __slots__ = ("_gpu", "_last")
+    __slots__ = ("_clock", "_gpu", "_last", "_waited_s")
 
-    def __init__(self, gpu: GpuRuntime) -> None:
+    def __init__(self, gpu: GpuRuntime, clock: Callable[[], float]) -> None:
         self._gpu = gpu
-        self._last: Event | None = None
+        self._clock = clock
+        self.begin()
 
-    def keep(self) -> None:
-        """Wait for the kernels that were enqueued before the last call."""
+    def begin(self) -> None:
+        """Forget the kernels so far."""
+        self._last: Event | None = None
+        self._waited_s = 0.0
+
+    def keep(self) -> float:
+        """Wait for the kernels before the last call; return when those behind it will end, about."""
         last, self._last = self._last, self._gpu.enqueue_marker()
         self._gpu.flush()
         if last is not None:
             block_on(last)
+        before_s, self._waited_s = self._waited_s, self._clock()
+        return self._waited_s + (self._waited_s - before_s if before_s else 0.0)

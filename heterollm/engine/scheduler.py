@@ -157,7 +157,7 @@ class Scheduler:
         self._turn_ends_s = self._due_s = 0.0
         self._gap_s = 0.0
         self._beside = Beside(gpu, self) if beside and gpu is not None else None
-        self._pace = None if gpu is None else QueuePace(gpu)
+        self._pace = None if gpu is None else QueuePace(gpu, clock)
         self._reading: PromptTask | None = None
         # What the answers beside a prompt still need until each has a token more; the first pass may run.
         self._round: deque[Sequence[Row]] = deque()
@@ -260,6 +260,8 @@ class Scheduler:
             assert task.prompt is not None  # the task would be writing
             begin_s = self._clock()
             self._reading = task
+            if self._pace is not None:
+                self._pace.begin()
             if self._engine(next, task.prompt, self) is not None:  # its end
                 task.prompt, task.read_fraction = None, 1.0
             task.read(self._clock() - begin_s)
@@ -456,9 +458,8 @@ class Scheduler:
         beside, others = self._beside, [other for other in self._tasks[task.tier] if other is not task]
         attends = beside is not None and beside.attends
         if not attends and any(other.running and _is_ready(other) for other in others):
-            if self._pace is not None:
-                self._pace.keep()
-            if self.is_due:
+            ends_s = self._clock() if self._pace is None else self._pace.keep()
+            if ends_s >= self._due_s:
                 return True
         now_s = self._clock()
         runs = beside is not None and beside.runs

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,18 @@ from faults import failing_graphs
 from gates import LOGITS_SQNR_DB
 from msgspec import structs
 
-from heterollm.base import GraphError, KernelError
-from heterollm.engine import Session
+from heterollm.base import GraphError, KernelError, silent
+from heterollm.engine import USUAL_GAPS, Engine, PromptTask, Scheduler, Session
 from heterollm.engine.beside import Beside, PassBeside
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.engine.windows import Spare
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats.tolerances import sqnr_db
+from heterollm.kernels.sim import Simulation
 from heterollm.llm import LLM
-from heterollm.solver import Plan
+from heterollm.model import find_model, op_specs, shape_only_weights
+from heterollm.solver import Plan, level_plan
+from heterollm.text import GenerationOptions, NoTokenizer, TokenSequence
 
 CHUNK, CONTEXT = 64, 1088
 LENGTHS = (300, 70, 33)
@@ -43,7 +48,7 @@ SPARE_S = 1e-3
 """Time of a window, from the second use of its operator on."""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def equal_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     def learn(spare: Spare, *_: object) -> None:
         spare.seconds = SPARE_S
@@ -56,7 +61,7 @@ def drawn(count: int, seed: int) -> np.ndarray:
 
 
 @pytest.fixture
-def load(host_llm: Load, half_rows_plan: Callable[..., Plan]) -> Load:
+def load(host_llm: Load, equal_windows: None, half_rows_plan: Callable[..., Plan]) -> Load:
     """Return a function that loads a model whose decode passes are on the GPU.
 
     The NPU has all linears of prompts, or half of their rows.
@@ -248,3 +253,157 @@ def test_an_error_of_the_prompt_is_its_own(
     assert answers.begun == len(answers.logits) >= 1
     fails.clear()
     check_bits(llm, answers)
+
+
+class Task(PromptTask):
+    """An answer of a scheduler, and the times of its tokens.
+
+    Args:
+        answer: The answer.
+        session: An empty session.
+        now_s: The clock.
+        put: Called behind each token.
+    """
+
+    def __init__(
+        self,
+        answer: TokenSequence,
+        session: Session,
+        now_s: Callable[[], float],
+        put: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        super().__init__("default", [answer], reproducible=False)
+        self.times_s: list[float] = []
+        self.errors: list[str] = []
+        self._session, self._now_s, self._put = session, now_s, put
+
+    is_slow = False
+
+    def take_session(self) -> Session:
+        return self._session
+
+    def copy_session(self) -> Session:
+        raise AssertionError
+
+    def put(self, _number: int, steps: Sequence[Any], _seconds: float, /) -> None:
+        self.times_s += [self._now_s()] * len(steps)
+        self._put(len(self.times_s))
+
+    def fail(self, error: Exception, /) -> None:
+        self.errors.append(str(error))
+
+    def read(self, _seconds: float, /) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+THREAD: Any = SimpleNamespace(background=[], submit=lambda call: call(), run=lambda call: call())
+
+
+@pytest.fixture
+def beside_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the rows of each pass beside a prompt."""
+    found: list[int] = []
+    accept = Scheduler.accept_beside
+
+    def accept_and_count(scheduler: Scheduler, logits: np.ndarray) -> None:
+        found.append(len(logits))
+        accept(scheduler, logits)
+
+    monkeypatch.setattr(Scheduler, "accept_beside", accept_and_count)
+    return found
+
+
+def test_answers_do_not_depend_on_prompts_beside_them(
+    checkpoint: Any, load: Load, beside_passes: list[int]
+) -> None:
+    """Whatever ends in the middle of a chunk: an answer, one that is cancelled, or another prompt."""
+    llm = load(checkpoint("lfm2"))
+    gpu, now_s = llm.device.gpu, llm.device.now_s
+    lengths, limits = (*LENGTHS, 500, 200), (60, 20, 60, 3, 3)
+    given = [drawn(length, number).tolist() for number, length in enumerate(lengths)]
+
+    def work() -> list[Task]:
+        scheduler = Scheduler(THREAD, now_s, llm._engine.rows, gpu=gpu)
+
+        def put(count: int) -> None:
+            if count == 8:
+                scheduler.add(tasks[3])
+                scheduler.add(tasks[4])
+            tasks[2].cancelled |= count == 14
+            tasks[4].cancelled |= count == 16
+
+        tasks: list[Task] = []
+        for number, (ids, limit) in enumerate(zip(given, limits, strict=True)):
+            answer = llm.prepare(ids, temperature=0, max_new_tokens=limit, ignore_eos=True)
+            tasks.append(Task(answer, llm.session(), now_s, put if number == 0 else lambda _: None))
+        for task in tasks[:3]:
+            scheduler.add(task)
+        while scheduler.step():
+            pass
+        return tasks
+
+    tasks = llm.on_engine_thread(work)
+    assert not any(task.errors for task in tasks)
+    assert len(beside_passes) > 2
+    assert {1, 2, 3} >= set(beside_passes) > {1}
+    for task, ids, limit in zip(tasks, given, limits, strict=True):
+        result = task.answers[0].result
+        if result is None:
+            assert task is tasks[4]  # its prompt was not read
+            continue
+        alone = llm.generate(ids, temperature=0, max_new_tokens=limit, ignore_eos=True)
+        assert list(result.token_ids) == list(alone.token_ids[: len(result.token_ids)])
+        assert result.stop_reason == ("cancelled" if task.cancelled else "length")
+    assert tasks[2].cancelled
+
+
+@pytest.mark.parametrize("level", ["layer", "gpu"])
+def test_a_prompt_under_load_on_a_simulated_phone(level: Any, beside_passes: list[int]) -> None:
+    """The prompt and the answers both gain, and no answer waits longer than its limit."""
+    config = find_model("llama-3.2-1b").config
+    device = open_device("sim:snapdragon-8gen3", simulation=Simulation(numerics=False))
+    specs = op_specs(config, "w4a16", 128, True)
+    standard, now_s = device.standard_lengths, device.now_s
+    plan = level_plan(
+        level, specs, device=device.name, precision="w4a16", standard_lengths=standard, chunk_length=256
+    )
+    engine = Engine(device, shape_only_weights(config, specs), plan, CONTEXT, silent)
+
+    def begun(tokens: int) -> Task:
+        asked = GenerationOptions(ignore_eos=True)
+        ids, tokenizer = drawn(tokens, 1), NoTokenizer(Path(), frozenset())
+        answer = TokenSequence(tokenizer, ids, asked, context=CONTEXT, clock=now_s)
+        return Task(answer, Session(engine, THREAD, engine.vocab_size), now_s)
+
+    found = []
+    for beside in (False, True):
+        scheduler = Scheduler(THREAD, now_s, engine.rows, gpu=device.gpu, beside=beside)
+        answers = [begun(100) for _ in range(4)]
+        for task in answers:
+            scheduler.add(task)
+        for _ in range(4):  # the first prompt compiles, and then windows are learnt
+            while any(len(task.times_s) < 30 for task in answers):
+                scheduler.step()
+            prompt, begin_s = begun(500), now_s()
+            gap_s = np.diff(answers[0].times_s)[-5:].mean()
+            scheduler.add(prompt)
+            while not prompt.times_s:
+                scheduler.step()
+            prompt.cancelled = True
+            first_s = prompt.times_s[0]
+            gaps_s = np.diff([at for at in answers[0].times_s if at >= begin_s - 2 * gap_s and at <= first_s])
+            for task in answers:
+                task.times_s = task.times_s[-1:]
+        found.append((first_s - begin_s, len(gaps_s), gaps_s.max() / gap_s))
+    (turns_s, turns, turns_gap), (beside_s, passes, beside_gap) = found
+    if level == "gpu":
+        assert beside_s == pytest.approx(turns_s, rel=0.1)
+        assert not beside_passes
+    else:
+        assert beside_s < 0.97 * turns_s
+        assert passes >= 1.5 * turns
+    layer_gap = turns_s / gap_s / 32
+    assert max(turns_gap, beside_gap) < USUAL_GAPS + layer_gap + 0.2
