@@ -21,7 +21,7 @@ from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.sim import Simulation
 from heterollm.llm import LLM
 from heterollm.model import find_model, op_specs, shape_only_weights
-from heterollm.solver import Plan, level_plan
+from heterollm.solver import ChunkSchedule, Plan, level_plan
 from heterollm.text import GenerationOptions, NoTokenizer, TokenSequence
 
 CHUNK, CONTEXT = 64, 1088
@@ -194,8 +194,19 @@ def test_every_graph_has_its_window(checkpoint: Any, load: Load, monkeypatch: py
     assert [window.behind - 1 for window in compiled.windows] == graphs
     for window, graph in zip(compiled.windows, graphs, strict=True):
         between = {step.action for step in steps[window.index : graph]}
-        assert between == {"wait"}
+        assert between == ({"wait"} if llm.device.gpu.traits.coherent else set())  # maps wait for the queue
         assert window.spare.shared
+
+
+def test_chunks_in_flight(checkpoint: Any, host_llm: Load, load: Load) -> None:
+    """Passes run beside them, too, and recurrent state goes from chunk to chunk."""
+    folder = checkpoint("lfm2")
+    plan = structs.replace(load(folder).plan, schedule=ChunkSchedule("out_of_order", 2, ()))
+    llm = host_llm(folder, plan=plan, context=CONTEXT)
+    answers = Answers(llm)
+    assert np.array_equal(read(llm, answers), alone(llm))
+    assert answers.begun == len(answers.logits) > 1
+    check_bits(llm, answers)
 
 
 def test_passes_that_wait_for_the_npu_have_turns(
