@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from heterollm.engine.passes import StalePassError
 from heterollm.engine.step import Call
-from heterollm.engine.windows import NEWEST, Piece, Window
+from heterollm.engine.windows import NEWEST, PassPiece, Window
 from heterollm.kernels.gpu import GpuRuntime, MarkerSignal
 
 
@@ -38,7 +38,7 @@ class PassBeside:
         next: The next piece.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PassPiece, ...]
     run: Callable[[Sequence[Call]], None]
     logits: Callable[[], NDArray[np.float32]]
     release: Callable[[], None]

@@ -12,7 +12,7 @@ from heterollm.engine.pauses import Pause, find_pauses
 from heterollm.engine.placed import Delta
 from heterollm.engine.state import is_state
 from heterollm.engine.step import Buffer, Call, Step
-from heterollm.engine.windows import Piece, Spare, Window, find_pieces, find_windows
+from heterollm.engine.windows import PassPiece, Spare, Window, find_pieces, find_windows
 from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, OpenClError
 from heterollm.kernels.ops import Phase
 
@@ -43,7 +43,7 @@ class CompiledPass:
     uses_npu: bool = False
     pauses: tuple[Pause, ...] | None = None
     windows: tuple[Window, ...] | None = None
-    pieces: tuple[Piece, ...] | None = None
+    pieces: tuple[PassPiece, ...] | None = None
 
     @classmethod
     def of(
@@ -83,7 +83,7 @@ class CompiledPass:
             self.windows = find_windows(self.steps, self.calls, spares)
         return self.windows
 
-    def find_pieces(self, head: CompiledPass) -> tuple[Piece, ...]:
+    def find_pieces(self, head: CompiledPass) -> tuple[PassPiece, ...]:
         """Return the pieces of a decode pass with its head, which is always the same."""
         if self.pieces is None:
             self.pieces = find_pieces((*self.steps, *head.steps), (*self.calls, *head.calls))

@@ -473,7 +473,8 @@ class Engine:
                 pauses = compiled.find_pauses(self._lanes[0].names)
             windows = self._windows(compiled, beside, last=bool(last))
             begin = done = 0
-            for stop in sorted((*pauses, *windows), key=attrgetter("index")):
+            stops: Sequence[Pause | Window] = sorted((*pauses, *windows), key=attrgetter("index"))
+            for stop in stops:
                 self._call(compiled.calls[begin : stop.index])
                 begin = stop.index
                 if isinstance(stop, Window):

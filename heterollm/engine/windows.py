@@ -20,11 +20,11 @@ MORE, LESS = 0.05, 0.1
 
 @dataclass(slots=True)
 class Spare:
-    """The time of the GPU beside an operator's graphs, for the windows of all layers.
+    """Time of the GPU beside an operator's graphs, for the windows of all layers.
 
     Args:
         shared: Whether the GPU computes a part of the operator meanwhile.
-        seconds: What is left of it; what the graphs take, at first, if nothing is shared.
+        seconds: The rest of it; at first the time of the graphs, if the GPU computes no part.
         graph_s: Usual time of the graphs.
     """
 
@@ -71,7 +71,7 @@ def find_windows(
     Args:
         steps: The steps of the pass.
         calls: Their calls.
-        spares: What was learnt by operator and tokens of its graphs; takes what is missing.
+        spares: Spare times by operator and tokens of its graphs; missing ones are added.
     """
     windows, behind = [], 0
     for index, step in enumerate(steps):
@@ -101,7 +101,7 @@ def _may_enqueue(steps: Sequence[Step], first: int, wait: int, graph: int) -> bo
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PassPiece:
     """Consecutive calls of a decode pass.
 
     Args:
@@ -113,7 +113,7 @@ class Piece:
     fraction: float
 
 
-def find_pieces(steps: Sequence[Step], calls: Sequence[Call]) -> tuple[Piece, ...]:
+def find_pieces(steps: Sequence[Step], calls: Sequence[Call]) -> tuple[PassPiece, ...]:
     """Return the pieces of a pass with its head, without the wait at the end; none if it waits in between."""
     if steps[-1].action != "finish" or any(one.action not in ("kernel", "flush") for one in steps[:-1]):
         return ()
@@ -121,4 +121,6 @@ def find_pieces(steps: Sequence[Step], calls: Sequence[Call]) -> tuple[Piece, ..
     ranges = list(zip([0, *cuts], [*cuts, len(steps) - 1], strict=True))
     sizes = [sum(one.work.weight_bytes for one in steps[a:b] if one.work is not None) for a, b in ranges]
     total = sum(sizes) or 1
-    return tuple(Piece(tuple(calls[a:b]), size / total) for (a, b), size in zip(ranges, sizes, strict=True))
+    return tuple(
+        PassPiece(tuple(calls[a:b]), size / total) for (a, b), size in zip(ranges, sizes, strict=True)
+    )
