@@ -31,11 +31,12 @@ class PassBeside:
 
     Args:
         pieces: The pieces.
-        run: Runs the calls of one.
+        run: Runs calls on the queue, unless that hangs.
         logits: Returns its logits when they have run.
         release: Gives the memory of the logits back.
         seconds: Predicted time of the pass alone.
         next: The next piece.
+        enqueued_s: Predicted time of those before it.
     """
 
     pieces: tuple[PassPiece, ...]
@@ -44,6 +45,7 @@ class PassBeside:
     release: Callable[[], None]
     seconds: float = 0.0
     next: int = field(default=0, init=False)
+    enqueued_s: float = field(default=0.0, init=False)
 
     @property
     def is_enqueued(self) -> bool:
@@ -53,7 +55,7 @@ class PassBeside:
     def enqueue(self, seconds: float) -> float:
         """Enqueue the pieces whose larger part lies within a time, and return what it leaves of that.
 
-        The rest waits for more time, as does a piece that takes more than any window has: then it is in debt.
+        A piece that takes longer than any window waits until several have left time for it.
         """
         while not self.is_enqueued:
             piece = self.pieces[self.next]
@@ -62,6 +64,7 @@ class PassBeside:
                 return seconds
             self.run(piece.calls)
             self.next += 1
+            self.enqueued_s += piece_s
             seconds -= piece_s
         return min(0.0, seconds)
 
@@ -109,7 +112,7 @@ class Beside:
         # over its time alone.
         self._passed_s = self._begun_s = 0.0
         self._stretch = 1.0
-        self._saved_s = 0.0
+        self._saved_s = self._beside_s = 0.0
         self.attends = False
 
     def __enter__(self) -> Beside:
@@ -147,27 +150,32 @@ class Beside:
             stretch = (self._passed_s - self._begun_s) / self._running.seconds
             self._stretch += NEWEST * (max(1.0, stretch) - self._stretch)
             self._end(self._running)
-        if self._running is None:
-            left_s = self._more_s + sum(window.spare.seconds for window in self._windows[self._next :])
+        if self._running is None and self.attends:
+            left_s = self._more_s + sum(window.spare.likely_s for window in self._windows[self._next :])
             self._running = source.begin_beside(left_s / self._stretch)
             self._begun_s, self._saved_s = self._passed_s, 0.0
         self._passed_s += spare_s
-        if self._running is not None:
-            try:
-                time_s = float("inf") if source.is_due else self._saved_s + spare_s
-                self._saved_s = self._running.enqueue(time_s)
-            except BaseException as error:
-                self._fail(error)
-                raise StalePassError("A decode pass failed beside this one.") from error
+        if self._running is None:
+            return
+        try:
+            time_s = float("inf") if source.is_due else self._saved_s + spare_s
+            enqueued_s = self._running.enqueued_s
+            self._saved_s = self._running.enqueue(time_s)
+            self._beside_s = self._running.enqueued_s - enqueued_s
+        except BaseException as error:
+            self._fail(error)
+            raise StalePassError("A decode pass failed beside this one.") from error
         self._signal.send()
 
     def learn(self, graph_s: float) -> None:
         """Take the time of the graphs of the window, which have just ended."""
         running, spare = self._running, self._windows[self._next].spare
-        waits = None if running is None else self._signal.seen()
-        if waits and running is not None and running.is_enqueued:
-            waits = None  # more would not have waited
-        spare.learn(graph_s, waits)
+        if running is None:
+            spare.learn_alone(graph_s)
+        else:
+            waits = self._signal.seen()
+            none_left = waits and running.is_enqueued
+            spare.learn(graph_s, self._beside_s, None if none_left else waits)
         self._next += 1
 
     def finish(self) -> None:
@@ -177,15 +185,20 @@ class Beside:
             return
         try:
             running.enqueue(float("inf"))
-            self._gpu.finish()
+            running.run((self._gpu.finish,))
         except BaseException as error:  # noqa: BLE001 - it is the error of the pass alone
             self._fail(error)
         else:
             self._end(running)
 
     def _end(self, running: PassBeside) -> None:
+        try:
+            logits = running.logits()
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._fail(error)
+            return
         self._running = None
-        self._source.accept_beside(running.logits())
+        self._source.accept_beside(logits)
         running.release()
 
     def _fail(self, error: BaseException) -> None:

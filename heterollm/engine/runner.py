@@ -571,41 +571,51 @@ class Engine:
 
     def _batch(self, rows: Sequence[BatchRow]) -> None:
         with self._observed_pass("decode", len(rows), rows[0].position):
-            compiled = self._begin_batch(rows)
+            compiled = self._find_batch(rows)
+            self._write_batch(rows)
             self._call(compiled.calls)
             self._head(compiled, "decode", len(rows))
             self._commit_batch(rows)
 
     def begin_beside(self, rows: Sequence[BatchRow]) -> PassBeside | None:
-        """Return the pass of :meth:`decode_batch` to run beside a prompt; None if it cannot.
+        """Return the pass of :meth:`decode_batch` to run beside a prompt; None if it needs a turn.
 
-        It cannot where it waits for the NPU, or for the host. Errors are those of :meth:`prefill`.
+        It does where it waits for the NPU or for the host. Where preparing it fails, a turn may fall back.
         """
-        compiled = self._begin_batch(rows)
-        pieces = compiled.find_pieces(self._passes.head(compiled, "decode", len(rows)))
+        try:
+            compiled = self._find_batch(rows)
+            pieces = compiled.find_pieces(self._passes.head(compiled, "decode", len(rows)))
+        except NPU_FAILURES:
+            return None
         if not pieces:
             return None
+        self._write_batch(rows)
+
+        def run(calls: Sequence[Call]) -> None:
+            self._check_alive()
+            self._call(calls)
 
         def logits() -> NDArray[np.float32]:
             self._logits_slot.acquire(len(rows) * self.last_logits.nbytes)
             self._commit_batch(rows)
             return self._logits[: len(rows)]
 
-        return PassBeside(pieces, self._call, logits, self._logits_slot.release)
+        return PassBeside(pieces, run, logits, self._logits_slot.release)
 
-    def _begin_batch(self, rows: Sequence[BatchRow]) -> CompiledPass:
-        """Return a pass of several sessions, which have room for it, and write its inputs."""
+    def _find_batch(self, rows: Sequence[BatchRow]) -> CompiledPass:
+        """Return a pass of several sessions, which have room for it."""
         self._check_alive()
         for state, position, _ in rows:
             state.reserve(position, 1)
-        compiled = self._passes.find_batch(rows)
+        return self._passes.find_batch(rows)
+
+    def _write_batch(self, rows: Sequence[BatchRow]) -> None:
         with during(self.observer, "step"):
             lane = self._compiler.batch_lane
             self._write_tokens(lane, np.array([row.token for row in rows], np.int32))
             self._write_step(lane, 0, len(rows), 0)
             for number, (state, position, _) in enumerate(rows):
                 self._write_step(self._compiler.row_lane(number), position, 1, 0, state)
-        return compiled
 
     @staticmethod
     def _commit_batch(rows: Sequence[BatchRow]) -> None:

@@ -14,6 +14,9 @@ NORMS: Final = ("norm", "residual")
 NEWEST: Final = 0.25
 """Weight of the latest time in the usual one."""
 
+MOST_LOST: Final = 0.5
+"""Part of the time of decode passes by which they may make graphs longer: both use the same memory."""
+
 MORE, LESS = 0.05, 0.1
 """Fractions of a graph's time by which a window takes more if the GPU waited, and less if it did not."""
 
@@ -24,24 +27,57 @@ class Spare:
 
     Args:
         shared: Whether the GPU computes a part of the operator meanwhile.
-        seconds: The rest of it; at first the time of the graphs, if the GPU computes no part.
+        rest_s: The rest of it; at first the time of the graphs, if the GPU computes no part.
+        alone_s: Usual time of the graphs without a decode pass beside them; 0 before the first.
         graph_s: Usual time of the graphs.
+        lost: Usual part of the time of decode passes by which they make the graphs longer.
+        is_known: Whether a decode pass has needed the rest.
     """
 
     shared: bool
-    seconds: float = 0.0
+    rest_s: float = 0.0
+    alone_s: float = 0.0
     graph_s: float = 0.0
+    lost: float = 0.0
+    is_known: bool = False
 
-    def learn(self, graph_s: float, gpu_waited: bool | None) -> None:
-        """Take the time of graphs, and whether the GPU had no work left at their end, if there was more."""
+    @property
+    def seconds(self) -> float:
+        """The rest, if decode passes in it are a gain."""
+        return self.rest_s if self.lost < MOST_LOST else 0.0
+
+    @property
+    def likely_s(self) -> float:
+        """The same, and all the time of the graphs as long as the rest is not known."""
+        return self.seconds if self.is_known else self.graph_s
+
+    def learn_alone(self, graph_s: float) -> None:
+        """Take the time of graphs without a decode pass beside them."""
+        self.alone_s += NEWEST * (graph_s - self.alone_s) if self.alone_s else graph_s
+        self._learn(graph_s)
+
+    def learn(self, graph_s: float, beside_s: float, gpu_waited: bool | None) -> None:
+        """Take the time of graphs, and of the part of a decode pass that began beside them.
+
+        Args:
+            graph_s: Time of the graphs.
+            beside_s: Time of that part alone.
+            gpu_waited: Whether the GPU had no work left at the end of the graphs; None if there was none.
+        """
+        self._learn(graph_s)
+        if self.alone_s and beside_s:
+            lost = (graph_s - self.alone_s) / min(beside_s, graph_s)
+            self.lost += NEWEST * (lost - self.lost)
+        if gpu_waited is not None:
+            self.is_known = True
+            change = MORE if gpu_waited else -LESS
+            self.rest_s = min(max(0.0, self.rest_s + change * graph_s), self.graph_s)
+
+    def _learn(self, graph_s: float) -> None:
         if not self.graph_s:
             self.graph_s = graph_s
-            self.seconds = 0.0 if self.shared else graph_s
-            return
+            self.rest_s = 0.0 if self.shared else graph_s
         self.graph_s += NEWEST * (graph_s - self.graph_s)
-        if gpu_waited is not None:
-            change = MORE if gpu_waited else -LESS
-            self.seconds = min(max(0.0, self.seconds + change * graph_s), self.graph_s)
 
 
 @dataclass(frozen=True, slots=True)

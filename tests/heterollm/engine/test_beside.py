@@ -51,9 +51,10 @@ SPARE_S = 1e-3
 @pytest.fixture
 def equal_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     def learn(spare: Spare, *_: object) -> None:
-        spare.seconds = SPARE_S
+        spare.rest_s = SPARE_S
 
     monkeypatch.setattr(Spare, "learn", learn)
+    monkeypatch.setattr(Spare, "learn_alone", learn)
 
 
 def drawn(count: int, seed: int) -> np.ndarray:
@@ -196,6 +197,36 @@ def test_every_graph_has_its_window(checkpoint: Any, load: Load, monkeypatch: py
         between = {step.action for step in steps[window.index : graph]}
         assert between == ({"wait"} if llm.device.gpu.traits.coherent else set())  # maps wait for the queue
         assert window.spare.shared
+
+
+def test_a_window_takes_what_the_graphs_leave() -> None:
+    spare, shared = Spare(shared=False), Spare(shared=True)
+    for one in (spare, shared):
+        one.learn_alone(1.0)
+        assert one.likely_s == 1.0
+    assert (spare.seconds, shared.seconds) == (1.0, 0.0)
+    for _ in range(4):
+        spare.learn(1.0, 0.9, False)
+        shared.learn(1.0, 0.1, True)
+    assert 0.0 < shared.seconds == shared.likely_s < spare.seconds < 1.0
+    for _ in range(40):
+        spare.learn(1.0, 0.9, True)
+        shared.learn(1.0, 0.1, False)
+    assert (spare.seconds, shared.seconds) == (1.0, 0.0)
+
+
+def test_passes_that_delay_the_graphs_as_long_as_they_take_are_no_gain() -> None:
+    """So it is where both processors are one core; but the windows are looked at again."""
+    spare = Spare(shared=False)
+    spare.learn_alone(1.0)
+    spare.learn(1.2, 1.0, True)
+    assert spare.seconds > 1.0
+    for _ in range(8):
+        spare.learn(1.9, 1.0, True)
+    assert spare.seconds == spare.likely_s == 0.0
+    for _ in range(8):
+        spare.learn(1.1, 1.0, True)
+    assert spare.seconds > 1.0
 
 
 def test_chunks_in_flight(checkpoint: Any, host_llm: Load, load: Load) -> None:
