@@ -159,3 +159,9 @@ def test_an_address_that_is_taken_is_an_error_before_a_model_is_loaded() -> None
     assert "--port 0" in caught.value.fix
     with pytest.raises(OptionError, match="--port"):
         ServeOptions(port=70000)
+
+
+@pytest.mark.parametrize("gaps", [0.5, -1.0, float("nan"), float("inf")])
+def test_streams_cannot_be_promised_less_than_their_usual_gap(gaps: float) -> None:
+    with pytest.raises(OptionError, match="--gaps"):
+        ServeOptions(gaps=gaps)
