@@ -486,7 +486,7 @@ class Engine:
                     compiled.bind_cache(cache.memory)
                     self._write_inputs(self._lanes[0], cache, tokens, position, head_row)
                     if beside is not None:
-                        beside.begin_chunk([own for own in windows if own.index > begin], last=bool(last))
+                        beside.begin_chunk([own for own in windows if own.index >= begin], last=bool(last))
             self._call(compiled.calls[begin:] if begin else compiled.calls)
             if target is not None:
                 self._all_logits(compiled, phase, target)
