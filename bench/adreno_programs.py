@@ -223,7 +223,7 @@ def _record_glue(
     gate_tokens(layers, slot, slot, one, slot, tokens=16)
     net = DeltaShape(16, 32, 128, 128, taps=4)
     members = Segments(slot, slot, tuple(net.members.values()), tuple(net.members.values()))
-    state = RecurrentLayer(slot, 0, net.history + net.matrix)
+    state = RecurrentLayer(slot, net.history + net.matrix)
     sizes: dict[str, Any] = {"shape": net, "tokens": 16}
     runtime.label = "delta_conv f16"
     convolve_inputs(layers, members, slot, slot, slot, slot, state, step, **sizes)
@@ -234,7 +234,7 @@ def _record_glue(
         list(gate_output(layers, slot, members, 3, slot, heads=32, tokens=16, norm=norm))
     runtime.label = "soft_cap f16"
     soft_cap(layers, slot, 30.0, rows=1, vocabulary=1024)
-    cache = KvLayer(slot, 0)
+    cache = KvLayer(slot, STEP_WORDS)
     runtime.label = f"rope_and_store f16 hd{shape.head_dim}"
     qkv = Segments(slot, slot, shape.rows, shape.rows)
     rope_and_store(
@@ -243,7 +243,7 @@ def _record_glue(
     for tokens, parts in ((1, 1), (1, 4), (64, 1)):
         # Parts of the context are an argument: what differs is only the kernel that joins them.
         runtime.label = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
-        options = {"tokens": tokens, "bucket": 512, "parts": parts, "rounded": rounded}
+        options = {"tokens": tokens, "parts": parts, "rounded": rounded}
         attend(layers, slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
     if rounds:
         codes = NpuCodes(
@@ -262,7 +262,7 @@ def _record_glue(
             name = f"attention {kind} hd{shape.head_dim} group{shape.group} T{tokens}"
             runtime.label = f"{name} coalesced"
             if name in runtime.programs:
-                options = {"tokens": tokens, "bucket": 512, "parts": 1, "style": "coalesced"}
+                options = {"tokens": tokens, "parts": 1, "style": "coalesced"}
                 attend(layers, slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
         # Twice the rows of a work-group, to show that it is no better.
         half = runtime.programs.get(f"attention {kind} hd{shape.head_dim} group{shape.group} T64")
@@ -274,13 +274,13 @@ def _record_glue(
 
 def _record_code_cache(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:
     layers, shape = GlueKernels(runtime, np.float16, KV_CODES, style="simt"), HeadShape(*heads, 512)
-    step, cache = runtime.shared((STEP_WORDS,), np.int32), KvLayer(slot, 0)
+    step, cache = runtime.shared((STEP_WORDS,), np.int32), KvLayer(slot, STEP_WORDS)
     qkv, rotation = Segments(slot, slot, shape.rows, shape.rows), Rotation(slot, slot)
     runtime.label = f"rope_and_store f16 kv8 hd{shape.head_dim}"
     rope_and_store(layers, qkv, None, slot, cache, step, shape=shape, rotation=rotation, tokens=16)
     for tokens in (1, 64):
         runtime.label = f"attention f16 kv8 hd{shape.head_dim} group{shape.group} T{tokens}"
-        options = {"tokens": tokens, "bucket": 512, "parts": 1}
+        options = {"tokens": tokens, "parts": 1}
         attend(layers, slot, cache, slot, step, shape=shape, scores=Scores(0.1), **options)
 
 
@@ -341,7 +341,7 @@ def _record_sparse(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int
     layers = GlueKernels(runtime, np.float16, np.float16, style="simt")
     step = runtime.shared((STEP_WORDS,), np.int32)
     shape = SparseShape(HeadShape(*heads, 512), 64, 512)
-    group, kv_heads, cache = shape.heads.group, shape.heads.kv_heads, KvLayer(slot, 0)
+    group, kv_heads, cache = shape.heads.group, shape.heads.kv_heads, KvLayer(slot, STEP_WORDS)
     memory, selection = ScoreMemory.allocate(runtime, shape), Selection.allocate(runtime, shape)
     scale = score_scales((10.0,) * group, 5.0, (80.0,) * group)
     kind = f"f16 hd{shape.heads.head_dim} group{group}"

@@ -22,6 +22,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import score_scales
 from heterollm.kernels.gpu import (
+    STEP_WORDS,
     GlueKernels,
     HeadShape,
     HeadTable,
@@ -32,7 +33,10 @@ from heterollm.kernels.gpu import (
     Scores,
     Selection,
     SparseShape,
+    page_elements,
+    pages_of,
 )
+from heterollm.kernels.operators.attention import attend
 from heterollm.kernels.operators.data import fill_slot, step_slot
 from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
 from heterollm.kernels.operators.selection import select_positions
@@ -60,8 +64,8 @@ def bench_context(
     own = shape.heads
     kv = np.float16 if half else np.float32
     layers = GlueKernels(gpu, np.float32, kv, style=style)
-    end = own.layer_offsets(0, kv)[-1]
-    cache = KvLayer(fill_slot(gpu, generator.standard_normal(end, np.float32).astype(kv)), 0)
+    end = pages_of(context) * page_elements(own.kv_heads, own.head_dim, kv)
+    cache = KvLayer(fill_slot(gpu, generator.standard_normal(end, np.float32).astype(kv)), STEP_WORDS)
     q = fill_slot(gpu, 2 * generator.standard_normal((TOKENS, own.query_columns), np.float32))
     out = gpu.shared((TOKENS, own.query_columns), np.float32)
     step = step_slot(gpu, context - TOKENS, TOKENS)
@@ -78,7 +82,7 @@ def bench_context(
 
         return run
 
-    dense = layers.attention(q, cache, out, step, shape=own, scores=scores, tokens=TOKENS, bucket=context)
+    dense = attend(layers, q, cache, out, step, shape=own, scores=scores, tokens=TOKENS)
     calls: dict[tuple[str, float], Callable[[], None]] = {("dense", 0.0): call(dense)}
     for keep in KEEP:
         table = HeadTable.upload(

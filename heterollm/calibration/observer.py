@@ -29,9 +29,8 @@ from heterollm.engine import Call, EngineActivity, Step
 from heterollm.kernels.ops import Group, OpSpec, Phase
 
 if TYPE_CHECKING:
-    from heterollm.engine import Engine
-    from heterollm.kernels.gpu import HostClock, KvMemory
-    from heterollm.model import ModelConfig
+    from heterollm.engine import Engine, SessionState
+    from heterollm.kernels.gpu import HostClock
 
 OUTLIER_FACTOR = 8.0
 """Magnitude of an outlier in root mean squares of the first window."""
@@ -177,20 +176,15 @@ class ActivationObserver:
 
         return call
 
-    def keys(self, cache: KvMemory, tokens: int, config: ModelConfig) -> Floats:
+    def keys(self, cache: SessionState, tokens: int) -> Floats:
         """Return the keys of a session's first tokens, ``[layers, kv_heads, tokens * head_dim]``.
 
         The layers are those with attention. Passes are as long as the context, so that windows leave no page.
         """
         assert self._engine is not None
         self._engine.device.gpu.finish()
-        parts = []
-        for memory in dict.fromkeys(own.memory for own in cache.layers.values()):
-            copied = np.empty(memory.size_bytes, np.uint8)
-            self._engine.device.gpu.copy(copied, memory.buffer)
-            parts.append(copied.view(self._engine.device.cache_dtype))
-        stored = np.concatenate(parts).reshape(len(cache.layers), 2, config.attention.kv_heads, -1)
-        return stored[:, 0, :, : tokens * config.attention.head_dim].astype(np.float32)
+        keys = cache.keys().view(self._engine.device.cache_dtype)[:, :, :tokens]
+        return keys.reshape(*keys.shape[:2], -1).astype(np.float32)
 
     def _call_of_rope(self, step: Step, layer: int) -> Call:
         target = step.writes[0].name

@@ -248,7 +248,7 @@ class _Run:
         cache = self._engine.new_cache()
         self._engine.prefill(cache, 0, ids, "prefill", None)
         if self._observer.heads is not None:
-            self._heads.add_keys(self._observer.keys(cache.memory, len(ids), self._weights.config))
+            self._heads.add_keys(self._observer.keys(cache, len(ids)))
 
     def _measure(self, spec: OpSpec, x: Floats, y: Floats) -> None:
         if not (np.isfinite(x).all() and np.isfinite(y).all()):

@@ -35,6 +35,7 @@ from .speculators import DraftSpeculator as DraftSpeculator
 from .speculators import longest_guessed_pass as longest_guessed_pass
 from .speculators import measured_pass_s as measured_pass_s
 from .start import start_engine as start_engine
+from .state import SessionState as SessionState
 from .step import Action as Action
 from .step import Buffer as Buffer
 from .step import Call as Call

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 from heterollm.engine.lanes import Lane
 from heterollm.engine.placed import HandedOver, Memory, PlacedOp, codes_of, place_of
@@ -37,20 +36,6 @@ SCRATCH_CODES = Buffer("scratch_codes")
 """GPU memory for int8 codes between a rounding kernel and the linear that follows it."""
 
 
-class Gap(NamedTuple):
-    """A place in the steps of a pass of several sessions, for steps of each session's own.
-
-    Args:
-        before: Index of the step that follows.
-        key: Equal for gaps that a row fills with equal steps.
-        emit: Appends the steps of a row to a builder of that row.
-    """
-
-    before: int
-    key: Hashable
-    emit: Callable[[PassBuilder], None]
-
-
 class PassBuilder:
     """Appends the steps of one pass.
 
@@ -61,20 +46,18 @@ class PassBuilder:
         placements: Operator and placement by layer and group.
         fences: The waits of the pass.
         lane: The memory of the pass.
-        names: The buffers of that memory and of the KV cache.
+        names: The buffers of that memory and of the state of sessions.
         runtime: The GPU.
-        bucket: Positions that the grids of a decode pass must cover; in prefill the border of
-            :attr:`heterollm.engine.kept_passes.KeptPasses.key_borders` at or behind the last position.
-        cache: A session's memory to bind first; None for a head, and for a pass of several sessions.
-        row: Number of the session in a pass of several, of which this builder makes the own steps.
-        shared: Whether the rows belong to several sessions.
+        keys: In prefill the border of :attr:`heterollm.engine.kept_passes.KeptPasses.key_borders` at or
+            behind the last position.
+        state: The memory of the state of sessions.
+        row_words: Words of the step buffer for each token, if each belongs to another session; else 0.
         after_every_operator: Whether to finish the queue after every operator.
         builds_graphs: Whether to build the NPU's graphs; steps without them are readable but cannot run.
 
     Attributes:
         steps: The steps so far.
         merges: Whether consecutive launches will be merged.
-        gaps: Places for the steps of each session in a pass of several; None if all rows belong to one.
     """
 
     def __init__(
@@ -87,24 +70,22 @@ class PassBuilder:
         lane: Lane,
         names: Mapping[DeviceMemory, Buffer],
         runtime: GpuRuntime,
+        state: KvMemory,
         *,
-        bucket: int = 0,
-        cache: KvMemory | None = None,
-        row: int | None = None,
-        shared: bool = False,
+        keys: int = 0,
+        row_words: int = 0,
         after_every_operator: bool,
         builds_graphs: bool = True,
     ) -> None:
         self.builds_graphs = builds_graphs
         self.phase: Phase = phase
         self.tokens = tokens
-        self.bucket = bucket
-        self.cache = cache
+        self.keys = keys
+        self.row_words = row_words
         self.plan = plan
         self.placements = placements
         self.steps: list[Step] = []
-        self.gaps: list[Gap] | None = [] if shared else None
-        self._row = row
+        self._state = state
         self.merges = tokens == 1 and runtime.merges_launches and not after_every_operator
         self._fences = fences
         self.lane = lane
@@ -114,30 +95,11 @@ class PassBuilder:
 
     def layer_cache(self, layer: int) -> KvLayer:
         """Return the keys and values of a layer."""
-        assert self.cache is not None  # a pass through layers
-        return self.cache.layers[layer]
+        return self._state.layers[layer]
 
     def recurrent(self, layer: int) -> RecurrentLayer:
         """Return the recurrent state of a layer."""
-        assert self.cache is not None  # a pass through layers
-        return self.cache.recurrent[layer]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the rows belong to several sessions."""
-        return self.gaps is not None
-
-    def for_each_session(self, key: Hashable, emit: Callable[[PassBuilder], None]) -> None:
-        """Append steps that read or write the state of a session, in a pass of several for each.
-
-        Args:
-            key: What the steps depend on beside the builder.
-            emit: Appends the steps to a builder whose rows belong to one session.
-        """
-        if self.gaps is None:
-            emit(self)
-        else:
-            self.gaps.append(Gap(len(self.steps), key, emit))
+        return self._state.recurrent[layer]
 
     # -- GPU -----------------------------------------------------------------------------------------
 
@@ -379,7 +341,6 @@ class PassBuilder:
             layer=layer,
             tokens=self.tokens if work is None else work.tokens,
             lane=self.lane.number,
-            row=self._row,
             processor="gpu" if action == "kernel" else "npu" if action == "graph" else "host",
             action=action,
             label=label,

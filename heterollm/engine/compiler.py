@@ -6,7 +6,7 @@ prepared. Running the pass means calling its steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from heterollm.engine.blocks.ffn import FfnEmitter
 from heterollm.engine.blocks.layer_input import LayerInputEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
-from heterollm.engine.builder import Gap, PassBuilder
+from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.flights import Chunk, interleaved
 from heterollm.engine.glue import GlueEmitter
@@ -27,26 +27,18 @@ from heterollm.engine.lanes import Lane
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.memory import NO_VALUES
 from heterollm.engine.merging import merge_steps
-from heterollm.engine.passes import CompiledPass, SharedSteps
+from heterollm.engine.passes import CompiledPass
 from heterollm.engine.placed import Delta, segments_of
 from heterollm.engine.slot_check import SlotCheck
-from heterollm.engine.slots import NORMED_OUTPUTS, is_private, lane_slot, pool_sizes
+from heterollm.engine.slots import NORMED_OUTPUTS, SHORT_PASS, is_private, lane_slot, pool_sizes
 from heterollm.engine.splits import NO_RANGES
-from heterollm.engine.state import kv_groups
+from heterollm.engine.state import StateMemory, kv_groups
 from heterollm.engine.step import Buffer, Step
 from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.engine.waits import Fences
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import (
-    STEP_FIRST_ROW,
-    STEP_WORDS,
-    DeviceMemory,
-    KvMemory,
-    NpuCodes,
-    SharedArray,
-    pages_of,
-)
+from heterollm.kernels.gpu import DeviceMemory, NpuCodes
 from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Phase
 from heterollm.kernels.sync import Pool
@@ -95,10 +87,11 @@ class Compiler:
             for slot, size in sizes.items()
             if is_private(slot)
         }
-        self.kv_groups = kv_groups(self._config, context, plan.longest_flight)
-        self.recurrent = {
-            layer: spec for layer, spec in self._config.states.items() if isinstance(spec, RecurrentSpec)
-        }
+        self.states = StateMemory(
+            device,
+            kv_groups(self._config, context, plan.longest_flight),
+            {layer: spec for layer, spec in self._config.states.items() if isinstance(spec, RecurrentSpec)},
+        )
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
         self.techniques = Techniques(device, weights, plan, context, ranges, techniques)
         self._linears = LinearEmitter(device, weights, plan, progress, self.techniques, ranges)
@@ -120,7 +113,6 @@ class Compiler:
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
         # So passes of several sessions can run beside a chunk whose graphs the NPU computes.
         self.batch_lane = self._new_lane(plan.lanes) if plan.uses_npu else self.lanes[0]
-        self._row_lanes: list[Lane] = []
 
     def _new_lane(self, number: int) -> Lane:
         slots = {slot.partition(".")[0]: None for slot in (*self.pool, *self.private)}
@@ -128,25 +120,18 @@ class Compiler:
         own = {slot: name for slot, name in own.items() if name in self.pool or name in self.private}
         shared = {slot: self.pool[name] for slot, name in own.items() if not is_private(slot)}
         private = {slot: self.private[name] for slot, name in own.items() if is_private(slot)}
-        tokens, step = self._runtime.shared((self._plan.chunk_length,), np.int32), self._step_buffer()
+        has_rows = number == (self._plan.lanes if self._plan.uses_npu else 0)
+        rows = min(SHORT_PASS, self._plan.chunk_length) if has_rows else 1
+        tokens, step = (
+            self._runtime.shared((count,), np.int32)
+            for count in (self._plan.chunk_length, rows * self.states.row_words)
+        )
         memories: dict[str, DeviceMemory] = {own[slot]: memory for slot, memory in (shared | private).items()}
         memories |= {lane_slot("tokens", number): tokens, lane_slot("step", number): step}
         memories |= {"code_counts": self._splits.saturation.memory, **self.techniques.memories}
         names = {memory: Buffer(name) for name, memory in memories.items()}
+        names |= {memory: Buffer(name) for memory, name in self.states.memory.memories.items()}
         return Lane(number, shared, private, tokens, step, names)
-
-    def _step_buffer(self) -> SharedArray:
-        paged = sum(pages_of(group.positions) for group in self.kv_groups if group.is_paged)
-        return self._runtime.shared((STEP_WORDS + paged,), np.int32)
-
-    def row_lane(self, row: int) -> Lane:
-        """Return the lane of batches with the step buffer of a session in a pass of several."""
-        while len(self._row_lanes) <= row:
-            step, number = self._step_buffer(), len(self._row_lanes)
-            step.array[STEP_FIRST_ROW] = number
-            names = {**self.batch_lane.names, step: Buffer(f"step.row{number}")}
-            self._row_lanes.append(replace(self.batch_lane, step=step, names=names))
-        return self._row_lanes[row]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -182,38 +167,36 @@ class Compiler:
     # -- passes --------------------------------------------------------------------------------------
 
     def compile_pass(
-        self, phase: Phase, tokens: int, bucket: int, cache: KvMemory, *, builds_graphs: bool = True
+        self, phase: Phase, tokens: int, keys: int, *, shared: bool = False, builds_graphs: bool = True
     ) -> CompiledPass:
         """Return the steps of ``tokens`` tokens through all layers, without the head.
 
         Args:
             phase: Phase whose placements to use.
             tokens: Length of the pass.
-            bucket: Positions that the grids of a decode pass must cover; in prefill the border of
-                :attr:`heterollm.engine.kept_passes.KeptPasses.key_borders` at or behind the last position.
-            cache: A session's memory to bind first.
+            keys: In prefill the border of :attr:`heterollm.engine.kept_passes.KeptPasses.key_borders` at or
+                behind the last position.
+            shared: Whether each token belongs to another session.
             builds_graphs: Whether to build the NPU's graphs; a pass without them is readable but cannot run.
         """
-        builder = self._begin(phase, tokens, cache, bucket, builds_graphs=builds_graphs)
+        lane = self.batch_lane if shared else self.lanes[0]
+        builder = self._begin(phase, tokens, keys, lane=lane, shared=shared, builds_graphs=builds_graphs)
         delta = self._layers(builder)
-        return CompiledPass.of(self._finished(builder, f"{phase} of {tokens}"), delta, cache)
+        return CompiledPass.of(self._finished(builder, f"{phase} of {tokens}"), delta, lane.number)
 
-    def compile_flight(
-        self, lengths: Sequence[int], position: int, bucket: int, cache: KvMemory
-    ) -> CompiledPass:
+    def compile_flight(self, lengths: Sequence[int], position: int, keys: int) -> CompiledPass:
         """Return the steps of several chunks of a prompt at once, in the order of the plan's schedule.
 
         Args:
             lengths: Tokens of each chunk.
             position: Position of the first chunk.
-            bucket: Positions that the grids of a decode pass must cover.
-            cache: A session's memory to bind first.
+            keys: As for :meth:`compile_pass`.
         """
         schedule = self._plan.schedule
         assert schedule is not None  # the plan has lanes
         chunks, first = [], position
         for lane, tokens in zip(self.lanes, lengths, strict=False):
-            builder = self._begin("prefill", tokens, cache, bucket, lane=lane, plan=self._flight_plan)
+            builder = self._begin("prefill", tokens, keys, lane=lane, plan=self._flight_plan)
             delta = self._layers(builder)
             chunks.append(Chunk(tokens, first, builder.steps))
             first += tokens
@@ -222,49 +205,8 @@ class Compiler:
         kinds = {spec.layer: spec.kind for spec in self._weights.specs}
         steps = interleaved(chunks, schedule, self._plan.chunk_length, kinds)
         if self._check is not None:
-            steps = self._check.checked(steps, names | _cache_names(cache), where)
-        return CompiledPass.of(tuple(steps), delta, cache, len(lengths) - 1)
-
-    def compile_shared(self, rows: int) -> SharedSteps:
-        """Return the steps that the rows of a decode pass of several sessions have in common."""
-        builder = self._begin("decode", rows, lane=self.batch_lane, shared=True)
-        output = self._layers(builder)
-        assert builder.gaps is not None  # as it is shared
-        return SharedSteps(tuple(builder.steps), tuple(builder.gaps), output)
-
-    def compile_row(self, gaps: Iterable[Gap], row: int, bucket: int, cache: KvMemory) -> list[CompiledPass]:
-        """Return the steps with which a session fills gaps of passes of several.
-
-        Args:
-            gaps: The gaps.
-            row: Number of the session in these passes.
-            bucket: Positions that the grids of its attention must cover.
-            cache: The session's memory to bind first.
-        """
-        builder = self._begin("decode", 1, cache, bucket, lane=self.row_lane(row), row=row)
-        filled = []
-        for gap in gaps:
-            builder.steps = []
-            gap.emit(builder)
-            filled.append(CompiledPass.of(tuple(builder.steps), cache=cache))
-        return filled
-
-    def join_rows(self, shared: SharedSteps, rows: Sequence[Sequence[CompiledPass]]) -> CompiledPass:
-        """Return a pass of several sessions.
-
-        Args:
-            shared: The steps that its rows have in common.
-            rows: Each session's own steps, which are bound to its memory.
-        """
-        steps = list(shared.filled(rows))
-        if self._check is not None:
-            names = dict(self.batch_lane.names)
-            for row, own in enumerate(rows):
-                names |= self.row_lane(row).names
-                for part in own:
-                    names |= _cache_names(part.bound_cache, row)
-            steps = self._check.checked(steps, names, f"decode of {len(rows)} sessions")
-        return CompiledPass.of(tuple(steps), shared.output, lane=self.batch_lane.number)
+            steps = self._check.checked(steps, names, where)
+        return CompiledPass.of(tuple(steps), delta, len(lengths) - 1)
 
     def _layers(self, builder: PassBuilder) -> Delta:
         """Append the embedding and all layers, and return the output of the last."""
@@ -321,7 +263,9 @@ class Compiler:
         """
         output = layers.output
         assert output is not None
-        builder = self._begin(phase, rows, lane=self._lane(layers), builds_graphs=builds_graphs)
+        builder = self._begin(
+            phase, rows, is_head=True, lane=self._lane(layers), builds_graphs=builds_graphs
+        )
         op = self._linears.placed(builder, -1, "head")
         self._glue.final_norm(builder, output, op.source, op.input_codes)
         if op.placement.npu_lengths:
@@ -344,7 +288,7 @@ class Compiler:
         """
         output = layers.output
         assert output is not None
-        builder = self._begin(phase, rows, lane=self._lane(layers))
+        builder = self._begin(phase, rows, is_head=True, lane=self._lane(layers))
         self._glue.final_norm(builder, output, builder.lane.shared["head_input"], None)
         self._splits.end(builder, waits=layers.uses_npu)
         written = (*segments_of(output.segments), builder.lane.private["residual"])
@@ -354,17 +298,15 @@ class Compiler:
         self,
         phase: Phase,
         tokens: int,
-        cache: KvMemory | None = None,
-        bucket: int = 0,
+        keys: int = 0,
         *,
+        is_head: bool = False,
         lane: Lane | None = None,
         plan: Plan | None = None,
-        row: int | None = None,
         shared: bool = False,
         builds_graphs: bool = True,
     ) -> PassBuilder:
         lane = lane or self.lanes[0]
-        is_head = cache is None and not shared
         own = [self._specs[-1, "head"]] if is_head else self._weights.specs[:-1]
         placed = (plan or self._plan).operators(phase, tokens, own, rows=tokens)
         return PassBuilder(
@@ -374,12 +316,11 @@ class Compiler:
             {(spec.layer, spec.group): (spec, placement) for spec, placement in placed},
             self._fences.of_pass(phase, tokens),
             lane,
-            {**lane.names, **_cache_names(cache, row)},
+            lane.names,
             self._runtime,
-            bucket=bucket,
-            cache=cache,
-            row=row,
-            shared=shared,
+            self.states.memory,
+            keys=keys,
+            row_words=self.states.row_words if shared else 0,
             after_every_operator=self._fences.after_every_operator,
             builds_graphs=builds_graphs,
         )
@@ -392,8 +333,3 @@ class Compiler:
         if self._check is not None:
             found = self._check.checked(found, builder.names, where, written, merged=builder.merges)
         return tuple(merge_steps(self._runtime, found) if builder.merges else found)
-
-
-def _cache_names(cache: KvMemory | None, row: int | None = None) -> dict[DeviceMemory, Buffer]:
-    own = "" if row is None else f".row{row}"
-    return {memory: Buffer(f"{name}{own}") for memory, name in cache.memories.items()} if cache else {}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from heterollm.base import EngineError
-from heterollm.engine.builder import Gap
 from heterollm.engine.pauses import Pause, find_pauses
 from heterollm.engine.placed import Delta
 from heterollm.engine.state import is_state
 from heterollm.engine.step import Buffer, Call, Step
 from heterollm.engine.windows import PassPiece, Spare, Window, find_pieces, find_windows
-from heterollm.kernels.gpu import DeviceMemory, KvMemory, Launch, MergedLaunch, OpenClError
+from heterollm.kernels.gpu import DeviceMemory, Launch, MergedLaunch, OpenClError
 from heterollm.kernels.ops import Phase
 
 
@@ -24,9 +23,8 @@ class CompiledPass:
     Args:
         steps: The steps in order.
         calls: The calls of the steps, which the engine runs.
-        cache_launches: The kernels that use a session's memory.
+        state_launches: The kernels that use the state of sessions.
         output: The output of the last layer; None for a head.
-        bound_cache: The session's memory that is bound to the kernels; None for a head.
         lane: The lane of the output.
         uses_npu: Whether it runs graphs.
         pauses: Places between layers; None until :meth:`find_pauses` looks for them.
@@ -36,9 +34,8 @@ class CompiledPass:
 
     steps: tuple[Step, ...]
     calls: tuple[Call, ...]
-    cache_launches: tuple[Launch | MergedLaunch, ...] = ()
+    state_launches: tuple[Launch | MergedLaunch, ...] = ()
     output: Delta | None = None
-    bound_cache: KvMemory | None = None
     lane: int = 0
     uses_npu: bool = False
     pauses: tuple[Pause, ...] | None = None
@@ -50,7 +47,6 @@ class CompiledPass:
         cls,
         steps: tuple[Step, ...],
         output: Delta | None = None,
-        cache: KvMemory | None = None,
         lane: int = 0,
     ) -> CompiledPass:
         """Return the pass with these steps."""
@@ -61,15 +57,12 @@ class CompiledPass:
             if isinstance(step.run, Launch | MergedLaunch) and any(map(is_state, (*step.reads, *step.writes)))
         )
         uses_npu = any(step.processor == "npu" for step in steps)
-        return cls(steps, calls, launches, output, cache, lane, uses_npu)
+        return cls(steps, calls, launches, output, lane, uses_npu)
 
-    def bind_cache(self, cache: KvMemory) -> None:
-        """Bind a session's memory to the kernels, unless it is bound already."""
-        if self.bound_cache is not None and self.bound_cache is not cache:
-            for old, new in zip(self.bound_cache.memories, cache.memories, strict=True):
-                for launch in self.cache_launches:
-                    launch.replace(old, new)
-            self.bound_cache = cache
+    def rebind(self) -> None:
+        """Use the buffers that the memory of state has now; no kernel may be running."""
+        for launch in self.state_launches:
+            launch.rebind()
 
     def find_pauses(self, names: Mapping[DeviceMemory, Buffer]) -> tuple[Pause, ...]:
         """Return the places between layers at which the pass may pause; ``names`` are those of the slots."""
@@ -88,31 +81,6 @@ class CompiledPass:
         if self.pieces is None:
             self.pieces = find_pieces((*self.steps, *head.steps), (*self.calls, *head.calls))
         return self.pieces
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class SharedSteps:
-    """The steps that the rows of a pass of several sessions have in common.
-
-    Args:
-        steps: The steps in order.
-        gaps: Where the steps of each session come in between.
-        output: The output of the last layer.
-    """
-
-    steps: tuple[Step, ...]
-    gaps: tuple[Gap, ...]
-    output: Delta
-
-    def filled(self, rows: Sequence[Sequence[CompiledPass]]) -> Iterator[Step]:
-        """Yield all steps of the pass; ``rows`` have each session's own, for one gap after the other."""
-        begin = 0
-        for number, gap in enumerate(self.gaps):
-            yield from self.steps[begin : gap.before]
-            begin = gap.before
-            for row in rows:
-                yield from row[number].steps
-        yield from self.steps[begin:]
 
 
 class StalePassError(EngineError):

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from heterollm.engine.state import is_state
 from heterollm.engine.step import Buffer, Step
 from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, SharedArray
 
-NOT_SET_ASIDE: Final = ("tokens", "step", "kv_cache", "code_counts", "expert_counts")
-"""Buffers that the engine writes again, that belong to a session, or that count over all passes."""
+NOT_SET_ASIDE: Final = ("tokens", "step", "code_counts", "expert_counts")
+"""Buffers that the engine writes again, or that count over all passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ def find_pauses(steps: Sequence[Step], names: Mapping[DeviceMemory, Buffer]) -> 
     kept = [
         (first[buffer.name], last[buffer.name], memory)
         for memory, buffer in names.items()
-        if buffer.name in first and buffer.name in last and buffer.name not in NOT_SET_ASIDE
+        if buffer.name in first and buffer.name in last
+        if not (is_state(buffer) or buffer.name in NOT_SET_ASIDE)
     ]
     places = (
         index
@@ -88,6 +90,6 @@ def _shared(memory: SharedArray) -> Callable[[], None]:
 
 def _private(gpu: GpuRuntime, memory: DeviceMemory) -> Callable[[], None]:
     size = memory.size_bytes
-    spare = DeviceMemory(gpu.scratch(size), size)
-    gpu.copy_rows(spare, memory, rows=1, row_bytes=size, stride_bytes=size)
-    return lambda: gpu.copy_rows(memory, spare, rows=1, row_bytes=size, stride_bytes=size)
+    spare = gpu.scratch(size)
+    gpu.copy_range(spare, memory.buffer, size)
+    return lambda: gpu.copy_range(memory.buffer, spare, size)

@@ -14,7 +14,7 @@ from heterollm.base import CacheError, CheckpointError
 from heterollm.engine.state import SessionState
 from heterollm.model import CHECKSUMS, TensorEntry, TensorFile, checksums, layout_tensors, written_tensors
 
-SCHEMA: Final = "heterollm-prefix-1"
+SCHEMA: Final = "heterollm-prefix-2"
 IDS: Final = "ids"
 
 
@@ -23,7 +23,7 @@ class Prefix:
     """Tokens and the state behind them, in the host's memory.
 
     Args:
-        tensors: Tokens ``ids``, and what :func:`_places` lists, by name.
+        tensors: Tokens ``ids``, and the blocks of each state and layer, by name.
     """
 
     tensors: Mapping[str, NDArray[Any]]
@@ -33,9 +33,8 @@ class Prefix:
         """Copy a state behind tokens that it holds; for the engine thread."""
         tensors: dict[str, NDArray[Any]] = {IDS: ids}
         for number, own in enumerate(state.states):
-            tensors[f"{number}.note"] = np.array(own.note(len(ids)), np.int32)
-            for part, rows in enumerate(own.rows(len(ids))):
-                tensors[f"{number}.{part}"] = state.read(rows)
+            for part, values in enumerate(own.read(len(ids))):
+                tensors[f"{number}.{part}"] = values
         return cls(tensors)
 
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:
@@ -80,17 +79,15 @@ def fill_state(state: SessionState, file: TensorFile) -> NDArray[np.int32]:
     ids: NDArray[np.int32] = np.array(file.bits(IDS))
     shapes = {IDS: ("I32", ids.shape)}
     for number, own in enumerate(state.states):
-        shapes[f"{number}.note"] = ("I32", (len(own.note(len(ids))),))
-        for part, rows in enumerate(own.rows(len(ids))):
-            shapes[f"{number}.{part}"] = ("U8", (rows.count, rows.row_bytes))
+        for part, shape in enumerate(own.shapes(len(ids))):
+            shapes[f"{number}.{part}"] = ("U8", shape)
     if file.entries != _with_checksums(shapes):
         raise CacheError(f"{file.path} belongs to another model, precision or context.")
     if not np.array_equal(checksums(file), file.bits(CHECKSUMS)):
         raise CacheError(f"{file.path} is damaged: its checksums do not match.")
     for number, own in enumerate(state.states):
-        for part, rows in enumerate(own.rows(len(ids))):
-            state.write(rows, file.bits(f"{number}.{part}"))
-        own.hold(tuple(file.bits(f"{number}.note").tolist()))
+        parts = sum(1 for _ in own.shapes(len(ids)))
+        own.fill(len(ids), [file.bits(f"{number}.{part}") for part in range(parts)])
     return ids
 
 

@@ -29,13 +29,13 @@ from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureOptions
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.experts.residency import ExpertReads
 from heterollm.engine.experts.shares import ExpertPairs
-from heterollm.engine.kept_batches import RowLimits
 from heterollm.engine.kept_passes import KeptPasses, PassKey, PassLength
 from heterollm.engine.lanes import Lane
 from heterollm.engine.memory import NO_VALUES
 from heterollm.engine.observer import UNOBSERVED, Observer, during
 from heterollm.engine.passes import CompiledPass, PassError, StalePassError
 from heterollm.engine.pauses import Pause, set_aside
+from heterollm.engine.row_limits import RowLimits
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.state import BatchRow, SessionState
@@ -134,7 +134,7 @@ class Engine:
             *(device, weights, plan, context, progress, self.fences),
             *(ranges, techniques, mixture),
         )
-        self._passes = KeptPasses(device, self._compiler, plan, context, observer)
+        self._passes = KeptPasses(self._compiler, plan, context, observer)
         self._lanes = self._compiler.lanes
         self._spares: dict[tuple[str, int], Spare] = {}
         # With a wait after every operator, or without the NPU, chunks at once would gain nothing.
@@ -202,7 +202,7 @@ class Engine:
 
     @property
     def kept_passes(self) -> tuple[PassKey, ...]:
-        """Phase, tokens (of each chunk in flight) and context bucket of the passes in memory, latest last."""
+        """Phase, tokens (of each chunk in flight) and keys of the passes in memory, the latest last."""
         return tuple(self._passes.compiled)
 
     @property
@@ -211,8 +211,8 @@ class Engine:
         return bool(self._lost)
 
     def new_cache(self) -> SessionState:
-        """Return the state of an empty session; the memory of dropped sessions is freed first."""
-        return self._passes.new_cache()
+        """Return the state of an empty session."""
+        return self._compiler.states.session()
 
     def prefill(
         self,
@@ -328,8 +328,8 @@ class Engine:
     def decode_batch(self, rows: Sequence[BatchRow]) -> NDArray[np.float32]:
         """Run a token of each of several sessions in one pass; errors as for :meth:`prefill`.
 
-        The plan's placements are those of as many tokens. Attention and recurrent state have the kernels of
-        one token for each session, so that these do not depend on the other rows.
+        The plan's placements are those of as many tokens. Kernels of attention and recurrent state add as in
+        a pass of one token, so that these do not depend on the other rows.
 
         Args:
             rows: At most :data:`HEAD_ROWS`, each of another session.
@@ -428,14 +428,13 @@ class Engine:
 
     def batch_steps(self, sessions: int) -> tuple[Step, ...]:
         """Return the steps of a decode pass of a token of each of several empty sessions."""
-        rows = [BatchRow(self.new_cache(), 0, 0) for _ in range(sessions)]
-        compiled = self._passes.find_batch(rows)
+        compiled = self._passes.find_batch(sessions)
         return compiled.steps + self._passes.head(compiled, "decode", sessions).steps
 
     def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
         """Return the steps as :meth:`steps` does, without building graphs; the steps cannot run."""
-        bucket, cache = self._passes.bucket(phase, tokens), self.new_cache().memory
-        compiled = self._compiler.compile_pass(phase, tokens, bucket, cache, builds_graphs=False)
+        keys = self._passes.keys(phase, tokens)
+        compiled = self._compiler.compile_pass(phase, tokens, keys, builds_graphs=False)
         rows = _head_rows(phase, tokens)
         head = self._compiler.compile_head(phase, rows, compiled, builds_graphs=False)
         return compiled.steps + head.steps
@@ -483,7 +482,6 @@ class Engine:
                 done += 1
                 if wanted(done / (len(pauses) + 1)):
                     yield from self._paused(stop)
-                    compiled.bind_cache(cache.memory)
                     self._write_inputs(self._lanes[0], cache, tokens, position, head_row)
                     if beside is not None:
                         beside.begin_chunk([own for own in windows if own.index >= begin], last=bool(last))
@@ -607,15 +605,13 @@ class Engine:
         self._check_alive()
         for state, position, _ in rows:
             state.reserve(position, 1)
-        return self._passes.find_batch(rows)
+        return self._passes.find_batch(len(rows))
 
     def _write_batch(self, rows: Sequence[BatchRow]) -> None:
         with during(self.observer, "step"):
             lane = self._compiler.batch_lane
             self._write_tokens(lane, np.array([row.token for row in rows], np.int32))
-            self._write_step(lane, 0, len(rows), 0)
-            for number, (state, position, _) in enumerate(rows):
-                self._write_step(self._compiler.row_lane(number), position, 1, 0, state)
+            self._write_step(lane, [(state, position) for state, position, _ in rows], len(rows))
 
     @staticmethod
     def _commit_batch(rows: Sequence[BatchRow]) -> None:
@@ -660,7 +656,7 @@ class Engine:
     def _pass(self, phase: Phase, length: PassLength, position: int, cache: SessionState) -> CompiledPass:
         self._check_alive()
         cache.reserve(position, length if isinstance(length, int) else sum(length))
-        return self._passes.find(phase, length, position, cache)
+        return self._passes.find(phase, length, position)
 
     def _check_alive(self) -> None:
         if self._lost:
@@ -678,7 +674,7 @@ class Engine:
         with during(self.observer, "step"):
             self._write_tokens(lane, tokens)
             length = 1 if isinstance(tokens, int) else len(tokens)
-            self._write_step(lane, position, length, head_row, cache, chunk=lane.number)
+            self._write_step(lane, ((cache, position),), length, head_row, chunk=lane.number)
 
     def _write_tokens(self, lane: Lane, tokens: NDArray[np.int32] | int) -> None:
         self._logits_slot.release()
@@ -690,24 +686,27 @@ class Engine:
         finally:
             lane.tokens.release()
 
-    @staticmethod
     def _write_step(
+        self,
         lane: Lane,
-        position: int,
+        rows: Sequence[tuple[SessionState, int]],
         length: int,
-        head_row: int,
-        cache: SessionState | None = None,
+        head_row: int = 0,
         *,
         chunk: int = 0,
     ) -> None:
-        lane.step.acquire()
-        step = lane.step.array
-        step[STEP_POSITION] = position
-        step[STEP_LENGTH] = length
-        step[STEP_HEAD_ROW] = head_row
-        if cache is not None:
-            cache.bind(step, chunk)
-        lane.step.release()
+        """Write the words of a pass: state and position of its session, or of each row's in turn."""
+        words = self._compiler.states.row_words
+        lane.step.acquire(4 * words * len(rows))
+        try:
+            for number, (state, position) in enumerate(rows):
+                step = lane.step.array[number * words : (number + 1) * words]
+                step[STEP_POSITION] = position
+                step[STEP_LENGTH] = length
+                step[STEP_HEAD_ROW] = head_row
+                state.bind(step, chunk)
+        finally:
+            lane.step.release()
 
     def _call(self, calls: Sequence[Call]) -> None:
         try:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from heterollm.base import EngineError, InputError
 from heterollm.engine.beside import Beside, PassBeside
-from heterollm.engine.kept_batches import RowLimits
 from heterollm.engine.pass_times import NEWEST, PassTimes
 from heterollm.engine.reading import QueuePace
+from heterollm.engine.row_limits import RowLimits
 from heterollm.engine.session import Session
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels.gpu import GpuRuntime

@@ -85,8 +85,8 @@ class Session:
 
     @property
     def memory_bytes(self) -> int:
-        """Size of the KV cache and of recurrent state."""
-        return self._state.size_bytes
+        """Most bytes that keys and values and recurrent state take."""
+        return self._engine.state_bytes
 
     @property
     def vocab_size(self) -> int:
@@ -144,6 +144,7 @@ class Session:
                     f"Cannot truncate to position {position}: {self._position} have been reached."
                 )
             self._position = int(position)
+            self._state.truncate(self._position)
 
         self._thread.run(cut)
 
@@ -164,15 +165,15 @@ class Session:
         return self._engine is engine
 
     def fork(self) -> Session:
-        """Return a second session with the same tokens; only the used positions are copied."""
+        """Return a second session with the same tokens, whose state both share until they differ."""
         other = Session(self._engine, self._thread, self._vocab_size)
 
-        def copy() -> None:
-            other._state.copy_from(self._state, self._state.latest(self._position))
+        def share() -> None:
+            other._state.share(self._state, self._state.latest(self._position))
             other._ids[: self._position] = self.ids
             other._position = self._position
 
-        self._thread.run(copy)
+        self._thread.run(share)
         return other
 
     def copy_prefix(self, length: int) -> Prefix:

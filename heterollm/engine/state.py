@@ -1,15 +1,16 @@
-"""The state of a session between passes in the GPU's memory: keys and values, and recurrent state."""
+"""The state of sessions between passes: keys and values, and recurrent state, in pools of the engine."""
 
 from __future__ import annotations
 
-import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.engine.state_pool import StatePool
 from heterollm.engine.step import Buffer
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
@@ -17,52 +18,29 @@ from heterollm.kernels.gpu import (
     STEP_STATE_READ,
     STEP_STATE_WRITTEN,
     STEP_WORDS,
-    DeviceMemory,
     KvLayer,
     KvMemory,
     RecurrentLayer,
-    head_stride,
     pages_of,
-    position_bytes,
-    scales_start,
 )
 from heterollm.model import AttentionBlock, KvSpec, ModelConfig, RecurrentSpec
 
 KV_CACHE: Final = "kv_cache"
-"""Name of the buffer of keys and values; those of a window have its positions behind a dot."""
+"""Name of the buffers of keys and values; those of a window have its positions behind a dot."""
 
 RECURRENT: Final = "recurrent"
-"""Name of the buffer of recurrent state."""
+"""Name of the buffers of recurrent state."""
 
 EMPTY: Final = -1
 """Position of a slot without a state."""
 
+MOST_ELEMENTS: Final = 2**32
+"""Elements of a layer's keys and values: kernels count them in 32 bits."""
+
 
 def is_state(buffer: Buffer) -> bool:
-    """Return whether a buffer holds the state of a session."""
+    """Return whether a buffer holds the state of sessions."""
     return buffer.name.partition(".")[0] in (KV_CACHE, RECURRENT)
-
-
-@dataclass(frozen=True, slots=True)
-class StateRows:
-    """Some bytes of each row of a memory.
-
-    Args:
-        memory: The memory.
-        stride_bytes: Bytes of a row.
-        row_bytes: Those of them that count.
-        start_bytes: The first of them in a row.
-    """
-
-    memory: DeviceMemory
-    stride_bytes: int
-    row_bytes: int
-    start_bytes: int = 0
-
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return self.memory.size_bytes // self.stride_bytes
 
 
 class LayerState(Protocol):
@@ -71,15 +49,11 @@ class LayerState(Protocol):
     A pass at a position forgets the tokens from that position on.
     """
 
-    @property
-    def memories(self) -> dict[DeviceMemory, str]:
-        """Its memory, with the names of buffers in steps."""
-
     def reserve(self, position: int, tokens: int) -> None:
-        """Make room for the tokens of a pass."""
+        """Make room for the tokens of a pass, in blocks that no other session holds."""
 
     def bind(self, words: NDArray[np.int32], lane: int) -> None:
-        """Write the words of a lane's step buffer from which kernels read where it lies."""
+        """Write the words of a step buffer from which kernels read where it lies."""
 
     def commit(self, position: int) -> None:
         """Note that the passes before a position have run."""
@@ -87,27 +61,33 @@ class LayerState(Protocol):
     def latest(self, position: int) -> int:
         """Return the last position up to this one at which it holds all that a pass needs; 0 at worst."""
 
-    def rows(self, position: int) -> Iterator[StateRows]:
-        """Yield where the state of the tokens before a position lies, which is a latest one."""
+    def truncate(self, position: int) -> None:
+        """Give back the blocks of the tokens from a position on."""
 
-    def note(self, position: int) -> tuple[int, ...]:
-        """Return what else there is to know of it, as many numbers for each position."""
+    def share(self, other: Self, position: int) -> None:
+        """Hold the blocks of another state behind its tokens before a position, which is a latest one."""
 
-    def hold(self, note: tuple[int, ...]) -> None:
-        """Take a note on the rows of another state, which have been copied."""
+    def read(self, position: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield all that a pass at a position needs, which is a latest one: the blocks of each layer."""
+
+    def shapes(self, position: int) -> Iterator[tuple[int, int]]:
+        """Yield the shapes of what :meth:`read` yields."""
+
+    def fill(self, position: int, values: Sequence[NDArray[np.uint8]]) -> None:
+        """Hold what :meth:`read` has yielded, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers whose keys and values lie in the same memory.
+    """Layers whose keys and values lie in the same pages.
 
     Args:
         spec: Their sizes.
         layers: Their numbers.
         readers: The layer whose keys and values each layer reads that has none.
         positions: Positions of a session.
-        places: Positions in memory; as many, unless a window needs fewer.
-        table: First word of their pages in the step buffer.
+        places: Positions that a session keeps; as many, unless a window needs fewer.
+        table: First word of its pages in the step buffer.
     """
 
     spec: KvSpec
@@ -118,13 +98,13 @@ class KvGroup:
     table: int
 
     @property
-    def is_paged(self) -> bool:
-        """Whether positions have no fixed places."""
-        return self.places < self.positions
+    def name(self) -> str:
+        """Name of the buffers in steps."""
+        return f"{KV_CACHE}.{self.spec.window}" if self.places < self.positions else KV_CACHE
 
 
 def kv_groups(config: ModelConfig, context: int, longest: int) -> tuple[KvGroup, ...]:
-    """Return the memories of a session's keys and values; without a shorter window one for all layers.
+    """Return the groups of layers of a model; without a shorter window one of each size of heads.
 
     Args:
         config: The model.
@@ -146,57 +126,50 @@ def kv_groups(config: ModelConfig, context: int, longest: int) -> tuple[KvGroup,
             if block.kv_layer in layers
         }
         groups.append(KvGroup(spec, tuple(layers), readers, context, places, table))
-        table += pages_of(context) if groups[-1].is_paged else 0
+        table += pages_of(context)
     return tuple(groups)
 
 
 class KvState:
-    """Keys and values ``[layer][k|v][kv_head][place][head_dim]`` of the device's cache type.
+    """A session's keys and values: the pages that hold them.
 
-    Each head begins on a page of memory. In 8 bits the scales of a head's places lie behind its codes. Layers
-    that exceed the GPU's largest buffer together are in several memories.
+    Where a window is shorter than the context, pages are given back once it and some positions before have
+    left them. A page that other sessions hold is copied before the session writes to it.
 
-    A token's place is its position, unless layers with a sliding window keep fewer: there the page of later
-    positions takes the place of one that the window has left.
+    Args:
+        group: The layers.
+        pool: Their pages.
+        dtype: Type of the KV cache.
     """
 
-    def __init__(self, device: Device, group: KvGroup) -> None:
-        self._group, self._gpu, spec, dtype = group, device.gpu, group.spec, device.cache_dtype
-        code_bytes = spec.head_dim * dtype.itemsize
-        # Where the parts of a head's places begin, and their bytes: elements, and scales of codes.
-        self._parts = [(0, code_bytes)]
-        if scale_bytes := position_bytes(spec.head_dim, dtype) - code_bytes:
-            self._parts.append((scales_start(group.places, spec.head_dim), scale_bytes))
-        self._stride_bytes = head_stride(group.places, spec.head_dim, dtype) * dtype.itemsize
-        layer_bytes, count = spec.bytes(group.places, dtype), len(group.layers)
-        each = min(count, max(1, self._gpu.traits.max_buffer_bytes // layer_bytes))
-        sizes = [min(each, count - first) * layer_bytes for first in range(0, count, each)]
-        memories = [DeviceMemory(self._gpu.scratch(size), size) for size in sizes]
-        name = f"{KV_CACHE}.{spec.window}" if group.is_paged else KV_CACHE
-        self.memories = dict.fromkeys(memories, name)
-        places = group.places if group.is_paged else 0
-        self.layers = {
-            layer: KvLayer(memories[at // each], at % each, places, group.table)
-            for at, layer in enumerate(group.layers)
-        }
-        self.layers |= {layer: self.layers[source] for layer, source in group.readers.items()}
-        pages = np.arange(pages_of(group.positions), dtype=np.int32)
-        self._pages = pages % pages_of(group.places)
-        # The pages that are held, ascending and without a gap, and the position behind the last pass.
+    def __init__(self, group: KvGroup, pool: StatePool, dtype: np.dtype[np.generic]) -> None:
+        self._group, self._pool, self._row_bytes = group, pool, group.spec.head_dim * dtype.itemsize
+        self._pages = np.zeros(pages_of(group.positions), np.int32)
+        # The pages that are held are these and those between, and the position behind the last pass.
         self._first = self._stop = self._end = 0
 
+    def __del__(self) -> None:
+        self._pool.drop_later(self._held())
+
     def reserve(self, position: int, tokens: int) -> None:
-        """Make room for the tokens of a pass."""
+        """Make room for the tokens of a pass, in blocks that no other session holds."""
+        self.truncate(position)
         first, stop = self._first_seen(position), pages_of(position + tokens)
         if not self._first <= first <= self._stop:
-            self._first = first
-        self._first, self._stop = max(self._first, stop - pages_of(self._group.places)), stop
-        self._end = min(self._end, position)
+            self._pool.drop(self._held())
+            self._first = self._stop = first
+        kept = max(self._first, stop - pages_of(self._group.places))
+        self._pool.drop(self._held(stop=kept))
+        self._first, self._stop = kept, max(kept, self._stop)
+        place = position // PAGE_POSITIONS
+        if place < self._stop:
+            self._pages[place] = self._pool.own(int(self._pages[place]), copied=True)
+        self._take(stop)
 
     def bind(self, words: NDArray[np.int32], _lane: int) -> None:
-        """Write the words of a lane's step buffer from which kernels read where it lies."""
-        if self._group.is_paged:
-            words[self._group.table : self._group.table + len(self._pages)] = self._pages
+        """Write the words of a step buffer from which kernels read where it lies."""
+        table = self._group.table
+        words[table : table + self._stop] = self._pages[: self._stop]
 
     def commit(self, position: int) -> None:
         """Note that the passes before a position have run."""
@@ -206,20 +179,68 @@ class KvState:
         """Return the last position up to this one at which it holds all that a pass needs; 0 at worst."""
         return position if position <= self._end and self._first <= self._first_seen(position) else 0
 
-    def rows(self, position: int) -> Iterator[StateRows]:
-        """Yield where the state of the tokens before a position lies, which is a latest one."""
-        places = min(position, self._group.places)
-        for memory in self.memories:
-            for start_bytes, each_bytes in self._parts:
-                yield StateRows(memory, self._stride_bytes, places * each_bytes, start_bytes)
+    def truncate(self, position: int) -> None:
+        """Give back the blocks of the tokens from a position on."""
+        stop = pages_of(position)
+        self._pool.drop(self._held(start=stop))
+        self._stop = min(self._stop, stop)
+        self._first, self._end = min(self._first, self._stop), min(self._end, position)
 
-    def note(self, position: int) -> tuple[int, ...]:
-        """Return the first page, the page behind the last one, and the position."""
-        return self._first, pages_of(position), position
+    def share(self, other: KvState, position: int) -> None:
+        """Hold the blocks of another state behind its tokens before a position, which is a latest one."""
+        self.truncate(0)
+        self._pages[:] = other._pages
+        self._stop, self._end = pages_of(position), position
+        self._first = min(other._first, self._stop)
+        self._pool.share(self._held())
 
-    def hold(self, note: tuple[int, ...]) -> None:
-        """Take a note on the rows of another state, which have been copied."""
-        self._first, self._stop, self._end = note
+    def read(self, position: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield all that a pass at a position needs, which is a latest one: the blocks of each layer."""
+        used, rows_bytes = position % PAGE_POSITIONS, PAGE_POSITIONS * self._row_bytes
+        pages = self._pages[self._first_seen(position) : pages_of(position)].tolist()
+        for layer in self._group.layers:
+            values = self._pool.read(layer, pages)
+            if used:
+                # What lies behind the position may be of another session: elements, and scales of codes.
+                heads = values[-1].reshape(2 * self._group.spec.kv_heads, -1)
+                heads[:, used * self._row_bytes : rows_bytes] = 0
+                heads[:, rows_bytes + used * (heads.shape[1] - rows_bytes) // PAGE_POSITIONS :] = 0
+            yield values
+
+    def shapes(self, position: int) -> Iterator[tuple[int, int]]:
+        """Yield the shapes of what :meth:`read` yields."""
+        pages = pages_of(position) - self._first_seen(position)
+        return (self._pool.shape(layer, pages) for layer in self._group.layers)
+
+    def fill(self, position: int, values: Sequence[NDArray[np.uint8]]) -> None:
+        """Hold what :meth:`read` has yielded, and nothing else."""
+        self.truncate(0)
+        self._first = self._stop = self._first_seen(position)
+        self._take(pages_of(position))
+        for layer, own in zip(self._group.layers, values, strict=True):
+            self._pool.write(layer, self._held(), own)
+        self._end = position
+
+    def keys(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Yield each layer with the bytes ``[kv_head, position, …]`` of its keys in the pages that are held."""
+        for layer in self._group.layers:
+            values = self._pool.read(layer, self._held())
+            heads = values.reshape(len(values), 2, self._group.spec.kv_heads, -1)[:, 0]
+            rows = heads[..., : PAGE_POSITIONS * self._row_bytes].swapaxes(0, 1)
+            yield layer, rows.reshape(len(rows), -1, self._row_bytes)
+
+    def _held(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the pages that are held, of those in a range."""
+        pages: list[int] = self._pages[
+            max(start, self._first) : self._stop if stop is None else min(stop, self._stop)
+        ].tolist()
+        return pages
+
+    def _take(self, stop: int) -> None:
+        """Take pages up to one."""
+        while self._stop < stop:
+            self._pages[self._stop] = self._pool.take()
+            self._stop += 1
 
     def _first_seen(self, position: int) -> int:
         """Return the first page that a token at a position attends to."""
@@ -228,33 +249,30 @@ class KvState:
 
 
 class RecurrentState:
-    """State of layers that depends on all tokens before, float32 ``[layer][slot][values]`` in one memory.
+    """A session's state of layers that depends on all tokens before.
 
     A slot holds the state behind one position. A pass reads the slot of its own position and writes another,
     which counts once the pass has run: failed passes and refused guesses leave the state as it was. The other
-    slots hold earlier positions, to which a session can go back.
+    slots hold earlier positions, to which a session can go back. Sessions share what none of them writes.
 
     Args:
-        device: The device.
-        specs: The sizes by layer.
+        pool: The states, each a block.
+        layers: The layers.
+        slots: States that a session keeps.
     """
 
-    def __init__(self, device: Device, specs: Mapping[int, RecurrentSpec]) -> None:
-        self._gpu = device.gpu
-        slots = min(spec.kept(0, 0) for spec in specs.values())
-        ends = list(itertools.accumulate(slots * spec.values for spec in specs.values()))
-        self._memory = DeviceMemory(self._gpu.scratch(4 * ends[-1]), 4 * ends[-1])
-        self.memories = {self._memory: RECURRENT}
-        self.layers = {
-            layer: RecurrentLayer(self._memory, start, spec.values)
-            for (layer, spec), start in zip(specs.items(), [0, *ends], strict=False)
-        }
+    def __init__(self, pool: StatePool, layers: Sequence[int], slots: int) -> None:
+        self._pool, self._layers = pool, layers
         self._positions = [EMPTY] * slots
+        self._blocks = [EMPTY] * slots
         self._read, self._written, self._spare = 0, 0, [0, 0]
+
+    def __del__(self) -> None:
+        self._pool.drop_later(self._held())
 
     def reserve(self, position: int, _tokens: int) -> None:
         """Choose the slots of a pass; the states behind its position are forgotten."""
-        self._positions = [own if own <= position else EMPTY for own in self._positions]
+        self.truncate(position)
         self._read = self._positions.index(position) if position in self._positions else 0
         held = sorted((own, slot) for slot, own in enumerate(self._positions) if EMPTY < own < position)
         ends = [0, *(own for own, _ in held), position]
@@ -268,10 +286,12 @@ class RecurrentState:
 
     def bind(self, words: NDArray[np.int32], lane: int) -> None:
         """Write the slots of a lane, whose chunk begins with the state behind that of the lane before."""
-        self._written = self._spare[lane % 2]
-        self._positions[self._written] = EMPTY
-        words[STEP_STATE_READ] = self._spare[(lane - 1) % 2] if lane else self._read
-        words[STEP_STATE_WRITTEN] = self._written
+        self._written = written = self._spare[lane % 2]
+        self._positions[written] = EMPTY
+        block = self._blocks[written]
+        self._blocks[written] = self._pool.take() if block == EMPTY else self._pool.own(block, copied=False)
+        words[STEP_STATE_READ] = max(0, self._blocks[self._spare[(lane - 1) % 2] if lane else self._read])
+        words[STEP_STATE_WRITTEN] = self._blocks[written]
 
     def commit(self, position: int) -> None:
         """Note that the passes before a position have run."""
@@ -281,58 +301,151 @@ class RecurrentState:
         """Return the last position up to this one whose state is there; 0 at worst."""
         return max((own for own in self._positions if EMPTY < own <= position), default=0)
 
-    def rows(self, _position: int) -> Iterator[StateRows]:
-        """Yield the one row, all states."""
-        yield StateRows(self._memory, self._memory.size_bytes, self._memory.size_bytes)
+    def truncate(self, position: int) -> None:
+        """Give back the blocks of the tokens from a position on."""
+        for slot, own in enumerate(self._positions):
+            if own > position:
+                self._pool.drop([self._blocks[slot]])
+                self._positions[slot] = self._blocks[slot] = EMPTY
 
-    def note(self, position: int) -> tuple[int, ...]:
-        """Return the position of each state, those up to a position."""
-        return tuple(own if own <= position else EMPTY for own in self._positions)
+    def share(self, other: RecurrentState, position: int) -> None:
+        """Hold the blocks of another state behind its tokens before a position, which is a latest one."""
+        self._drop_all()
+        for slot, own in enumerate(other._positions):
+            if EMPTY < own <= position:
+                self._positions[slot], self._blocks[slot] = own, other._blocks[slot]
+        self._pool.share(self._held())
 
-    def hold(self, note: tuple[int, ...]) -> None:
-        """Take a note on the rows of another state, which have been copied."""
-        self._positions = list(note)
+    def read(self, position: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield all that a pass at a position needs, which is a latest one: the blocks of each layer."""
+        block = self._blocks[self._positions.index(position)]
+        return (self._pool.read(layer, [block]) for layer in self._layers)
+
+    def shapes(self, _position: int) -> Iterator[tuple[int, int]]:
+        """Yield the shapes of what :meth:`read` yields."""
+        return (self._pool.shape(layer, 1) for layer in self._layers)
+
+    def fill(self, position: int, values: Sequence[NDArray[np.uint8]]) -> None:
+        """Hold what :meth:`read` has yielded, and nothing else."""
+        self._drop_all()
+        self._positions[0], self._blocks[0] = position, self._pool.take()
+        for layer, own in zip(self._layers, values, strict=True):
+            self._pool.write(layer, self._blocks[:1], own)
+
+    def _held(self) -> list[int]:
+        return [block for block in self._blocks if block != EMPTY]
+
+    def _drop_all(self) -> None:
+        self._pool.drop(self._held())
+        self._positions, self._blocks = ([EMPTY] * len(self._positions) for _ in range(2))
+
+
+class Bound(Protocol):
+    """A pass whose kernels read and write state."""
+
+    def rebind(self) -> None:
+        """Use the buffers that the memories of state have now."""
+
+
+class StateMemory:
+    """The memory of the state of all sessions of an engine.
+
+    Args:
+        device: The device.
+        groups: The layers with keys and values.
+        recurrent: The sizes of recurrent state by layer.
+
+    Attributes:
+        memory: The memory by layer, for kernels.
+        passes: Passes whose kernels use it.
+        pools: The pools, one for each group, and one of recurrent states.
+    """
+
+    def __init__(
+        self, device: Device, groups: Sequence[KvGroup], recurrent: Mapping[int, RecurrentSpec]
+    ) -> None:
+        self._groups, self._recurrent, self._dtype = groups, tuple(recurrent), device.cache_dtype
+        self.passes: weakref.WeakSet[Bound] = weakref.WeakSet()
+        self._slots = min((spec.kept(0, 0) for spec in recurrent.values()), default=0)
+        most_bytes = device.gpu.traits.max_buffer_bytes
+        page_bytes = MOST_ELEMENTS * self._dtype.itemsize
+        pages = [
+            StatePool(
+                device.gpu,
+                dict.fromkeys(group.layers, group.spec.bytes(PAGE_POSITIONS, self._dtype)),
+                pages_of(group.places),
+                min(most_bytes, page_bytes),
+                self._rebind,
+            )
+            for group in groups
+        ]
+        states = []
+        if recurrent:
+            sizes = {layer: 4 * spec.values for layer, spec in recurrent.items()}
+            states = [StatePool(device.gpu, sizes, self._slots, most_bytes, self._rebind)]
+        self.pools = (*pages, *states)
+        names = {
+            memory: group.name
+            for group, pool in zip(groups, pages, strict=True)
+            for memory in pool.memories.values()
+        }
+        names |= {memory: RECURRENT for pool in states for memory in pool.memories.values()}
+        layers = {
+            layer: KvLayer(memory, group.table)
+            for group, pool in zip(groups, pages, strict=True)
+            for layer, memory in pool.memories.items()
+        }
+        layers |= {layer: layers[source] for group in groups for layer, source in group.readers.items()}
+        rest = {
+            layer: RecurrentLayer(memory, recurrent[layer].values)
+            for pool in states
+            for layer, memory in pool.memories.items()
+        }
+        self.memory = KvMemory(names, layers, rest)
+
+    @property
+    def row_words(self) -> int:
+        """Words of the step buffer for a session."""
+        return STEP_WORDS + sum(pages_of(group.positions) for group in self._groups)
+
+    def session(self) -> SessionState:
+        """Return the state of an empty session."""
+        pages, states = self.pools[: len(self._groups)], self.pools[len(self._groups) :]
+        return SessionState(
+            (
+                *(KvState(*own, self._dtype) for own in zip(self._groups, pages, strict=True)),
+                *(RecurrentState(pool, self._recurrent, self._slots) for pool in states),
+            )
+        )
+
+    def _rebind(self) -> None:
+        for one in self.passes:
+            one.rebind()
 
 
 class SessionState:
     """The state of all layers of a session.
 
     Args:
-        device: The device.
-        groups: The memories of its keys and values.
-        recurrent: The sizes of recurrent state by layer.
+        states: That of layers that need the same.
     """
 
-    __slots__ = ("__weakref__", "_gpu", "memory", "states")
+    __slots__ = ("states",)
 
-    def __init__(
-        self, device: Device, groups: Sequence[KvGroup], recurrent: Mapping[int, RecurrentSpec]
-    ) -> None:
-        self._gpu = device.gpu
-        kept = [KvState(device, group) for group in groups]
-        own = [RecurrentState(device, recurrent)] if recurrent else []
-        self.states: tuple[LayerState, ...] = (*kept, *own)
-        memories = {memory: name for state in self.states for memory, name in state.memories.items()}
-        layers = {layer: place for state in kept for layer, place in state.layers.items()}
-        self.memory = KvMemory(memories, layers, own[0].layers if own else {})
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all memories."""
-        return sum(memory.size_bytes for memory in self.memory.memories)
-
-    def stand_in(self) -> KvMemory:
-        """Return memory of no use, to bind to kernels in place of this session's."""
-        memories = self.memory.memories.values()
-        return KvMemory({DeviceMemory(self._gpu.scratch(1), 1): name for name in memories}, {}, {})
+    def __init__(self, states: tuple[LayerState, ...]) -> None:
+        self.states = states
 
     def reserve(self, position: int, tokens: int) -> None:
-        """Make room for the tokens of a pass at a position; tokens from there on are forgotten."""
+        """Make room for the tokens of a pass at a position; tokens from there on are forgotten.
+
+        Raises:
+            KernelError: There is no room.
+        """
         for state in self.states:
             state.reserve(position, tokens)
 
     def bind(self, words: NDArray[np.int32], lane: int) -> None:
-        """Write the words of a lane's step buffer from which kernels read where all lies."""
+        """Write the words of a step buffer from which kernels read where all lies."""
         for state in self.states:
             state.bind(words, lane)
 
@@ -355,32 +468,22 @@ class SessionState:
         """Return whether all that a pass at a position needs is there."""
         return self.latest(position) == position
 
-    def copy_from(self, other: SessionState, position: int) -> None:
-        """Copy the state of the tokens before a position, which is a latest one of the other."""
-        for target, source in zip(self.states, other.states, strict=True):
-            for to, own in zip(target.rows(position), source.rows(position), strict=True):
-                self._gpu.copy_rows(
-                    *(to.memory, own.memory),
-                    rows=to.count,
-                    row_bytes=to.row_bytes,
-                    stride_bytes=to.stride_bytes,
-                    start_bytes=to.start_bytes,
-                )
-            target.hold(source.note(position))
+    def truncate(self, position: int) -> None:
+        """Forget the tokens from a position on."""
+        for state in self.states:
+            state.truncate(position)
 
-    def read(self, rows: StateRows) -> NDArray[np.uint8]:
-        """Return the bytes ``[count, row_bytes]`` of rows."""
-        found = np.empty((rows.count, rows.row_bytes), np.uint8)
-        for number, row in enumerate(found):
-            place = number * rows.stride_bytes + rows.start_bytes
-            self._gpu.copy(row, rows.memory.buffer, offset_bytes=place)
-        return found
+    def share(self, other: SessionState, position: int) -> None:
+        """Hold the state of the tokens before a position, which is a latest one of the other; copies nothing."""
+        for own, source in zip(self.states, other.states, strict=True):
+            own.share(source, position)
 
-    def write(self, rows: StateRows, values: NDArray[np.uint8]) -> None:
-        """Replace the bytes of rows."""
-        for number, row in enumerate(values):
-            place = number * rows.stride_bytes + rows.start_bytes
-            self._gpu.copy(rows.memory.buffer, row, offset_bytes=place)
+    def keys(self) -> NDArray[np.uint8]:
+        """Return the bytes ``[layer, kv_head, position, …]`` of all keys, where no window is shorter."""
+        found = {
+            layer: keys for state in self.states if isinstance(state, KvState) for layer, keys in state.keys()
+        }
+        return np.stack([found[layer] for layer in sorted(found)])
 
 
 class BatchRow(NamedTuple):

@@ -138,7 +138,6 @@ class Step:
         layer: Decoder layer; None outside of layers.
         tokens: Tokens, or rows of the head, padding included.
         lane: Number of the chunk among those in flight.
-        row: Number of the session in a decode pass of several; None for steps of all rows.
         processor: GPU, NPU or host.
         action: The action.
         label: Name in tables and errors, with the rows and tokens of a shard.
@@ -162,7 +161,6 @@ class Step:
     work: LinearWork | None = None
     merged: tuple[Step, ...] = ()
     lane: int = 0
-    row: int | None = field(default=None, repr=False)
     run: Call = field(compare=False, repr=False)
 
     @property

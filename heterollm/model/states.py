@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from heterollm.kernels.gpu import PAGE_POSITIONS, head_stride, pages_of
+from heterollm.kernels.gpu import PAGE_POSITIONS, page_elements, pages_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,8 +57,8 @@ class KvSpec:
         return min(context, PAGE_POSITIONS * (pages_of(self.window + longest + GOING_BACK) + 1))
 
     def bytes(self, positions: int, dtype: np.dtype[Any]) -> int:
-        """Return the bytes of so many positions in a type of the KV cache."""
-        return 2 * self.kv_heads * head_stride(positions, self.head_dim, dtype) * dtype.itemsize
+        """Return the bytes of so many positions in a type of the KV cache, in whole pages."""
+        return pages_of(positions) * page_elements(self.kv_heads, self.head_dim, dtype) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

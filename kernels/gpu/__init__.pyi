@@ -6,10 +6,10 @@ from .attention_tuning import suits_coalesced as suits_coalesced
 from .binding import OpenClError as OpenClError
 from .cache_layout import KV_CODES as KV_CODES
 from .cache_layout import PAGE_POSITIONS as PAGE_POSITIONS
-from .cache_layout import head_stride as head_stride
+from .cache_layout import head_elements as head_elements
+from .cache_layout import page_elements as page_elements
 from .cache_layout import pages_of as pages_of
 from .cache_layout import position_bytes as position_bytes
-from .cache_layout import scales_start as scales_start
 from .codes import COUNT_WORDS as COUNT_WORDS
 from .codes import FACTOR_BYTES as FACTOR_BYTES
 from .codes import LARGEST_CODE_BYTES as LARGEST_CODE_BYTES
@@ -81,7 +81,6 @@ from .sparse_memory import HeadTable as HeadTable
 from .sparse_memory import ScoreMemory as ScoreMemory
 from .sparse_memory import Selection as Selection
 from .sparse_memory import SparseShape as SparseShape
-from .step import STEP_FIRST_ROW as STEP_FIRST_ROW
 from .step import STEP_HEAD_ROW as STEP_HEAD_ROW
 from .step import STEP_LENGTH as STEP_LENGTH
 from .step import STEP_POSITION as STEP_POSITION

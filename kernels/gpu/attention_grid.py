@@ -1,4 +1,8 @@
-"""The division of attention into work-groups: tiles of query rows and parts of the context."""
+"""The division of attention into work-groups: tiles of query rows and parts of the context.
+
+Parts are whole pages of the KV cache. The kernel finds their length from the context of the sequence, so that
+neither the sums nor the grid depend on other sequences, or on the longest context for which it was compiled.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from heterollm.kernels.gpu.cache_layout import pages_of
 from heterollm.kernels.gpu.glue_kernels import Defines
 from heterollm.kernels.gpu.heads import HeadShape
 from heterollm.kernels.gpu.parameters import KernelStyle
@@ -14,8 +19,6 @@ from heterollm.kernels.gpu.rounding import RoundedInputs
 PREFILL_ROWS: Final[dict[KernelStyle, int]] = {"vector": 32, "simt": 8, "coalesced": 8}
 DECODE_ROWS: Final = 8
 FEW_TOKENS: Final = 8
-DECODE_PART_KEYS: Final = 128
-ONE_PART: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,7 @@ class AttentionGrid:
 
     Args:
         shape: Sizes of the heads.
-        tokens: Tokens of the pass.
-        bucket: Largest context length.
+        tokens: Tokens of a sequence in the pass.
         units: Compute units of the device.
         fixed_parts: Parts of the context; None for a number that fits the device.
         rounded: Target of the int8 codes of the output; None for no codes.
@@ -33,7 +35,6 @@ class AttentionGrid:
 
     shape: HeadShape
     tokens: int
-    bucket: int
     units: int
     fixed_parts: int | None
     rounded: RoundedInputs | None
@@ -62,12 +63,7 @@ class AttentionGrid:
             wanted = 1 if groups % self.units == 0 else -(-4 * self.units // groups)
         else:
             wanted = -(-8 * self.units // groups)
-        return max(1, min(wanted, self.bucket // DECODE_PART_KEYS))
-
-    def part_keys(self, style: KernelStyle) -> int:
-        """Return the positions of a part."""
-        parts = self.parts(style)
-        return ONE_PART if parts == 1 else -(-self.bucket // parts)
+        return max(1, min(wanted, pages_of(self.shape.capacity)))
 
     @property
     def code_heads(self) -> int:

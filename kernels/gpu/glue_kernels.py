@@ -8,14 +8,14 @@ pass of its length.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from heterollm.base import KernelError, round_up
-from heterollm.kernels.gpu.cache_layout import KV_CODES, position_bytes, scales_start
+from heterollm.kernels.gpu.cache_layout import KV_CODES, page_elements, position_bytes
 from heterollm.kernels.gpu.codes import NpuCodes
 from heterollm.kernels.gpu.heads import HeadShape, KvLayer
 from heterollm.kernels.gpu.launch import Argument, Launch
@@ -101,7 +101,8 @@ class GlueKernels:
         self.variants = variants_for(is_cpu=runtime.traits.is_cpu, style=style)
         self._defines: dict[str, str | int] = {"ACT_HALF": 1} if self.item_bytes == 2 else {}
         self._scratch: dict[int, Any] = {}
-        self._cache_defines = _cache_defines(self.kv_dtype)
+        self.cache_defines = _cache_defines(self.kv_dtype)
+        """Defines of kernels that read or write keys and values."""
 
     def kernel(
         self,
@@ -202,18 +203,11 @@ class GlueKernels:
 
         return self.runtime.variants.first(ROUNDING, self.variants, build)
 
-    def cache_offsets(self, cache: KvLayer, shape: HeadShape) -> tuple[np.uint64 | np.int32, ...]:
-        """Return the arguments of a kernel that say where the keys and values of a layer lie."""
-        stored = replace(shape, capacity=cache.places or shape.capacity)
-        keys, values, stride, end = stored.layer_offsets(cache.layer, self.kv_dtype)
-        cache.memory.require(end * self.kv_dtype.itemsize, f"KV cache of layer {cache.layer}")
-        scales = (scales_start(stored.capacity, shape.head_dim),) if self.kv_dtype == KV_CODES else ()
-        table = (np.int32(cache.table),) if cache.places else ()
-        return (*map(np.uint64, (keys, values, stride, *scales)), *table)
-
-    def cache_defines(self, cache: KvLayer) -> Defines:
-        """Return the defines of a kernel that reads or writes the keys and values of a layer."""
-        return self._cache_defines | ({"PAGED": 1} if cache.places else {})
+    def table(self, cache: KvLayer, shape: HeadShape) -> np.int32:
+        """Return the argument of a kernel that says where the pages of a session are listed."""
+        size = page_elements(shape.kv_heads, shape.head_dim, self.kv_dtype) * self.kv_dtype.itemsize
+        cache.memory.require(size, "KV cache")
+        return np.int32(cache.table)
 
     def position_bytes(self, shape: HeadShape) -> int:
         """Return the bytes of the cache for one position of a head."""

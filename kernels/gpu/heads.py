@@ -6,23 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from numpy.typing import DTypeLike
-
 from heterollm.base import KernelError
-from heterollm.kernels.gpu.cache_layout import head_end, head_stride
 from heterollm.kernels.gpu.launch import Argument
 from heterollm.kernels.gpu.memory import DeviceMemory
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of a model's attention and of a session's KV cache.
+    """Sizes of a model's attention.
 
     Args:
         heads: Query heads, a multiple of ``kv_heads``.
         kv_heads: Key and value heads.
         head_dim: Elements of a head.
-        capacity: Positions of the cache and of the tables of rotary angles.
+        capacity: Positions of a session, and of the tables of rotary angles.
 
     Raises:
         KernelError: The query heads are no multiple of the key heads.
@@ -52,14 +49,6 @@ class HeadShape:
         """Output rows of the linears of q, k and v."""
         keys = self.kv_heads * self.head_dim
         return self.query_columns, keys, keys
-
-    def layer_offsets(self, layer: int, kv_dtype: DTypeLike) -> tuple[int, int, int, int]:
-        """Return the element offsets of a layer's keys and values, the heads' stride, and the layer's end."""
-        stride = head_stride(self.capacity, self.head_dim, kv_dtype)
-        keys = layer * 2 * self.kv_heads * stride
-        # The last head needs no padding.
-        end = keys + (2 * self.kv_heads - 1) * stride + head_end(self.capacity, self.head_dim, kv_dtype)
-        return keys, keys + self.kv_heads * stride, stride, end
 
 
 LARGEST_KEY_DIM: Final = 128
@@ -118,46 +107,39 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """The keys and values of one layer of a session.
+    """The keys and values of one layer, of all sessions.
 
     Args:
-        memory: Memory of consecutive layers, ``[layer][k|v][kv_head][capacity][head_dim]``, with
-            :func:`head_stride` elements per head. In 8 bits the scales ``[capacity]`` lie behind a head's
-            codes (:func:`scales_start`).
-        layer: Index of the layer in it.
-        places: Positions in memory, whole pages, where these are fewer than the session has; 0 for all.
-        table: First word of the step buffer that says which page of memory holds each page of positions.
+        memory: Pages of :data:`PAGE_POSITIONS` positions, ``[page][k|v][kv_head][row][head_dim]``. In 8 bits
+            the scales of a head's rows lie behind them.
+        table: First word in the step buffer of the pages that hold a session's positions.
     """
 
     memory: DeviceMemory
-    layer: int
-    places: int = 0
-    table: int = 0
+    table: int
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """The recurrent state of one layer of a session, float32 ``[slot][values]``.
+    """The recurrent state of one layer, of all sessions.
 
     Args:
-        memory: The memory.
-        start: Its first value in the memory.
+        memory: float32 ``[slot][values]``.
         values: Values of a slot.
     """
 
     memory: DeviceMemory
-    start: int
     values: int
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KvMemory:
-    """The state of all layers of a session: keys and values, and recurrent state.
+    """The state of all layers, of all sessions: keys and values, and recurrent state.
 
     Args:
         memories: The memories, with the names of their buffers in steps.
-        layers: The place of each layer's keys and values in them.
-        recurrent: That of each layer's recurrent state.
+        layers: The keys and values of each layer.
+        recurrent: The recurrent state of each layer.
     """
 
     memories: Mapping[DeviceMemory, str]

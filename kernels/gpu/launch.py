@@ -38,8 +38,8 @@ class Launch(ABC):
         return (self,)
 
     @abstractmethod
-    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
-        """Replace the argument ``old``, if there is one, by other memory."""
+    def rebind(self) -> None:
+        """Set all arguments again: their memory may have got other buffers."""
 
     @abstractmethod
     def __call__(self) -> Any:  # noqa: ANN401 - an event, which pyopencl does not type
@@ -65,15 +65,13 @@ class OpenClLaunch(Launch):
         super().__init__(kernel, arguments, label)
         self.global_size = global_size
         self.local_size = local_size
-        kernel.set_args(*(arg.buffer if isinstance(arg, DeviceMemory) else arg for arg in self.arguments))
+        self.rebind()
 
-    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
-        """Replace the argument ``old``, if there is one, by other memory."""
-        index = next((index for index, argument in enumerate(self.arguments) if argument is old), None)
-        if index is None:
-            return
-        self.kernel.set_arg(index, new.buffer)
-        self.arguments = (*self.arguments[:index], new, *self.arguments[index + 1 :])
+    def rebind(self) -> None:
+        """Set all arguments again: their memory may have got other buffers."""
+        self.kernel.set_args(
+            *(arg.buffer if isinstance(arg, DeviceMemory) else arg for arg in self.arguments)
+        )
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue the kernel without waiting; returns its event."""
@@ -100,10 +98,10 @@ class ChainedLaunch(Launch):
         """All launches of the chain in order."""
         return *self.before.parts, *self.last.parts
 
-    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
-        """Replace the argument ``old`` of the last launch, if there is one, by other memory."""
-        self.last.replace(old, new)
-        self.arguments = self.last.arguments
+    def rebind(self) -> None:
+        """Set all arguments of both launches again."""
+        self.before.rebind()
+        self.last.rebind()
 
     def __call__(self) -> Any:  # noqa: ANN401 - an OpenCL event, which pyopencl does not type
         """Enqueue both kernels without waiting; returns the event of the last."""

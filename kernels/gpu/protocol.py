@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, Launch
-from heterollm.kernels.gpu.memory import DeviceMemory, MemoryKind, SharedArray
+from heterollm.kernels.gpu.memory import MemoryKind, SharedArray
 from heterollm.kernels.gpu.traits import DeviceTraits
 from heterollm.kernels.gpu.tuning import DeviceTuning
 from heterollm.kernels.gpu.variants import VariantRecord
@@ -178,17 +178,17 @@ class GpuRuntime(Protocol):
             KernelError: The driver refuses.
         """
 
-    def copy_rows(
-        self,
-        target: DeviceMemory,
-        source: DeviceMemory,
-        *,
-        rows: int,
-        row_bytes: int,
-        stride_bytes: int,
-        start_bytes: int = 0,
+    def copy_range(
+        self, target: GpuBuffer, source: GpuBuffer, size_bytes: int, *, to_bytes: int = 0, from_bytes: int = 0
     ) -> None:
-        """Copy ``row_bytes`` of each row from ``start_bytes`` on between two device memories, and wait.
+        """Copy bytes between device memories, or within one where they do not meet, and wait.
+
+        Args:
+            target: Device memory.
+            source: Device memory.
+            size_bytes: Bytes to copy.
+            to_bytes: First byte in the target.
+            from_bytes: First byte in the source.
 
         Raises:
             KernelError: The driver refuses.

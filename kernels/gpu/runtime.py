@@ -38,7 +38,6 @@ from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenCl
 from heterollm.kernels.gpu.maps import queue_for_maps
 from heterollm.kernels.gpu.memory import (
     MEMORY_KINDS,
-    DeviceMemory,
     MemoryKind,
     SharedArray,
     aligned_empty,
@@ -322,36 +321,25 @@ class OpenClRuntime:
         cl.enqueue_fill_buffer(self.queue, buffer, np.uint8(0), 0, size)
         return buffer
 
-    def copy_rows(
+    def copy_range(
         self,
-        target: DeviceMemory,
-        source: DeviceMemory,
+        target: cl.Buffer,
+        source: cl.Buffer,
+        size_bytes: int,
         *,
-        rows: int,
-        row_bytes: int,
-        stride_bytes: int,
-        start_bytes: int = 0,
+        to_bytes: int = 0,
+        from_bytes: int = 0,
     ) -> None:
-        """Copy ``row_bytes`` of each row from ``start_bytes`` on between two device memories, and wait.
+        """Copy bytes between device memories, or within one, and wait; see :class:`GpuRuntime`.
 
         Raises:
             KernelError: The driver refuses.
         """
-        if not rows * row_bytes:
-            return
+        places = {"byte_count": size_bytes, "src_offset": from_bytes, "dst_offset": to_bytes}
         try:
-            cl.enqueue_copy(
-                self.queue,
-                target.buffer,
-                source.buffer,
-                src_origin=(start_bytes, 0, 0),
-                dst_origin=(start_bytes, 0, 0),
-                region=(row_bytes, rows, 1),
-                src_pitches=(stride_bytes,),
-                dst_pitches=(stride_bytes,),
-            )
+            cl.enqueue_copy(self.queue, target, source, **places)
         except OpenClError as error:
-            raise KernelError(f"A copy of {rows} rows of {row_bytes} bytes failed: {error}.") from error
+            raise KernelError(f"A copy of {size_bytes} bytes failed: {error}.") from error
         self.finish()
 
     def shared_scratch(self, name: str, size_bytes: int) -> cl.Buffer:

@@ -1,4 +1,8 @@
-"""The step buffer, from which kernels read the position and the length of a pass."""
+"""The step buffer, from which kernels read the position and the length of a pass.
+
+In a pass of several sessions, each row of it has words of its own. Kernels that compute no session's state read
+those of the first row, whose length is that of the pass.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,5 @@ STEP_STATE_READ: Final = 3
 """Index of the slot of recurrent state that the pass begins with; it reads none at position 0."""
 STEP_STATE_WRITTEN: Final = 4
 """Index of the slot that takes the state behind the pass."""
-STEP_FIRST_ROW: Final = 5
-"""Index of the row of the first token in inputs and outputs of kernels with a session's state; 0 unless
-sessions share a pass."""
 STEP_WORDS: Final = 16
-"""Words of the step buffer."""
+"""Words of a row, before the tables of its session's pages."""

@@ -52,7 +52,6 @@ from heterollm.kernels.operators.operator import (
 )
 from heterollm.kernels.ops import WeightFormat
 
-SMALLEST_BUCKET: Final = 256
 TRIED_TOKENS: Final = (1, 9)
 TRIED_POSITIONS: Final = 150
 """Positions of a quick test, more than two passes of 64 keys."""
@@ -76,7 +75,7 @@ def attend(
     shape: HeadShape,
     scores: Scores,
     tokens: int,
-    bucket: int,
+    row_words: int = 0,
     parts: int | None = None,
     sinks: Argument = None,
     rounded: RoundedInputs | None = None,
@@ -98,7 +97,8 @@ def attend(
         shape: OperatorSizes of the heads.
         scores: Scale, window and soft cap of the scores.
         tokens: Tokens of the pass.
-        bucket: Largest context length of this launch.
+        row_words: Words of the step buffer for each token, where it belongs to another sequence than the
+            others; 0 for one sequence.
         parts: Parts of the context; by default a number that fits the device.
         sinks: float32 ``[heads]``, scores of each head that join its softmax with value zero; None for none.
         rounded: Target of the int8 codes of ``out``; None for no codes.
@@ -108,10 +108,12 @@ def attend(
     out.require(tokens * shape.query_columns * on.item_bytes, "attention output")
     codes = rounded.arguments(tokens, shape.query_columns, "attention") if rounded else ()
     units = on.runtime.traits.compute_units
-    grid = AttentionGrid(shape, tokens, bucket, units, parts, rounded)
-    chosen, partial, first = _first(on, grid, q, cache, out, step, scores, sinks, codes, style)
+    grid = AttentionGrid(shape, 1 if row_words else tokens, units, parts, rounded)
+    chosen, partial, first = _first(
+        *(on, grid, tokens, row_words, q, cache, out, step, scores, sinks, codes, style)
+    )
     if grid.parts(chosen) > 1:
-        return first, _join(on, grid, chosen, partial, out, step, codes)
+        return first, _join(on, grid, tokens, row_words, chosen, partial, out, step, codes)
     if rounded is None or grid.rounds(chosen):
         return (first,)
     return first, on.round_output(out, rounded, tokens, shape.query_columns)
@@ -120,6 +122,8 @@ def attend(
 def _first(
     on: GlueKernels,
     grid: AttentionGrid,
+    tokens: int,
+    row_words: int,
     q: DeviceMemory,
     cache: KvLayer,
     out: SharedArray,
@@ -135,7 +139,7 @@ def _first(
         capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style != "vector" else {}
         sunk: Defines = {} if sinks is None else {"SINKS": 1}
         chunked: Defines = {"CHUNKED": 1} if scores.chunked else {}
-        return grid.defines(style) | on.cache_defines(cache) | capped | sunk | chunked
+        return grid.defines(style) | on.cache_defines | capped | sunk | chunked
 
     files = ("attention.h", "attention_{style}.cl")
     widths = (grid.shape.head_dim,)
@@ -153,12 +157,12 @@ def _first(
         files, "attention", defines, grid.rounded, grid.rounds, widths, variants=variants, test=test
     )
     parts = grid.parts(style)
-    cap, partial = scores.soft_cap, out if parts == 1 else _partials(on, grid, style)
+    cap, partial = scores.soft_cap, out if parts == 1 else _partials(on, grid, tokens, style)
     factor = scores.scale / cap if cap else scores.scale * LOG2_E
     arguments = (
         *(q, cache.memory, out, partial, step),
-        *on.cache_offsets(cache, shape),
-        *map(np.int32, (shape.group, scores.window, grid.part_keys(style))),
+        on.table(cache, shape),
+        *map(np.int32, (row_words, shape.group, scores.window)),
         *map(np.float32, (factor, cap * LOG2_E)),
         *(() if sinks is None else (sinks,)),
         *(codes if grid.rounds(style) else ()),
@@ -167,13 +171,15 @@ def _first(
         attention_work,
         shape,
         step.array,
-        tokens=grid.tokens,
+        tokens=tokens,
+        row_words=row_words,
         window=scores.window,
         chunked=scores.chunked,
         position_bytes=on.position_bytes(shape),
         output_bytes=on.item_bytes if parts == 1 else PARTIAL_BYTES,
     )
-    size = grid.tiles(style) * items, shape.kv_heads, parts
+    sequences = tokens if row_words else 1
+    size = sequences * grid.tiles(style) * items, shape.kv_heads, parts
     launch = on.runtime.launch(kernel, arguments, size, (items, 1, 1), "attention", work=work)
     return style, partial, launch
 
@@ -190,6 +196,8 @@ def _tuned_variants(on: GlueKernels, shape: HeadShape, tokens: int) -> tuple[Var
 def _join(
     on: GlueKernels,
     grid: AttentionGrid,
+    tokens: int,
+    row_words: int,
     style: KernelStyle,
     partial: Argument,
     out: SharedArray,
@@ -202,21 +210,21 @@ def _join(
     defines: Defines = {"HEAD_DIM": shape.head_dim, "ROWS": 1, "CODE_HEADS": together}
     files, widths = ("attention.h", "attention_join.cl"), (shape.head_dim,)
     kernel, _, items = on.kernel(files, "attention_join", lambda _: defines, grid.rounded, widths=widths)
-    elements = grid.tokens * shape.query_columns
+    elements = tokens * shape.query_columns
     work = functools.partial(pointwise_work, elements, 4 * parts, PARTIAL_BYTES * parts, on.item_bytes)
     return on.runtime.launch(
         kernel,
-        (partial, out, step, np.int32(shape.heads), np.int32(parts), *codes),
-        (grid.tokens * shape.heads // together * items,),
+        (partial, out, step, *map(np.int32, (shape.heads, parts, row_words)), *codes),
+        (tokens * shape.heads // together * items,),
         (items,),
         "attention join",
         work=work,
     )
 
 
-def _partials(on: GlueKernels, grid: AttentionGrid, style: KernelStyle) -> Any:  # noqa: ANN401 - pyopencl is not typed
+def _partials(on: GlueKernels, grid: AttentionGrid, tokens: int, style: KernelStyle) -> Any:  # noqa: ANN401 - pyopencl is not typed
     """Return scratch memory for the partial results: a sum and two numbers per head and part."""
-    values = grid.tokens * grid.shape.heads * grid.parts(style) * (grid.shape.head_dim + 2)
+    values = tokens * grid.shape.heads * grid.parts(style) * (grid.shape.head_dim + 2)
     return on.scratch(values * PARTIAL_BYTES)
 
 
@@ -271,8 +279,7 @@ class AttentionCase:
     """Attention to a cache that is NaN behind the last position.
 
     ``spread`` counts decades between the queries of the first head and those of the last. By default the
-    kernel is made for the capacity of the cache (``bucket``), and chooses its parts and style. ``rounds`` is
-    the format of a linear that reads int8 codes, ``pages`` are those of
+    kernel chooses its parts and style. ``rounds`` is the format of a linear that reads int8 codes, ``pages`` are those of
     :meth:`heterollm.kernels.operators.data.Data.cache`. ``sinks`` has one of each
     head; empty for none.
     """
@@ -282,7 +289,6 @@ class AttentionCase:
     shape: HeadShape
     scores: Scores | None = None
     spread: float = 0.0
-    bucket: int | None = None
     parts: int | None = None
     style: KernelStyle | None = None
     rounds: WeightFormat | None = None
@@ -301,7 +307,6 @@ class AttentionCase:
             shape=shape,
             scores=self.scores or Scores(shape.head_dim**-0.5),
             tokens=tokens,
-            bucket=self.bucket or shape.capacity,
             parts=self.parts,
             sinks=data.put("sinks", np.array(self.sinks, np.float32)) if self.sinks else None,
             rounded=data.int8(self.rounds, tokens, columns),
@@ -349,11 +354,8 @@ def _points(timed: Timed, model: ModelSizes, scope: Scope) -> Iterator[tuple[For
 
 def _measured(at: Point) -> AttentionCase:
     tokens, context, _, heads, kv_heads, head_dim = at.sizes
-    bucket = SMALLEST_BUCKET
-    while bucket < context:
-        bucket *= 2
-    shape, bucket = HeadShape(heads, kv_heads, head_dim, at.capacity), min(bucket, at.capacity)
-    return AttentionCase(tokens, context - tokens, shape, bucket=bucket, rounds=at.int8("o"))
+    shape = HeadShape(heads, kv_heads, head_dim, at.capacity)
+    return AttentionCase(tokens, context - tokens, shape, rounds=at.int8("o"))
 
 
 ATTENTION: Final = Timed(

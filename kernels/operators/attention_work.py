@@ -17,6 +17,7 @@ def attention_work(
     position_bytes: int,
     output_bytes: int,
     chunked: bool = False,
+    row_words: int = 0,
 ) -> GpuWork:
     """Return the work of attention at the position that the step buffer holds.
 
@@ -28,8 +29,14 @@ def attention_work(
         position_bytes: Bytes of the cache for one position of a head.
         output_bytes: Size of an element of the output, or of a partial result.
         chunked: Whether those positions are the token's chunk.
+        row_words: Words of the step buffer for each token, if each belongs to another sequence; else 0.
     """
-    rows, seen, last = visible(step, tokens, window, chunked=chunked)
+    if row_words:
+        own = (step[row * row_words :] for row in range(tokens))
+        counts = [visible(words, 1, window, chunked=chunked) for words in own]
+        rows, seen, last = (sum(numbers) for numbers in zip(*counts, strict=True))
+    else:
+        rows, seen, last = visible(step, tokens, window, chunked=chunked)
     outputs = rows * shape.query_columns
     read = 2 * last * shape.kv_heads * position_bytes + 4 * outputs
     return GpuWork("attention", 4 * seen * shape.query_columns, read, outputs * output_bytes, rows)

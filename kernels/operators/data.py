@@ -34,8 +34,9 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
     SharedArray,
-    head_stride,
-    scales_start,
+    head_elements,
+    page_elements,
+    pages_of,
     scratch_codes,
 )
 from heterollm.kernels.ops import Join, WeightFormat
@@ -46,6 +47,8 @@ Numbers: TypeAlias = tuple[NDArray[Any], NDArray[np.float64]]
 GUARD: Final = 0xA5
 GUARD_BYTES: Final = 4096
 PADDING_ROWS: Final = 3
+MOST_PAGES: Final = 256
+"""Pages in the step buffers of checks whose cache lies in order."""
 
 
 def fill_slot(gpu: GpuRuntime, values: NDArray[Any]) -> SharedArray:
@@ -73,8 +76,9 @@ def run_launches(gpu: GpuRuntime, launches: Iterable[Launch]) -> None:
 
 
 def step_slot(gpu: GpuRuntime, position: int = 0, length: int = 0, head_row: int = 0) -> SharedArray:
-    """Return the words that a pass reads: position, length and first row of the head."""
-    words = np.zeros(STEP_WORDS, np.int32)
+    """Return the words that a pass reads: position, length, first row of the head, and pages in order."""
+    words = np.arange(-STEP_WORDS, MOST_PAGES, dtype=np.int32)
+    words[:STEP_WORDS] = 0
     words[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = position, length, head_row
     return fill_slot(gpu, words)
 
@@ -111,27 +115,30 @@ def summed_segments(
     return Segments(a, fill_slot(gpu, values), rows, splits, join="sum"), total
 
 
-def empty_cache(gpu: GpuRuntime, shape: HeadShape, dtype: DTypeLike, layers: int = 2) -> SharedArray:
-    """Return a KV cache full of NaN, or of guard patterns if it has codes."""
-    size = layers * 2 * shape.kv_heads * head_stride(shape.capacity, shape.head_dim, np.dtype(dtype))
-    return fill_slot(gpu, np.full(size, _unused(dtype), dtype))
+def empty_cache(gpu: GpuRuntime, shape: HeadShape, dtype: DTypeLike) -> SharedArray:
+    """Return pages of a layer's keys and values for each position, full of NaN, or of guards if in codes."""
+    count = pages_of(shape.capacity) * page_elements(shape.kv_heads, shape.head_dim, dtype)
+    return fill_slot(gpu, np.full(count, _unused(dtype), dtype))
 
 
 def cache_view(memory: NDArray[Any], shape: HeadShape) -> NDArray[Any]:
-    """Return ``[layer, k|v, kv_head, position, head_dim]`` of a cache's memory, as a view."""
-    blocks = _head_blocks(memory, shape)[..., : shape.capacity * shape.head_dim]
-    return blocks.reshape(*blocks.shape[:3], shape.capacity, shape.head_dim)
+    """Return ``[page, k|v, kv_head, row, head_dim]`` of a cache's memory, as a view."""
+    blocks = _head_blocks(memory, shape)[..., : PAGE_POSITIONS * shape.head_dim]
+    return blocks.reshape(*blocks.shape[:3], PAGE_POSITIONS, shape.head_dim)
 
 
 def scales_view(memory: NDArray[np.int8], shape: HeadShape) -> NDArray[np.float32]:
-    """Return the scales ``[layer, k|v, kv_head, position]`` of a cache of codes, as a view."""
-    start = scales_start(shape.capacity, shape.head_dim)
-    return _head_blocks(memory, shape)[..., start : start + 4 * shape.capacity].view(np.float32)
+    """Return the scales ``[page, k|v, kv_head, row]`` of a cache of codes, as a view."""
+    return _head_blocks(memory, shape)[..., PAGE_POSITIONS * shape.head_dim :].view(np.float32)
+
+
+def by_position(view: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy ``[k|v, kv_head, position, …]`` of such a view of pages that lie in order."""
+    return np.concatenate(list(view), axis=2)
 
 
 def _head_blocks(memory: NDArray[Any], shape: HeadShape) -> NDArray[Any]:
-    stride = head_stride(shape.capacity, shape.head_dim, memory.dtype)
-    return memory.reshape(-1, 2, shape.kv_heads, stride)
+    return memory.reshape(-1, 2, shape.kv_heads, head_elements(shape.head_dim, memory.dtype))
 
 
 def _unused(dtype: DTypeLike) -> Any:  # noqa: ANN401 - of any type of cache
@@ -237,38 +244,34 @@ class Data:
             shape: Sizes of the heads.
             known: Positions with values.
             written: Positions that the operator writes.
-            pages: Page of memory of each page of positions, -1 for none; by default all lie in order. Page 0
-                holds no position.
+            pages: Page of memory of each page of positions, -1 for none; by default all lie in order.
         """
-        table = np.array(pages, np.int32)
+        table = np.array(pages or range(pages_of(shape.capacity)), np.int32)
         self._pages = np.maximum(table, 0)
-        if pages:
-            stored = replace(shape, capacity=PAGE_POSITIONS * (int(table.max()) + 1))
-            places = (table[:, None] * PAGE_POSITIONS + np.arange(PAGE_POSITIONS)).ravel()
-        else:
-            stored, places = shape, np.arange(shape.capacity)
+        stored = replace(shape, capacity=PAGE_POSITIONS * (int(table.max()) + 1))
+        places = (table[:, None] * PAGE_POSITIONS + np.arange(PAGE_POSITIONS)).ravel()
         held = places[:known] >= 0
         content = slot_values(empty_cache(self._gpu, stored, self.on.kv_dtype))
         values = np.zeros((2, shape.kv_heads, known, shape.head_dim))
-        rows = (slice(None), slice(None), places[:known][held])
+        rows = _places(places[:known][held])
         if self.on.kv_dtype == KV_CODES:
             all_scales = scales_view(content, stored)
             if known:
                 all_scales[...] = np.nan
             codes = self._generator.integers(-127, 128, values.shape)
             scales = self._generator.uniform(0.005, 0.02, values.shape[:-1]).astype(np.float32)
-            cache_view(content, stored)[1][rows] = codes[:, :, held]
-            all_scales[1][rows] = scales[:, :, held]
+            cache_view(content, stored)[rows] = np.moveaxis(codes[:, :, held], 2, 0)
+            all_scales[rows] = np.moveaxis(scales[:, :, held], 2, 0)
             values[...] = codes * scales[..., None].astype(np.float64)
         else:
             values[...] = self._generator.standard_normal(values.shape).astype(self.on.kv_dtype)
-            cache_view(content, stored)[1][rows] = values[:, :, held]
+            cache_view(content, stored)[rows] = np.moveaxis(values[:, :, held], 2, 0)
         self.values["keys"], self.values["values"] = values
         memory = fill_slot(self._gpu, content)
         for place, name in enumerate(("keys", "values")):
             own = places[written.start : written.stop]
             self._outputs[name] = partial(_written, memory, stored, own, place)
-        return KvLayer(memory, 1, stored.capacity if pages else 0, STEP_WORDS)
+        return KvLayer(memory, STEP_WORDS)
 
     def step(
         self, position: int, length: int, head_row: int = 0, slots: tuple[int, int] = (0, 0)
@@ -307,15 +310,20 @@ class Data:
 
 def _written(memory: SharedArray, shape: HeadShape, places: NDArray[Any], place: int) -> NDArray[Any]:
     """Return keys (0) or values (1) ``[tokens, heads * head_dim]`` of the places that were written."""
-    content, own = slot_values(memory), (slice(None), slice(None), places)
-    view, unused = cache_view(content, shape)[1], _unused(memory.array.dtype)
+    content, own = slot_values(memory), _places(places)
+    view, unused = cache_view(content, shape), _unused(memory.array.dtype)
     stored = view[own]
     view[own] = unused
     if memory.array.dtype == KV_CODES:
-        scales = scales_view(content, shape)[1]
+        scales = scales_view(content, shape)
         stored = stored * scales[own][..., None]
         scales[own] = np.full(4, unused).view(np.float32)
     if not np.array_equal(content, np.full_like(content, unused), equal_nan=unused != unused):
         raise KernelError("A kernel wrote other positions of the cache.")
-    found: NDArray[Any] = stored[place].swapaxes(0, 1).reshape(len(places), -1)
+    found: NDArray[Any] = stored[:, place].reshape(len(places), -1)
     return found
+
+
+def _places(places: NDArray[Any]) -> tuple[Any, ...]:
+    """Return the index of places in a view of pages, which gives ``[place, k|v, kv_head, …]``."""
+    return places // PAGE_POSITIONS, slice(None), slice(None), places % PAGE_POSITIONS

@@ -67,6 +67,7 @@ def convolve_inputs(
     *,
     shape: DeltaShape,
     tokens: int,
+    row_words: int = 0,
 ) -> Launch:
     """Return the launch of the convolution, which also writes its state behind the pass.
 
@@ -82,6 +83,7 @@ def convolve_inputs(
         step: The step buffer.
         shape: The sizes.
         tokens: Tokens of the pass.
+        row_words: As of :func:`heterollm.kernels.operators.attend`.
     """
     if inputs.rows != tuple(shape.members.values()) or state.values != shape.history + shape.matrix:
         raise KernelError(f"{CONVOLUTION}: members of {inputs.rows} rows are not those of {shape}.")
@@ -98,7 +100,7 @@ def convolve_inputs(
     )
     sizes = (state.values, *inputs.splits, *heads, shape.key_dim, shape.value_dim)
     memory = (inputs.a, inputs.b, mixed, factors, taps, rates, state.memory, step)
-    arguments = (*memory, np.uint64(state.start), *map(np.int32, sizes))
+    arguments = (*memory, *map(np.int32, (row_words, *sizes)))
     elements, units = tokens * shape.channels, sum(heads) + 1
     work = functools.partial(
         GpuWork,
@@ -121,6 +123,7 @@ def apply_delta_rule(
     *,
     shape: DeltaShape,
     tokens: int,
+    row_words: int = 0,
 ) -> Launch:
     """Return the launch of the delta rule, which also writes its state behind the pass.
 
@@ -133,6 +136,7 @@ def apply_delta_rule(
         step: The step buffer.
         shape: The sizes.
         tokens: Tokens of the pass.
+        row_words: As of :func:`heterollm.kernels.operators.attend`.
     """
     if shape.value_heads % shape.key_heads:
         raise KernelError(f"{RULE}: {shape.value_heads} heads cannot share {shape.key_heads} key heads.")
@@ -153,10 +157,11 @@ def apply_delta_rule(
     widths = (shape.key_dim, shape.channels, state.values, shape.history)
     kernel, style, items = on.kernel(("delta_rule.cl",), "delta_rule", defines, widths=widths)
     span = shape.value_dim if style == "vector" else 1
-    size = round_up(shape.value_dim // span * lanes(style), items), shape.value_heads
+    sequences = tokens if row_words else 1
+    size = round_up(shape.value_dim // span * lanes(style), items), shape.value_heads, sequences
     sizes = (state.values, shape.history, shape.value_heads, shape.value_dim, span)
     memory = (mixed, factors, out, state.memory, step)
-    arguments = (*memory, np.uint64(state.start), *map(np.int32, sizes))
+    arguments = (*memory, *map(np.int32, (row_words, *sizes)))
     work = functools.partial(
         GpuWork,
         "attention",
@@ -166,7 +171,7 @@ def apply_delta_rule(
         written_bytes=4 * (shape.matrix + tokens * shape.value_columns),
         tokens=tokens,
     )
-    return on.runtime.launch(kernel, arguments, size, (items, 1), RULE, work=work)
+    return on.runtime.launch(kernel, arguments, size, (items, 1, 1), RULE, work=work)
 
 
 def exact_convolution(
@@ -228,7 +233,7 @@ class DeltaCase:
         mixed = data.output("mixed", tokens, shape.channels)
         factors = data.output("factors", tokens, shape.factors, dtype=np.float32)
         values = shape.history + shape.matrix
-        state = RecurrentLayer(data.floats("states", 4, values), values, values)
+        state = RecurrentLayer(data.floats("states", 3, values), values)
         step = data.step(self.position, tokens, slots=SLOTS)
         # Heads decay at all speeds.
         heads = shape.value_heads
@@ -251,8 +256,7 @@ class DeltaCase:
         *parts, _, b, a = np.split(data["linear"], np.cumsum(rows)[:-1], axis=1)
         inputs = np.concatenate(parts, axis=1)
         states = data["states"].astype(np.float64)
-        # The layer's slots lie behind one of another layer.
-        read, written = (states[1 + slot] for slot in SLOTS)
+        read, written = (states[slot] for slot in SLOTS)
         history, matrix = np.split(read * (self.position > 0), [shape.history])
         history = history.reshape(-1, shape.channels)
         mixed = exact_convolution(inputs, history, data["taps"].astype(np.float64))

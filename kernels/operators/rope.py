@@ -56,6 +56,7 @@ def rope_and_store(
     shape: HeadShape,
     rotation: Rotation,
     tokens: int,
+    row_words: int = 0,
 ) -> Launch:
     """Return the launch that adds biases, rotates q and k and writes k and v to the KV cache.
 
@@ -72,6 +73,7 @@ def rope_and_store(
         shape: OperatorSizes of the heads.
         rotation: Rotation and norms of q and k.
         tokens: Tokens of the pass.
+        row_words: As of :func:`heterollm.kernels.operators.attend`.
     """
     head_dim, turned = shape.head_dim, shape.head_dim if rotation.dim is None else rotation.dim
     kv_heads = shape.kv_heads if len(qkv.rows) > 1 else 0
@@ -82,7 +84,6 @@ def rope_and_store(
     if head_dim % 2 or turned % 2 or not 0 <= turned <= head_dim:
         raise KernelError(f"rope: {turned} of {head_dim} elements cannot turn; both must be even.")
     q_out.require(tokens * shape.query_columns * 4, "rope query")
-    offsets = on.cache_offsets(cache, shape)
     pieces = max(-(-turned // 16) + -(-(head_dim - turned) // 16), -(-head_dim // 16))
 
     def defines(style: KernelStyle) -> Defines:
@@ -94,7 +95,7 @@ def rope_and_store(
             "QUERY_SCALES": rotation.query_scales is not None,
             "VALUE_NORM": rotation.value_norms,
         }
-        return on.cache_defines(cache) | own | {name: 1 for name, holds in flags.items() if holds}
+        return on.cache_defines | own | {name: 1 for name, holds in flags.items() if holds}
 
     splits = qkv.splits if kv_heads else (*qkv.splits, 0, 0)
     widths = (head_dim // 2, turned // 2, *splits, *qkv.rows[3:])
@@ -108,7 +109,8 @@ def rope_and_store(
     width = 1 if style == "vector" else round_up(pieces * heads, items)
     options: list[Argument] = [np.float32(rotation.limit)] * bool(rotation.limit)
     options += [rotation.query_scales] * (rotation.query_scales is not None)
-    arguments = (*memory, *offsets, *map(np.int32, sizes), np.float32(rotation.epsilon), *options)
+    place = on.table(cache, shape), np.int32(row_words)
+    arguments = (*memory, *place, *map(np.int32, sizes), np.float32(rotation.epsilon), *options)
     read_bytes = on.item_bytes * qkv.reads
     work = functools.partial(_work, shape, kv_heads, tokens, read_bytes, on.position_bytes(shape))
     return on.runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)

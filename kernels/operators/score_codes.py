@@ -75,11 +75,9 @@ def write_score_codes(
     memory.require(shape)
     if on.kv_dtype == KV_CODES:
         raise KernelError("Sparse attention reads no KV cache of 8 bits.")
-    keys, _, stride, *pages = on.cache_offsets(cache, heads)
     buckets: Defines = {"BUCKETS": table.buckets} if table.buckets > 1 else {}
-    defines = sparse_defines(shape) | on.cache_defines(cache) | buckets
-    paged = (*pages, np.int32(window)) if pages else ()
-    sizes = keys, stride, *paged, np.int32(shape.tokens), np.int32(shape.keys)
+    defines = sparse_defines(shape) | on.cache_defines | buckets
+    sizes = on.table(cache, heads), *map(np.int32, (window, shape.tokens, shape.keys))
     inputs = q, cache.memory, step, table.order, table.numbers
     position_bytes = on.position_bytes(heads)
     work = functools.partial(score_codes_work, heads, step.array, shape.tokens, position_bytes)

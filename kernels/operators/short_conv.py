@@ -50,6 +50,7 @@ def convolve(
     *,
     tokens: int,
     width: int,
+    row_words: int = 0,
     rounded: RoundedInputs | None = None,
 ) -> Launch:
     """Return the launch of ``out = c * convolution(b * x)``, which also writes the state behind the pass.
@@ -63,6 +64,7 @@ def convolve(
         step: The step buffer.
         tokens: Tokens of the pass.
         width: Channels.
+        row_words: As of :func:`heterollm.kernels.operators.attend`.
         rounded: Target of the int8 codes of ``out``; None for no codes.
     """
     if gates.rows != (width,) * 3 or state.values % width:
@@ -76,7 +78,7 @@ def convolve(
     )
     return on.pointwise(
         "short_conv",
-        (gates.a, gates.b, out, taps, state.memory, step, np.uint64(state.start)),
+        (gates.a, gates.b, out, taps, state.memory, step, np.int32(row_words)),
         (*gates.splits, width),
         tokens,
         TITLE,
@@ -107,7 +109,7 @@ class ShortConvCase:
             data.linear(tokens, (width,) * 3, self.splits, self.join),
             data.floats("taps", self.taps, width),
             data.output("convolved", tokens, width),
-            RecurrentLayer(data.floats("states", 4 * history, width), history * width, history * width),
+            RecurrentLayer(data.floats("states", 3 * history, width), history * width),
             data.step(self.position, tokens, slots=SLOTS),
             tokens=tokens,
             width=width,
@@ -117,9 +119,8 @@ class ShortConvCase:
 
     def exact(self, data: Values) -> Exact:
         b, c, x = np.split(data["linear"], 3, axis=1)
-        states = data["states"].astype(np.float64).reshape(4, self.taps - 1, self.width)
-        # The layer's slots lie behind one of another layer.
-        read, written = (1 + slot for slot in SLOTS)
+        states = data["states"].astype(np.float64).reshape(3, self.taps - 1, self.width)
+        read, written = SLOTS
         inputs = np.concatenate([states[read] * (self.position > 0), b * x])
         states[written] = inputs[self.tokens :]
         taps = data["taps"].astype(np.float64)

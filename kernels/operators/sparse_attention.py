@@ -103,16 +103,16 @@ def attend_selected(
     def defines(style: KernelStyle) -> Defines:
         gathered: Defines = {"GATHERED": 1, "BLOCK": shape.block, "MEMBERS": heads.group}
         capped: Defines = {"SOFT_CAP": 1} if cap and style != "vector" else {}
-        own = AttentionGrid(heads, 2, shape.keys, 1, 1, None).defines(style)
-        return own | ({"GROUP": 1} if style != "vector" else {}) | gathered | capped | on.cache_defines(cache)
+        own = AttentionGrid(heads, 2, 1, 1, None).defines(style)
+        return own | ({"GROUP": 1} if style != "vector" else {}) | gathered | capped | on.cache_defines
 
     files, widths = ("attention.h", "attention_{style}.cl"), (heads.head_dim,)
     variants = None if style is None else (Variant(style),)
     kernel, chosen, items = on.kernel(files, "attention", defines, widths=widths, variants=variants)
     arguments = (
         *(q, cache.memory, out, out, step),
-        *on.cache_offsets(cache, heads),
-        *map(np.int32, (1, scores.window, 0)),
+        on.table(cache, heads),
+        *map(np.int32, (0, 1, scores.window)),
         *map(np.float32, (scores.scale / cap if cap else scores.scale * LOG2_E, cap * LOG2_E)),
         *(table.order, selection.positions, selection.counts),
         *map(np.int32, (slots[0], shape.blocks, shape.keys, heads.heads)),
@@ -229,7 +229,7 @@ class SparsePass:
     @property
     def begin(self) -> int:
         """First position whose key counts."""
-        return max(0, self.position - self.scores.window + 1) if self.pages and self.scores.window else 0
+        return max(0, self.position - self.scores.window + 1) if self.scores.window else 0
 
 
 class SparseCase:

@@ -16,7 +16,6 @@ from numpy.typing import DTypeLike, NDArray
 from heterollm.base import GIB, MIB
 from heterollm.kernels.gpu import (
     Argument,
-    DeviceMemory,
     DeviceTraits,
     DeviceTuning,
     Event,
@@ -125,11 +124,10 @@ class SimulatedLaunch(Launch):
         self._runtime = runtime
         self._real = real
 
-    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
-        """Replace the argument ``old`` by other memory."""
+    def rebind(self) -> None:
+        """Set all arguments again: their memory may have got other buffers."""
         if self._real is not None:
-            self._real.replace(old, new)
-        self.arguments = tuple(new if argument is old else argument for argument in self.arguments)
+            self._real.rebind()
 
     def __call__(self) -> SimulatedEvent:
         """Enqueue the launch without waiting; returns its event."""
@@ -250,26 +248,12 @@ class SimulatedRuntime:
             self.real.copy(target, source, offset_bytes=offset_bytes)
         self.clock.copy()
 
-    def copy_rows(
-        self,
-        target: DeviceMemory,
-        source: DeviceMemory,
-        *,
-        rows: int,
-        row_bytes: int,
-        stride_bytes: int,
-        start_bytes: int = 0,
+    def copy_range(
+        self, target: GpuBuffer, source: GpuBuffer, size_bytes: int, *, to_bytes: int = 0, from_bytes: int = 0
     ) -> None:
-        """Copy ``row_bytes`` of each row from ``start_bytes`` on between two device memories, and wait."""
+        """Copy bytes between device memories, or within one, and wait."""
         if self.real is not None:
-            self.real.copy_rows(
-                target,
-                source,
-                rows=rows,
-                row_bytes=row_bytes,
-                stride_bytes=stride_bytes,
-                start_bytes=start_bytes,
-            )
+            self.real.copy_range(target, source, size_bytes, to_bytes=to_bytes, from_bytes=from_bytes)
         self.clock.copy()
 
     # -- queue and time ------------------------------------------------------------------------------

@@ -18,13 +18,15 @@ from heterollm.base import HeteroLLMError
 from heterollm.kernels.device import Device
 from heterollm.kernels.formats import LinearWeight
 from heterollm.kernels.gpu import (
+    STEP_WORDS,
     GlueKernels,
     HeadShape,
     KvLayer,
     Segments,
     SharedArray,
-    head_stride,
     kernel_source_hash,
+    page_elements,
+    pages_of,
 )
 from heterollm.kernels.npu import INTEGER_FORMS, LinearShape
 from heterollm.kernels.operators import Data, Form, OperatorSizes, Point, Scope, Timed, timed_operators
@@ -272,5 +274,6 @@ class _SharedData(Data):
         written: range = range(0),  # noqa: ARG002
         pages: Sequence[int] = (),  # noqa: ARG002
     ) -> KvLayer:
-        stride = head_stride(shape.capacity, shape.head_dim, self.on.kv_dtype)
-        return KvLayer(self.output("cache", 2 * shape.kv_heads * stride, dtype=self.on.kv_dtype), 0)
+        self._pages = np.arange(pages_of(shape.capacity), dtype=np.int32)
+        elements = len(self._pages) * page_elements(shape.kv_heads, shape.head_dim, self.on.kv_dtype)
+        return KvLayer(self.output("cache", elements, dtype=self.on.kv_dtype), STEP_WORDS)

@@ -31,7 +31,8 @@ from heterollm.kernels.gpu import (
     Scores,
     Selection,
     SparseShape,
-    head_stride,
+    page_elements,
+    pages_of,
 )
 from heterollm.kernels.npu import KEYS, QUERIES, SCORES, NpuBackend, ScoresShape, ScoresShard
 from heterollm.kernels.operators import (
@@ -131,15 +132,17 @@ class _Pass:
         self.memory = ScoreMemory.allocate(runtime, self.shape)
         self.selection = Selection.allocate(runtime, self.shape)
         self.q = runtime.shared((tokens, heads.query_columns), np.float32)
-        stride = head_stride(keys, heads.head_dim, device.cache_dtype)
-        cache = runtime.shared((2 * heads.kv_heads * stride,), device.cache_dtype)
-        self.cache = KvLayer(cache, 0)
+        pages = pages_of(keys)
+        page = page_elements(heads.kv_heads, heads.head_dim, device.cache_dtype)
+        cache = runtime.shared((pages * page,), device.cache_dtype)
+        self.cache = KvLayer(cache, STEP_WORDS)
         self.out = runtime.shared((tokens, heads.query_columns), device.activation_dtype)
         for random in (self.q, cache, self.memory.scores):
             fill_shared(runtime, random)
-        self.step = runtime.shared((STEP_WORDS,), np.int32)
+        self.step = runtime.shared((STEP_WORDS + pages,), np.int32)
         self.step.acquire()
-        self.step.array[:] = 0
+        self.step.array[:STEP_WORDS] = 0
+        self.step.array[STEP_WORDS:] = np.arange(pages)
         self.step.array[[STEP_POSITION, STEP_LENGTH]] = keys - tokens, tokens
         self.step.release()
         score = LARGEST * math.sqrt(heads.head_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from heterollm.engine.blocks.gate import append_gate, round_shared
+from heterollm.engine.blocks.gate import append_gate
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
@@ -48,17 +48,11 @@ class AttentionEmitter:
     def _emit(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp) -> Delta:
         inputs = self._linears.linear(builder, qkv)
         o = self._linears.placed(builder, layer, "o")
-        rounded = None if block.gated or builder.is_shared else o.rounded
-
-        def attend_own(own: PassBuilder) -> None:
-            self._rope(own, layer, block, inputs)
-            dense = functools.partial(self._attention, own, layer, block, rounded)
-            self._techniques.around(own, "attention", layer, o).run(dense)
-
-        builder.for_each_session(("attention", layer, inputs), attend_own)
-        if not block.gated:
-            round_shared(builder, self._kernels, o)
-        else:
+        self._rope(builder, layer, block, inputs)
+        rounded = None if block.gated else o.rounded
+        dense = functools.partial(self._attention, builder, layer, block, rounded)
+        self._techniques.around(builder, "attention", layer, o).run(dense)
+        if block.gated:
             bias = self._tensors.bias(layer, "qkv")
             append_gate(builder, self._kernels, o.source, inputs, GATE, o, heads=block.heads, bias=bias)
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
@@ -89,6 +83,7 @@ class AttentionEmitter:
                 query_scales=self._tensors.query_scales(block),
             ),
             tokens=builder.tokens,
+            row_words=builder.row_words,
         )
         reads, stores = (*segments_of(qkv), step), block.kv_layer is None
         seen, stored = ((), (kv.memory,)) if stores else ((kv.memory,), ())
@@ -113,7 +108,7 @@ class AttentionEmitter:
             shape=self._shape(block),
             scores=Scores(block.scale, block.window, block.soft_cap, block.chunked),
             tokens=builder.tokens,
-            bucket=builder.bucket,
+            row_words=builder.row_words,
             sinks=self._tensors.sinks(layer),
             rounded=rounded,
         )

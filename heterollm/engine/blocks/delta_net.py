@@ -37,9 +37,7 @@ class DeltaNetEmitter:
     def _emit(self, builder: PassBuilder, layer: int, block: DeltaNetBlock, op: PlacedOp) -> Delta:
         inputs = self._linears.linear(builder, op)
         out = self._linears.placed(builder, layer, "delta_out")
-        builder.for_each_session(
-            ("delta net", layer, inputs), functools.partial(self._own, layer, block, inputs)
-        )
+        self._own(layer, block, inputs, builder)
         append_gate(
             *(builder, self._kernels, builder.lane.private[DELTA_OUTPUT], inputs, Z, out),
             heads=block.shape.value_heads,
@@ -49,19 +47,25 @@ class DeltaNetEmitter:
         return Delta(self._linears.linear(builder, out))
 
     def _own(self, layer: int, block: DeltaNetBlock, inputs: Segments, builder: PassBuilder) -> None:
-        """Append what reads and writes a session's state: the convolution and the delta rule."""
+        """Append what reads and writes state: the convolution and the delta rule."""
         private, step, state = builder.lane.private, builder.lane.step, builder.recurrent(layer)
         mixed, factors, output = private[DELTA_MIXED], private[DELTA_FACTORS], private[DELTA_OUTPUT]
-        shape, tokens = block.shape, builder.tokens
         taps, rates = self._tensors.taps(layer), self._tensors.net(layer)[0]
+        shape, tokens, row_words = block.shape, builder.tokens, builder.row_words
         launch = convolve_inputs(
-            *(self._kernels, inputs, taps, rates, mixed, factors, state, step), shape=shape, tokens=tokens
+            *(self._kernels, inputs, taps, rates, mixed, factors, state, step),
+            shape=shape,
+            tokens=tokens,
+            row_words=row_words,
         )
         reads = (*segments_of(inputs), state.memory, step)
         writes = (mixed, factors, state.memory)
         builder.kernel("delta convolution", layer, launch, reads=reads, writes=writes)
         launch = apply_delta_rule(
-            *(self._kernels, mixed, factors, output, state, step), shape=shape, tokens=tokens
+            *(self._kernels, mixed, factors, output, state, step),
+            shape=shape,
+            tokens=tokens,
+            row_words=row_words,
         )
         read = (mixed, factors, state.memory, step)
         builder.kernel("delta rule", layer, launch, reads=read, writes=(output, state.memory))

@@ -1,4 +1,4 @@
-"""Appends the gate of a block's output, and the rounding of one that sessions have written one by one."""
+"""Appends the gate of a block's output."""
 
 from __future__ import annotations
 
@@ -40,16 +40,3 @@ def append_gate(
     builder.kernel(gate.label, layer, gate, reads=reads, writes=(target,), ends=not rounding)
     for launch in rounding:
         builder.kernel("rounding of inputs", layer, launch, reads=(target,), writes=codes_of(rounded))
-
-
-def round_shared(builder: PassBuilder, kernels: GlueKernels, out: PlacedOp) -> None:
-    """Append the rounding of the input of linears that read codes, in a pass of several sessions.
-
-    In other passes the kernel that writes their input rounds it, too.
-    """
-    spec, rounded = out.spec, out.rounded
-    if builder.is_shared and rounded is not None:
-        launch = kernels.round_output(out.source, rounded, builder.tokens, spec.columns)
-        builder.kernel(
-            "rounding of inputs", spec.layer, launch, reads=(out.source,), writes=codes_of(rounded)
-        )

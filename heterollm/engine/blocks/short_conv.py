@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from heterollm.engine.blocks.gate import round_shared
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
@@ -30,25 +29,20 @@ class ShortConvEmitter:
     def _emit(self, builder: PassBuilder, layer: int, block: ShortConvBlock, op: PlacedOp) -> Delta:
         gates = self._linears.linear(builder, op)
         out = self._linears.placed(builder, layer, "conv_out")
-        rounded = None if builder.is_shared else out.rounded
-
-        def convolve_own(own: PassBuilder) -> None:
-            state, step = own.recurrent(layer), own.lane.step
-            launch = convolve(
-                self._kernels,
-                gates,
-                self._tensors.taps(layer),
-                out.source,
-                state,
-                step,
-                tokens=own.tokens,
-                width=block.width,
-                rounded=rounded,
-            )
-            reads = (*segments_of(gates), state.memory, step)
-            writes = (out.source, state.memory, *codes_of(rounded))
-            own.kernel("short convolution", layer, launch, reads=reads, writes=writes)
-
-        builder.for_each_session(("short convolution", layer, gates), convolve_own)
-        round_shared(builder, self._kernels, out)
+        rounded, state, step = out.rounded, builder.recurrent(layer), builder.lane.step
+        launch = convolve(
+            self._kernels,
+            gates,
+            self._tensors.taps(layer),
+            out.source,
+            state,
+            step,
+            tokens=builder.tokens,
+            width=block.width,
+            row_words=builder.row_words,
+            rounded=rounded,
+        )
+        reads = (*segments_of(gates), state.memory, step)
+        writes = (out.source, state.memory, *codes_of(rounded))
+        builder.kernel("short convolution", layer, launch, reads=reads, writes=writes)
         return Delta(self._linears.linear(builder, out))

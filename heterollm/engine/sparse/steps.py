@@ -145,7 +145,7 @@ class SparseAttentionSteps(TechniqueSteps):
         if operator != "attention" or builder.phase != "prefill":
             return None
         planned = builder.plan.technique(PlannedAttention)
-        placement = planned.of(builder.tokens, builder.bucket, layer)
+        placement = planned.of(builder.tokens, builder.keys, layer)
         if not isinstance(placement, SparseAttention):
             return None
         assert op is not None  # of the linear behind attention
@@ -170,7 +170,7 @@ class SparseAttentionSteps(TechniqueSteps):
         one = _Layer(
             builder,
             layer,
-            sparse_shape(self._heads, builder.tokens, builder.bucket),
+            sparse_shape(self._heads, builder.tokens, builder.keys),
             Scores(block.scale, block.window, block.soft_cap),
             self._tables[layer, placement],
             *score_memory(builder.lane),

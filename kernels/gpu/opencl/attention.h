@@ -11,7 +11,9 @@
 // and the cap holds those units. No cap is 0.
 //
 // Grid: row tiles (the last ones, which see most keys, first), key heads, parts of the context. With several parts
-// each one writes sums, largest score and total weight, which attention_join joins.
+// each one writes sums, largest score and total weight, which attention_join joins. Parts are whole pages, as many as the
+// context of the sequence itself requires: neither the grid nor other sequences of the pass change any sum.
+// A pass of several sequences has the tiles of one token for each.
 //
 // With -DSINKS each head has one more score, of value zero and seen by all rows, in units of the natural logarithm. It
 // belongs to the first part. A sink of -infinity is none.
@@ -19,9 +21,6 @@
 // With -DGATHERED each query head has tiles of its own, of BLOCK rows or a part of them, and sees only the positions that
 // were selected for its block of BLOCK rows (select.cl):
 //   MEMBERS      query heads that share a key head
-//
-// Queries and output begin at the step's first row; codes and partial results do not, so that a pass of several
-// sequences rounds its output in a kernel of its own.
 //
 // With CODE_BITS the kernel that writes the output also rounds it to int8:
 //   CODE_HEADS   smallest number of heads that holds whole blocks; divides the heads that a work-group writes
@@ -43,21 +42,31 @@
 typedef struct {
   int first_row;     // of the tile
   int rows;          // of the tile that exist
-  int position;      // of the pass's first token
-  int start;         // first key of this part that any row sees
+  int position;      // of the sequence's first token
+  int sequence;      // number of the sequence, whose first token has this row of queries and output
+  int start;         // first key of this part that any row sees, or one before it that begins a page
   int stop;          // behind the last one
 } attention_tile;
 
+// Keys of a part, for a context of so many.
+#define PART_KEYS(keys, parts) ((uint)((keys) + PAGE * (parts) - 1) / (uint)(PAGE * (parts)) * PAGE)
+
 static inline attention_tile find_tile(__global const int *step, int number, int part, int parts, int group,
-                                       int window, int part_keys) {
+                                       int window, int row_words) {
   attention_tile tile;
+  const int tiles = ((uint)group + ROWS - 1) / ROWS;
+  tile.sequence = row_words ? (uint)number / (uint)tiles : 0;
+  number -= tile.sequence * tiles;
+  step += tile.sequence * row_words;
   tile.position = step[STEP_POSITION];
   tile.first_row = number * ROWS;
-  tile.rows = min(ROWS, step[STEP_LENGTH] * group - tile.first_row);
-  int first_token = tile.position + (uint)tile.first_row / (uint)group;
-  int last_token = tile.position + (uint)max(0, tile.first_row + tile.rows - 1) / (uint)group;
-  tile.start = max(FIRST_KEY(first_token, window), part * part_keys);
-  tile.stop = part + 1 < parts ? min(last_token + 1, (part + 1) * part_keys) : last_token + 1;
+  const int tokens = TOKENS_OF(step, row_words), keys = tile.position + tokens;
+  const int part_keys = PART_KEYS(keys, parts), first_key = part * part_keys;
+  tile.rows = first_key < keys ? min(ROWS, tokens * group - tile.first_row) : 0;
+  const int first_token = tile.position + (uint)tile.first_row / (uint)group;
+  const int last_token = tile.position + (uint)max(0, tile.first_row + tile.rows - 1) / (uint)group;
+  tile.start = max(max(FIRST_KEY(first_token, window), 0) & -PAGE, first_key);
+  tile.stop = min(last_token + 1, first_key + part_keys);
   return tile;
 }
 
@@ -76,8 +85,9 @@ static inline attention_tile find_tile(__global const int *step, int number, int
 #define GATHER_ARGUMENTS                                                                                               \
   , __global const int *order, __global const int *positions, __global const int *counts, int first_slot, int blocks,  \
       int most, int all_heads
-// Where a key of the list lies.
-#define PLACE(pages, list, key) STORED_AT(pages, (list)[key])
+// The row of a position, behind that of position 0.
+#define ROW_OF(pages, position, kv_heads)                                                                               \
+  (HEAD_AT((pages)[(position) / PAGE], 0, kv_heads, HEAD_DIM) + ((position) % PAGE) * HEAD_DIM)
 
 // The query head of a work-group, counted in slots of key heads.
 static inline int gathered_head(__global const int *order, int first_slot, uint number) {
@@ -87,6 +97,7 @@ static inline int gathered_head(__global const int *order, int first_slot, uint 
 static inline attention_tile find_gathered_tile(__global const int *step, int number, __global const int *counts) {
   attention_tile tile;
   tile.position = step[STEP_POSITION];
+  tile.sequence = 0;
   tile.first_row = number * ROWS;
   tile.rows = min(ROWS, step[STEP_LENGTH] - tile.first_row);
   tile.start = 0;
@@ -95,8 +106,11 @@ static inline attention_tile find_gathered_tile(__global const int *step, int nu
 }
 #else
 #define GATHER_ARGUMENTS
-#define PLACE(pages, list, key) STORED_AT(pages, key)
 #endif
+
+// The row of a tile's row of queries among the heads of all tokens of the pass.
+#define HEAD_ROW(tile, row, heads, kv_head, group)                                                                     \
+  ((tile.sequence + (uint)(row) / (uint)(group)) * (heads) + (kv_head) * (group) + (uint)(row) % (uint)(group))
 
 #ifdef CODE_BITS
 // With several parts attention_join writes the output and rounds it.
@@ -110,7 +124,7 @@ static inline void round_tile(attention_tile tile, int group, int kv_head, int h
   // The divisors are known when compiling where a division would be slow.
   for (uint i = get_local_id(0); i < (uint)max(0, tile.rows) / CODE_HEADS * HEADS_BLOCKS; i += WG) {
     uint row = tile.first_row + i / HEADS_BLOCKS * CODE_HEADS;
-    size_t at = row / (uint)group * heads + kv_head * group + row % (uint)group;
+    size_t at = HEAD_ROW(tile, row, heads, kv_head, group);
     round_written(out, codes, code_blocks, at * HEAD_DIM / CODE_BLOCK + i % HEADS_BLOCKS);
   }
 }

@@ -12,15 +12,16 @@
 #define load_partial8(p, i) load_float8(p, i)
 #endif
 
-static inline void join_head(__global const float *partial, __global act_t *out, int parts, size_t row) {
+// Joins the parts that were written.
+static inline void join_head(__global const float *partial, __global act_t *out, int parts, int written, size_t row) {
   __global const float *source = partial + row * parts * PARTIAL_COLUMNS;
   float best = NO_SCORE;
-  for (int part = 0; part < parts; ++part)
+  for (int part = 0; part < written; ++part)
     best = max(best, source[part * PARTIAL_COLUMNS + HEAD_DIM]);
   for (int d = (int)get_local_id(0) * 8; d < HEAD_DIM; d += WG * 8) {
     float8 sum = 0.0f;
     float total = 0.0f;
-    for (int part = 0; part < parts; ++part) {
+    for (int part = 0; part < written; ++part) {
       __global const float *one = source + part * PARTIAL_COLUMNS;
       float weight = exp2_8((float8)(one[HEAD_DIM] - best)).s0;
       LOAD_PART(load_partial8, load_float, one, d, HEAD_DIM - d, value)
@@ -33,11 +34,13 @@ static inline void join_head(__global const float *partial, __global act_t *out,
 }
 
 GROUP_SIZE __kernel void attention_join(__global const float *partial, __global act_t *out,
-                                        __global const int *step, int heads, int parts CODE_ARGUMENTS) {
+                                        __global const int *step, int heads, int parts, int row_words CODE_ARGUMENTS) {
   size_t first = get_group_id(0) * CODE_HEADS;
-  out += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
+  step += (uint)first / (uint)heads * row_words;
+  const int keys = step[STEP_POSITION] + TOKENS_OF(step, row_words), part_keys = PART_KEYS(keys, parts);
+  const int written = (uint)(keys + part_keys - 1) / (uint)part_keys;
   for (int head = 0; head < CODE_HEADS; ++head)
-    join_head(partial, out, parts, first + head);
+    join_head(partial, out, parts, written, first + head);
 #ifdef CODE_BITS
   wait_for_values();
   for (int block = get_local_id(0); block < HEADS_BLOCKS; block += WG)

@@ -65,11 +65,17 @@
 #define KEY_STEP 8
 #endif
 
-// The position of a work-item's key.
+#if WG != PAGE
+#error A pass over keys is not one page.
+#endif
+
+// The position of a work-item's key, and the row of a pass's key behind the start of `keys` or `values`.
 #ifdef GATHERED
-#define PLACE_OF(key) place
+#define POSITION_OF(key) position
+#define KEY_ROW(i) ROW_OF(pages, list[first + (i)], kv_heads)
 #else
-#define PLACE_OF(key) (key)
+#define POSITION_OF(key) (key)
+#define KEY_ROW(i) ((uint)(i) * HEAD_DIM)
 #endif
 
 // The scale of a work-item's key.
@@ -92,7 +98,7 @@
   {                                                                                                          \
     const float sum = (score##r.x + score##r.y) + (score##r.z + score##r.w);                                 \
     const int token = tile.position + (uint)(tile.first_row + min(r, tile.rows - 1)) / GROUP;                \
-    const bool seen = key < tile.stop && PLACE_OF(key) <= token && !IS_HIDDEN(PLACE_OF(key), token, window);   \
+    const bool seen = key < tile.stop && POSITION_OF(key) <= token && !IS_HIDDEN(POSITION_OF(key), token, window); \
     score_slots[lane * SCORE_ROW + r] = seen ? CAPPED(KEY_SCALED(sum)) : NO_SCORE;                           \
   }
 // Rows that only fill the last vector have scores, too: finite ones.
@@ -101,7 +107,7 @@
 #define STORE_ROW(r)                                                                                         \
   if (r < tile.rows) {                                                                                       \
     const uint row = tile.first_row + r;                                                                     \
-    const size_t at = row / GROUP * heads + kv_head * GROUP + row % GROUP;                                   \
+    const size_t at = HEAD_ROW(tile, row, heads, kv_head, GROUP);                                            \
     if (parts > 1) {                                                                                         \
       __global float *target = partial + (at * parts + get_group_id(2)) * PARTIAL_COLUMNS;                   \
       UNROLL for (int c = 0; c < COLUMNS; ++c) {                                                             \
@@ -121,9 +127,9 @@
   }
 
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
-                                   __global float *partial, __global const int *step, ulong k_offset,
-                                   ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT, int group,
-                                   int window, int part_keys, float scale, float cap SINKS_ARGUMENT GATHER_ARGUMENTS CODE_ARGUMENTS) {
+                                   __global float *partial, __global const int *step, int table, int row_words,
+                                   int group, int window, float scale, float cap SINKS_ARGUMENT GATHER_ARGUMENTS
+                                   CODE_ARGUMENTS) {
   __local float4 queries[ROWS * QUERY_VECTORS], scores[WG * SCORE_VECTORS], decays[ROW_VECTORS];
   __local float *query_slots = (__local float *)queries, *score_slots = (__local float *)scores;
   __local float *decay = (__local float *)decays;
@@ -132,25 +138,23 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #ifdef GATHERED
   // Rows are tokens of one head, as if it shared its key head with no other.
   const int kv_head = gathered_head(order, first_slot, get_group_id(1)), heads = all_heads;
-  const uint key_head = (uint)kv_head / MEMBERS;
+  const uint key_head = (uint)kv_head / MEMBERS, kv_heads = (uint)heads / MEMBERS;
   counts += kv_head * blocks;
   attention_tile tile = find_gathered_tile(step, get_num_groups(0) - 1 - get_group_id(0), counts);
   __global const int *list = positions + ((size_t)kv_head * blocks + (uint)tile.first_row / BLOCK) * most;
 #else
-  const int kv_head = get_group_id(1), heads = get_num_groups(1) * GROUP, key_head = kv_head;
+  const int kv_head = get_group_id(1), kv_heads = get_num_groups(1), heads = kv_heads * GROUP, key_head = kv_head;
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
-                                  get_num_groups(2), GROUP, window, part_keys);
+                                  get_num_groups(2), GROUP, window, row_words);
 #endif
   int lane = get_local_id(0), row_of_lane = (uint)lane / TEAM, teammate = (uint)lane % TEAM;
   bool reduces = row_of_lane < ROWS;
   int parts = PARTS;
-  q += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
-  out += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
-#ifdef PAGED
-  __global const int *pages = PAGES_OF(step);
+  __global const int *pages = step + tile.sequence * row_words + table;
+#ifdef GATHERED
+  __global const kv_t *keys = cache + HEAD_AT(0, key_head, kv_heads, HEAD_DIM);
+  __global const kv_t *values = cache + HEAD_AT(0, kv_heads + key_head, kv_heads, HEAD_DIM);
 #endif
-  __global const kv_t *keys = cache + k_offset + key_head * head_stride;
-  __global const kv_t *values = cache + v_offset + key_head * head_stride;
   // A tile without rows sees no keys and writes nothing. With a return here and a barrier behind the last store
   // PoCL 3 loses what the group shares in between.
   if (tile.rows <= 0)
@@ -158,7 +162,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 
   for (uint r = 0; r < ROWS; ++r) {
     const uint row = max(0, tile.first_row + min((int)r, tile.rows - 1));
-    __global const float *query = q + (size_t)(row / GROUP * heads + kv_head * GROUP + row % GROUP) * HEAD_DIM;
+    __global const float *query = q + (size_t)HEAD_ROW(tile, row, heads, kv_head, GROUP) * HEAD_DIM;
     for (uint d = lane; d < HEAD_DIM; d += WG) query_slots[r * QUERY_VECTORS * 4 + d] = query[d] * scale;
   }
   if (lane < ROWS) {
@@ -178,10 +182,14 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   for (int first = tile.start; first < tile.stop; first += WG) {
     const int key = first + lane, count = min(WG, tile.stop - first);
 #ifdef GATHERED
-    const int place = list[min(key, tile.stop - 1)];
+    const int position = list[min(key, tile.stop - 1)];
+#else
+    const int page = pages[(uint)first / PAGE];
+    __global const kv_t *keys = cache + HEAD_AT(page, key_head, kv_heads, HEAD_DIM);
+    __global const kv_t *values = cache + HEAD_AT(page, kv_heads + key_head, kv_heads, HEAD_DIM);
 #endif
 #ifdef KV_CODES
-    const float key_scale = SCALES_OF(keys)[PLACE(pages, list, min(key, tile.stop - 1))];
+    const float key_scale = SCALES_OF(keys, HEAD_DIM)[min(lane, count - 1)];
 #endif
     REPEAT(ROWS, CLEAR_SCORE)
 #ifdef COALESCED
@@ -189,9 +197,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     for (uint run = 0; run < HEAD_DIM; run += KEY_RUN) {
       UNROLL for (uint turn = 0; turn < RUN_PIECES; ++turn) {
         const uint i = turn * WG + lane, staged_key = i / RUN_PIECES, piece = i % RUN_PIECES;
-        const uint row = PLACE(pages, list, min(first + (int)staged_key, tile.stop - 1));
         staged[staged_key * STAGED_ROW + piece] =
-            *(__global const uint4 *)(keys + (row * HEAD_DIM + run + piece * PIECE));
+            *(__global const uint4 *)(keys + (KEY_ROW(min((int)staged_key, count - 1)) + run + piece * PIECE));
       }
       barrier(CLK_LOCAL_MEM_FENCE);
       for (uint d = run; d < run + KEY_RUN; d += 8) {
@@ -205,7 +212,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #else
     // With few rows no compiler knows the end, so none reads the whole key at once, which would take most registers.
     const uint whole = ROWS > 2 ? HEAD_DIM / 8 * 8 : HEAD_DIM / 8 * 8 * (uint)group / GROUP;
-    __global const kv_t *key_row = keys + (uint)PLACE(pages, list, min(key, tile.stop - 1)) * HEAD_DIM;
+    __global const kv_t *key_row = keys + KEY_ROW(min(lane, count - 1));
     for (uint step = 0; step < whole; step += KEY_STEP)
       UNROLL for (uint d = step; d < step + KEY_STEP; d += 8) {
         const float8 piece = load_kv8(key_row, d);
@@ -257,15 +264,14 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
     }
     UNROLL for (int v = 0; v < ROW_VECTORS; ++v)
       UNROLL for (int c = 0; c < COLUMNS; ++c) sums[v * COLUMNS + c] *= decays[v];
-    __global const kv_t *value_row = values + (uint)first * HEAD_DIM;
+    __global const kv_t *value_row = values;
     for (int i = 0; i < count; ++i, value_row += HEAD_DIM) {
-#if defined(GATHERED) || defined(PAGED)
-      value_row = values + (uint)PLACE(pages, list, first + i) * HEAD_DIM;
+#ifdef GATHERED
+      value_row = values + KEY_ROW(i);
 #endif
       UNROLL for (int c = 0; c < COLUMNS; ++c) {
         // Work-items past the head's end read its last element and write nothing.
-        const float4 value = SCALED(load_kv(value_row, min(lane + c * WG, HEAD_DIM - 1)), SCALES_OF(values),
-                                    PLACE(pages, list, first + i));
+        const float4 value = SCALED(load_kv(value_row, min(lane + c * WG, HEAD_DIM - 1)), values, i);
         UNROLL for (int v = 0; v < ROW_VECTORS; ++v)
           sums[v * COLUMNS + c] = FMA(scores[i * ROW_VECTORS + v], value, sums[v * COLUMNS + c]);
       }

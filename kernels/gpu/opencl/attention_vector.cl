@@ -34,13 +34,26 @@ typedef float8 tile_float;
 #define TILE (VECTORS / TILE_VECTORS)
 #define ALIGNED __attribute__((aligned(sizeof(tile_float))))
 
-// A core's own prefetching stops at a page; without this prefetch a third of the time is waiting.
+// A core's own prefetching stops at 4 KiB; without this prefetch a third of the time is waiting.
 #if defined(__clang__) && (defined(__x86_64__) || defined(__aarch64__))
-#define PREFETCH(p) __builtin_prefetch((const char *)(size_t)(p) + 4096)
+#define PREFETCH(p) __builtin_prefetch((const void *)(size_t)(p))
 #else
 #define PREFETCH(p)
 #endif
 #define LINE_ELEMENTS (64 / (int)sizeof(kv_t))
+// Whole eights of rows in 4 KiB, which are prefetched ahead: near the end of a page from the next one.
+#define ROWS_AHEAD (4096 / (HEAD_DIM * (int)sizeof(kv_t)) / 8 * 8)
+#define AHEAD (ROWS_AHEAD < 8 ? 8 : ROWS_AHEAD > KEYS ? KEYS : ROWS_AHEAD)
+
+#ifdef GATHERED
+#define KEY_ROW(source, i) ((source) + ROW_OF(pages, list[i], kv_heads))
+#define KEY_ARGUMENTS , __global const int *pages, __global const int *list, uint kv_heads
+#define KEY_VALUES , pages, list + first, kv_heads
+#else
+#define KEY_ROW(source, i) ((source) + (i) * HEAD_DIM)
+#define KEY_ARGUMENTS
+#define KEY_VALUES
+#endif
 
 // Interleaves the 4-element halves' lower (upper) pairs, as the AVX unpack instructions do.
 #define MIX_LOW(x, y) (float8)(x.s0, y.s0, x.s1, y.s1, x.s4, y.s4, x.s5, y.s5)
@@ -66,23 +79,25 @@ static inline void transpose8(const float8 *r, float8 *to, int step) {
   to[7 * step] = (float8)(u3.hi, u7.hi);
 }
 
-// Reads the keys [first, stop) of a block, transposed: keys[d * KEY_VECTORS + key / 8]. Behind stop the last
-// key is repeated. With GATHERED they are keys of the list.
-static inline void load_keys(__global const kv_t *source, __global const float *scales, __global const int *pages,
-                             __global const int *list, int first, int stop, float8 *keys) {
-  for (int block = 0; block < KEY_VECTORS && first + block * 8 < stop; ++block) {
+// Reads the keys of a block, transposed: keys[d * KEY_VECTORS + key / 8]. Behind the last one it is repeated. A block is a
+// page, or with GATHERED a part of the list; `next` has the rows that are read behind it.
+static inline void load_keys(__global const kv_t *source, __global const kv_t *next KEY_ARGUMENTS, int count,
+                             float8 *keys) {
+  for (int block = 0; block < KEY_VECTORS && block * 8 < count; ++block) {
+    __global const kv_t *ahead = block * 8 + AHEAD < KEYS ? source + (block * 8 + AHEAD) * HEAD_DIM
+                                                          : next + (block * 8 + AHEAD - KEYS) * HEAD_DIM;
     for (int d = 0; d < HEAD_DIM; d += 8) {
       float8 r[8];
       UNROLL for (int i = 0; i < 8; ++i) {
-        const int place = PLACE(pages, list, min(first + block * 8 + i, stop - 1));
-        __global const kv_t *key = source + (size_t)place * HEAD_DIM;
+        const int row = min(block * 8 + i, count - 1);
+        __global const kv_t *key = KEY_ROW(source, row);
         if (d % LINE_ELEMENTS == 0)
-          PREFETCH(key + d);
+          PREFETCH(ahead + i * HEAD_DIM + d);
 #if TAIL
         LOAD_PART(load_kv8, load_kv, key, d, HEAD_DIM - d, value)
-        r[i] = SCALED(value, scales, place);
+        r[i] = SCALED(value, source, row);
 #else
-        r[i] = SCALED(load_kv8(key, d), scales, place);
+        r[i] = SCALED(load_kv8(key, d), source, row);
 #endif
       }
       transpose8(r, keys + d * KEY_VECTORS + block, KEY_VECTORS);
@@ -90,16 +105,17 @@ static inline void load_keys(__global const kv_t *source, __global const float *
   }
 }
 
-static inline void load_values(__global const kv_t *source, __global const float *scales, __global const int *pages,
-                               __global const int *list, int first, int stop, float8 *values) {
-  for (int key = 0; key < min(KEYS, stop - first); ++key) {
-    const int place = PLACE(pages, list, first + key);
-    __global const kv_t *value_row = source + (size_t)place * HEAD_DIM;
-    UNROLL for (int d = 0; d < HEAD_DIM; d += LINE_ELEMENTS) PREFETCH(value_row + d);
-    UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = SCALED(load_kv8(value_row, d * 8), scales, place);
+static inline void load_values(__global const kv_t *source, __global const kv_t *next KEY_ARGUMENTS, int count,
+                               float8 *values) {
+  for (int key = 0; key < count; ++key) {
+    __global const kv_t *value_row = KEY_ROW(source, key);
+    __global const kv_t *ahead = key + AHEAD < KEYS ? source + (key + AHEAD) * HEAD_DIM
+                                                    : next + (key + AHEAD - KEYS) * HEAD_DIM;
+    UNROLL for (int d = 0; d < HEAD_DIM; d += LINE_ELEMENTS) PREFETCH(ahead + d);
+    UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = SCALED(load_kv8(value_row, d * 8), source, key);
 #if TAIL
     LOAD_PART(load_kv8, load_kv, value_row, HEAD_DIM / 8 * 8, TAIL, last)
-    values[key * WIDE + HEAD_DIM / 8] = SCALED(last, scales, place);
+    values[key * WIDE + HEAD_DIM / 8] = SCALED(last, source, key);
 #endif
   }
 }
@@ -182,14 +198,14 @@ static inline int places_up_to(__global const int *list, int count, int position
 #endif
 
 GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t *cache, __global act_t *out,
-                                   __global float *partial, __global const int *step, ulong k_offset,
-                                   ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT, int group,
-                                   int window, int part_keys, float scale, float cap SINKS_ARGUMENT GATHER_ARGUMENTS CODE_ARGUMENTS) {
+                                   __global float *partial, __global const int *step, int table, int row_words,
+                                   int group, int window, float scale, float cap SINKS_ARGUMENT GATHER_ARGUMENTS
+                                   CODE_ARGUMENTS) {
   // The row tiles that see most keys come first.
 #ifdef GATHERED
   // Rows are tokens of one head, as if it shared its key head with no other.
   const int kv_head = gathered_head(order, first_slot, get_group_id(1)), heads = all_heads;
-  const uint key_head = (uint)kv_head / MEMBERS;
+  const uint key_head = (uint)kv_head / MEMBERS, kv_heads = (uint)heads / MEMBERS;
   counts += kv_head * blocks;
   attention_tile tile = find_gathered_tile(step, get_num_groups(0) - 1 - get_group_id(0), counts);
   if (tile.rows <= 0)
@@ -204,21 +220,16 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #define FIRST_SEEN(i) begins[i]
 #define LAST_SEEN(i) (ends[i] - 1)
 #else
-  __global const int *list = 0;
 #define TOKEN(i) (tile.position + (tile.first_row + min(i, tile.rows - 1)) / group)
 #define FIRST_SEEN(i) FIRST_KEY(TOKEN(i), window)
 #define LAST_SEEN(i) TOKEN(i)
   attention_tile tile = find_tile(step, get_num_groups(0) - 1 - get_group_id(0), get_group_id(2),
-                                  get_num_groups(2), group, window, part_keys);
+                                  get_num_groups(2), group, window, row_words);
   if (tile.rows <= 0)
     return;
-  const int kv_head = get_group_id(1), heads = get_num_groups(1) * group, key_head = kv_head;
+  const int kv_head = get_group_id(1), kv_heads = get_num_groups(1), heads = kv_heads * group, key_head = kv_head;
 #endif
-  q += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
-  out += (size_t)step[STEP_FIRST_ROW] * heads * HEAD_DIM;
-  __global const int *pages = PAGES_OF(step);
-  __global const kv_t *key_source = cache + k_offset + key_head * head_stride;
-  __global const kv_t *value_source = cache + v_offset + key_head * head_stride;
+  __global const int *pages = step + tile.sequence * row_words + table;
   float8 queries[ROWS * WIDE];
   float8 keys[WIDE * 8 * KEY_VECTORS] ALIGNED, values[KEYS * WIDE] ALIGNED;
   float8 scores[ROWS * KEY_VECTORS] ALIGNED, sums[ROWS * WIDE] ALIGNED;
@@ -226,8 +237,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 
   for (int r = 0; r < ROWS; ++r) {
     int row = tile.first_row + min(r, tile.rows - 1);
-    __global const float *source =
-        q + ((size_t)(row / group) * heads + kv_head * group + row % group) * HEAD_DIM;
+    __global const float *source = q + (size_t)HEAD_ROW(tile, row, heads, kv_head, group) * HEAD_DIM;
     for (int d = 0; d < WIDE; ++d) {
       LOAD_PART(load_float8, load_float, source, d * 8, HEAD_DIM - d * 8, value)
       queries[r * WIDE + d] = value * scale;
@@ -243,8 +253,15 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 
   for (int first = tile.start; first < tile.stop; first += KEYS) {
     int count = min(KEYS, tile.stop - first);
-    load_keys(key_source, SCALES_OF(key_source), pages, list, first, tile.stop, keys);
-    load_values(value_source, SCALES_OF(value_source), pages, list, first, tile.stop, values);
+#ifdef GATHERED
+    const int page = 0, next = 0;
+#else
+    const int page = pages[(uint)first / PAGE], next = first + PAGE < tile.stop ? pages[(uint)first / PAGE + 1] : page;
+#endif
+    load_keys(cache + HEAD_AT(page, key_head, kv_heads, HEAD_DIM),
+              cache + HEAD_AT(next, key_head, kv_heads, HEAD_DIM) KEY_VALUES, count, keys);
+    load_values(cache + HEAD_AT(page, kv_heads + key_head, kv_heads, HEAD_DIM),
+                cache + HEAD_AT(next, kv_heads + key_head, kv_heads, HEAD_DIM) KEY_VALUES, count, values);
     for (int r = 0; r < tile.rows; r += MICRO) {
       for (int v = 0; v < KEY_VECTORS; v += VECTORS)
         if (v * 8 < count)
@@ -261,7 +278,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 
   for (int r = 0; r < tile.rows; ++r) {
     int row = tile.first_row + r;
-    size_t at = (size_t)(row / group) * heads + kv_head * group + row % group;
+    size_t at = HEAD_ROW(tile, row, heads, kv_head, group);
     int parts = PARTS;
     float factor = parts > 1 ? 1.0f : 1.0f / total[r];
     for (int d = 0; d < HEAD_DIM; d += 8) {

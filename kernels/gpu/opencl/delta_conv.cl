@@ -70,26 +70,28 @@ static inline float8 convolved(mixed_row row, mixed_member member, int i, int co
 // rates: -exp(A_log) of each value head, then the shifts.
 GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_t *b, __global act_t *mixed,
                                     __global float *factors, __global const float *taps, __global const float *rates,
-                                    __global float *states, __global const int *step, ulong start, int values,
+                                    __global float *states, __global const int *step, int row_words, int values,
                                     int q_split, int k_split, int v_split, int z_split, int b_split, int a_split,
                                     int key_heads, int value_heads, int key_dim, int value_dim) {
   __local float sums[WG];
-  const int token = get_global_id(1), unit = get_group_id(0), lane = get_local_id(0);
+  const int unit = get_group_id(0), lane = get_local_id(0);
+  const int first_row = row_words ? get_global_id(1) : 0, token = get_global_id(1) - first_row;
   const int key_rows = key_heads * key_dim, value_rows = value_heads * value_dim;
   const int channels = 2 * key_rows + value_rows, rows = channels + value_rows + 2 * value_heads;
   const int k_before = q_split, v_before = k_before + k_split, b_before = v_before + v_split + z_split;
   const int a_before = b_before + b_split, a_columns = a_before + a_split;
-  const int b_columns = COLUMNS_OF_B(rows, a_columns), first_row = step[STEP_FIRST_ROW];
+  const int b_columns = COLUMNS_OF_B(rows, a_columns);
+  step += first_row * row_words;
   a += (size_t)first_row * a_columns;
   b += (size_t)first_row * b_columns;
   mixed_row row = {taps,
-                   states + start + (size_t)step[STEP_STATE_READ] * values,
-                   states + start + (size_t)step[STEP_STATE_WRITTEN] * values,
+                   states + (size_t)step[STEP_STATE_READ] * values,
+                   states + (size_t)step[STEP_STATE_WRITTEN] * values,
                    a_columns,
                    b_columns,
                    channels,
                    token,
-                   step[STEP_LENGTH],
+                   TOKENS_OF(step, row_words),
                    step[STEP_POSITION] != 0};
   __global act_t *target = mixed + (size_t)(first_row + token) * channels;
   factors += (size_t)(first_row + token) * (2 * value_heads + 3 * key_heads);

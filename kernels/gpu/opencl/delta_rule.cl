@@ -6,7 +6,7 @@
 // work-item has two rows at once, so that the sums of one hide the latency of the other's.
 // S comes from one slot of the state, behind `matrix` others of its values, is zero at position 0, and goes to another slot.
 // Follows common.h, rounding.h and glue.h. Grid: LANES work-items for each `span` rows of a head; value heads, of which
-// GROUP share a key head.
+// GROUP share a key head; sequences.
 
 #ifdef TWO_ROWS
 #define ROWS 2
@@ -60,7 +60,7 @@ typedef float8 rows_t;
 #define UPDATE_RUN(r) held_##r = FMA(key_##r, written, held_##r * decay);
 
 GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const float *factors, __global float *out,
-                                    __global float *states, __global const int *step, ulong start, int values,
+                                    __global float *states, __global const int *step, int row_words, int values,
                                     int matrix, int value_heads, int value_dim, int span) {
 #if LANES > 1
   __local float2 parts[2][WG];
@@ -68,14 +68,16 @@ GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const 
 #else
   const int lane = 0;
 #endif
-  const int length = step[STEP_LENGTH], known = step[STEP_POSITION] != 0, key_heads = (uint)value_heads / GROUP;
+  const uint sequence = get_global_id(2);
+  step += sequence * row_words;
+  const int length = TOKENS_OF(step, row_words), known = step[STEP_POSITION] != 0, key_heads = (uint)value_heads / GROUP;
   const int rows = value_heads * value_dim, channels = 2 * key_heads * KEY_DIM + rows;
   const int factor_count = 2 * value_heads + 3 * key_heads;
-  mixed += (size_t)step[STEP_FIRST_ROW] * channels;
-  factors += (size_t)step[STEP_FIRST_ROW] * factor_count;
-  out += (size_t)step[STEP_FIRST_ROW] * rows;
-  __global const float *before = states + start + (size_t)step[STEP_STATE_READ] * values + matrix;
-  __global float *behind = states + start + (size_t)step[STEP_STATE_WRITTEN] * values + matrix;
+  mixed += (size_t)sequence * channels;
+  factors += (size_t)sequence * factor_count;
+  out += (size_t)sequence * rows;
+  __global const float *before = states + (size_t)step[STEP_STATE_READ] * values + matrix;
+  __global float *behind = states + (size_t)step[STEP_STATE_WRITTEN] * values + matrix;
   // All work-items of a group take part in its barriers.
   const uint head = get_global_id(1), key_head = head / GROUP;
   const int begin = (uint)get_global_id(0) / LANES * span;

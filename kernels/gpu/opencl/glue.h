@@ -2,18 +2,19 @@
 //
 //   WG          work-items of a work-group: 1 where one explicit vector loop is fastest (a CPU), else 64..256
 //   KV_HALF     the KV cache stores half instead of float
-//   KV_CODES    it stores int8, and for each position of a head a float scale: value = code * scale. The scales of a head
-//               lie `scales_at` elements behind its start, which is an argument behind `head_stride`.
-//   PAGED       positions lie in pages of 64, wherever the step buffer says from word `pages_at` on, an argument behind those
+//   KV_CODES    it stores int8, and for each position of a head a float scale: value = code * scale
 //   SUM         the segments of a linear's output are added (member_row)
 //
-// The step buffer, written by the host once a pass:
+// The step buffer, written by the host once a pass. In a pass of several sequences, a token of each, row r of inputs and
+// outputs has words of its own, `row_words` behind those of the row before; elsewhere row_words is 0:
 #define STEP_POSITION 0  // position of the pass's first token
 #define STEP_LENGTH 1    // tokens of the pass
 #define STEP_HEAD_ROW 2  // first row that the head reads
 #define STEP_STATE_READ 3     // slot of recurrent state before the pass; none at position 0
 #define STEP_STATE_WRITTEN 4  // slot of the state behind it
-#define STEP_FIRST_ROW 5      // row of the first token in inputs and outputs, where sequences share a pass
+
+// Tokens of the pass that belong to one sequence.
+#define TOKENS_OF(step, row_words) ((row_words) ? 1 : (step)[STEP_LENGTH])
 
 #define GROUP_SIZE __attribute__((reqd_work_group_size(WG, 1, 1)))
 
@@ -40,25 +41,20 @@ typedef float kv_t;
 #define store_kv(v, p, i) ((p)[i] = (v))
 #define store_kv8(v, p, i) store_float8(v, p, i)
 #endif
+// A layer's keys and values lie in pages of 64 positions, [page][k|v][kv_head][row][head_dim]. The page of each 64 positions
+// is a word of the step buffer, from the argument `table` on. With KV_CODES the scales of a head's rows follow them.
+// Pages of positions before a window may have been given away.
+#define PAGE 64
 #ifdef KV_CODES
-#define SCALES_ARGUMENT , ulong scales_at
-#define SCALES_OF(head) ((__global const float *)((head) + scales_at))
-#define SCALED(value, scales, position) ((value) * (scales)[position])
+#define HEAD_ELEMENTS(head_dim) (PAGE * (head_dim) + PAGE * (uint)sizeof(float))
+#define SCALES_OF(head, head_dim) ((__global float *)((head) + PAGE * (head_dim)))
+#define SCALED(value, head, row) ((value) * SCALES_OF(head, HEAD_DIM)[row])
 #else
-#define SCALES_ARGUMENT
-#define SCALES_OF(head) 0
-#define SCALED(value, scales, position) (value)
+#define HEAD_ELEMENTS(head_dim) (PAGE * (uint)(head_dim))
+#define SCALED(value, head, row) (value)
 #endif
-// The place of a position in a head. The pages of positions before a window may have been given away.
-#ifdef PAGED
-#define PAGES_ARGUMENT , int pages_at
-#define PAGES_OF(step) ((step) + pages_at)
-#define STORED_AT(pages, position) (((pages)[(position) >> 6] << 6) + ((position) & 63))
-#else
-#define PAGES_ARGUMENT
-#define PAGES_OF(step) 0
-#define STORED_AT(pages, position) (position)
-#endif
+// The first element of a head's rows in a page; heads of values come behind those of keys.
+#define HEAD_AT(page, head, kv_heads, head_dim) (((uint)(page) * (2 * (kv_heads)) + (head)) * HEAD_ELEMENTS(head_dim))
 
 #ifdef WHOLE_EIGHTS
 // Every count is 8, so no loop with a count of its own keeps the vector in memory.

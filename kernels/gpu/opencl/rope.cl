@@ -53,15 +53,13 @@ GROUP_SIZE __kernel void rope_and_store(
     __global const act_t *a, __global const act_t *b, __global const float *bias,
     __global const float *norms, __global const float *cosines, __global const float *sines,
     __global float *q_out, __global kv_t *cache,
-    __global const int *step, ulong k_offset, ulong v_offset, ulong head_stride SCALES_ARGUMENT PAGES_ARGUMENT,
-    int q_split,
-    int k_split, int v_split, int more_split, int more_rows, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
+    __global const int *step, int table, int row_words, int q_split, int k_split, int v_split, int more_split, int more_rows, int heads, int kv_heads, int head_dim, int rotary, int capacity, int has_bias,
     int has_norm, float epsilon LIMIT_ARGUMENT QUERY_ARGUMENT) {
-  int token = get_global_id(1);
-  int position = step[STEP_POSITION] + token;
-  if (token >= step[STEP_LENGTH] || position >= capacity)
+  const int token = get_global_id(1), number = row_words ? 0 : token;  // number of the token in its sequence
+  step += token * row_words;
+  const int position = step[STEP_POSITION] + number;
+  if (number >= TOKENS_OF(step, row_words) || position >= capacity)
     return;
-  token += step[STEP_FIRST_ROW];
   int q_rows = heads * head_dim, kv_rows = kv_heads * head_dim;
   int a_columns = q_split + k_split + v_split + more_split;
   int b_columns = COLUMNS_OF_B(q_rows + 2 * kv_rows + more_rows, a_columns);
@@ -185,13 +183,13 @@ GROUP_SIZE __kernel void rope_and_store(
       STORE_PART(store_float8, store_float, low, target, low_at, count)
       STORE_PART(store_float8, store_float, high, target, high_at, count)
     } else {
-      __global kv_t *head_start = cache + (is_v ? v_offset : k_offset) + member_head * head_stride;
-      const int place = STORED_AT(PAGES_OF(step), position);
-      __global kv_t *target = head_start + (size_t)place * head_dim;
+      const int page = step[table + (uint)position / PAGE];
+      __global kv_t *stored = cache + HEAD_AT(page, head - heads, kv_heads, head_dim);
+      __global kv_t *target = stored + (uint)position % PAGE * head_dim;
 #ifdef KV_CODES
       const float size = as_float(largest), inverse = size > 1e-30f ? 127.0f / size : 0.0f;
       if (piece == 0)
-        ((__global float *)(head_start + scales_at))[place] = size / 127.0f;
+        SCALES_OF(stored, head_dim)[(uint)position % PAGE] = size / 127.0f;
       low *= inverse;
       high *= inverse;
 #endif

@@ -1,21 +1,18 @@
 // Writes the codes of queries and keys from which an NPU's graph estimates attention scores. Follows sparse.h.
 //
-// With -DPAGED the keys that no query sees, before the window of the first, count as zeros: they may have been given away.
+// Keys that no query sees, before the window of the first, count as zeros: their pages may have been given away.
 //
 // Grid of both kernels: runs of RUN_ROWS rows, first those of the keys, then those of each member; slots.
 
-#ifdef PAGED
-#define WINDOW_ARGUMENT PAGES_ARGUMENT, int window
 #define FIRST_SEEN(step) (window > 0 ? max(0, step[STEP_POSITION] - window + 1) : 0)
-#else
-#define WINDOW_ARGUMENT
-#define FIRST_SEEN(step) 0
+
+#if RUN_ROWS != PAGE
+#error A run of keys is not one page.
 #endif
 
 typedef struct {
   __global const float *queries;  // of a member; null for keys
-  __global const kv_t *keys;
-  __global const int *pages;
+  __global const kv_t *keys;      // of the run
   uint stride;                    // between two rows of queries
   int first, count;               // rows of the run, padding included
   int begin, existing;            // first row that counts, and the one behind the last
@@ -24,19 +21,20 @@ typedef struct {
 } code_run;
 
 static inline code_run find_run(__global const float *q, __global const kv_t *cache, __global const int *step,
-                                __global const float4 *numbers, int key_head, int key_heads, ulong k_offset,
-                                ulong head_stride, int tokens, int keys, int run, int begin, __global const int *pages) {
+                                __global const float4 *numbers, int key_head, int key_heads, int table, int tokens,
+                                int keys, int run, int begin) {
   code_run found;
   const int key_runs = RUNS_OF(keys), token_runs = RUNS_OF(tokens);
   numbers += key_head * GROUP;
-  found.keys = cache + k_offset + key_head * head_stride;
+  found.keys = cache;
   if (run < key_runs) {
     found.queries = 0;
-    found.pages = pages;
     found.begin = begin;
     found.first = run * RUN_ROWS;
     found.count = min(RUN_ROWS, keys - found.first);
     found.existing = step[STEP_POSITION] + step[STEP_LENGTH];
+    if (found.first < found.existing)
+      found.keys += HEAD_AT(step[table + run], key_head, key_heads, HEAD_DIM);
     found.padded = 0;
     found.reciprocal = numbers[0].RECIPROCAL_KEY_STEP;
   } else {
@@ -63,7 +61,7 @@ static inline float8 load_steps(code_run run, int row, int d) {
     LOAD_PART(load_float8, load_float, run.queries + place * run.stride, d, HEAD_DIM - d, query)
     return query * run.reciprocal;
   }
-  LOAD_PART(load_kv8, load_kv, run.keys + STORED_AT(run.pages, place) * HEAD_DIM, d, HEAD_DIM - d, key)
+  LOAD_PART(load_kv8, load_kv, run.keys + row * HEAD_DIM, d, HEAD_DIM - d, key)
   return key * run.reciprocal;
 }
 
@@ -71,12 +69,12 @@ static inline float8 load_steps(code_run run, int row, int d) {
 // Writes the largest magnitude of each run, in calibrated steps.
 GROUP_SIZE __kernel void find_largest_steps(__global const float *q, __global const kv_t *cache,
                                             __global const int *step, __global const int *order,
-                                            __global const float4 *numbers, __global float *largest, ulong k_offset,
-                                            ulong head_stride WINDOW_ARGUMENT, int tokens, int keys) {
+                                            __global const float4 *numbers, __global float *largest, int table,
+                                            int window, int tokens, int keys) {
   __local float values[WG];
   const int lane = get_local_id(0), slot = get_group_id(1);
-  const code_run run = find_run(q, cache, step, numbers, order[slot], get_num_groups(1), k_offset, head_stride, tokens,
-                                keys, get_group_id(0), FIRST_SEEN(step), PAGES_OF(step));
+  const code_run run = find_run(q, cache, step, numbers, order[slot], get_num_groups(1), table, tokens, keys,
+                                get_group_id(0), FIRST_SEEN(step));
   float8 top = 0.0f;
   for (uint i = lane; i < run.count * PIECES; i += WG) {
     const float8 size = as_float8(as_int8(load_steps(run, i / PIECES, i % PIECES * 8)) & 0x7fffffff);
@@ -128,11 +126,11 @@ static inline void store_score_codes(float8 value, __global uchar *codes, int d)
 GROUP_SIZE __kernel void write_score_codes(__global const float *q, __global const kv_t *cache,
                                            __global const int *step, __global const int *order,
                                            __global const float4 *numbers, __global uchar *query_codes,
-                                           __global uchar *key_codes, __global float *score_steps, ulong k_offset,
-                                           ulong head_stride WINDOW_ARGUMENT, int tokens, int keys BUCKET_ARGUMENTS) {
+                                           __global uchar *key_codes, __global float *score_steps, int table,
+                                           int window, int tokens, int keys BUCKET_ARGUMENTS) {
   const int lane = get_local_id(0), slot = get_group_id(1), key_head = order[slot];
-  const code_run run = find_run(q, cache, step, numbers, key_head, get_num_groups(1), k_offset, head_stride, tokens, keys,
-                                get_group_id(0), FIRST_SEEN(step), PAGES_OF(step));
+  const code_run run = find_run(q, cache, step, numbers, key_head, get_num_groups(1), table, tokens, keys,
+                                get_group_id(0), FIRST_SEEN(step));
 #ifdef BUCKETS
   const float4 factor =
       nearest_bucket(largest + slot * get_num_groups(0), RUNS_OF(keys), get_num_groups(0), factors);

@@ -9,19 +9,19 @@
 
 GROUP_SIZE __kernel void short_conv(__global const act_t *a, __global const act_t *b, __global act_t *out,
                                     __global const float *taps, __global float *states, __global const int *step,
-                                    ulong start, int b_split, int c_split, int x_split, int columns, int span
+                                    int row_words, int b_split, int c_split, int x_split, int columns, int span
                                     CODE_ARGUMENTS) {
-  const int token = get_global_id(1), length = step[STEP_LENGTH];
+  const uint row_of_all = get_global_id(1), first_row = row_words ? row_of_all : 0;
+  step += first_row * row_words;
+  const int token = row_of_all - first_row, length = TOKENS_OF(step, row_words);
   const int a_columns = b_split + c_split + x_split;
   const int b_columns = COLUMNS_OF_B(3 * columns, a_columns);
-  __global const float *before = states + start + (size_t)step[STEP_STATE_READ] * HISTORY * columns;
-  __global float *behind = states + start + (size_t)step[STEP_STATE_WRITTEN] * HISTORY * columns;
+  __global const float *before = states + (size_t)step[STEP_STATE_READ] * HISTORY * columns;
+  __global float *behind = states + (size_t)step[STEP_STATE_WRITTEN] * HISTORY * columns;
   const int known = step[STEP_POSITION] ? HISTORY : 0;
-  // Codes do not begin at the step's first row: a pass of several sequences rounds its output in a kernel of its own.
-  a += (size_t)step[STEP_FIRST_ROW] * a_columns;
-  b += (size_t)step[STEP_FIRST_ROW] * b_columns;
-  out += (size_t)step[STEP_FIRST_ROW] * columns;
-  __global act_t *target = out + (size_t)token * columns;
+  a += (size_t)first_row * a_columns;
+  b += (size_t)first_row * b_columns;
+  __global act_t *target = out + (size_t)row_of_all * columns;
   int begin = get_global_id(0) * span, end = min(columns, begin + span);
   for (int i = begin; i < end; i += 8) {
     int count = min(8, columns - i);
@@ -65,6 +65,6 @@ GROUP_SIZE __kernel void short_conv(__global const act_t *a, __global const act_
   wait_for_values();
   uint first = get_group_id(0) * WG * span, stop = min((uint)columns, first + WG * span);
   for (uint block = first / CODE_BLOCK + get_local_id(0); block < (uint)stop / CODE_BLOCK; block += WG)
-    round_written(out, codes, code_blocks, token * ((uint)columns / CODE_BLOCK) + block);
+    round_written(out, codes, code_blocks, row_of_all * ((uint)columns / CODE_BLOCK) + block);
 #endif
 }

@@ -20,7 +20,6 @@ import numpy as np
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu.launch import ChainedLaunch, OpenClLaunch, host_address
-from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.protocol import GpuRuntime, KernelIdentity
 from heterollm.kernels.gpu.sources import read_sources
 
@@ -50,7 +49,7 @@ class MergedLaunch:
         labels: Labels of all launches in order, for traces.
     """
 
-    __slots__ = ("_launch", "_memory", "_pointers", "_table", "label", "labels")
+    __slots__ = ("_launch", "_memory", "_table", "label", "labels")
 
     def __init__(
         self,
@@ -61,8 +60,7 @@ class MergedLaunch:
     ) -> None:
         units = runtime.traits.compute_units
         self._table = runtime.shared((len(launches), ENTRY_WORDS), np.uint64)
-        self._pointers = np.zeros((len(launches), ENTRY_WORDS), np.bool_)
-        self._memory = [list(launch.arguments) for launch in launches]
+        self._memory = [launch.arguments for launch in launches]
         self.label = f"{launches[0].label} to {launches[-1].label}"
         self.labels = tuple(launch.label for launch in launches)
         first = 0
@@ -76,9 +74,9 @@ class MergedLaunch:
             self._table.array[row, :7] = (kind, first, first + tasks, grain, *groups)
             first += tasks
             for column, argument in enumerate(launch.arguments, ENTRY_ARGUMENTS):
-                pointer = not isinstance(argument, np.generic)
-                self._pointers[row, column] = pointer
-                self._table.array[row, column] = host_address(argument) if pointer else _bits(argument)
+                if isinstance(argument, np.generic):
+                    self._table.array[row, column] = _bits(argument)
+        self.rebind()
         kernel = runtime.kernel_of_source(source, "merged")
         workers = 1 if units == 1 else 2 * units
         counters = runtime.shared((COUNTERS,), np.int32)
@@ -89,14 +87,12 @@ class MergedLaunch:
         """Enqueue the launch without waiting; returns its event."""
         return self._launch()
 
-    def replace(self, old: DeviceMemory | None, new: DeviceMemory) -> None:
-        """Replace ``old`` by other memory in all arguments; no launch may be running."""
-        if old is None:
-            return
-        table = self._table.array
-        table[self._pointers & (table == host_address(old))] = host_address(new)
-        for arguments in self._memory:
-            arguments[:] = [new if argument is old else argument for argument in arguments]
+    def rebind(self) -> None:
+        """Set all memory again, which may have got other buffers; no launch may be running."""
+        for row, arguments in enumerate(self._memory):
+            for column, argument in enumerate(arguments, ENTRY_ARGUMENTS):
+                if not isinstance(argument, np.generic):
+                    self._table.array[row, column] = host_address(argument)
 
 
 def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:

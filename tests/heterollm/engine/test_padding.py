@@ -151,13 +151,15 @@ def test_padding_is_not_written_to_the_cache(
     length: int, llm: LLM, token_ids: Callable[[int], list[int]]
 ) -> None:
     session = llm.session()
-    (memory,), gpu = session._state.memory.memories, llm.device.gpu
-    content = np.full(memory.size_bytes, 0xFF, np.uint8)
-    gpu.copy(memory.buffer, content)
+    memories, gpu = llm._engine._compiler.states.memory.memories, llm.device.gpu
+    for memory in memories:
+        gpu.copy(memory.buffer, np.full(memory.size_bytes, 0xFF, np.uint8))
     session.prefill(token_ids(length))
-    gpu.copy(content, memory.buffer)
-    config = llm.config
-    blocks = content.view(np.float32).reshape(config.layers * 2 * config.attention.kv_heads, -1)
-    positions = blocks[:, : llm.context * config.attention.head_dim].reshape(len(blocks), llm.context, -1)
-    assert np.isfinite(positions[:, :length]).all()
-    assert np.isnan(positions[:, length:]).all()
+    pages = session._state.states[0]._held()
+    for memory in memories:
+        content = np.empty(memory.size_bytes // 4, np.float32)
+        gpu.copy(content, memory.buffer)
+        blocks = content.reshape(-1, 2, llm.config.attention.kv_heads, 64, llm.config.attention.head_dim)
+        written = np.concatenate(list(blocks[pages]), axis=2)
+        assert np.isfinite(written[:, :, :length]).all()
+        assert np.isfinite(blocks).sum() == np.isfinite(written[:, :, :length]).sum()

@@ -51,18 +51,8 @@ def states(llm: LLM, session: Any) -> np.ndarray:
     """Return the recurrent state of all layers at the position of a session."""
 
     def read() -> np.ndarray:
-        memory, own = session._state.memory, session._state.states[-1]
-        llm.device.gpu.finish()
-        buffer = next(iter(own.memories))
-        values = np.empty(buffer.size_bytes // 4, np.float32)
-        llm.device.gpu.copy(values, buffer.buffer)
-        slots = len(own._positions)
-        slot = own._positions.index(session.position)
-        parts = [
-            values[layer.start : layer.start + slots * layer.values].reshape(slots, -1)[slot]
-            for layer in memory.recurrent.values()
-        ]
-        return np.concatenate(parts)
+        parts = session._state.states[-1].read(session.position)
+        return np.concatenate([values.view(np.float32).ravel() for values in parts])
 
     return llm.on_engine_thread(read)
 

@@ -175,7 +175,7 @@ def test_what_lies_behind_a_session_is_never_read(
     session.prefill(ids[:500])
 
     def spoil() -> None:
-        for memory in session._state.memory.memories:
+        for memory in llm._engine._compiler.states.memory.memories:
             llm.device.gpu.copy(memory.buffer, np.full(memory.size_bytes // 4, np.nan, np.float32))
 
     session.reset()

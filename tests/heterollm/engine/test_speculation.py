@@ -16,7 +16,6 @@ from scipy import stats
 from heterollm.base import DeviceError, OptionError
 from heterollm.engine import MemoryNeed, Session, check_memory
 from heterollm.kernels.formats.tolerances import sqnr_db
-from heterollm.kernels.gpu import head_stride, position_bytes
 from heterollm.llm import LLM
 from heterollm.text import (
     GenerationOptions,
@@ -84,18 +83,9 @@ def answer(
 
 def cache_bytes(llm: LLM, session: Session, positions: int) -> bytes:
     """Return the keys and values of the first positions of all heads."""
-    cache = session._state
-    gpu, head_dim, dtype = llm.device.gpu, llm.config.attention.head_dim, llm.device.cache_dtype
-    stride_bytes = head_stride(llm.context, head_dim, dtype) * dtype.itemsize
 
     def read() -> bytes:
-        found = []
-        for memory in cache.memory.memories:
-            data = np.empty(memory.size_bytes, np.uint8)
-            gpu.copy(data, memory.buffer)
-            heads = data.reshape(-1, stride_bytes)
-            found.append(heads[:, : positions * position_bytes(head_dim, dtype)].tobytes())
-        return b"".join(found)
+        return b"".join(values.tobytes() for own in session._state.states for values in own.read(positions))
 
     return llm.on_engine_thread(read)
 

@@ -61,7 +61,7 @@ def in_pieces(layers, pieces, drawn, shape=PUBLISHED):
     gpu, rows = layers.runtime, tuple(shape.members.values())
     values = shape.history + shape.matrix
     memory = fill_slot(gpu, np.full(2 * values, np.nan, np.float32))
-    state, taps, rates = RecurrentLayer(memory, 0, values), fill_slot(gpu, taps), fill_slot(gpu, rates)
+    state, taps, rates = RecurrentLayer(memory, values), fill_slot(gpu, taps), fill_slot(gpu, rates)
     outputs, position = [], 0
     for turn, tokens in enumerate(pieces):
         words = np.zeros(STEP_WORDS, np.int32)

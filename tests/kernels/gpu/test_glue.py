@@ -4,11 +4,22 @@ import numpy as np
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu import STEP_HEAD_ROW, GlueKernels, HeadShape, KvLayer, Rotation, Scores, Segments
+from heterollm.kernels.gpu import (
+    STEP_HEAD_ROW,
+    STEP_WORDS,
+    DeviceMemory,
+    GlueKernels,
+    HeadShape,
+    KvLayer,
+    Rotation,
+    Scores,
+    Segments,
+)
 from heterollm.kernels.operators.attention import attend, exact_attention
 from heterollm.kernels.operators.data import (
     GUARD,
     GuardedOutput,
+    by_position,
     cache_view,
     empty_cache,
     fill_slot,
@@ -144,7 +155,7 @@ def run_rope(runtime, layers, cache, value, splits, *, shape, position, length=N
         split_segments(runtime, value, shape.rows, splits),
         None,
         out.slot,
-        KvLayer(cache, 1),
+        KvLayer(cache, STEP_WORDS),
         step_slot(runtime, position, tokens if length is None else length),
         shape=shape,
         rotation=Rotation(*(runtime.upload(table) for table in tables)),
@@ -179,20 +190,21 @@ def test_rope_drops_tokens_past_the_length_or_the_capacity(runtime, make, style)
         run_rope(
             *(runtime, make(style), cache, value, (0, 0, 0)), shape=shape, position=position, length=length
         )
-        written = np.isfinite(cache_view(cache.array, shape)[1]).all(axis=(0, 1, 3))
-        assert written.tolist() == [position <= at < position + kept for at in range(12)]
+        written = np.isfinite(by_position(cache_view(cache.array, shape))).all(axis=(0, 1, 3))
+        assert written.tolist() == [position <= at < position + kept for at in range(64)]
         assert np.isfinite(cache.array).sum() == kept * 64
 
 
 # -- attention -----------------------------------------------------------------------------------------------
 
 
-def fill_cache(rng, cache, shape, positions, scale=1.0):
-    """Write positions of layer 1; what lies behind them stays NaN."""
+def fill_cache(rng, cache, shape, positions, whole=False):
+    """Write random keys and values, whole numbers if asked; those behind some positions stay NaN."""
     view = cache_view(cache.array, shape)
-    size = (2, shape.kv_heads, positions, shape.head_dim)
-    view[1, :, :, :positions] = rng.standard_normal(size) * scale
-    return view[1]
+    for place in range(positions):
+        values = rng.standard_normal((2, shape.kv_heads, shape.head_dim))
+        view[place // 64, :, :, place % 64] = np.round(values * 4) if whole else values
+    return by_position(view)
 
 
 def run_attention(runtime, layers, cache, q, *, shape, position, length=None, scale=None, parts=None):
@@ -201,13 +213,12 @@ def run_attention(runtime, layers, cache, q, *, shape, position, length=None, sc
     launches = attend(
         layers,
         fill_slot(runtime, q),
-        KvLayer(cache, 1),
+        KvLayer(cache, STEP_WORDS),
         out.slot,
         step_slot(runtime, position, len(q) if length is None else length),
         shape=shape,
         scores=Scores(scale or shape.head_dim**-0.5),
         tokens=len(q),
-        bucket=shape.capacity,
         parts=parts,
     )
     run_launches(runtime, launches)
@@ -263,10 +274,9 @@ def test_attention_window_hides_what_lies_before_it(cases, check_attention, styl
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_decode_is_right_at_the_edges_of_its_bucket_and_parts(cases, check_attention, style):
+def test_decode_is_right_at_the_edges_of_pages_and_parts(cases, check_attention, style):
     made = cases(style, seed=11)
     for position in (0, 1, 63, 64, 127, 128, 255, 256, 257, 300, 2047):
-        bucket = max(256, 1 << position.bit_length())
         for parts in (None, 1, 2, 5):
             for heads, kv_heads in ((8, 4), (20, 2)):
                 check_attention(
@@ -274,7 +284,6 @@ def test_decode_is_right_at_the_edges_of_its_bucket_and_parts(cases, check_atten
                     shape=(heads, kv_heads, 32),
                     tokens=1,
                     position=position,
-                    bucket=bucket,
                     parts=parts,
                 )
 
@@ -289,7 +298,6 @@ def test_parts_of_narrow_and_odd_heads_stay_in_their_memory(cases, check_attenti
                 shape=shape,
                 tokens=1,
                 position=position,
-                bucket=256,
                 parts=2,
             )
 
@@ -304,7 +312,6 @@ def test_attention_of_few_tokens_may_be_split_too(cases, check_attention, style)
                 shape=(8, 4, 32),
                 tokens=tokens,
                 position=position,
-                bucket=256,
                 parts=parts,
             )
 
@@ -314,9 +321,8 @@ def test_attention_is_stable_for_huge_scores(runtime, make, style):
     rng = np.random.default_rng(13)
     shape = HeadShape(8, 4, 32, 140)
     cache = empty_cache(runtime, shape, np.float32)
-    keys, values = fill_cache(rng, cache, shape, 130)
     # Whole numbers, so that scores of 1e4 are exact and only one key of each row carries weight.
-    keys[...] = np.round(keys * 4)
+    keys, values = fill_cache(rng, cache, shape, 130, whole=True)
     for tokens, parts in ((33, 1), (1, 1), (1, 3)):
         position = 130 - tokens
         q = np.round(random(rng, (tokens, 8, 32), scale=200))
@@ -362,28 +368,28 @@ def test_attention_leaves_rows_past_the_length(runtime, make, check, style):
     assert np.all(actual[20:].view(np.uint8) == GUARD)
 
 
-def test_another_session_takes_over_a_launch(runtime, make, check):
+def test_a_launch_follows_memory_that_moves(runtime, make, check):
     rng = np.random.default_rng(16)
     shape = HeadShape(2, 1, 32, 16)
     caches = [empty_cache(runtime, shape, np.float32) for _ in range(2)]
     filled = [fill_cache(rng, cache, shape, 9) for cache in caches]
+    memory = DeviceMemory(None, caches[0].size_bytes)
     q = random(rng, (1, 2, 32))
     out = GuardedOutput(runtime, (1, 2, 32), np.float32)
     (launch,) = attend(
         make("vector"),
         fill_slot(runtime, q),
-        KvLayer(caches[0], 1),
+        KvLayer(memory, STEP_WORDS),
         out.slot,
         step_slot(runtime, 8, 1),
         shape=shape,
         scores=Scores(0.2),
         tokens=1,
-        bucket=256,
         parts=1,
     )
     for cache, (keys, values) in zip(caches, filled, strict=True):
-        if cache is not caches[0]:
-            launch.replace(caches[0], cache)
+        memory.buffer = cache.buffer
+        launch.rebind()
         run_launches(runtime, [launch])
         check((out.read(), exact_attention(q, keys, values, position=8, scale=0.2)))
 
@@ -407,7 +413,7 @@ def test_what_cannot_be_computed_is_refused(runtime, make):
         rms_norm(layers, memory, memory, memory, hidden=64, tokens=2, epsilon=1e-5)
     with pytest.raises(KernelError, match="not one or two of 8"):
         activate(layers, Segments(memory, memory, (8, 8, 8), (0, 0, 0)), memory, tokens=1, intermediate=8)
-    qkv, cache = Segments(memory, memory, (6, 3, 3), (0, 0, 0)), KvLayer(memory, 0)
+    qkv, cache = Segments(memory, memory, (6, 3, 3), (0, 0, 0)), KvLayer(memory, STEP_WORDS)
     turn = {"rotation": Rotation(memory, memory), "tokens": 1}
     with pytest.raises(KernelError, match="must be even"):
         rope_and_store(layers, qkv, None, memory, cache, step, shape=HeadShape(2, 1, 3, 4), **turn)
@@ -415,12 +421,11 @@ def test_what_cannot_be_computed_is_refused(runtime, make):
         rope_and_store(layers, qkv, None, memory, cache, step, shape=HeadShape(4, 1, 2, 4), **turn)
     with pytest.raises(KernelError, match="cannot share"):
         HeadShape(3, 2, 4, 4)
-    with pytest.raises(KernelError, match="KV cache of layer 3"):
+    with pytest.raises(KernelError, match="KV cache"):
         attend(
             layers,
-            *(memory, KvLayer(memory, 3), memory, step),
+            *(memory, KvLayer(memory, STEP_WORDS), memory, step),
             shape=HeadShape(1, 1, 4, 4),
             scores=Scores(1.0),
             tokens=1,
-            bucket=256,
         )

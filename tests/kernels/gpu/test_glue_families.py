@@ -141,7 +141,7 @@ def test_tokens_attend_to_their_chunks(cases, check, style):
         *((3, 148, 2, 50), (70, 33, 1, 64)),
     ):
         shape = HeadShape(6, 2, 36, position + tokens + 2)
-        options = {"bucket": 256, "parts": parts}
+        options = {"parts": parts}
         found, plain = (
             cases(style, seed=3)(
                 AttentionCase(tokens, position, shape, scores=Scores(0.3, chunk, chunked=chunked), **options)
@@ -170,7 +170,7 @@ def test_scores_are_capped(cases, check, style):
     for tokens, position, parts, window in ((1, 150, 1, 0), (1, 150, 3, 40), (33, 0, 1, 0), (40, 77, 1, 50)):
         shape = HeadShape(6, 2, 36, position + tokens + 2)
         # Scores from far below the cap to ten times it.
-        options = {"spread": 3.0, "bucket": 256, "parts": parts}
+        options = {"spread": 3.0, "parts": parts}
         found = [
             cases(style, seed=3)(
                 AttentionCase(tokens, position, shape, scores=Scores(0.3, window, soft_cap=cap), **options)
@@ -193,7 +193,7 @@ def test_sinks_join_every_softmax(cases, check, style, kv):
     made = cases("simt" if style == "coalesced" else style, seed=10, kv=kv)
     # Far above the scores, among them, below them, and none at all.
     sinks = (9.0, 1.0, -1.0, -np.inf, 0.0, -40.0)
-    options = {"sinks": sinks, "bucket": 384, "style": style}
+    options = {"sinks": sinks, "style": style}
     for tokens, position, parts, window in (
         *((1, 150, 1, 0), (1, 150, 3, 40), (3, 300, 3, 20), (9, 0, 1, 0), (33, 0, 1, 9), (40, 77, 1, 50)),
     ):
@@ -208,7 +208,7 @@ def test_a_sink_of_minus_infinity_is_none(cases, style):
     layers = cases(style).layers
     for tokens, position, parts in ((1, 150, 1), (1, 150, 3), (33, 7, 1)):
         shape = HeadShape(4, 2, 40, position + tokens)
-        case = AttentionCase(tokens, position, shape, Scores(0.3, 30), bucket=256, parts=parts)
+        case = AttentionCase(tokens, position, shape, Scores(0.3, 30), parts=parts)
         found = [
             check_case(one, layers, np.random.default_rng(5))["attended"][0]
             for one in (case, replace(case, sinks=(-np.inf,) * 4))

@@ -5,11 +5,12 @@ import pytest
 
 from heterollm.kernels.gpu import (
     KV_CODES,
+    STEP_WORDS,
     GlueKernels,
     HeadShape,
     KvLayer,
     Rotation,
-    head_stride,
+    page_elements,
     position_bytes,
 )
 from heterollm.kernels.operators.data import (
@@ -71,7 +72,7 @@ def test_zeros_are_stored_as_zeros_and_nan_as_nan(runtime, style):
             split_segments(runtime, rows, shape.rows, (0, 0, 0)),
             None,
             fill_slot(runtime, np.zeros((3, 32), np.float32)),
-            KvLayer(cache, 1),
+            KvLayer(cache, STEP_WORDS),
             step_slot(runtime, 2, 3),
             shape=shape,
             rotation=Rotation(table, table),
@@ -80,7 +81,7 @@ def test_zeros_are_stored_as_zeros_and_nan_as_nan(runtime, style):
         run_launches(runtime, [launch])
         memory = slot_values(cache)
         with np.errstate(invalid="ignore"):
-            values = cache_view(memory, shape)[1, 1, 0, 2:5] * scales_view(memory, shape)[1, 1, 0, 2:5, None]
+            values = cache_view(memory, shape)[0, 1, 0, 2:5] * scales_view(memory, shape)[0, 1, 0, 2:5, None]
         assert np.array_equal(np.isfinite(values).all(1), [True, np.isfinite(value), True])
         assert not values[[0, 2]].any()
 
@@ -100,6 +101,5 @@ def test_attention_over_codes_matches_float64(cases, check_attention, style):
 def test_layout_of_a_position():
     assert position_bytes(64, KV_CODES) == 68
     assert position_bytes(64, np.float16) == 128
-    # A page of 4 KiB holds 60 positions of 68 bytes.
-    assert head_stride(60, 64, KV_CODES) == 4096
-    assert head_stride(61, 64, KV_CODES) == 8192
+    assert page_elements(3, 64, KV_CODES) == 2 * 3 * 64 * 68
+    assert page_elements(3, 64, np.float16) == 2 * 3 * 64 * 64

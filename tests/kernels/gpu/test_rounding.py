@@ -9,8 +9,6 @@ from heterollm.base import KernelError
 from heterollm.kernels.formats import linear_errors, quantize, reference
 from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
-    STEP_LENGTH,
-    STEP_POSITION,
     STEP_WORDS,
     GlueKernels,
     GpuLinear,
@@ -23,14 +21,15 @@ from heterollm.kernels.gpu import (
     Segments,
     Variant,
     code_bytes,
-    head_stride,
     merge_launches,
+    page_elements,
+    pages_of,
 )
 from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import attend
-from heterollm.kernels.operators.data import fill_slot
+from heterollm.kernels.operators.data import fill_slot, step_slot
 from heterollm.kernels.operators.gated_activation import activate
 from heterollm.kernels.operators.linear import LINEARS
 from heterollm.kernels.operators.norm import final_norm, rms_norm
@@ -206,11 +205,10 @@ def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
         dtype = np.float16 if block == 64 else np.float32
         position = 260
         capacity = position + tokens
-        cache = runtime.shared((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
+        cache = runtime.shared((pages_of(capacity) * page_elements(kv_heads, head_dim, dtype),), dtype)
         cache.array[...] = rng.standard_normal(cache.array.shape)
         query = fill_slot(runtime, random(rng, (tokens, columns)) / 16)
-        step = runtime.shared((STEP_WORDS,), np.int32)
-        step.array[[STEP_POSITION, STEP_LENGTH]] = position, tokens
+        step = step_slot(runtime, position, tokens)
         for parts in (1, 2) if tokens < 8 else (1,):
 
             def make(
@@ -218,11 +216,10 @@ def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
             ):
                 return attend(
                     layers_for(runtime, style, dtype),
-                    *(query, KvLayer(cache, 0), out, step),
+                    *(query, KvLayer(cache, STEP_WORDS), out, step),
                     shape=HeadShape(heads, kv_heads, head_dim, capacity),
                     scores=Scores(head_dim**-0.5),
                     tokens=len(query.array),
-                    bucket=capacity,
                     parts=parts,
                     rounded=rounded,
                 )

@@ -248,7 +248,7 @@ def test_all_positions_give_dense_attention(runtime, make, check, style, window)
     )
     actual, _ = made.attend(made.select())
     dense = GuardedOutput(runtime, actual.shape, np.float32)
-    sizes = {"shape": made.own.shape.heads, "scores": made.own.scores, "tokens": 70, "bucket": 276}
+    sizes = {"shape": made.own.shape.heads, "scores": made.own.scores, "tokens": 70}
     layers = GlueKernels(runtime, np.float32, np.float32, style=style)
     run_launches(runtime, attend(layers, made.q, made.cache, dense.slot, made.step, **sizes))
     check((actual, dense.read().astype(np.float64)))

@@ -25,7 +25,6 @@ from heterollm.kernels.gpu import (
     COUNTED_PAIRS,
     KV_CODES,
     SOURCES,
-    STEP_HEAD_ROW,
     STEP_LENGTH,
     STEP_POSITION,
     STEP_WORDS,
@@ -51,8 +50,9 @@ from heterollm.kernels.gpu import (
     Variant,
     code_bytes,
     default_parameters,
-    head_stride,
     list_opencl_devices,
+    page_elements,
+    pages_of,
     with_numbers,
 )
 from heterollm.kernels.gpu import runtime as opencl_runtime
@@ -399,19 +399,27 @@ def variant_launches(runtime: OpenClRuntime) -> Iterator[None]:
         variants = (Variant("simt", parameters=parameters),)
         yield from exact_launches(runtime, case, (tokens,), np.float32, variants)
     heads, length = HeadShape(3, 1, 32, 67), 3
-    step = runtime.shared((STEP_WORDS,), np.int32)
-    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = heads.capacity - length, length, 0
+    step = exact_step(runtime, heads.capacity, length)
     for dtype in (np.float32, np.float16):
-        *_, end = heads.layer_offsets(0, dtype)
+        end = pages_of(heads.capacity) * page_elements(heads.kv_heads, heads.head_dim, dtype)
         q, cache = runtime.shared((length, 96), np.float32), runtime.shared((end,), dtype)
         q.array[...] = cache.array[...] = 0.5
         out = runtime.shared((length, 96), dtype)
-        options = {"shape": heads, "scores": Scores(0.2), "tokens": length, "bucket": 67, "parts": 1}
+        options = {"shape": heads, "scores": Scores(0.2), "tokens": length, "parts": 1}
         layers = GlueKernels(runtime, dtype, dtype, style="simt")
-        for launch in attend(layers, q, KvLayer(cache, 0), out, step, **options, style="coalesced"):
+        for launch in attend(layers, q, KvLayer(cache, STEP_WORDS), out, step, **options, style="coalesced"):
             launch()
             yield
         np.testing.assert_allclose(out.array, 0.5, rtol=1e-3)
+
+
+def exact_step(runtime: OpenClRuntime, capacity: int, tokens: int) -> SharedArray:
+    """Return the step buffer of a pass whose last token is at the last position, with pages in order."""
+    step = runtime.shared((STEP_WORDS + pages_of(capacity),), np.int32)
+    step.array[:STEP_WORDS] = 0
+    step.array[[STEP_POSITION, STEP_LENGTH]] = capacity - tokens, tokens
+    step.array[STEP_WORDS:] = range(pages_of(capacity))
+    return step
 
 
 def exact_launches(
@@ -486,11 +494,11 @@ OPERATORS = (
     replace(TURNED, normed=True, norms_last=True, scaled=True),
     replace(TURNED, join="sum"),
     *(
-        AttentionCase(tokens, 66, ODD, Scores(0.2, 67, cap), bucket=128, parts=parts)
+        AttentionCase(tokens, 66, ODD, Scores(0.2, 67, cap), parts=parts)
         for parts, tokens, cap in ((1, 3, 0.0), (2, 3, 0.5), (1, 1, 0.5), (2, 1, 0.0))
     ),
-    *(AttentionCase(3, 66, ODD, sinks=(1.0, 0.0, -3.0), bucket=128, parts=parts) for parts in (1, 2)),
-    *(AttentionCase(3, 66, ODD, Scores(0.2, 67, chunked=True), bucket=128, parts=parts) for parts in (1, 2)),
+    *(AttentionCase(3, 66, ODD, sinks=(1.0, 0.0, -3.0), parts=parts) for parts in (1, 2)),
+    *(AttentionCase(3, 66, ODD, Scores(0.2, 67, chunked=True), parts=parts) for parts in (1, 2)),
     OutlierCase(1, 100, (70,), (64,), 25, 9),
     OutlierCase(6, 600, (21, 9, 9), (16, 8, 0), 25, 9, covered=5),
     OutlierCase(35, 64, (24,), (24,), 25, 9),
@@ -523,8 +531,7 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
     rng = np.random.default_rng(0)
     tokens, heads, kv_heads, head_dim, block = 3, 4, 2, 24, 16
     columns, capacity = heads * head_dim, 70
-    step = runtime.shared((STEP_WORDS,), np.int32)
-    step.array[[STEP_POSITION, STEP_LENGTH, STEP_HEAD_ROW]] = capacity - tokens, tokens, 0
+    step = exact_step(runtime, capacity, tokens)
 
     def slot(shape: tuple[int, ...], dtype: type) -> SharedArray:
         memory = runtime.shared(shape, dtype)
@@ -536,7 +543,7 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
         residual, weight = slot((tokens, columns), np.float32), slot((columns,), np.float32)
         value, wide = slot((tokens, columns), dtype), slot((tokens, 2 * columns), dtype)
         query = slot((tokens, columns), np.float32)
-        cache = slot((2 * kv_heads * head_stride(capacity, head_dim, dtype),), dtype)
+        cache = slot((pages_of(capacity) * page_elements(kv_heads, head_dim, dtype),), dtype)
         out = runtime.shared((tokens, columns), dtype)
         codes, blocks = (runtime.shared((size,), np.uint8) for size in code_bytes(tokens, columns, block))
         rounded = RoundedInputs(codes, blocks, 8, block)
@@ -545,8 +552,8 @@ def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
             Segments(wide, wide, (columns,) * 2, (0, 0)),
         )
         norm = {"epsilon": 1e-5, "delta": delta, "rounded": rounded}
-        layer, shape = KvLayer(cache, 0), HeadShape(heads, kv_heads, head_dim, capacity)
-        sizes = {"shape": shape, "scores": Scores(0.2), "tokens": tokens, "bucket": capacity}
+        layer, shape = KvLayer(cache, STEP_WORDS), HeadShape(heads, kv_heads, head_dim, capacity)
+        sizes = {"shape": shape, "scores": Scores(0.2), "tokens": tokens}
         sizes |= {"rounded": rounded}
         for launches in (
             [rms_norm(layers, residual, weight, out, hidden=columns, tokens=tokens, **norm)],

@@ -83,9 +83,9 @@ def test_attention_takes_longer_the_more_positions_there_are(simulated):
     layers = GlueKernels(runtime, np.float16, np.float16)
     step = runtime.shared((STEP_WORDS,), np.int32)
     query, out = runtime.shared((1, 4096), np.float32), runtime.shared((1, 4096), np.float16)
-    cache = runtime.shared((2 * 8 * 4096 * 128,), np.float16)
-    sizes = {"shape": HeadShape(32, 8, 128, 4096), "scores": Scores(1.0), "tokens": 1, "bucket": 4096}
-    launches = attend(layers, query, KvLayer(cache, 0), out, step, **sizes)
+    cache = runtime.shared((2 * 8 * 64 * 128,), np.float16)
+    sizes = {"shape": HeadShape(32, 8, 128, 4096), "scores": Scores(1.0), "tokens": 1}
+    launches = attend(layers, query, KvLayer(cache, STEP_WORDS), out, step, **sizes)
     clock = clock_of(simulated)
     times = []
     for position in (100, 2000):
@@ -102,12 +102,12 @@ def test_windows_bound_what_attention_reads(simulated):
     layers = GlueKernels(simulated.gpu, np.float16, np.float16)
     step = simulated.gpu.shared((STEP_WORDS,), np.int32)
     query, out = simulated.gpu.shared((64, 256), np.float32), simulated.gpu.shared((64, 256), np.float16)
-    cache = simulated.gpu.shared((2 * 2 * 256 * 64,), np.float16)
-    sizes = {"shape": HeadShape(4, 2, 64, 256), "tokens": 64, "bucket": 256}
+    cache = simulated.gpu.shared((2 * 2 * 64 * 64,), np.float16)
+    sizes = {"shape": HeadShape(4, 2, 64, 256), "tokens": 64}
     for position, rows, window in ((0, 40, 16), (5, 40, 16), (30, 8, 16), (100, 1, 16), (3, 4, 0)):
         step.array[STEP_POSITION], step.array[STEP_LENGTH] = position, rows
         scores = Scores(1.0, window)
-        (launch,) = attend(layers, query, KvLayer(cache, 0), out, step, scores=scores, **sizes)
+        (launch,) = attend(layers, query, KvLayer(cache, STEP_WORDS), out, step, scores=scores, **sizes)
         work = launch.work()
         seen = sum(min(position + t + 1, window or 10**9) for t in range(rows))
         assert work.flops == 4 * seen * 4 * 64, (position, rows, window)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION
+from heterollm.kernels.gpu import STEP_LENGTH, STEP_POSITION, STEP_WORDS
 from heterollm.kernels.operators import attention, rope
 from heterollm.kernels.operators.registry import timed_operators
 from heterollm.model import op_specs, shape_of_specs
@@ -126,7 +126,7 @@ def test_attention_reads_the_context_that_the_step_buffer_states(device, monkeyp
 
     def watched(kernels, q, cache, out, step, **sizes):
         words = step.array
-        seen.append((int(words[STEP_POSITION]), int(words[STEP_LENGTH]), sizes["bucket"]))
+        seen.append((int(words[STEP_POSITION]), int(words[STEP_LENGTH]), words[STEP_WORDS:].size))
         return attend(kernels, q, cache, out, step, **sizes)
 
     monkeypatch.setattr(attention, "attend", watched)
@@ -134,7 +134,7 @@ def test_attention_reads_the_context_that_the_step_buffer_states(device, monkeyp
     [decode] = [task for task in tasks if (task.keys[0].operator, task.keys[0].tokens) == ("attention", 1)]
     assert len(decode.run()) == len(seen) == len(POSITIONS)
     assert [found[0] for found in seen] == list(POSITIONS)
-    assert all(bucket > position and length == 1 for position, length, bucket in seen)
+    assert all(64 * pages > position and length == 1 for position, length, pages in seen)
 
 
 def test_an_operator_that_fails_is_a_record_and_the_others_go_on(device, monkeypatch):

@@ -1,0 +1,143 @@
+"""Sessions take the pages of their state from pools, share them, and give them back."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterollm.base import KernelError
+from heterollm.engine import Session
+from heterollm.llm import LLM
+from heterollm.serve.sessions import SessionCache
+
+CONTEXT, PAGE = 512, 64
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "phi": {"kv_bits": 8}, "qwen3_5_text": {}, "gemma2": {}}
+
+Load = Callable[..., LLM]
+
+
+@pytest.fixture(params=FAMILIES)
+def llm(request: pytest.FixtureRequest, checkpoint: Callable[..., Path], host_llm: Load) -> LLM:
+    """A model with no session, whose pools are as large as at first."""
+    gc.collect()
+    return host_llm(checkpoint(request.param), plan="gpu", context=CONTEXT, **FAMILIES[request.param])
+
+
+def held(llm: LLM) -> list[int]:
+    """Return how many blocks of each pool sessions hold."""
+    return llm.on_engine_thread(lambda: [pool.held for pool in llm._engine._compiler.states.pools])
+
+
+def begun(llm: LLM, length: int, seed: int = 1) -> Session:
+    session = llm.session()
+    session.prefill(np.random.default_rng(seed).integers(1, 2048, length))
+    return session
+
+
+def test_a_fork_takes_no_page_until_it_differs(llm: LLM) -> None:
+    session, alone = begun(llm, 150), begun(llm, 150)
+    before = held(llm)
+    forks = [session.fork() for _ in range(3)]
+    assert held(llm) == before
+    # The first session to write takes a page in place of the last one; whole pages before stay shared.
+    for fork, token in zip(forks, (5, 6, 7), strict=True):
+        fork.decode(token)
+    assert held(llm)[0] == before[0] + 3
+    session.decode(8)
+    assert held(llm)[0] == before[0] + 3
+    for one, token in ((session, 8), (forks[1], 6)):
+        alone.truncate(150)
+        expected = [alone.decode(token), alone.decode(9)]
+        assert np.array_equal(one.decode(9), expected[1])
+    del forks, fork, one
+    gc.collect()
+    assert held(llm)[0] == before[0]
+
+
+def test_a_session_writes_no_page_of_another(llm: LLM) -> None:
+    """Also behind a truncation to the middle of a whole page that both hold."""
+    other = begun(llm, 200)
+    expected = begun(llm, 200).decode(5)
+    found = []
+    for _ in range(2):
+        fork = other.fork()
+        fork.truncate(100)
+        found.append(fork.prefill(list(range(7, 40))))
+    assert np.array_equal(*found)
+    assert np.array_equal(other.decode(5), expected)
+
+
+def test_pages_are_given_back(llm: LLM) -> None:
+    before = held(llm)
+    session = begun(llm, 300)
+    grown = held(llm)[0] - before[0]
+    session.truncate(64)
+    assert held(llm)[0] - before[0] == 1 < grown
+    session.reset()
+    assert held(llm)[0] == before[0]
+    del session
+    gc.collect()
+    assert held(llm) == before
+
+
+def test_the_memory_grows_under_a_prompt_that_waits(llm: LLM) -> None:
+    alone = [begun(llm, 40 + seed, seed) for seed in range(2)]
+    expected = [one.decode(7) for one in alone]
+    ids = np.random.default_rng(9).integers(1, 2048, 400).astype(np.int32)
+    prompt = llm.session()
+    whole = prompt.prefill(ids)
+    prompt.reset()
+    sizes = [memory.size_bytes for memory in llm._engine._compiler.states.memory.memories]
+    others: list[Session] = []
+
+    def read() -> np.ndarray:
+        for _ in prompt.prefill_in_turns(ids, lambda _: True):
+            if len(others) < 6:
+                others.append(begun(llm, 40 + len(others) % 2, len(others) % 2))
+                others[-1].prefill(np.arange(1, 420))
+                others[-1].truncate(40 + (len(others) - 1) % 2)
+        return prompt.last_logits.copy()
+
+    assert np.array_equal(llm.on_engine_thread(read), whole)
+    assert [memory.size_bytes for memory in llm._engine._compiler.states.memory.memories] != sizes
+    for number, one in enumerate(others):
+        one.reset()
+        one.prefill(alone[number % 2].ids[:-1])
+        assert np.array_equal(one.decode(7), expected[number % 2])
+
+
+@pytest.mark.parametrize("llm", ["llama"], indirect=True)
+def test_a_pool_without_room_is_an_error_and_harms_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (pool,) = llm._engine._compiler.states.pools
+    sessions = [begun(llm, 300)]
+    monkeypatch.setattr(pool, "_most", len(pool._holders))
+    with pytest.raises(KernelError, match="can hold no more") as caught:
+        for _ in range(100):
+            sessions.append(begun(llm, 300))
+    assert "smaller context" in caught.value.fix
+    monkeypatch.undo()
+    alone = begun(llm, 300)
+    for one in sessions:
+        assert np.array_equal(one.decode(4), alone.fork().decode(4))
+
+
+def test_requests_share_the_pages_of_their_prompts(llm: LLM) -> None:
+    cache = SessionCache(llm.session, most=4, chunk=PAGE, failures=lambda: ())
+    prompt = np.random.default_rng(2).integers(1, 2048, 300).astype(np.int32)
+
+    def ask(tail: int) -> int:
+        ids = np.concatenate([prompt, np.arange(tail, tail + 40, dtype=np.int32)])
+        own = cache.take(ids, reproducible=False)
+        begin = own.session.position
+        own.session.prefill_in_place(ids[begin:])
+        cache.give_back(own)
+        return begin
+
+    assert llm.on_engine_thread(lambda: ask(5)) == 0
+    first = held(llm)[0]
+    if llm.on_engine_thread(lambda: ask(9)) == 300:
+        # All pages but those of the own end, and that in which it begins.
+        assert held(llm)[0] - first <= 2
