@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
@@ -382,6 +382,14 @@ class LLM:
     def session(self) -> Session:
         """Return a new, empty session."""
         return Session(self._engine, self._thread, self.config.vocab_size)
+
+    def limit_sessions(self, count: int | None) -> None:
+        """Bound the memory of all sessions to that of so many with a full context; None for no such bound.
+
+        A session that then finds no room raises an error, and the others stay as they are.
+        """
+        for engine in filter(None, (self._engine, self._draft)):
+            self._thread.run(partial(engine.limit_sessions, count))
 
     @property
     def state_key(self) -> str:

@@ -119,7 +119,7 @@ class KeptPasses:
         self.prepared_s += time.perf_counter() - begin_s
 
     def _taken(self, compiled: CompiledPass) -> CompiledPass:
-        """Follow the memory of state, and replace the calls of steps by those of the observer if there is one."""
+        """Let a pass follow the memory of state, and its observer, if there is one, call its steps."""
         self._compiler.states.passes.add(compiled)
         if self._observer is not None:
             compiled.calls = tuple(map(self._observer.call_of, compiled.steps))

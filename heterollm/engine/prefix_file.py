@@ -70,8 +70,13 @@ def open_prefix(path: Path) -> TensorFile:
     return file
 
 
-def fill_state(state: SessionState, file: TensorFile) -> NDArray[np.int32]:
+def fill_state(state: SessionState, file: TensorFile, context: int) -> NDArray[np.int32]:
     """Put a state from a file into an empty session's, and return its tokens; for the engine thread.
+
+    Args:
+        state: The state of the session.
+        file: The file.
+        context: Positions of the session.
 
     Raises:
         CacheError: The file is damaged, or belongs to a state of other sizes.
@@ -81,7 +86,7 @@ def fill_state(state: SessionState, file: TensorFile) -> NDArray[np.int32]:
     for number, own in enumerate(state.states):
         for part, shape in enumerate(own.shapes(len(ids))):
             shapes[f"{number}.{part}"] = ("U8", shape)
-    if file.entries != _with_checksums(shapes):
+    if len(ids) > context or file.entries != _with_checksums(shapes):
         raise CacheError(f"{file.path} belongs to another model, precision or context.")
     if not np.array_equal(checksums(file), file.bits(CHECKSUMS)):
         raise CacheError(f"{file.path} is damaged: its checksums do not match.")

@@ -47,6 +47,7 @@ from heterollm.kernels.gpu import (
     STEP_HEAD_ROW,
     STEP_LENGTH,
     STEP_POSITION,
+    STEP_WORDS,
     DeviceMemory,
     OpenClError,
 )
@@ -213,6 +214,10 @@ class Engine:
     def new_cache(self) -> SessionState:
         """Return the state of an empty session."""
         return self._compiler.states.session()
+
+    def limit_sessions(self, count: int | None) -> None:
+        """Bound the memory of all sessions to that of so many, or by the GPU's largest buffer alone."""
+        self._compiler.states.limit(count)
 
     def prefill(
         self,
@@ -638,7 +643,7 @@ class Engine:
             if row:
                 # The head's last call waits for the queue, so that the step buffer is free.
                 self._logits_slot.release()
-                step.acquire()
+                step.acquire(4 * STEP_WORDS)
                 step.array[STEP_HEAD_ROW] = row
                 step.release()
             yield row, min(HEAD_ROWS, tokens - row)

@@ -193,7 +193,7 @@ class Session:
             CacheError: The file is damaged, or belongs to another model; the session is empty then.
         """
         self._position = 0
-        ids = fill_state(self._state, file)
+        ids = fill_state(self._state, file, self.context)
         self._ids[: len(ids)] = ids
         self._position = len(ids)
 

@@ -221,13 +221,15 @@ class KvState:
             self._pool.write(layer, self._held(), own)
         self._end = position
 
-    def keys(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Yield each layer with the bytes ``[kv_head, position, …]`` of its keys in the pages that are held."""
+    def keys(self) -> dict[int, NDArray[np.uint8]]:
+        """Return the bytes ``[kv_head, position, …]`` of the keys that are held, by layer."""
+        found = {}
         for layer in self._group.layers:
             values = self._pool.read(layer, self._held())
             heads = values.reshape(len(values), 2, self._group.spec.kv_heads, -1)[:, 0]
             rows = heads[..., : PAGE_POSITIONS * self._row_bytes].swapaxes(0, 1)
-            yield layer, rows.reshape(len(rows), -1, self._row_bytes)
+            found[layer] = rows.reshape(len(rows), -1, self._row_bytes)
+        return found
 
     def _held(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the pages that are held, of those in a range."""
@@ -418,6 +420,11 @@ class StateMemory:
             )
         )
 
+    def limit(self, sessions: int | None) -> None:
+        """Bound the memory to that of so many sessions, or by the largest buffer alone."""
+        for pool in self.pools:
+            pool.limit(sessions)
+
     def _rebind(self) -> None:
         for one in self.passes:
             one.rebind()
@@ -474,15 +481,16 @@ class SessionState:
             state.truncate(position)
 
     def share(self, other: SessionState, position: int) -> None:
-        """Hold the state of the tokens before a position, which is a latest one of the other; copies nothing."""
+        """Hold the state of another session's tokens before a position, a latest one; this copies nothing."""
         for own, source in zip(self.states, other.states, strict=True):
             own.share(source, position)
 
     def keys(self) -> NDArray[np.uint8]:
         """Return the bytes ``[layer, kv_head, position, …]`` of all keys, where no window is shorter."""
-        found = {
-            layer: keys for state in self.states if isinstance(state, KvState) for layer, keys in state.keys()
-        }
+        found: dict[int, NDArray[np.uint8]] = {}
+        for state in self.states:
+            if isinstance(state, KvState):
+                found |= state.keys()
         return np.stack([found[layer] for layer in sorted(found)])
 
 

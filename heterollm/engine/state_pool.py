@@ -38,7 +38,7 @@ class StatePool:
         moved: Callable[[], None],
     ) -> None:
         self._gpu, self._block_bytes, self._each, self._moved = gpu, block_bytes, each, moved
-        self._most = most_bytes // max(block_bytes.values())
+        self._most = self._largest = most_bytes // max(block_bytes.values())
         self.memories = {
             layer: DeviceMemory(gpu.scratch(each * size), each * size) for layer, size in block_bytes.items()
         }
@@ -46,6 +46,10 @@ class StatePool:
         self._free = list(range(each))[::-1]
         # Any thread may drop a session.
         self._returned: deque[Sequence[int]] = deque()
+
+    def limit(self, sessions: int | None) -> None:
+        """Bound the memory to that of so many sessions, or by the largest buffer alone."""
+        self._most = self._largest if sessions is None else min(self._largest, sessions * self._each)
 
     @property
     def held(self) -> int:
@@ -128,7 +132,7 @@ class StatePool:
         if more < 1:
             taken = format_bytes(sum(memory.size_bytes for memory in self.memories.values()))
             raise KernelError(
-                f"The state of all sessions takes {taken}, and a buffer of the GPU can hold no more of it.",
+                f"The state of all sessions takes {taken}, and may take no more.",
                 fix="Drop sessions, or load the model with a smaller context.",
             )
         try:

@@ -132,6 +132,7 @@ def serve(
     """
     each = llm.session_bytes
     places = _places(options, each)
+    llm.limit_sessions(places + 1)  # the last one computes embeddings
     server = Server(llm, options, places)
     note(
         f"{places} sessions of {format_bytes(each)} at most; {options.queue} requests of each tier may wait."

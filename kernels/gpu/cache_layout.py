@@ -1,4 +1,4 @@
-"""The layout of the KV cache: pages of positions, ``[page][k|v][kv_head][row][head_dim]`` in a layer's memory."""
+"""The layout of a layer's keys and values: pages of positions, ``[page][k|v][kv_head][row][head_dim]``."""
 
 from __future__ import annotations
 

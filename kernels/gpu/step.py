@@ -1,7 +1,7 @@
 """The step buffer, from which kernels read the position and the length of a pass.
 
-In a pass of several sessions, each row of it has words of its own. Kernels that compute no session's state read
-those of the first row, whose length is that of the pass.
+In a pass of several sessions, each row of it has words of its own. Kernels that compute no session's state
+read those of the first row, whose length is that of the pass.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import (
     KV_CODES,
+    STEP_POSITION,
     WRONG_NMSE,
     Argument,
     AttentionClass,
@@ -22,6 +23,7 @@ from heterollm.kernels.gpu import (
     Defines,
     DeviceMemory,
     GlueKernels,
+    GpuWork,
     HeadShape,
     KernelStyle,
     KvLayer,
@@ -31,6 +33,7 @@ from heterollm.kernels.gpu import (
     Scores,
     SharedArray,
     Variant,
+    pages_of,
     pointwise_work,
     suits_coalesced,
 )
@@ -211,7 +214,7 @@ def _join(
     files, widths = ("attention.h", "attention_join.cl"), (shape.head_dim,)
     kernel, _, items = on.kernel(files, "attention_join", lambda _: defines, grid.rounded, widths=widths)
     elements = tokens * shape.query_columns
-    work = functools.partial(pointwise_work, elements, 4 * parts, PARTIAL_BYTES * parts, on.item_bytes)
+    work = functools.partial(_join_work, step.array, elements, parts, on.item_bytes)
     return on.runtime.launch(
         kernel,
         (partial, out, step, *map(np.int32, (shape.heads, parts, row_words)), *codes),
@@ -220,6 +223,13 @@ def _join(
         "attention join",
         work=work,
     )
+
+
+def _join_work(step: NDArray[np.int32], elements: int, parts: int, item_bytes: int) -> GpuWork:
+    """Return the work of joining the parts that a context has, for an output of so many elements."""
+    pages = pages_of(int(step[STEP_POSITION]) + 1)
+    written = -(-pages // -(-pages // parts))
+    return pointwise_work(elements, 4 * written, PARTIAL_BYTES * written, item_bytes)
 
 
 def _partials(on: GlueKernels, grid: AttentionGrid, tokens: int, style: KernelStyle) -> Any:  # noqa: ANN401 - pyopencl is not typed
@@ -279,9 +289,9 @@ class AttentionCase:
     """Attention to a cache that is NaN behind the last position.
 
     ``spread`` counts decades between the queries of the first head and those of the last. By default the
-    kernel chooses its parts and style. ``rounds`` is the format of a linear that reads int8 codes, ``pages`` are those of
-    :meth:`heterollm.kernels.operators.data.Data.cache`. ``sinks`` has one of each
-    head; empty for none.
+    kernel chooses its parts and style. ``rounds`` is the format of a linear that reads int8 codes, ``pages``
+    are those of :meth:`heterollm.kernels.operators.data.Data.cache`. ``sinks`` has one of each head; empty
+    for none.
     """
 
     tokens: int

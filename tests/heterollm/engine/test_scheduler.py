@@ -12,7 +12,7 @@ import pytest
 
 from heterollm.base import GraphError
 from heterollm.engine import USUAL_GAPS, PromptTask, Scheduler, Session
-from heterollm.engine.kept_batches import RowLimits
+from heterollm.engine.row_limits import RowLimits
 
 PASS_S, LAYER_S = 0.02, 0.004
 """Time of a decode pass, and between two places at which a prompt may pause."""

@@ -20,7 +20,7 @@ import pytest
 
 from heterollm.engine import EngineThread, PromptTask, Scheduler
 from heterollm.engine import thread as thread_room
-from heterollm.engine.kept_batches import RowLimits
+from heterollm.engine.row_limits import RowLimits
 from heterollm.serve import channel as channel_room
 from heterollm.serve.channel import Channel
 
