@@ -151,12 +151,13 @@ class Compiler:
             self.residency.reset_counts()
 
     def close(self) -> None:
-        """Drop the packed weights; no compiled pass may run afterwards."""
+        """Drop the packed weights and the memory of state; no compiled pass may run afterwards."""
         self._linears.clear()
         self._experts.clear()
         self.techniques.clear()
         self.layer_inputs.clear()
         self._emitters.clear()
+        self.states.close()
 
     def leave_npu(self) -> None:
         """Compile for the GPU alone from now on; no pass that was compiled before may run afterwards."""

@@ -342,7 +342,7 @@ class RecurrentState:
         self._positions, self._blocks = ([EMPTY] * len(self._positions) for _ in range(2))
 
 
-class Bound(Protocol):
+class StateUser(Protocol):
     """A pass whose kernels read and write state."""
 
     def rebind(self) -> None:
@@ -367,16 +367,16 @@ class StateMemory:
         self, device: Device, groups: Sequence[KvGroup], recurrent: Mapping[int, RecurrentSpec]
     ) -> None:
         self._groups, self._recurrent, self._dtype = groups, tuple(recurrent), device.cache_dtype
-        self.passes: weakref.WeakSet[Bound] = weakref.WeakSet()
+        self.passes: weakref.WeakSet[StateUser] = weakref.WeakSet()
         self._slots = min((spec.kept(0, 0) for spec in recurrent.values()), default=0)
         most_bytes = device.gpu.traits.max_buffer_bytes
-        page_bytes = MOST_ELEMENTS * self._dtype.itemsize
+        counted_bytes = MOST_ELEMENTS * self._dtype.itemsize
         pages = [
             StatePool(
                 device.gpu,
                 dict.fromkeys(group.layers, group.spec.bytes(PAGE_POSITIONS, self._dtype)),
                 pages_of(group.places),
-                min(most_bytes, page_bytes),
+                min(most_bytes, counted_bytes),
                 self._rebind,
             )
             for group in groups
@@ -424,6 +424,11 @@ class StateMemory:
         """Bound the memory to that of so many sessions, or by the largest buffer alone."""
         for pool in self.pools:
             pool.limit(sessions)
+
+    def close(self) -> None:
+        """Free the memory; no pass may run afterwards."""
+        for memory in self.memory.memories:
+            memory.buffer = None
 
     def _rebind(self) -> None:
         for one in self.passes:
