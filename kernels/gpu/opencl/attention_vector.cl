@@ -45,12 +45,16 @@ typedef float8 tile_float;
 #define ROWS_AHEAD (4096 / (HEAD_DIM * (int)sizeof(kv_t)) / 8 * 8)
 #define AHEAD (ROWS_AHEAD < 8 ? 8 : ROWS_AHEAD > KEYS ? KEYS : ROWS_AHEAD)
 
+// A row of a block, and the one that is prefetched with it; `first` is a multiple of eight.
 #ifdef GATHERED
 #define KEY_ROW(source, i) ((source) + ROW_OF(pages, list[i], kv_heads))
+#define ROW_AHEAD(row, source, next, first, i) ((row) + 4096 / (int)sizeof(kv_t))
 #define KEY_ARGUMENTS , __global const int *pages, __global const int *list, uint kv_heads
 #define KEY_VALUES , pages, list + first, kv_heads
 #else
 #define KEY_ROW(source, i) ((source) + (i) * HEAD_DIM)
+#define ROW_AHEAD(row, source, next, first, i)                                                                          \
+  (((first) + AHEAD < KEYS ? (source) : (next) - KEYS * HEAD_DIM) + ((first) + AHEAD + (i)) * HEAD_DIM)
 #define KEY_ARGUMENTS
 #define KEY_VALUES
 #endif
@@ -84,15 +88,13 @@ static inline void transpose8(const float8 *r, float8 *to, int step) {
 static inline void load_keys(__global const kv_t *source, __global const kv_t *next KEY_ARGUMENTS, int count,
                              float8 *keys) {
   for (int block = 0; block < KEY_VECTORS && block * 8 < count; ++block) {
-    __global const kv_t *ahead = block * 8 + AHEAD < KEYS ? source + (block * 8 + AHEAD) * HEAD_DIM
-                                                          : next + (block * 8 + AHEAD - KEYS) * HEAD_DIM;
     for (int d = 0; d < HEAD_DIM; d += 8) {
       float8 r[8];
       UNROLL for (int i = 0; i < 8; ++i) {
         const int row = min(block * 8 + i, count - 1);
         __global const kv_t *key = KEY_ROW(source, row);
         if (d % LINE_ELEMENTS == 0)
-          PREFETCH(ahead + i * HEAD_DIM + d);
+          PREFETCH(ROW_AHEAD(key, source, next, block * 8, i) + d);
 #if TAIL
         LOAD_PART(load_kv8, load_kv, key, d, HEAD_DIM - d, value)
         r[i] = SCALED(value, source, row);
@@ -109,9 +111,8 @@ static inline void load_values(__global const kv_t *source, __global const kv_t 
                                float8 *values) {
   for (int key = 0; key < count; ++key) {
     __global const kv_t *value_row = KEY_ROW(source, key);
-    __global const kv_t *ahead = key + AHEAD < KEYS ? source + (key + AHEAD) * HEAD_DIM
-                                                    : next + (key + AHEAD - KEYS) * HEAD_DIM;
-    UNROLL for (int d = 0; d < HEAD_DIM; d += LINE_ELEMENTS) PREFETCH(ahead + d);
+    UNROLL for (int d = 0; d < HEAD_DIM; d += LINE_ELEMENTS)
+      PREFETCH(ROW_AHEAD(value_row, source, next, key & -8, key & 7) + d);
     UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) values[key * WIDE + d] = SCALED(load_kv8(value_row, d * 8), source, key);
 #if TAIL
     LOAD_PART(load_kv8, load_kv, value_row, HEAD_DIM / 8 * 8, TAIL, last)
