@@ -124,6 +124,7 @@ def test_a_pool_without_room_is_an_error_and_harms_nobody(llm: LLM) -> None:
         assert np.array_equal(one.decode(4), alone.fork().decode(4))
 
 
+@pytest.mark.parametrize("llm", ["llama", "phi"], indirect=True)
 def test_requests_share_the_pages_of_their_prompts(llm: LLM) -> None:
     cache = SessionCache(llm.session, most=4, chunk=PAGE, failures=lambda: ())
     prompt = np.random.default_rng(2).integers(1, 2048, 300).astype(np.int32)
@@ -136,8 +137,10 @@ def test_requests_share_the_pages_of_their_prompts(llm: LLM) -> None:
         cache.give_back(own)
         return begin
 
-    assert llm.on_engine_thread(lambda: ask(5)) == 0
-    first = held(llm)[0]
-    if llm.on_engine_thread(lambda: ask(9)) == 300:
-        # All pages but those of the own end, and that in which it begins.
-        assert held(llm)[0] - first <= 2
+    counts = []
+    for tail in (5, 900, 1800):
+        begin = llm.on_engine_thread(lambda tail=tail: ask(tail))
+        assert begin == (300 if counts else 0)
+        counts.append(held(llm)[0])
+    # Each further request takes the page in which its own end begins, and the one behind it.
+    assert np.diff(counts).tolist() == [2, 2]

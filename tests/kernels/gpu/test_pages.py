@@ -1,12 +1,31 @@
 """Keys and values in pages of any order, of which a sliding window has left some."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from heterollm.kernels.gpu import KV_CODES, PAGE_POSITIONS, HeadShape, Scores, pages_of
-from heterollm.kernels.operators.attention import AttentionCase
+from heterollm.kernels.gpu import (
+    KV_CODES,
+    PAGE_POSITIONS,
+    STEP_LENGTH,
+    STEP_POSITION,
+    STEP_WORDS,
+    HeadShape,
+    KvLayer,
+    Scores,
+    pages_of,
+)
+from heterollm.kernels.operators.attention import AttentionCase, attend
+from heterollm.kernels.operators.data import (
+    cache_view,
+    empty_cache,
+    fill_slot,
+    run_launches,
+    scales_view,
+    slot_values,
+)
 from heterollm.kernels.operators.operator import check_case
 from heterollm.kernels.operators.rope import RopeCase
 
@@ -70,3 +89,39 @@ def test_rope_writes_to_pages(cases, style, kv):
         check(queries)
         for actual, exact in stored:
             check((actual, exact), {np.float32: 1e-11, np.float16: 1e-6, KV_CODES: 1e-3}[kv])
+
+
+@pytest.mark.parametrize("kv", TYPES)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_row_of_several_sequences_has_the_bits_of_its_own(make, runtime, style, kv):
+    layers, generator = make(style, kv=kv), np.random.default_rng(7)
+    shape, positions = HeadShape(12, 2, 64, 400), (0, 63, 64, 399, 200)
+    pages = pages_of(shape.capacity)
+    content = slot_values(empty_cache(runtime, replace(shape, capacity=20 * PAGE_POSITIONS), kv))
+    if kv is KV_CODES:
+        cache_view(content, shape)[...] = generator.integers(-127, 128, cache_view(content, shape).shape)
+        scales_view(content, shape)[...] = generator.uniform(0.01, 0.02, scales_view(content, shape).shape)
+    else:
+        content[...] = generator.standard_normal(content.shape)
+    cache = KvLayer(fill_slot(runtime, content), STEP_WORDS)
+    words = np.zeros((len(positions), STEP_WORDS + pages), np.int32)
+    words[:, STEP_POSITION], words[0, STEP_LENGTH] = positions, len(positions)
+    # Sequences may share pages.
+    words[:, STEP_WORDS:] = [generator.permutation(20)[:pages] for _ in positions]
+    queries = generator.standard_normal((len(positions), shape.query_columns)).astype(np.float32)
+
+    def attended(rows, words, **options):
+        out = runtime.shared(rows.shape, np.float32)
+        inputs = fill_slot(runtime, rows), cache, out, fill_slot(runtime, words.ravel())
+        scores = Scores(0.125, window)
+        launches = attend(layers, *inputs, shape=shape, scores=scores, tokens=len(rows), **options)
+        run_launches(runtime, launches)
+        return slot_values(out)
+
+    for parts, window in ((1, 0), (3, 0), (3, 90)):
+        found = attended(queries, words, parts=parts, row_words=words.shape[1])
+        for row, own in enumerate(words):
+            own = own.copy()
+            own[STEP_LENGTH] = 1
+            alone = attended(queries[row : row + 1], own, parts=parts)
+            assert np.array_equal(found[row], alone[0]), (parts, window, row)
