@@ -264,9 +264,7 @@ class Compiler:
         """
         output = layers.output
         assert output is not None
-        builder = self._begin(
-            phase, rows, is_head=True, lane=self._lane(layers), builds_graphs=builds_graphs
-        )
+        builder = self._begin(phase, rows, is_head=True, lane=self._lane(layers), builds_graphs=builds_graphs)
         op = self._linears.placed(builder, -1, "head")
         self._glue.final_norm(builder, output, op.source, op.input_codes)
         if op.placement.npu_lengths:
