@@ -36,8 +36,8 @@ Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 """Weights of the chosen experts: their shares in the softmax of all logits, the sigmoids of their logits, or
 for ``sparsemixer`` the share of each in the softmax of the logits near it that were not chosen before."""
 
-Activation = Literal["silu", "gelu_tanh", "relu", "relu_squared"]
-"""Activation of a network; ``gelu_tanh`` is GELU by its tanh formula."""
+Activation = Literal["silu", "gelu_tanh", "gelu_erf", "relu", "relu_squared"]
+"""Activation of a network; GELU by its tanh formula, or by the error function."""
 
 
 class GateClip(NamedTuple):

@@ -235,12 +235,18 @@ class Compiler:
         begun = [self._emitters[block.NAME].begin(builder, layer, block) for block in stage.blocks]
         norms = [stage.norms_of(block) for block in stage.blocks]
         outputs: list[Delta] = []
+        lent: Delta | None = None
         first, written = 0, None
         for number, (block, one, own) in enumerate(zip(stage.blocks, begun, norms, strict=True)):
             if number == 0 or own.norm != norms[number - 1].norm:
                 readers = (other for other, its in zip(begun, norms, strict=True) if its.norm == own.norm)
                 first, written = number, next((one.codes for one in readers if one.codes is not None), None)
                 self._glue.norm(builder, layer, own.norm, None if number else added, written)
+            if lent is not None:
+                # The norm does not see the output of a block beside it.
+                before, unread = norms[number - 1].norm, builder.lane.shared["activated"]
+                self._glue.add(builder, layer, before, lent, unread)
+                lent = None
             lost = isinstance(one.codes, NpuCodes) and not all(other.keeps for other in begun[first:number])
             if one.codes is not None and (lost or one.codes != written):
                 self._glue.codes(builder, layer, one.codes)
@@ -251,7 +257,7 @@ class Compiler:
             if one.keeps or number == len(begun) - 1:
                 outputs.append(output)
             else:
-                self._glue.add(builder, layer, own.norm, output, builder.lane.shared["activated"])
+                lent = output
         return self._glue.summed(builder, layer, stage, outputs)
 
     def compile_head(

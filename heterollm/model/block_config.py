@@ -34,6 +34,7 @@ ACTIVATIONS: Mapping[object, Activation] = {
     "silu": "silu",
     "swish": "silu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+    "gelu": "gelu_erf",
     "relu": "relu",
     "relu2": "relu_squared",
 }
@@ -43,7 +44,7 @@ KINDS_OF_LAYERS: Final = {"attention": "full_attention"}
 """Other names of kinds in ``layer_types``."""
 
 OWN_NORMS: Final[Mapping[BlockName, tuple[Norm | None, Norm]]] = {
-    "ffn": (None, "network_output"),
+    "ffn": ("network", "network_output"),
     "mixture": ("experts", "experts_output"),
 }
 """The norms before and behind blocks that have their own beside others."""
@@ -129,9 +130,9 @@ class BlockFields:
         found: dict[str, BlockNorms] = {}
         declared = self._family.tensors.norms
         for name in names if len(names) > 1 else ():
-            before, behind = OWN_NORMS.get(name, (None, None))
-            if behind in declared:
-                found[name] = BlockNorms(before if before in declared else norm, behind)
+            before, behind = (one if one in declared else None for one in OWN_NORMS.get(name, (None, None)))
+            if before or behind:
+                found[name] = BlockNorms(before or norm, behind)
         return found
 
     def _adapted(self, layer: int, block: Block) -> Block:

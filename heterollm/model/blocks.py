@@ -20,6 +20,7 @@ Norm = Literal[
     "attention_output",
     "feed_forward_output",
     "layer_input_output",
+    "network",
     "network_output",
     "experts",
     "experts_output",

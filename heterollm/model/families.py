@@ -26,12 +26,12 @@ from heterollm.model.family import (
     SECTION_COUNTS,
     SEPARATE,
     Family,
-    StageNames,
     TensorNames,
     after_full_layers,
     alike,
     all_but_every_nth,
     every_layer,
+    perhaps_parallel,
 )
 from heterollm.model.fields import config_fields
 from heterollm.model.gemma4 import GEMMA4
@@ -56,12 +56,6 @@ SANDWICH_NORMS: Mapping[Norm, str] = MappingProxyType(
 
 
 # ---- layers with a sliding window -----------------------------------------------------------------------
-
-
-def perhaps_parallel(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
-    """Return a layer whose attention and network read one norm if ``use_parallel_residual`` says so."""
-    parallel = fields.flag("use_parallel_residual", False)
-    return (("attention", "ffn"),) if parallel else (("attention",), ("ffn",))
 
 
 def all_but_every_fourth(_fields: JsonFields, layer: int) -> bool:

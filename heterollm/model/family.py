@@ -43,7 +43,7 @@ class TensorNames:
         final_norm: Module of the norm before the head; "" for one without weights.
         head: Module of an untied LM head.
         unread: Beginnings of names of tensors that the model does not compute with, with ``{layers}`` for the
-            number of layers.
+            number of layers, and ``{layer}`` for that of each.
     """
 
     modules: Mapping[Group, Mapping[str, str]]
@@ -132,6 +132,12 @@ class Mixture:
 def alike(*stages: StageNames) -> LayerNames:
     """Return the layers of a family in which all have the same blocks."""
     return lambda _fields, _layer: stages
+
+
+def perhaps_parallel(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
+    """Return a layer whose attention and network stand side by side if ``use_parallel_residual`` says so."""
+    parallel = fields.flag("use_parallel_residual", False)
+    return (("attention", "ffn"),) if parallel else (("attention",), ("ffn",))
 
 
 def sparse_steps(mixer: StageNames, *, dense: StageNames, sparse: StageNames) -> LayerNames:

@@ -240,7 +240,12 @@ def unread_tensors(config: ModelConfig) -> tuple[str, ...]:
         for module in modules
         if block.kv_layer is not None
     )
-    return (*(beginning.format(layers=config.layers) for beginning in names.unread), *unused)
+    unread = dict.fromkeys(
+        beginning.format(layer=layer, layers=config.layers)
+        for layer in range(config.layers)
+        for beginning in names.unread
+    )
+    return (*unread, *unused)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from typing import Final
 
 from heterollm.kernels.ops import Group
 from heterollm.model.family import (
+    ATTENTION_BIASES,
     BIASES,
     NORMS,
     SEPARATE,
@@ -16,16 +17,24 @@ from heterollm.model.family import (
     TensorNames,
     alike,
     every_layer,
+    perhaps_parallel,
 )
 from heterollm.model.json_fields import JsonFields
 
 
-def named(o: str, up: str, down: str) -> Mapping[Group, Mapping[str, str]]:
+def named(
+    o: str, up: str, down: str, qkv: Mapping[str, str] = SEPARATE["qkv"]
+) -> Mapping[Group, Mapping[str, str]]:
     """Return Llama's modules with other names of attention's output and of the network, which has no gate."""
-    return {"qkv": SEPARATE["qkv"], "o": {"o": o}, "gate_up": {"up": up}, "down": {"down": down}}
+    return {"qkv": qkv, "o": {"o": o}, "gate_up": {"up": up}, "down": {"down": down}}
 
 
 UP_AND_DOWN: Final = named("self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+ALIKE_HEADS: Final = dict.fromkeys(
+    ("num_key_value_heads", "head_dim"), "all heads are alike and fill hidden_size"
+)
 
 
 def every_bias(field: str) -> Mapping[BiasedPart, str]:
@@ -62,6 +71,44 @@ UNGATED: Mapping[str, Family] = MappingProxyType(
             bos_ids=(1,),
             eos_ids=(2,),
         ),
+        "gpt_neox": Family(
+            name="GPT-NeoX",
+            covers="Pythia and GPT-NeoX 20B",
+            architecture="GPTNeoXForCausalLM",
+            tensors=TensorNames(
+                named(
+                    *("attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+                    qkv=dict.fromkeys(("q", "k", "v"), "attention.query_key_value"),
+                ),
+                {**NORMS, "network": NORMS["feed_forward"]},
+                layer="gpt_neox.layers.{layer}.",
+                embedding="gpt_neox.embed_in",
+                final_norm="gpt_neox.final_layer_norm",
+                head="embed_out",
+                # Masks in the files of older versions of transformers.
+                unread=tuple(f"gpt_neox.layers.{{layer}}.attention.{one}" for one in ("bias", "masked_bias")),
+            ),
+            layers=perhaps_parallel,
+            defaults={
+                "hidden_act": "gelu",
+                "rms_norm_eps": 1e-5,
+                "partial_rotary_factor": 0.25,
+                "attention_bias": True,
+                "use_parallel_residual": True,
+            },
+            renamed={
+                "rms_norm_eps": "layer_norm_eps",
+                "partial_rotary_factor": "rotary_pct",
+                "rope_theta": "rotary_emb_base",
+            },
+            follows=frozenset({"partial_rotary_factor", "use_parallel_residual"}),
+            ignores=ALIKE_HEADS,
+            biases={**ATTENTION_BIASES, "ffn": True},
+            grouped_heads=True,
+            centered_norms=True,
+            bos_ids=(0,),
+            eos_ids=(2,),
+        ),
         "opt": Family(
             name="OPT",
             covers="OPT without projected embeddings (all but 350M)",
@@ -88,9 +135,7 @@ UNGATED: Mapping[str, Family] = MappingProxyType(
                     ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"),
                     "positions are learned",
                 ),
-                **dict.fromkeys(
-                    ("num_key_value_heads", "head_dim"), "all heads are alike and fill hidden_size"
-                ),
+                **ALIKE_HEADS,
                 "rms_norm_eps": "it is 1e-5",
             },
             biases=every_bias("enable_bias"),

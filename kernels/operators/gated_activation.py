@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -34,7 +35,7 @@ from heterollm.kernels.ops import Activation, GateClip, Join, WeightFormat
 
 STEPS: Final[Mapping[str, StepCategory]] = {"activation": "activation"}
 
-ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "relu", "relu_squared")
+ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu_squared")
 """Activations in the order of their numbers in pointwise.cl."""
 
 
@@ -139,6 +140,8 @@ def exact_gated_activation(
         return clipped
     if activation == "gelu_tanh":
         gated = 0.5 * exact * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
+    elif activation == "gelu_erf":
+        gated = 0.5 * exact * (1 + np.vectorize(math.erf)(exact / np.sqrt(2)))
     elif activation == "relu":
         gated = np.maximum(exact, 0.0)
     elif activation == "relu_squared":
@@ -206,6 +209,7 @@ CHECKS: Final = tuple(
     for title, case in (
         ("5 tokens, split", _SPLIT),
         ("5 tokens, GELU", replace(_SPLIT, activation="gelu_tanh")),
+        ("5 tokens, GELU by erf", replace(_SPLIT, activation="gelu_erf")),
         ("5 tokens, ReLU", replace(_SPLIT, activation="relu")),
         ("5 tokens, no gate", replace(_SPLIT, splits=(64,), activation="relu_squared")),
         ("5 tokens, sum", replace(_SPLIT, join="sum")),

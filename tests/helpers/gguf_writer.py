@@ -140,6 +140,15 @@ def mellum(writer: Any, config: Config) -> None:
     pattern(writer, config)
 
 
+def by_members(tensors: Tensors, config: Config) -> Pairs:
+    """GPT-NeoX's q, k and v, which checkpoints have head by head."""
+    for name, values in tensors.items():
+        if "query_key_value" in name:
+            apart = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+            values = apart.swapaxes(0, 1).reshape(values.shape)
+        yield name, values
+
+
 def parallel(writer: Any, config: Config) -> None:
     writer.add_parallel_residual(config["use_parallel_residual"])
 
@@ -484,6 +493,7 @@ CONVERTERS = {
     "ernie4_5": Converter("ernie4_5"),
     "glm": Converter("chatglm"),
     "glm4": Converter("glm4"),
+    "gpt_neox": Converter("gptneox", parallel, by_members, "layer_norm_eps", centered=True),
     "starcoder2": Converter("starcoder2", epsilon="norm_epsilon", centered=True),
     "nemotron": Converter("nemotron", tensors=one_more, epsilon="norm_eps", centered=True),
     "exaone": Converter("exaone"),
@@ -566,7 +576,8 @@ def write_gguf(
 
 
 def write_sizes(writer: Any, config: Config) -> None:
-    heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    key_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     width = config["intermediate_size"]
     if "conv" in config.get("layer_types", ()):

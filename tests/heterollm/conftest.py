@@ -303,6 +303,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.4375},
     },
+    # Attention and network side by side, each behind a norm; q, k and v of each head in turn.
+    "gpt_neox": {
+        "hidden_size": 160,
+        "intermediate_size": 208,
+        "num_attention_heads": 4,
+        "vocab_size": 2048,
+        "pad_token_id": 0,
+        "layer_norm_eps": 1e-2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    },
     # Learned positions, of which the first two rows belong to none.
     "opt": {
         "hidden_size": 128,
@@ -653,7 +663,8 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
                 parameter.normal_(std=0.5)
             else:
                 # Queries and keys wide enough that attention has something to choose.
-                parameter.normal_(std=0.12 if re.search("q_proj|k_proj|qkv_proj", name) else 0.06)
+                scores = re.search("q_proj|k_proj|qkv_proj|query_key_value", name)
+                parameter.normal_(std=0.12 if scores else 0.06)
         for name, values in model.named_buffers():
             if name.endswith(("expert_bias", "correction_bias")):
                 values.normal_(std=0.3)

@@ -70,7 +70,7 @@ ALWAYS: Final = (
         {
             "intermediate_size": "width of the network, or of an expert",
             "original_max_position_embeddings": "context before the extension; precedes the section's",
-            "hidden_act": "activation: silu, relu, relu2, or GELU by tanh; case counts, as in ACT2FN",
+            "hidden_act": "activation: silu, relu, relu2, or GELU by tanh or erf; case counts, as in ACT2FN",
         },
     ),
     *rows(
@@ -95,6 +95,7 @@ ALWAYS: Final = (
             "residual_dropout": "training",
             "embedding_dropout": "training",
             "dropout": "training",
+            "classifier_dropout": "training",
             "layerdrop": "training",
             "expert_dropout": "training",
             "init_std": "training",

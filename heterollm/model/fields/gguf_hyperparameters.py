@@ -21,7 +21,7 @@ GEMMA4: Final = frozenset({"gemma4"})
 GEMMAS: Final = GEMMA4 | {"gemma2", "gemma3"}
 PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum", "cohere2", "olmo2", "exaone4", "exaone-moe"}
 WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
-CENTERED: Final = frozenset({"phi2", "stablelm", "starcoder2", "nemotron", "cohere2"})
+CENTERED: Final = frozenset({"gptneox", "phi2", "stablelm", "starcoder2", "nemotron", "cohere2"})
 GRANITES: Final = frozenset({"granite", "granitemoe"})
 SCALED: Final = GRANITES | {"minicpm"}
 QWEN35: Final = frozenset({"qwen35", "qwen35moe"})
@@ -373,6 +373,12 @@ OTHER: Final = (
         "last layers, which predict further tokens and are not read",
         ARCHITECTURE,
         QWEN35 | {"exaone4", "exaone-moe", "glm4moe"},
+    ),
+    read(
+        ".use_parallel_residual",
+        "whether attention and network stand side by side",
+        "models/gptneox.cpp",
+        frozenset({"gptneox"}),
     ),
     *rows(
         "none",

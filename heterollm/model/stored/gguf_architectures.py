@@ -23,6 +23,7 @@ from heterollm.model.stored.gguf_family_fields import (
     gemma4,
     gemma4_moe,
     glm4_moe,
+    gpt_neox,
     gpt_oss,
     granite,
     granite_moe,
@@ -50,6 +51,8 @@ class Architecture(NamedTuple):
     Args:
         model_type: That of ``config.json``.
         class_name: The class in transformers.
+        layer: Prefix of the names of layers' tensors, before the number.
+        grouped: Whether rows of ``attn_qkv`` stand by heads in the checkpoint: those of q, k and v of each.
         permuted: Whether the rows of q and k stand in the order of rotated pairs.
         norm_offset: What the converter added to the weights of norms.
         biases: Fields of ``config.json`` for biases, each with tensors of files that have them.
@@ -68,6 +71,8 @@ class Architecture(NamedTuple):
 
     model_type: str
     class_name: str
+    layer: str = "model.layers"
+    grouped: bool = False
     permuted: bool = False
     norm_offset: float = 0.0
     biases: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -215,6 +220,26 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
                 "post_attention_norm": "post_self_attn_layernorm",
                 "post_ffw_norm": "post_mlp_layernorm",
             },
+        ),
+        "gptneox": Architecture(
+            "gpt_neox",
+            "GPTNeoXForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={
+                "attn_qkv": "attention.query_key_value",
+                "attn_output": "attention.dense",
+                "ffn_up": "mlp.dense_h_to_4h",
+                "ffn_down": "mlp.dense_4h_to_h",
+            },
+            top={
+                "token_embd": "gpt_neox.embed_in",
+                "output_norm": "gpt_neox.final_layer_norm",
+                "output": "embed_out",
+            },
+            layer="gpt_neox.layers",
+            grouped=True,
+            epsilon=LAYER_NORM,
+            fields=gpt_neox,
         ),
         "starcoder2": Architecture(
             "starcoder2",

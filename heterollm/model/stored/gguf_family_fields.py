@@ -173,6 +173,15 @@ def minicpm(file: GgufFile, config: Fields) -> Fields:
     }
 
 
+def gpt_neox(file: GgufFile, config: Fields) -> Fields:
+    """Return GPT-NeoX's own names of the rotary embedding, and whether blocks stand side by side."""
+    return {
+        "rotary_pct": config["partial_rotary_factor"],
+        "rotary_emb_base": config["rope_theta"],
+        "use_parallel_residual": file.own("use_parallel_residual"),
+    }
+
+
 def stablelm(file: GgufFile, _config: Fields) -> Fields:
     """Return whether attention and network read one norm, and whether heads have norms."""
     return {

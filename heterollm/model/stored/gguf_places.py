@@ -44,7 +44,7 @@ def places(file: GgufFile, architecture: Architecture) -> dict[str, GgufPlace]:
     for own, layer, below in file.layer_tensors():
         if (lone := LONE_EXPERT.fullmatch(own)) and architecture.experts:
             module = architecture.experts[f"{lone[2]}_exps"].format(lone[3])
-            found[f"model.layers.{layer}.{module}.weight"] = _whole(file, own)
+            found[f"{architecture.layer}.{layer}.{module}.weight"] = _whole(file, own)
         else:
             found |= _of_layer(file, architecture, own, layer, below)
     for own in file.entries:
@@ -66,7 +66,7 @@ def _of_layer(
     other = {**OTHERS, **architecture.others}.get(below)
 
     def named(module: str) -> str:
-        return f"model.layers.{layer}.{module}.{ending}"
+        return f"{architecture.layer}.{layer}.{module}.{ending}"
 
     if delta is not None:
         axis = other.axis if other else None
@@ -88,6 +88,8 @@ def _of_layer(
         if module in members:
             owns = [f"blk.{layer}.{member}.{ending}" for member in members]
             return {named(name): _joined(file, owns)} if module == members[0] else {}
+    if module == FUSED and architecture.grouped:
+        return {named(modules[module]): _grouped(file, own)}
     if module == FUSED and module not in modules:
         counts = [file.count("attention.head_count"), *[key_heads(file, architecture)] * 2]
         return _divided(file, architecture, own, [named(modules[one]) for one in MEMBERS], counts)
@@ -129,6 +131,16 @@ def _divided(
         found[name] = GgufPlace((count * width, *shape[1:]), (part,))
         start = part.stop
     return found
+
+
+def _grouped(file: GgufFile, own: str) -> GgufPlace:
+    """Return the place of a weight with q, k and v of each head, all of which a tensor holds in turn."""
+    shape, heads = file.entries[own].shape, file.count("attention.head_count")
+    if shape[0] % (3 * heads):
+        raise CheckpointError(f"{file.path}: {own} has {shape[0]} rows, which {heads} heads cannot share.")
+    width = shape[0] // (3 * heads)
+    starts = (width * (member * heads + head) for head in range(heads) for member in range(3))
+    return GgufPlace(shape, tuple(GgufRows(own, start, start + width) for start in starts))
 
 
 def _joined(file: GgufFile, owns: Sequence[str]) -> GgufPlace:

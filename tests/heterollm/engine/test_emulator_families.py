@@ -26,6 +26,7 @@ PROMPT, STEPS = 40, 3
         ("phi", "layer"),
         ("qwen3_next", "layer"),
         ("gpt_oss", "layer"),
+        pytest.param("gpt_neox", "npu", marks=pytest.mark.slow),
         pytest.param("mistral", "npu", marks=pytest.mark.slow),
         pytest.param("qwen3", "layer", marks=pytest.mark.slow),
         pytest.param("gemma2", "npu", marks=pytest.mark.slow),

@@ -175,6 +175,19 @@ def test_frequencies_of_old_exporters_are_passed_over(model):
         validate(folder)
 
 
+def test_masks_of_old_exporters_are_passed_over(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("gpt_neox"), tmp_path / "neox")
+    header, data = read_raw(folder / SAFETENSORS)
+    place = {"dtype": "BOOL", "shape": [1, 1, 8, 4], "data_offsets": [len(data), len(data) + 32]}
+    header["gpt_neox.layers.1.attention.bias"] = place
+    write_raw(folder / SAFETENSORS, header, data + bytes(32))
+    validate(folder)
+    header = rename(header, "gpt_neox.layers.1.attention.bias", "gpt_neox.layers.2.attention.bias")
+    write_raw(folder / SAFETENSORS, header, data + bytes(32))
+    with pytest.raises(CheckpointError, match=r"no place for: gpt_neox\.layers\.2\.attention\.bias"):
+        validate(folder)
+
+
 def test_a_missing_tensor(model):
     folder = model()
     header, data = read_raw(folder / SAFETENSORS)

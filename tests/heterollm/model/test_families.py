@@ -68,7 +68,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         name: (name, {})
         for name in ("phi", "opt", "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", *DECLARED)
     },
+    "gpt_neox": ("gpt_neox", {}),
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
+    "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
     "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
@@ -76,6 +78,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 VARIANTS = (
     *("mistral without window", "qwen2 with window", "llama with biases"),
     *("granite 4 without positions", "granite 4 with experts", "stablelm in parallel"),
+    "gpt_neox in sequence",
     "gemma4 in one stream",
     "qwen3_next with a dense layer",
 )
@@ -416,6 +419,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "phi": (
         *("means of norms", "partly turning heads", "activation", "blocks side by side"),
         *(*BIASES, "bias of the head"),
+    ),
+    "gpt_neox": (
+        *("means of norms", "partly turning heads", "activation", "norms of blocks"),
+        *BIASES,
     ),
     "opt": ("learned positions", "means of norms", "activation", *BIASES),
     "starcoder2": ("window", "means of norms", "activation", *BIASES),

@@ -134,6 +134,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "attention.layer_norm_epsilon": [
         Case("phi", 0.25, {"layer_norm_eps": 0.25}),
+        Case("gpt_neox", 0.25, {"layer_norm_eps": 0.25}),
         Case("stablelm", 0.25, {"layer_norm_eps": 0.25}),
         Case("starcoder2", 0.25, {"norm_epsilon": 0.25}),
         Case("nemotron", 0.25, {"norm_eps": 0.25}),
@@ -248,6 +249,7 @@ CASES: dict[str, list[Case]] = {
         Case("ministral3", 0.5, ministral3(mscale_all_dim=0.5)),
         Case("ministral3", None, ministral3(mscale=None, mscale_all_dim=None)),
     ],
+    "use_parallel_residual": [Case("gpt_neox", False, {"use_parallel_residual": False})],
     "attention.clamp_kqv": [
         Case("olmo", 0.3, {"clip_qkv": 0.3}),
         Case("olmo", None, {"clip_qkv": None}),

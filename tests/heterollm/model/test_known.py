@@ -95,6 +95,10 @@ STATED_BILLIONS = {
     "phonelm-1.5b": 1.62,
     "stablelm-2-1.6b": 1.64,
     "phi-mini-moe": 7.65,
+    "pythia-160m": 0.162,
+    "pythia-410m": 0.405,
+    "pythia-1.4b": 1.415,
+    "pythia-2.8b": 2.775,
     "gpt-oss-20b": 20.9,
 }
 """Parameters of the text part, by model cards and the files' sizes; a tied head counts once."""

@@ -13,7 +13,9 @@ from tests.heterollm.model.test_families import all_logits, within_gates
 PROMPT, STEPS, WIDTH = 70, 5, 320
 
 
-@pytest.mark.parametrize("family", ["phi", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["phi", *(pytest.param(one, marks=pytest.mark.slow) for one in ("opt", "gpt_neox"))]
+)
 def test_networks_without_a_gate_are_split(
     family: str,
     checkpoint: Callable[..., Path],

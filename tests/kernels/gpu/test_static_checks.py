@@ -467,6 +467,7 @@ OPERATORS = (
     NormCase(3, 44, 13, biased=True, post=True, alone=True),
     GatedCase(3, 21, (3, 16)),
     GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
+    GatedCase(3, 21, (3, 16), activation="gelu_erf", biased=True),
     GatedCase(3, 21, (3, 16), activation="relu", biased=True),
     GatedCase(3, 21, (3, 16), "sum"),
     GatedCase(3, 21, (3,), activation="relu_squared", biased=True),
