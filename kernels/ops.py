@@ -36,7 +36,7 @@ Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 """Weights of the chosen experts: their shares in the softmax of all logits, the sigmoids of their logits, or
 for ``sparsemixer`` the share of each in the softmax of the logits near it that were not chosen before."""
 
-Activation = Literal["silu", "gelu_tanh", "gelu_erf", "relu", "relu_squared"]
+Activation = Literal["silu", "gelu_tanh", "gelu_erf", "relu", "relu_squared", "xielu"]
 """Activation of a network; GELU by its tanh formula, or by the error function."""
 
 
@@ -51,6 +51,26 @@ class GateClip(NamedTuple):
     limit: float
     slope: float
 
+
+class Slopes(NamedTuple):
+    """Numbers of xIELU (https://arxiv.org/abs/2411.13010), which each layer has; by default the initial ones.
+
+    It is ``linear * x`` plus ``rising * x²`` where x is positive, else ``falling * (exp(x) - 1 - x)``.
+
+    Args:
+        rising: Factor of the square.
+        falling: Factor of the exponential.
+        linear: Factor of the input.
+        largest: Upper bound of the exponent.
+    """
+
+    rising: float = 0.8
+    falling: float = 0.8
+    linear: float = 0.5
+    largest: float = -1e-6
+
+
+SLOPES: Final = Slopes()
 
 Power = Literal["burst", "balanced", "default"]
 """Clocks and cores to ask a phone's system for: ``burst`` asks for the highest clocks, ``balanced`` for

@@ -216,8 +216,8 @@ def npu_shard(
     bias = np.concatenate([part[:width] for part in biases]) if biases else None
     columns = take_columns(down, 0, width)
     own = ranges if isinstance(ranges, FfnRanges) else None
-    activation = weights.config.activation
-    return FfnShard(stacked, columns, activation, bias, spec.layer, key, (0, width), rounded, own)
+    kind = weights.config.activation, bias, spec.layer, key, (0, width), rounded, own
+    return FfnShard(stacked, columns, *kind, weights.slopes(spec.layer))
 
 
 def experts_shard(weights: ModelWeights, spec: OpSpec, experts: tuple[int, ...]) -> ExpertsShard:

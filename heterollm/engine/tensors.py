@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.kernels.gpu import GpuRuntime
-from heterollm.kernels.ops import Group
+from heterollm.kernels.ops import Group, Slopes
 from heterollm.model import (
     LAYER_SCALE,
     AttentionBlock,
@@ -107,6 +107,10 @@ class GlueTensors:
     def token_gate(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""
         return self._token_gates[layer]
+
+    def slopes(self, layer: int) -> Slopes:
+        """Return the numbers of xIELU of a layer's network."""
+        return self._weights.slopes(layer)
 
     def sinks(self, layer: int) -> Any:  # noqa: ANN401
         """Return the scores of heads that belong to no key, float32 ``[heads]``; None without."""

@@ -37,6 +37,7 @@ ACTIVATIONS: Mapping[object, Activation] = {
     "gelu": "gelu_erf",
     "relu": "relu",
     "relu2": "relu_squared",
+    "xielu": "xielu",
 }
 """Activations by their names in ``config.json``."""
 
@@ -210,7 +211,7 @@ def _activation(fields: JsonFields, family: Family) -> Activation:
     stated = fields.get(field)
     named = "silu" if stated is None else stated
     known = family.activation_aliases.get(named, named) if isinstance(named, str) else ""
-    if known not in ACTIVATIONS:
+    if known not in ACTIVATIONS or (known == "xielu" and "rising" not in family.tensors.others):
         raise unsupported(f"Activation {named!r}")
     return ACTIVATIONS[known]
 

@@ -41,6 +41,15 @@ ROUTER_BIAS, ROUTER_NORM, EXPERT_FACTORS = "router_bias", "router_norm", "expert
 their number, and a factor of each expert."""
 
 
+SLOPE_SHAPES: Final[Mapping[str, tuple[int, ...]]] = {
+    "rising": (1,),
+    "falling": (1,),
+    "linear": (),
+    "largest": (),
+}
+"""Shapes of the tensors with the numbers of xIELU, two of which are behind a softplus, by role."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupShape:
     """A group of linears of a block, without layer and number format; the fields are those of an operator.
@@ -303,8 +312,9 @@ class FfnBlock(Block):
         )
 
     def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the weights of the token's gate, if there is one."""
-        return {"token_gate": (1, hidden)} if self.token_gated else {}
+        """Return the weights of the token's gate, if there is one, and the numbers of xIELU."""
+        gate = {"token_gate": (1, hidden)} if self.token_gated else {}
+        return {**gate, **(SLOPE_SHAPES if self.activation == "xielu" else {})}
 
     def timed(self) -> FfnBlock:
         """Return the block without biases."""

@@ -26,7 +26,13 @@ from heterollm.model.shape import ModelShape, model_shape, read_config
 from heterollm.model.stored import foreign_format, gguf_folder, is_gguf
 
 ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {"gemma": "gelu_pytorch_tanh", "gpt_neox": "gelu", "phi": "gelu_new", "phonelm": "relu"}
+    {
+        "apertus": "xielu",
+        "gemma": "gelu_pytorch_tanh",
+        "gpt_neox": "gelu",
+        "phi": "gelu_new",
+        "phonelm": "relu",
+    }
 )
 """Activations by model type, where they are not SiLU."""
 

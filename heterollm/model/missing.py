@@ -17,7 +17,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "numbers of experts by layer": "hunyuan_v1_moe",
     "heads and norms by fields of its own": "falcon",
     "linears whose weights are stored transposed": "gpt2",
-    "an activation with weights (xIELU)": "apertus",
     "norms of heads that subtract the mean": "cohere persimmon",
     "norms inside linears": "bitnet",
     "norms of heads without weights, and gates of attention": "muse_glimmer",

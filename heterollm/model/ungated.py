@@ -7,9 +7,11 @@ from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
+from heterollm.model.blocks import SLOPE_SHAPES
 from heterollm.model.family import (
     ATTENTION_BIASES,
     BIASES,
+    HEAD_NORMS,
     NORMS,
     SEPARATE,
     BiasedPart,
@@ -49,6 +51,15 @@ def checked_opt(fields: JsonFields) -> Mapping[str, object]:
         raise fields.fail("word_embed_proj_dim", f"the hidden_size of {hidden}; others are not supported")
     return {}
 
+
+APERTUS_ROPE: Final[dict[str, object]] = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 UNGATED: Mapping[str, Family] = MappingProxyType(
     {
@@ -176,6 +187,28 @@ UNGATED: Mapping[str, Family] = MappingProxyType(
             centered_norms=True,
             bos_ids=(2,),
             eos_ids=(3,),
+        ),
+        "apertus": Family(
+            name="Apertus",
+            covers="Apertus 8B and 70B",
+            architecture="ApertusForCausalLM",
+            tensors=TensorNames(
+                UP_AND_DOWN,
+                {"attention": "attention_layernorm", "feed_forward": "feedforward_layernorm", **HEAD_NORMS},
+                others={
+                    role: f"mlp.act_fn.{name}"
+                    for role, name in zip(SLOPE_SHAPES, ("alpha_p", "alpha_n", "beta", "eps"), strict=True)
+                },
+            ),
+            defaults={
+                "hidden_act": "xielu",
+                "rms_norm_eps": 1e-5,
+                "rope_theta": APERTUS_ROPE["rope_theta"],
+                "rope_parameters": APERTUS_ROPE,
+            },
+            biases=ATTENTION_BIASES,
+            bos_ids=(1,),
+            eos_ids=(2,),
         ),
         "arcee": Family(
             name="Arcee",

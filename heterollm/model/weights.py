@@ -23,8 +23,8 @@ from heterollm.kernels.formats import (
     shape_only_weight,
     take_rows,
 )
-from heterollm.kernels.ops import Group, OpSpec, Precision, Scales, WeightFormat
-from heterollm.model.blocks import MixtureBlock, Norm
+from heterollm.kernels.ops import SLOPES, Group, OpSpec, Precision, Scales, Slopes, WeightFormat
+from heterollm.model.blocks import SLOPE_SHAPES, MixtureBlock, Norm
 from heterollm.model.channel_file import ChannelFile, channel_file
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
@@ -180,6 +180,14 @@ class ModelWeights:
     def other(self, layer: int, role: str) -> NDArray[np.float32]:
         """Return another tensor of a layer's blocks by its role."""
         return self.floats[other_name(self.config, layer, role)]
+
+    def slopes(self, layer: int) -> Slopes:
+        """Return the numbers of xIELU of a layer; the initial ones where it has another activation."""
+        if self.config.activation != "xielu":
+            return SLOPES
+        stored = {role: float(self.other(layer, role).item()) for role in SLOPE_SHAPES}
+        rising, falling = (float(np.logaddexp(0.0, stored[role])) for role in ("rising", "falling"))
+        return Slopes(rising, stored["linear"] + falling, stored["linear"], stored["largest"])
 
     @property
     def final_norm_bias(self) -> NDArray[np.float32] | None:

@@ -20,7 +20,7 @@ from heterollm.kernels.npu.linear_graphs import (
 from heterollm.kernels.npu.protocol import GraphForm
 from heterollm.kernels.npu.shards import ExpertsShard, FfnShard
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
-from heterollm.kernels.ops import Activation
+from heterollm.kernels.ops import Activation, Slopes
 
 # Activations but ReLU are gate * sigmoid(s). For SiLU s is the gate. For GELU (tanh formula) it is
 # 2 sqrt(2 / pi) (gate + 0.044715 gate³), since (1 + tanh(t)) / 2 = sigmoid(2 t); this keeps the digits that a
@@ -133,6 +133,9 @@ def _add_activated(shard: FfnShard, body: GraphBody, prefix: str, bias_shape: tu
         for name, bias in zip((gate, up), np.split(shard.bias, 1 + shard.gated), strict=False):
             body.tensors[f"{name}_bias"] = bias.astype(body.dtype).reshape(bias_shape)
             body.add("Add", [_product(shard, name), f"{name}_bias"], name)
+    if shard.activation == "xielu":
+        bent = _add_xielu(body, prefix, shard.slopes)
+        return _add_product(body, [bent, *([up] * shard.gated)], activated)
     own = SIGMOID_ARGUMENTS.get(shard.activation)
     if own is None or (shard.activation in OPERATORS and body.dtype == np.float32):
         body.add(OPERATORS[shard.activation], [gate], share)
@@ -146,6 +149,31 @@ def _add_activated(shard: FfnShard, body: GraphBody, prefix: str, bias_shape: tu
     body.add("Mul", [up, share], up_share)
     body.add("Mul", [gate, up_share], activated)
     return activated
+
+
+def _add_xielu(body: GraphBody, prefix: str, slopes: Slopes) -> str:
+    """Append xIELU of ``gate`` and return its name."""
+
+    def number(name: str, value: float) -> str:
+        body.tensors[f"{prefix}{name}"] = np.array([value], body.dtype)
+        return f"{prefix}{name}"
+
+    def add(kind: str, inputs: list[str], name: str) -> str:
+        body.add(kind, inputs, f"{prefix}{name}")
+        return f"{prefix}{name}"
+
+    gate = f"{prefix}gate"
+    positive = add("Relu", [gate], "positive")
+    # exp(x) - 1 is 2 t / (1 - t) with t = tanh(x / 2), which keeps its digits near 0.
+    low = add("Min", [gate, number("largest", slopes.largest)], "low")
+    half = add("Tanh", [add("Mul", [low, number("half", 0.5)], "low_half")], "half_tanh")
+    rest = add("Sub", [number("one", 1.0), half], "rest")
+    grown = add("Div", [add("Mul", [half, number("two", 2.0)], "twice_tanh"), rest], "grown")
+    bent = add("Add", [grown, add("Sub", [positive, gate], "magnitude")], "bent")
+    falling = add("Mul", [bent, number("falling", slopes.falling)], "falling_part")
+    slope = add("Mul", [positive, number("rising", slopes.rising)], "rising_part")
+    slope = add("Add", [slope, number("linear", slopes.linear)], "slope")
+    return add("Add", [add("Mul", [gate, slope], "sloped"), falling], "xielu")
 
 
 def _add_product(body: GraphBody, factors: list[str], target: str) -> str:

@@ -74,7 +74,7 @@ def shard_digest(shard: GraphShard) -> str:
     identity: list[Any] = [shard.weights_key, shard.layer, shard.group, shard.row_ranges, str(shard.format)]
     parts = _ffns(shard)
     if parts:
-        identity.append(parts[0].activation)
+        identity += [parts[0].activation, *([parts[0].slopes] if parts[0].activation == "xielu" else [])]
     if isinstance(shard, ExpertsShard):
         identity.append(shard.experts)
     elif shard.ranges is not None:

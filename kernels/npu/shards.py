@@ -16,7 +16,7 @@ from heterollm.base import GraphError
 from heterollm.kernels.formats import LARGEST_EXPONENT, LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges
 from heterollm.kernels.npu.shapes import ExpertsShape, FfnShape, LinearShape, ScoresShape
-from heterollm.kernels.ops import Activation, Group, WeightFormat
+from heterollm.kernels.ops import SLOPES, Activation, Group, Slopes, WeightFormat
 
 SCORES_CONTEXT_BYTES: Final = 100_000
 """About the size of a binary of scores: 58 to 161 KB for 192 to 4096 queries and up to 8192 keys."""
@@ -114,6 +114,7 @@ class FfnShard:
         cut: Range ``[start, stop)`` of the intermediate width.
         integer_inputs: Whether the inputs of each linear are rounded to int8 for each block of its weights.
         ranges: Calibrated ranges, which integer forms need.
+        slopes: Numbers of xIELU.
 
     Raises:
         GraphError: The weights do not fit together or the cut, or differ in format.
@@ -128,6 +129,7 @@ class FfnShard:
     cut: tuple[int, int]
     integer_inputs: bool = False
     ranges: FfnRanges | None = None
+    slopes: Slopes = SLOPES
 
     def __post_init__(self) -> None:
         start, stop = self.cut
@@ -202,7 +204,7 @@ class FfnShard:
     def key(self) -> ShardKey:
         """Identity of the shard."""
         identity = (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
-        return (*identity, self.activation, self.bias is not None, str(self.ranges))
+        return (*identity, self.activation, self.bias is not None, str(self.ranges), str(self.slopes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,11 +31,18 @@ from heterollm.kernels.operators.operator import (
     Timed,
     Values,
 )
-from heterollm.kernels.ops import Activation, GateClip, Join, WeightFormat
+from heterollm.kernels.ops import SLOPES, Activation, GateClip, Join, Slopes, WeightFormat
 
 STEPS: Final[Mapping[str, StepCategory]] = {"activation": "activation"}
 
-ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu_squared")
+ACTIVATIONS: Final[tuple[Activation, ...]] = (
+    "silu",
+    "gelu_tanh",
+    "gelu_erf",
+    "relu",
+    "relu_squared",
+    "xielu",
+)
 """Activations in the order of their numbers in pointwise.cl."""
 
 
@@ -79,6 +86,7 @@ def activate(
     rounded: RoundedInputs | None = None,
     factors: TokenFactors | None = None,
     clip: GateClip | None = None,
+    slopes: Slopes = SLOPES,
     label: str = "activation",
 ) -> Launch:
     """Return the launch of ``out = activation(gate) * up``, or ``activation(up)`` of a group without a gate.
@@ -94,6 +102,7 @@ def activate(
         rounded: Target of the int8 codes of ``out``; None for no codes.
         factors: Values that the output is multiplied by; None for none.
         clip: Bounds of gate and up, which the activation must be silu for; None for none.
+        slopes: Numbers of xIELU.
         label: Name for traces and errors.
     """
     members = len(gate_up.rows)
@@ -104,7 +113,8 @@ def activate(
     out.require(tokens * intermediate * on.item_bytes, f"{label} output")
     by_expert = isinstance(bias, ExpertBiases)
     values, *order = bias if isinstance(bias, ExpertBiases) else (bias,)
-    bounds = () if clip is None else tuple(map(np.float32, clip))
+    has_slopes = activation == "xielu"
+    bounds = tuple(map(np.float32, clip or (slopes if has_slopes else ())))
     own = () if factors is None else (factors.memory, *map(np.int32, (factors.columns, factors.first)))
     memory = (gate_up.a, gate_up.b, out, gate_up.b if values is None else values, *own, *order, *bounds)
     flags = ACTIVATIONS.index(activation), values is not None, members
@@ -119,7 +129,12 @@ def activate(
         segments=gate_up,
         defines={
             name: 1
-            for name, holds in (("FACTORS", factors), ("BY_EXPERT", by_expert), ("CLIPPED", clip))
+            for name, holds in (
+                ("FACTORS", factors),
+                ("BY_EXPERT", by_expert),
+                ("CLIPPED", clip),
+                ("SLOPES", has_slopes),
+            )
             if holds
         },
     )
@@ -130,6 +145,7 @@ def exact_gated_activation(
     up: NDArray[Any] | None = None,
     activation: Activation = "silu",
     clip: GateClip | None = None,
+    slopes: Slopes = SLOPES,
 ) -> NDArray[np.float64]:
     """Return ``activation(gate) * up``, or the activation alone."""
     exact = gate.astype(np.float64)
@@ -146,6 +162,10 @@ def exact_gated_activation(
         gated = np.maximum(exact, 0.0)
     elif activation == "relu_squared":
         gated = np.square(np.maximum(exact, 0.0))
+    elif activation == "xielu":
+        low = np.minimum(exact, slopes.largest)
+        bent = np.where(exact > 0, slopes.rising * exact**2, slopes.falling * (np.expm1(low) - exact))
+        gated = bent + slopes.linear * exact
     else:
         # exp of minus the magnitude cannot overflow.
         small = np.exp(-np.abs(exact))
@@ -172,6 +192,7 @@ class GatedCase:
     rounds: WeightFormat | None = None
     factors: int | None = None
     clip: GateClip | None = None
+    slopes: Slopes = SLOPES
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         tokens, width = self.tokens, self.width
@@ -186,6 +207,7 @@ class GatedCase:
             rounded=data.int8(self.rounds, tokens, width),
             factors=self._factors(data),
             clip=self.clip,
+            slopes=self.slopes,
         )
         return (launch,)
 
@@ -197,7 +219,7 @@ class GatedCase:
 
     def exact(self, data: Values) -> Exact:
         gate, *up = np.split(data["linear"] + data.get("bias", 0.0), len(self.splits), axis=1)
-        found = exact_gated_activation(gate, up[0] if up else None, self.activation, self.clip)
+        found = exact_gated_activation(gate, up[0] if up else None, self.activation, self.clip, self.slopes)
         if self.factors is not None:
             found = found * data["factors"][:, self.factors : self.factors + self.width]
         return {"activated": found}
@@ -212,6 +234,7 @@ CHECKS: Final = tuple(
         ("5 tokens, GELU by erf", replace(_SPLIT, activation="gelu_erf")),
         ("5 tokens, ReLU", replace(_SPLIT, activation="relu")),
         ("5 tokens, no gate", replace(_SPLIT, splits=(64,), activation="relu_squared")),
+        ("5 tokens, xIELU", replace(_SPLIT, splits=(64,), activation="xielu", slopes=Slopes(0.5, 1.1, 0.4))),
         ("5 tokens, sum", replace(_SPLIT, join="sum")),
         ("5 tokens, clipped", replace(_SPLIT, biased=True, scale=4.0, clip=GateClip(7.0, 1.702))),
         ("5 tokens, factors", replace(_SPLIT, splits=(64,), factors=11)),

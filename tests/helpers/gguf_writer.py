@@ -475,6 +475,7 @@ CONVERTERS = {
     "llama": Converter("llama", tensors=in_pairs),
     "mistral": Converter("mistral3", tensors=in_pairs),
     "smollm3": Converter("smollm3", tensors=in_pairs),
+    "apertus": Converter("apertus"),
     "arcee": Converter("arcee", tensors=in_pairs),
     "internlm2": Converter("internlm2", tensors=without_groups),
     "minicpm": Converter("minicpm", minicpm_multipliers, in_pairs),
@@ -562,6 +563,7 @@ def write_gguf(
     )
     loaded = load_file(folder / "model.safetensors")
     floats = {name: values.astype(np.float32) for name, values in loaded.items()}
+    write_xielu(writer, floats)
     for name, values in converter.tensors(stacked(floats), config):
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
@@ -573,6 +575,14 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_xielu(writer: Any, floats: Tensors) -> None:
+    """Write the numbers of activations, which are no tensors in the file."""
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        owns = [one for one in floats if one.endswith(f".act_fn.{name}")]
+        if owns:
+            getattr(writer, f"add_xielu_{name}")([float(floats.pop(own).item()) for own in sorted(owns)])
 
 
 def write_sizes(writer: Any, config: Config) -> None:
@@ -704,7 +714,7 @@ def random_blocks(kind: Any, rows: int, columns: int, seed: int = 0) -> np.ndarr
 
 # ---- changed files --------------------------------------------------------------------------------------
 
-GLOBAL = ("general", "tokenizer", "split", "quantize", "mradermacher", "llama")
+GLOBAL = ("xielu", "general", "tokenizer", "split", "quantize", "mradermacher", "llama")
 """Name spaces that are not short here."""
 
 

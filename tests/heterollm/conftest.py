@@ -323,6 +323,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {**PLAIN, "sliding_window": 20},
     "nemotron": {**PLAIN, "head_dim": 40, "mlp_bias": True, "rope_parameters": HALF_TURNING},
+    # An activation with numbers of its own in each layer.
+    "apertus": {**PLAIN, "head_dim": 40, "attention_bias": True},
     "arcee": {**PLAIN, "head_dim": 40, "attention_bias": True},
     # Positions that differ between layers, and a mixture.
     "mellum": {
@@ -659,6 +661,8 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
             elif name.endswith("router.proj.weight"):
                 # Its input is divided by the root of its width.
                 parameter.normal_()
+            elif "act_fn.alpha" in name:
+                parameter.uniform_(-1.0, 1.5)
             elif name.endswith(("bias", "conv1d.weight", "sinks")):
                 parameter.normal_(std=0.5)
             else:
@@ -668,6 +672,8 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         for name, values in model.named_buffers():
             if name.endswith(("expert_bias", "correction_bias")):
                 values.normal_(std=0.3)
+            if name.endswith("act_fn.beta"):
+                values.fill_(0.3)
             if "layer_scalar" in name:
                 values.uniform_(0.5, 1.5)
     model.save_pretrained(folder)

@@ -91,7 +91,7 @@ def exact_block():
         if part.bias is not None:
             products += part.bias
         gate, *up = np.split(products, 1 + part.gated, axis=1)
-        activated = exact_gated_activation(gate, up[0] if up else None, part.activation)
+        activated = exact_gated_activation(gate, up[0] if up else None, part.activation, slopes=part.slopes)
         seen = reference.round_inputs(activated, part.format.block) if rounds else activated
         return seen @ reference.weight_values(part.down).T
 

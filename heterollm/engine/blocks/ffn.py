@@ -69,6 +69,7 @@ class FfnEmitter:
             activation=block.activation,
             bias=self._tensors.bias(layer, "gate_up", start),
             rounded=rounded,
+            slopes=self._tensors.slopes(layer),
         )
 
     def _ffn(self, builder: PassBuilder, block: FfnBlock, op: PlacedOp) -> Segments:

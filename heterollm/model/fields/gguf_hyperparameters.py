@@ -374,6 +374,17 @@ OTHER: Final = (
         ARCHITECTURE,
         QWEN35 | {"exaone4", "exaone-moe", "glm4moe"},
     ),
+    *(
+        read(
+            f"xielu.{name}", f"{meaning} of xIELU in each layer", "models/apertus.cpp", frozenset({"apertus"})
+        )
+        for name, meaning in (
+            ("alpha_p", "factor of the square, before a softplus,"),
+            ("alpha_n", "factor of the exponential less beta, before a softplus,"),
+            ("beta", "factor of the input"),
+            ("eps", "upper bound of the exponent"),
+        )
+    ),
     read(
         ".use_parallel_residual",
         "whether attention and network stand side by side",

@@ -37,6 +37,7 @@ from heterollm.model.stored.gguf_family_fields import (
     olmo2,
     one_window,
     phimoe,
+    plain_rope,
     qwen2_moe,
     qwen3_moe,
     stablelm,
@@ -65,6 +66,7 @@ class Architecture(NamedTuple):
         fields: Returns the fields of ``config.json`` that other architectures lack.
         lists: Meaning of heads and widths that are lists.
         others: Other tensors of a layer by the file's names, where they differ from those of all.
+        numbers: Names and shapes of tensors of each layer whose numbers the metadata has, by field.
         heads_in_turns: Whether the value heads of a delta net stand in turns: the first of each key head,
             then the second of each.
     """
@@ -85,6 +87,7 @@ class Architecture(NamedTuple):
     fields: Callable[[GgufFile, Fields], Fields] = no_fields
     lists: Lists = "alike"
     others: Mapping[str, Other] = MappingProxyType({})
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({})
     heads_in_turns: bool = False
 
 
@@ -130,6 +133,12 @@ POST_NORM: Final = {"post_attention_norm": "post_attention_layernorm"}
 ROUTER: Final = {"ffn_gate_inp": "mlp.gate"}
 SPARSE_ROUTER: Final = {"ffn_gate_inp": "block_sparse_moe.gate"}
 CHOICE_BIAS: Final = {"exp_probs_b.bias": Other("mlp.gate.e_score_correction_bias")}
+XIELU: Final = {
+    "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
+    "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)),
+    "xielu.beta": ("mlp.act_fn.beta", ()),
+    "xielu.eps": ("mlp.act_fn.eps", ()),
+}
 GEMMA4: Final = Architecture(
     "gemma4_text",
     "Gemma4ForCausalLM",
@@ -152,6 +161,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {
         "llama": Architecture("llama", "LlamaForCausalLM", permuted=True, biases=BIASES),
         "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True, biases=BIASES),
+        "apertus": Architecture(
+            "apertus",
+            "ApertusForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+            fields=plain_rope,
+            numbers=XIELU,
+        ),
         "arcee": Architecture("arcee", "ArceeForCausalLM", permuted=True, biases=BIASES),
         "mistral3": Architecture("mistral", "MistralForCausalLM", permuted=True, fields=mistral3),
         # q, k and v lie apart, as Llama's.

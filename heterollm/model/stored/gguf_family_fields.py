@@ -173,6 +173,11 @@ def minicpm(file: GgufFile, config: Fields) -> Fields:
     }
 
 
+def plain_rope(_file: GgufFile, config: Fields) -> Fields:
+    """Return the rotary embedding without a scaling, which the model type has by default."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
+
+
 def gpt_neox(file: GgufFile, config: Fields) -> Fields:
     """Return GPT-NeoX's own names of the rotary embedding, and whether blocks stand side by side."""
     return {

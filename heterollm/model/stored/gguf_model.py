@@ -12,7 +12,7 @@ from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_config import architecture_of
 from heterollm.model.stored.gguf_delta import DECAY_LOG, GATED_NORM
 from heterollm.model.stored.gguf_file import GgufFile, GgufRows
-from heterollm.model.stored.gguf_places import places
+from heterollm.model.stored.gguf_places import layer_numbers, places
 
 
 class GgufTensors:
@@ -35,15 +35,16 @@ class GgufTensors:
         architecture = architecture_of(file)
         self._norm_offset = np.float32(architecture.norm_offset)
         self._places = places(file, architecture)
+        self._numbers = layer_numbers(file, architecture)
 
     @property
     def names(self) -> Collection[str]:
         """The name of every tensor."""
-        return self._places.keys()
+        return (*self._places, *self._numbers)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._places[name].shape
+        return self._numbers[name].shape if name in self._numbers else self._places[name].shape
 
     def size_bytes(self, name: str) -> int:
         """Return the size of a tensor in the file."""
@@ -55,7 +56,7 @@ class GgufTensors:
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored as integers."""
-        return self._type(name).dtype is None
+        return name not in self._numbers and self._type(name).dtype is None
 
     def blocks(self, name: str, rows: tuple[int, int]) -> AffineBlocks:
         """Return rows ``[start, stop)`` of a quantised tensor."""
@@ -63,6 +64,8 @@ class GgufTensors:
 
     def read(self, name: str, rows: tuple[int, int] | None) -> NDArray[np.float32]:
         """Return a tensor, or rows ``[start, stop)`` of its matrix, as float32."""
+        if name in self._numbers:
+            return self._numbers[name]
         kind, every = self._type(name), sum(part.stop - part.start for part in self._places[name].parts)
         values = _values(kind, self._rows(name, *(rows or (0, every))))
         if columns := self._places[name].columns:

@@ -9,6 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.model.stored.gguf_architectures import Architecture, key_heads
 from heterollm.model.stored.gguf_delta import DECAY, delta_places, read_delta_heads
@@ -51,6 +54,25 @@ def places(file: GgufFile, architecture: Architecture) -> dict[str, GgufPlace]:
         if not LAYER_TENSOR.fullmatch(own) and own not in ROPE_TENSORS:
             module, _, ending = own.rpartition(".")
             found[f"{top[module]}.{ending}" if module in top else own] = _whole(file, own)
+    return found
+
+
+def layer_numbers(file: GgufFile, architecture: Architecture) -> dict[str, NDArray[np.float32]]:
+    """Return the tensors of layers whose numbers the metadata states, one for each layer or for all.
+
+    Raises:
+        CheckpointError: A number is missing or not finite.
+    """
+    found = {}
+    for field, (name, shape) in architecture.numbers.items():
+        stated = file.metadata.get(field)
+        numbers = stated if isinstance(stated, list) else [stated] * file.layers
+        if len(numbers) != file.layers or not all(
+            type(one) is float and math.isfinite(one) for one in numbers
+        ):
+            raise CheckpointError(f"{file.path}: {field} is no list of {file.layers} numbers.")
+        for layer, number in enumerate(numbers):
+            found[f"{architecture.layer}.{layer}.{name}"] = np.full(shape, number, np.float32)
     return found
 
 

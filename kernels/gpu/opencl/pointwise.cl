@@ -6,6 +6,7 @@
 #define GELU_ERF 2
 #define RELU 3
 #define RELU_SQUARED 4
+// Activation 5 is xIELU, with SLOPES.
 
 // Factors of the polynomial in formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7.
 #define ERF_SHIFT 0.3275911f
@@ -18,7 +19,7 @@
 // where erf(x) = 1 - exp(-x^2) series(1 / (1 + shift x)). With CODE_BITS the kernel also
 // rounds its output to int8. With FACTORS the output is multiplied by columns of another array.
 // With BY_EXPERT rows are those of pairs of a token and an expert, and each expert has a bias (experts.cl); no other processor
-// takes any. With CLIPPED gate is bounded from above and up on both sides, and the output is
+// takes any. With SLOPES the activation is xIELU (kernels/ops.py). With CLIPPED gate is bounded from above and up on both sides, and the output is
 // (up + 1) * gate * sigmoid(slope * gate).
 #ifdef FACTORS
 #define FACTOR_ARGUMENTS __global const act_t *factors, int factor_columns, int first_factor,
@@ -35,9 +36,14 @@
 #else
 #define CLIP_ARGUMENTS
 #endif
+#ifdef SLOPES
+#define SLOPE_ARGUMENTS float rising, float falling, float linear, float largest,
+#else
+#define SLOPE_ARGUMENTS
+#endif
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
                                           __global act_t *out, __global const float *bias,
-                                          FACTOR_ARGUMENTS EXPERT_ARGUMENTS CLIP_ARGUMENTS int activation,
+                                          FACTOR_ARGUMENTS EXPERT_ARGUMENTS CLIP_ARGUMENTS SLOPE_ARGUMENTS int activation,
                                           int has_bias, int members, int gate_split, int up_split, int columns, int span
                                           CODE_ARGUMENTS) {
   size_t token = get_global_id(1);
@@ -75,6 +81,14 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
 #endif
     if (activation == GELU_TANH)
       size *= 1.59576912f * (1.0f + 0.044715f * size * size);
+#ifdef SLOPES
+    float8 low = gate > largest ? (float8)largest : gate;
+    // exp(x) - 1 - x loses its digits near 0, where its series has them.
+    float8 near = low * low * 0.5f * (1.0f + low / 3.0f * (1.0f + low / 4.0f * (1.0f + low / 5.0f * (1.0f + low / 6.0f))));
+    float8 bent = low > -0.25f ? near : exp2_8(low * 1.44269504f) - 1.0f - low;
+    bent = gate > 0.0f ? rising * gate * gate : falling * (bent + low - gate);
+    float8 value = (bent + linear * gate) * up;
+#else
     float8 power = size;
     if (activation == GELU_ERF) {
       size *= 0.707106781f;
@@ -91,6 +105,7 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
     if (activation >= RELU)
       share = gate < 0.0f ? (float8)0.0f : activation == RELU ? (float8)1.0f : gate;
     float8 value = gate * share * up;
+#endif
 #ifdef FACTORS
     LOAD_PART(load_act8, load_act, factors, token * factor_columns + first_factor + i, count, factor)
     value *= factor;

@@ -400,6 +400,8 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
         ("gemma4_text", name): {"enable_moe_block": True}
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
     },
+    ("apertus", "original_max_position_embeddings"): {**YARN, "rope_theta": 10_000.0},
+    ("apertus", "rope_theta"): {"rope_scaling": {"type": "linear", "factor": 4.0}},
     ("llama4_text", "layer_types"): {"attention_chunk_size": 8},
     ("llama4_text", "intermediate_size_mlp"): {"interleave_moe_layer_step": 2},
     ("qwen2_moe", "sliding_window"): {"use_sliding_window": True},

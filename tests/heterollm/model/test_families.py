@@ -17,7 +17,6 @@ from heterollm.model import ModelConfig, RopeConfig, expert_specs
 from heterollm.model.blocks import (
     AnyBlock,
     AttentionBlock,
-    DeltaNetBlock,
     FfnBlock,
     LayerConfig,
     LayerInputBlock,
@@ -33,7 +32,7 @@ LEVELS = ("gpu", "npu", "layer")
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
     *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
-    *("ministral3", "hunyuan_v1_dense", "cohere2", "exaone", "olmo", "granite_swa"),
+    *("apertus", "ministral3", "hunyuan_v1_dense", "cohere2", "exaone", "olmo", "granite_swa"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -431,6 +430,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "biases of the feed-forward",
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
+    "apertus": ("activation", "norms of heads", "biases of q, k and v", "bias of attention"),
     "lfm2": ("norms of heads",),
     "ernie4_5_moe": ("bias of the choice", "normalised weights", "bias of the head", *BIASES),
     "glm4_moe": (
@@ -507,9 +507,15 @@ def test_a_feature_that_is_taken_away_is_seen(
 
 
 @pytest.mark.parametrize(
-    ("role", "value"), [("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0), ("gated_norm", 1.0)]
+    ("family", "role", "value"),
+    [
+        *(("qwen3_5_text", *one) for one in (("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0))),
+        ("qwen3_5_text", "gated_norm", 1.0),
+        *(("apertus", *one) for one in (("linear", 0.0), ("rising", -3.0), ("falling", -3.0))),
+    ],
 )
-def test_a_tensor_of_a_delta_net_that_is_taken_away_is_seen(
+def test_a_tensor_that_is_taken_away_is_seen(
+    family: str,
     role: str,
     value: float,
     checkpoint: Callable[..., Path],
@@ -518,13 +524,13 @@ def test_a_tensor_of_a_delta_net_that_is_taken_away_is_seen(
     token_ids: Callable[[int], list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, ids = checkpoint("qwen3_5_text"), token_ids(PROMPT + STEPS)
+    folder, ids = checkpoint(family), token_ids(PROMPT + STEPS)
     expected = oracle(folder, ids)
     load_weights = heterollm.loading.load_weights
 
     def without_it(*arguments: Any, **options: Any) -> Any:
         weights = load_weights(*arguments, **options)
-        names = {other_name(weights.config, layer, role) for layer in weights.config.blocks(DeltaNetBlock)}
+        names = {other_name(weights.config, layer, role) for layer in range(weights.config.layers)}
         floats = {
             name: np.full_like(own, value) if name in names else own for name, own in weights.floats.items()
         }

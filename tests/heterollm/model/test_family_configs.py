@@ -98,6 +98,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rotary_pct": 0.5,
         "use_parallel_residual": True,
     },
+    "apertus": {"model_type": "apertus", "num_key_value_heads": 2},
     "opt": {"model_type": "opt", "ffn_dim": 96},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 32, "norm_epsilon": 1e-4},
     "nemotron": {"model_type": "nemotron", "num_key_value_heads": 2, "norm_eps": 1e-4},
@@ -305,7 +306,9 @@ def test_tensors_are_those_of_transformers(published: dict[str, Any]) -> None:
     fields = {**published, "num_layers" if "num_layers" in published else "num_hidden_layers": 1}
     fields |= {name: fields[name][:1] for name in ("layer_types", "no_rope_layers") if name in fields}
     model = transformers.AutoModelForCausalLM.from_config(theirs_of(fields))
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored = model.state_dict()
+    buffers = (pair for pair in model.named_buffers() if pair[0] in stored)
+    shapes = {name: tuple(one.shape) for name, one in (*model.named_parameters(), *buffers)}
     # Names are those of files, some of which transformers renames.
     shapes = {name.replace(*RENAMED.get(ours.model_type, ("", ""))): one for name, one in shapes.items()}
     prefix = ".h." if ours.model_type == "exaone" else ".layers."

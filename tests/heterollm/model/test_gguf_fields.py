@@ -357,7 +357,7 @@ def read_rows() -> list[tuple[str, frozenset[str]]]:
 @pytest.mark.parametrize(("name", "only"), read_rows())
 def test_every_field_that_is_read_has_a_case(name, only):
     own = name.removeprefix("{arch}.")
-    assert own in CASES or own in SIZES or own in TEXT_CASES or own in ID_CASES or own in PLACES
+    assert any(own in cases for cases in (CASES, SIZES, TEXT_CASES, ID_CASES, PLACES, NUMBERS))
     if only and own in CASES:
         assert {architecture(case.family) for case in CASES[own]} == only
 
@@ -387,6 +387,21 @@ def test_a_field_that_is_read_has_the_logits_of_transformers(
     without, found = (logits_of(path, host_llm, ids) for path in (plain, changed))
     assert db(found, twin_logits(folder, case.twin, ids)) >= LEAST_DB
     assert db(found, without) < CHANGED_DB
+
+
+NUMBERS = tuple(f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+"""Fields with a number of each layer, which checkpoints have in tensors."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_layers_are_tensors(name, sources, tmp_path):
+    source, tensor = sources("apertus")[1], f"model.layers.1.mlp.act_fn.{name.removeprefix('xielu.')}"
+    for value, found in (([0.25, 0.5], 0.5), (0.75, 0.75)):
+        path = rewritten(source, tmp_path / f"{found}.gguf", {name: value})
+        assert Checkpoint(path).read(tensor).item() == found
+    for wrong in (None, [0.25], [0.25, math.nan], "text"):
+        with pytest.raises(CheckpointError, match=f"{name} is no list of 2 numbers"):
+            Checkpoint(rewritten(source, tmp_path / "wrong.gguf", {name: wrong}))
 
 
 @pytest.mark.parametrize(("name", "family", "value"), [(name, *size) for name, size in SIZES.items()])

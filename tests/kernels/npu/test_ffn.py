@@ -19,6 +19,7 @@ USABLE, REASON, _ = qnn_available(emulator=True)
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 STEPPED = WeightFormat(4, 32, scales="stepped")
 ACTIVATIONS = ["silu", "gelu_tanh", "gelu_erf", "relu"]
+SQUARES = ["relu_squared", "xielu"]
 OPERATORS = {"relu": "Relu", "gelu_erf": "Gelu"}
 FORMATS = [(4, 32, True), (4, 64, False), (8, 32, True), (8, 128, False), (16, 0, True)]
 FORMS = {
@@ -113,7 +114,7 @@ def test_a_form_must_suit_format_and_width(make_block, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [4, 16])
-@pytest.mark.parametrize("activation", [*ACTIVATIONS, "relu_squared"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *SQUARES])
 def test_a_block_without_a_gate(make_block, exact_block, tmp_path, npu, activation, bits):
     """Two linears and the activation of the first, in every form; integers refuse it."""
     part = make_block(128, K_SPLIT_COLUMNS + 64, bits, activation=activation, biased=True, members=1)
@@ -252,6 +253,14 @@ class TestEmulator:
             for form in forms:
                 x, y = run(hexagon, part, length, form)
                 assert linear_errors(y, exact_block(part, x)).within("fp16"), (length, form)
+
+    @pytest.mark.parametrize("activation", SQUARES)
+    def test_squares_have_twice_the_error_of_their_root(self, hexagon, make_block, exact_block, activation):
+        for kind in ({}, {"bits": 16}):
+            part = make_block(128, 256, **kind, activation=activation, biased=True, members=1)
+            for form in hexagon.forms(part.shape, 32):
+                x, y = run(hexagon, part, 32, form)
+                assert linear_errors(y, exact_block(part, x)).nmse < 4e-6, form
 
     def test_pieces_of_the_last_linear(self, hexagon, make_block, exact_block):
         for kind in ({}, {"symmetric": False}, {"bits": 16}):
