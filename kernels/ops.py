@@ -315,9 +315,10 @@ def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
     partial sum.
 
     Returns:
-        The group; None if the two have different number formats, since one graph takes one format.
+        The group; None if the two have different number formats, since one graph takes one format, or if an
+        operator on whole rows lies between them, such as a norm.
     """
-    if gate_up.weight != down.weight or gate_up.integer_inputs != down.integer_inputs:
+    if gate_up.weight != down.weight or gate_up.integer_inputs != down.integer_inputs or len(down.before) > 1:
         return None
     return replace(
         gate_up,

@@ -106,7 +106,7 @@ class Compiler:
             ),
             DeltaNetBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
             ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
-            FfnBlock.NAME: FfnEmitter(device, self._linears, tensors),
+            FfnBlock.NAME: FfnEmitter(device, self._linears, tensors, self._config.rms_norm_eps),
             LayerInputBlock.NAME: self.layer_inputs,
             MixtureBlock.NAME: self._experts,
         }

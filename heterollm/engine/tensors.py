@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.kernels.ops import Group, Slopes
 from heterollm.model import (
+    INNER_NORMS,
     LAYER_SCALE,
     AttentionBlock,
     DeltaNetBlock,
@@ -47,12 +48,13 @@ class GlueTensors:
         self._ropes: dict[tuple[RopeConfig | None, int], tuple[Any, Any]] = {}
         for number, layer in enumerate(config.per_layer):
             for stage in layer.stages:
-                for norm in stage.norms:
+                inner = (norm for block in stage.blocks for norm in block.norms() if norm in INNER_NORMS)
+                for norm in (*stage.norms, *inner):
                     factors = weights.norm(number, norm) + offset
                     self._norms[number, norm] = self._uploaded(factors, weights.norm_bias(number, norm))
         for number, block in config.blocks(AttentionBlock).items():
             if block.head_norms:
-                heads = [weights.norm(number, norm) for norm in block.norms()]
+                heads = [weights.norm(number, norm) for norm in block.norms_of_heads()]
                 self._head_norms[number] = runtime.upload(np.concatenate(heads) + offset)
             if (key := (block.rope, block.rotary_dim)) not in self._ropes:
                 tables = _tables(*key, context)

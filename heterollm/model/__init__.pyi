@@ -1,5 +1,6 @@
 from .blocks import ALL_GROUPS as ALL_GROUPS
 from .blocks import EXPERT_FACTORS as EXPERT_FACTORS
+from .blocks import INNER_NORMS as INNER_NORMS
 from .blocks import LAYER_GROUPS as LAYER_GROUPS
 from .blocks import LAYER_SCALE as LAYER_SCALE
 from .blocks import ROUTER_BIAS as ROUTER_BIAS

@@ -107,6 +107,7 @@ class BlockFields:
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
             gated="gate" in family.tensors.modules["qkv"],
             sinks="sinks" in family.tensors.others,
+            inner_norm="attention_inner" in family.tensors.norms,
         )
         self._activation = _activation(fields, family)
         self._windows = _windows(fields, family, layers)
@@ -183,7 +184,8 @@ class BlockFields:
         tensors = self._family.tensors
         biased, gated = is_biased(fields, self._family, "ffn"), "gate" in tensors.modules["gate_up"]
         token_gated = shared and "token_gate" in tensors.others
-        return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
+        inner = "network_inner" in tensors.norms
+        return FfnBlock(width, self._activation, biased, gated, token_gated, inner) if width else None
 
 
 def _has_head_norms(fields: JsonFields, family: Family) -> bool:
@@ -263,7 +265,8 @@ def _head_dim(fields: JsonFields, family: Family, hidden_size: int, heads: int) 
     if fields.get("head_dim") is None and hidden_size % heads:
         raise CheckpointError(f"config.json: hidden_size {hidden_size} is not divisible by {heads} heads.")
     head_dim = fields.count("head_dim", hidden_size // heads)
-    if family.joint_head_norms and head_dim * heads != hidden_size:
+    spans = family.joint_head_norms or "attention_inner" in family.tensors.norms
+    if spans and head_dim * heads != hidden_size:
         raise fields.fail("head_dim", f"{hidden_size // heads}, since a norm spans all heads")
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs.")

@@ -20,6 +20,8 @@ Norm = Literal[
     "attention_output",
     "feed_forward_output",
     "layer_input_output",
+    "attention_inner",
+    "network_inner",
     "network",
     "network_output",
     "experts",
@@ -32,6 +34,12 @@ Norm = Literal[
 NORM: Final = "rms_norm"
 """The norm before each block, by its name in profiles."""
 
+INNER_NORM: Final = "inner_norm"
+"""The norm of what the last linears of a block read, likewise."""
+
+
+INNER_NORMS: Final[tuple[Norm, ...]] = ("attention_inner", "network_inner")
+"""Norms of what the last linears of a block read."""
 
 LAYER_SCALE: Final = "scale"
 """Role of the factor of a layer."""
@@ -130,6 +138,7 @@ class AttentionBlock(Block):
         values_are_keys: Whether the linear of k is that of v, too.
         kv_layer: The layer before whose keys and values it reads, in place of own ones; None for own ones.
         sinks: Whether each head has one more score, a weight of the model, whose value is zero.
+        inner_norm: Whether the output has a norm before its linear.
     """
 
     NAME: ClassVar[str] = "attention"
@@ -156,6 +165,7 @@ class AttentionBlock(Block):
     chunked: bool = False
     kv_layer: int | None = None
     sinks: bool = False
+    inner_norm: bool = False
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places; without own keys and values one of q alone."""
@@ -164,6 +174,7 @@ class AttentionBlock(Block):
         gate = (Member("gate", rows),) if self.gated else ()
         members, copies = (Member("q", rows), *own, *gate), {"v": "k"} if self.values_are_keys else {}
         rope, gates = "rope_and_store", ("output_gate",) if self.gated else ()
+        ends = (*gates, *((INNER_NORM,) if self.inner_norm else ()))
         return (
             GroupShape(
                 *("qkv", members, hidden, "linear_input", "qkv"),
@@ -171,11 +182,16 @@ class AttentionBlock(Block):
             ),
             GroupShape(
                 *("o", (Member("o", hidden),), rows, "attention_output", "attention_delta"),
-                *((rope, "attention", *gates), NORM, self.o_bias),
+                *((rope, "attention", *ends), NORM, self.o_bias),
             ),
         )
 
     def norms(self) -> Mapping[Norm, int]:
+        """Return the widths of the norms of q and k, and of that of the output."""
+        inner: dict[Norm, int] = {"attention_inner": self.heads * self.head_dim} if self.inner_norm else {}
+        return {**self.norms_of_heads(), **inner}
+
+    def norms_of_heads(self) -> Mapping[Norm, int]:
         """Return the widths of the norms of q and k."""
         if not self.head_norms:
             return {}
@@ -285,6 +301,7 @@ class FfnBlock(Block):
         biased: Whether gate, up and down have biases.
         gated: Whether there is a gate beside up.
         token_gated: Whether the output of each token is multiplied by the sigmoid of a linear of its input.
+        inner_norm: Whether what down reads has a norm.
     """
 
     NAME: ClassVar[str] = "ffn"
@@ -295,6 +312,7 @@ class FfnBlock(Block):
     biased: bool = False
     gated: bool = True
     token_gated: bool = False
+    inner_norm: bool = False
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places."""
@@ -307,9 +325,13 @@ class FfnBlock(Block):
             ),
             GroupShape(
                 *("down", down, self.width, "activated", "feed_forward_delta"),
-                *((activation,), NORM, self.biased),
+                *((activation, *((INNER_NORM,) if self.inner_norm else ())), NORM, self.biased),
             ),
         )
+
+    def norms(self) -> Mapping[Norm, int]:
+        """Return the width of the norm of what down reads."""
+        return {"network_inner": self.width} if self.inner_norm else {}
 
     def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
         """Return the weights of the token's gate, if there is one, and the numbers of xIELU."""

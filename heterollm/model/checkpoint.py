@@ -39,6 +39,7 @@ from heterollm.model.stored import (
     PackedTensor,
     StackedExperts,
     StoredTensors,
+    TernaryLinears,
     canonical,
     foreign_format,
     gguf_folder,
@@ -53,6 +54,10 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROUNDED_INPUTS: Final = (
+    "BitNet's linears read inputs as they are; transformers rounds those of each token to 8 bits, as "
+    "precision w4a8 rounds those of each block."
+)
 BARE: Final = "model."
 """The prefix that tensors of a model without a head lack."""
 SINGLE_FILE = "model.safetensors"
@@ -177,7 +182,9 @@ class Checkpoint:
         """Assumptions about a GGUF file's metadata, fields without effect, and tensors that are not read."""
         if isinstance(self._stored, GgufTensors):
             return self._stored.notes
-        return (f"{self._unread} tensors of vision are not read; the text part is.",) if self._unread else ()
+        notes = (ROUNDED_INPUTS,) if isinstance(self._stored, TernaryLinears) else ()
+        vision = f"{self._unread} tensors of vision are not read; the text part is."
+        return (*notes, *((vision,) if self._unread else ()))
 
     @property
     def is_gguf(self) -> bool:
@@ -454,12 +461,14 @@ class Checkpoint:
         def bits(name: str) -> NDArray[Any]:
             return files[name].bits(name)
 
-        packed: StackedExperts | PackedLinears
+        packed: StackedExperts | PackedLinears | TernaryLinears
         if mixture is not None and (stacks := mixture.alternating or mixture.inputs_first):
             turns = bool(mixture.alternating)
             packed = StackedExperts(self.folder, tensors, bits, stacks, alternating=turns)
         elif isinstance(stated, dict):
-            packed = PackedLinears(self.folder, tensors, bits, normalized_quantization(stated))
+            own = normalized_quantization(stated)
+            method = TernaryLinears if own["quant_method"] == "bitnet" else PackedLinears
+            packed = method(self.folder, tensors, bits, own)
         else:
             return
         if packed.names:

@@ -455,6 +455,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             bos_ids=(1,),
             eos_ids=(2,),
         ),
+        "bitnet": Family(
+            name="BitNet",
+            covers="BitNet b1.58 2B4T",
+            architecture="BitNetForCausalLM",
+            tensors=TensorNames(
+                SEPARATE,
+                {**NORMS, "attention_inner": "self_attn.attn_sub_norm", "network_inner": "mlp.ffn_sub_norm"},
+            ),
+            defaults={
+                "num_key_value_heads": 5,
+                "hidden_act": "relu2",
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+            },
+            biases=ATTENTION_BIASES,
+            # The files name the class that became transformers' own.
+            published_code=("modeling_bitnet.BitNetForCausalLM",),
+            bos_ids=(128_000,),
+            eos_ids=(128_001,),
+        ),
         "smollm3": Family(
             name="SmolLM3",
             covers="SmolLM3",

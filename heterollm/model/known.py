@@ -28,6 +28,7 @@ from heterollm.model.stored import foreign_format, gguf_folder, is_gguf
 ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "apertus": "xielu",
+        "bitnet": "relu2",
         "gemma": "gelu_pytorch_tanh",
         "gpt_neox": "gelu",
         "phi": "gelu_new",

@@ -145,6 +145,8 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
     ("phonelm-1.5b", "phonelm", "mllmTeam/PhoneLM-1.5B", 2560, 6816, 19, 16, 16, 49152, True, 160, 2048),
     ("stablelm-2-1.6b", "stablelm", "stabilityai/stablelm-2-1_6b",
      2048, 5632, 24, 32, 32, 100352, False, 64, 4096),
+    ("bitnet-2b4t", "bitnet", "microsoft/bitnet-b1.58-2B-4T",
+     2560, 6912, 30, 20, 5, 128256, True, 128, 4096),
     ("apertus-8b", "apertus", "swiss-ai/Apertus-8B-2509", 4096, 21504, 32, 32, 8, 131072, False, 128, 65536),
     ("pythia-160m", "gpt_neox", "EleutherAI/pythia-160m", 768, 3072, 12, 12, 12, 50304, False, 64, 2048),
     ("pythia-410m", "gpt_neox", "EleutherAI/pythia-410m", 1024, 4096, 24, 16, 16, 50304, False, 64, 2048),
@@ -171,7 +173,6 @@ TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "muse-glimmer": "muse_glimmer",
         "llama-4": "llama4_text",
         "internlm3": "internlm3",
-        "bitnet": "bitnet",
         "deepseek-v2": "deepseek_v2",
     }
 )

@@ -18,7 +18,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "heads and norms by fields of its own": "falcon",
     "linears whose weights are stored transposed": "gpt2",
     "norms of heads that subtract the mean": "cohere persimmon",
-    "norms inside linears": "bitnet",
     "norms of heads without weights, and gates of attention": "muse_glimmer",
     "biases by two fields of its own": "internlm3",
 }

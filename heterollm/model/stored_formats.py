@@ -18,6 +18,12 @@ from heterollm.model.json_fields import JsonFields
 
 FIX_FOREIGN: Final = "Take the checkpoint that it was made from, or a GGUF, GPTQ or AWQ file of it."
 
+BITNET_VALUES: Final = {
+    "linear_class": ("bitlinear", "autobitlinear"),
+    "quantization_mode": ("offline", "online"),
+}
+"""Values of fields of BitNet, the default first."""
+
 LARGEST_BLOCK = 128
 """Longer stored blocks are cut into such with equal scales."""
 
@@ -63,6 +69,11 @@ def read_stored_formats(fields: JsonFields) -> StoredFormats | None:
     check_quantization(stated, own.where)
     if method == "mxfp4":
         return StoredFormats({"experts": WeightFormat(8, 32)}, None)
+    if method == "bitnet":
+        for name, known in BITNET_VALUES.items():
+            if own.get(name) not in known:
+                raise unsupported(f"BitNet with {name} {own.get(name)!r:.40}")
+        return _alike(WeightFormat(4, LARGEST_BLOCK))
     if method == "gptq":
         if own.get("checkpoint_format") not in ("gptq", "gptq_v2"):
             raise unsupported(f"GPTQ in the layout {own.get('checkpoint_format')!r:.40}")
@@ -97,6 +108,8 @@ def normalized_quantization(stated: Mapping[str, Any]) -> dict[str, Any]:
         found["backend"] = _small(stated.get("backend"))
         found.setdefault("bits", 4)
         found.pop("format", None)
+    elif found["quant_method"] == "bitnet":
+        found |= {name: _small(stated.get(name, known[0])) for name, known in BITNET_VALUES.items()}
     elif found["quant_method"] == "compressed-tensors":
         found["format"] = _small(stated.get("format"))
     return found

@@ -46,7 +46,7 @@ EPSILON: Final = 1e-5
 """Of checks."""
 
 STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
-    ("norm", "norm of an output", "residual", "final norm"), "norm"
+    ("norm", "norm of an output", "inner norm", "residual", "final norm"), "norm"
 )
 
 NORM_ONLY, NORM_ADD, NORM_ADD_HEAD, NORM_ALONE = range(4)
@@ -108,6 +108,7 @@ def norm_output(
     tokens: int,
     epsilon: float,
     bias: Argument = None,
+    rounded: RoundedInputs | None = None,
 ) -> Launch:
     """Return the launch of ``out = values / rms(values) * post``, where the values include ``bias``.
 
@@ -119,11 +120,12 @@ def norm_output(
         tokens: Rows.
         epsilon: Added to the mean square.
         bias: float32 ``[hidden]`` of that linear, or None.
+        rounded: Target of the int8 codes of ``out``; None for no codes.
     """
     memory, shape = (out, None, out, out), (tokens, values.rows[0])
     extras = bias, post
     return _norm_launch(
-        on, NORM_ALONE, memory, shape, values, extras, epsilon, None, centered=False, gain=1.0
+        on, NORM_ALONE, memory, shape, values, extras, epsilon, rounded, centered=False, gain=1.0
     )
 
 
@@ -268,7 +270,7 @@ class NormCase:
             "gain": self.gain,
         }
         if self.alone:
-            own = {name: options[name] for name in ("bias", "epsilon")}
+            own = {name: options[name] for name in ("bias", "epsilon", "rounded")}
             return (norm_output(on, options["delta"], options["post"], memory[2], tokens=tokens, **own),)
         if self.head_row is None:
             return (rms_norm(on, *memory, hidden=hidden, tokens=tokens, **options),)
@@ -304,6 +306,12 @@ CHECKS: Final = (
     OperatorCheck(
         "norm of an output", "5 tokens, split", NormCase(5, 192, 64, post=True, alone=True), "normed"
     ),
+    OperatorCheck(
+        "norm of an output",
+        "5 tokens, codes",
+        NormCase(5, 192, 0, post=True, alone=True, rounds=WeightFormat(4, 32)),
+        "normed",
+    ),
     OperatorCheck("norm with residual", "no norm", NormCase(5, 192, 64, unnormed=True), "normed"),
     OperatorCheck("final norm", "3 of 5 tokens, split", NormCase(5, 192, 64, head_row=2), "normed"),
 )
@@ -337,6 +345,12 @@ RMS_NORM: Final = Timed(
     case=lambda at: _measured(at, None, "qkv"),
     width=lambda model: model.hidden_size,
     points=_layer_points,
+)
+INNER_NORM: Final = Timed(
+    forms={Form(): "inner_norm", Form(codes="int8"): "inner_norm_int8"},
+    case=lambda at: NormCase(
+        at.sizes.tokens, at.sizes.hidden, 0, post=True, alone=True, rounds=at.int8("down")
+    ),
 )
 FINAL_NORM: Final = Timed(
     forms={

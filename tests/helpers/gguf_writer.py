@@ -45,6 +45,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "mixtral": {"sliding_window": None},
+    "bitnet": {"hidden_act": "silu", "tie_word_embeddings": True},
     "gpt_oss": {"swiglu_limit": 7.0},
     "qwen3_moe": {"attention_bias": False, "use_sliding_window": False},
     "olmoe": {"attention_bias": False, "clip_qkv": None},
@@ -138,6 +139,13 @@ def mellum(writer: Any, config: Config) -> None:
     expert_width(writer, config)
     window(writer, config)
     pattern(writer, config)
+
+
+def inner_norms(tensors: Tensors, _config: Config) -> Pairs:
+    """BitNet's norms, for which the package has the names of another publisher."""
+    for name, values in tensors.items():
+        match = re.search(r"layers\.(\d+)\..*\.(attn|ffn)_sub_norm\.weight", name)
+        yield (f"blk.{match[1]}.{match[2]}_sub_norm.weight" if match else name), values
 
 
 def by_members(tensors: Tensors, config: Config) -> Pairs:
@@ -476,6 +484,7 @@ CONVERTERS = {
     "mistral": Converter("mistral3", tensors=in_pairs),
     "smollm3": Converter("smollm3", tensors=in_pairs),
     "apertus": Converter("apertus"),
+    "bitnet": Converter("bitnet", tensors=inner_norms),
     "arcee": Converter("arcee", tensors=in_pairs),
     "internlm2": Converter("internlm2", tensors=without_groups),
     "minicpm": Converter("minicpm", minicpm_multipliers, in_pairs),

@@ -325,6 +325,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {**PLAIN, "head_dim": 40, "mlp_bias": True, "rope_parameters": HALF_TURNING},
     # An activation with numbers of its own in each layer.
     "apertus": {**PLAIN, "head_dim": 40, "attention_bias": True},
+    # Norms of what o and down read.
+    "bitnet": {**PLAIN, "attention_bias": True},
     "arcee": {**PLAIN, "head_dim": 40, "attention_bias": True},
     # Positions that differ between layers, and a mixture.
     "mellum": {

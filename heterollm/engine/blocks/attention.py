@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from heterollm.engine.blocks.gate import append_gate
+from heterollm.engine.blocks.gate import append_gate, append_norm
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
@@ -49,9 +49,12 @@ class AttentionEmitter:
         inputs = self._linears.linear(builder, qkv)
         o = self._linears.placed(builder, layer, "o")
         self._rope(builder, layer, block, inputs)
-        rounded = None if block.gated else o.rounded
+        rounded = None if block.gated or block.inner_norm else o.rounded
         dense = functools.partial(self._attention, builder, layer, block, rounded)
         self._techniques.around(builder, "attention", layer, o).run(dense)
+        if block.inner_norm:
+            norm = self._tensors.norm(layer, "attention_inner")
+            append_norm(builder, self._kernels, norm, o, self._epsilon)
         if block.gated:
             bias = self._tensors.bias(layer, "qkv")
             append_gate(builder, self._kernels, o.source, inputs, GATE, o, heads=block.heads, bias=bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heterollm.engine.blocks.gate import append_norm
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
@@ -17,9 +18,9 @@ from heterollm.model import FfnBlock
 class FfnEmitter:
     """Emits feed-forward networks."""
 
-    def __init__(self, device: Device, linears: LinearEmitter, tensors: GlueTensors) -> None:
+    def __init__(self, device: Device, linears: LinearEmitter, tensors: GlueTensors, epsilon: float) -> None:
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._linears, self._tensors = linears, tensors
+        self._linears, self._tensors, self._epsilon = linears, tensors, epsilon
 
     def begin(self, builder: PassBuilder, layer: int, block: FfnBlock) -> Begun:
         """Return a layer's network, whose norm comes next."""
@@ -44,9 +45,13 @@ class FfnEmitter:
         layer = op.spec.layer
         gate_up = self._linears.linear(builder, op)
         down = self._linears.placed(builder, layer, "down")
-        launch = self._activation(builder, layer, block, gate_up, down.rounded)
-        writes = (builder.lane.shared["activated"], *codes_of(down.rounded))
+        rounded = None if block.inner_norm else down.rounded
+        launch = self._activation(builder, layer, block, gate_up, rounded)
+        writes = (builder.lane.shared["activated"], *codes_of(rounded))
         builder.kernel("activation", layer, launch, reads=segments_of(gate_up), writes=writes)
+        if block.inner_norm:
+            norm = self._tensors.norm(layer, "network_inner")
+            append_norm(builder, self._kernels, norm, down, self._epsilon)
         return self._linears.linear(builder, down)
 
     def _activation(

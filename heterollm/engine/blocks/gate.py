@@ -1,4 +1,4 @@
-"""Appends the gate of a block's output."""
+"""Appends a gate or a norm of a block's output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.placed import PlacedOp, codes_of, segments_of
 from heterollm.kernels.gpu import DeviceMemory, GlueKernels, Segments
-from heterollm.kernels.operators import gate_output
+from heterollm.kernels.operators import gate_output, norm_output
 
 
 def append_gate(
@@ -40,3 +40,25 @@ def append_gate(
     builder.kernel(gate.label, layer, gate, reads=reads, writes=(target,), ends=not rounding)
     for launch in rounding:
         builder.kernel("rounding of inputs", layer, launch, reads=(target,), writes=codes_of(rounded))
+
+
+def append_norm(
+    builder: PassBuilder,
+    kernels: GlueKernels,
+    norm: Any,  # noqa: ANN401 - pyopencl is not typed
+    out: PlacedOp,
+    epsilon: float,
+) -> None:
+    """Append a norm of what the linears ``out`` read, in place.
+
+    Args:
+        builder: The pass so far.
+        kernels: The device's kernels.
+        norm: Weights of the norm, float32.
+        out: The block's last linears.
+        epsilon: Added to the mean square in the norm.
+    """
+    x, rounded, layer = out.source, out.rounded, out.spec.layer
+    values = Segments(x, x, (out.spec.columns,), (0,))
+    launch = norm_output(kernels, values, norm, x, tokens=builder.tokens, epsilon=epsilon, rounded=rounded)
+    builder.kernel("inner norm", layer, launch, reads=(x,), writes=(x, *codes_of(rounded)))

@@ -12,6 +12,7 @@ GPTQ: Final = "transformers, GPTQConfig; GPTQModel, QuantizeConfig; AutoGPTQ, Ba
 AWQ: Final = "transformers, AwqConfig; AutoAWQ, AwqConfig"
 COMPRESSED: Final = "compressed-tensors, QuantizationConfig; transformers, CompressedTensorsConfig"
 MXFP4: Final = "transformers, Mxfp4Config"
+BITNET: Final = "transformers, BitNetQuantConfig"
 SCHEME: Final = "compressed-tensors, QuantizationScheme"
 ARGS: Final = "compressed-tensors, QuantizationArgs"
 MADE: Final = "how the integers were made"
@@ -22,7 +23,7 @@ COMMON: Final = (
     *rows(
         "read",
         GPTQ,
-        {"quant_method": "gptq, awq, compressed-tensors or mxfp4, in any case; no other"},
+        {"quant_method": "gptq, awq, compressed-tensors, mxfp4 or bitnet, in any case; no other"},
     ),
     *rows("none", GPTQ, {"modules_to_not_convert": TENSORS}),
 )
@@ -236,12 +237,31 @@ MXFP4_FIELDS: Final = FieldTable(
     "quantization_config of MXFP4", (*COMMON, *rows("none", MXFP4, {"dequantize": RUN}))
 )
 
+BITNET_FIELDS: Final = FieldTable(
+    "quantization_config of BitNet",
+    (
+        *rows(
+            "read",
+            BITNET,
+            {
+                "quant_method": "bitnet, in any case",
+                "linear_class": "autobitlinear, whose scale is a factor, or bitlinear, where it divides",
+                "quantization_mode": "offline, or online: floats, rounded by the mean of their magnitudes",
+                "modules_to_not_convert": "linears that online leaves floats",
+            },
+        ),
+        *rows("none", BITNET, {"rms_norm_eps": "of norms that use_rms_norm adds"}),
+        *rows("refused", BITNET, {"use_rms_norm": "a norm before each linear"}, neutral=(False,)),
+    ),
+)
+
 QUANTIZATION_FIELDS: Final[Mapping[str, FieldTable]] = MappingProxyType(
     {
         "gptq": GPTQ_FIELDS,
         "awq": AWQ_FIELDS,
         "compressed-tensors": COMPRESSED_FIELDS,
         "mxfp4": MXFP4_FIELDS,
+        "bitnet": BITNET_FIELDS,
     }
 )
 """Tables by ``quant_method``."""
@@ -250,7 +270,6 @@ FOREIGN_METHODS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "aqlm": "codes of several codebooks (AQLM)",
         "auto-round": "integers of AutoRound in its own formats",
-        "bitnet": "weights of three values (BitNet)",
         "bitsandbytes": "numbers of bitsandbytes (NF4, FP4 or LLM.int8)",
         "bitsandbytes_4bit": "numbers of bitsandbytes (NF4, FP4)",
         "bitsandbytes_8bit": "numbers of bitsandbytes (LLM.int8)",

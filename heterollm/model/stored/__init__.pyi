@@ -12,3 +12,4 @@ from .packed_linears import PackedLinears as PackedLinears
 from .packed_linears import PackedTensor as PackedTensor
 from .stacked_experts import StackedExperts as StackedExperts
 from .stored_tensors import StoredTensors as StoredTensors
+from .ternary_linears import TernaryLinears as TernaryLinears

@@ -40,6 +40,7 @@ from heterollm.model.stored.gguf_family_fields import (
     plain_rope,
     qwen2_moe,
     qwen3_moe,
+    silu,
     stablelm,
 )
 from heterollm.model.stored.gguf_file import GgufFile, Lists
@@ -237,6 +238,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
                 "post_attention_norm": "post_self_attn_layernorm",
                 "post_ffw_norm": "post_mlp_layernorm",
             },
+        ),
+        # Of files that 1bitLLM published, with SiLU. Microsoft's 2B4T has blocks of a type of its own (I2_S).
+        "bitnet": Architecture(
+            "bitnet",
+            "BitNetForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"},
+            fields=silu,
         ),
         "gptneox": Architecture(
             "gpt_neox",

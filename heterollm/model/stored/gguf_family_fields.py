@@ -178,6 +178,11 @@ def plain_rope(_file: GgufFile, config: Fields) -> Fields:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
 
 
+def silu(_file: GgufFile, _config: Fields) -> Fields:
+    """Return the activation of a type that has another one by default."""
+    return {"hidden_act": "silu"}
+
+
 def gpt_neox(file: GgufFile, config: Fields) -> Fields:
     """Return GPT-NeoX's own names of the rotary embedding, and whether blocks stand side by side."""
     return {

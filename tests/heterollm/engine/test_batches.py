@@ -34,8 +34,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"kv_bits": 8},
     "qwen3_next": {"precision": "w4a8"},
     "lfm2_moe": {"precision": "w4a8", "kv_bits": 8},
+    "bitnet": {"precision": "w4a8"},
+    "gpt_neox": {},
 }
-SLOW = ("gemma4_text", "gpt_oss", "gemma3_text", "lfm2_moe")
+SLOW = ("bitnet", "gpt_neox", "gemma4_text", "gpt_oss", "gemma3_text", "lfm2_moe")
 
 Load = Callable[..., LLM]
 

@@ -400,7 +400,10 @@ BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
         ("gemma4_text", name): {"enable_moe_block": True}
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
     },
-    ("apertus", "original_max_position_embeddings"): {**YARN, "rope_theta": 10_000.0},
+    **{
+        (kind, "original_max_position_embeddings"): {**YARN, "rope_theta": 10_000.0}
+        for kind in ("apertus", "bitnet")
+    },
     ("apertus", "rope_theta"): {"rope_scaling": {"type": "linear", "factor": 4.0}},
     ("llama4_text", "layer_types"): {"attention_chunk_size": 8},
     ("llama4_text", "intermediate_size_mlp"): {"interleave_moe_layer_step": 2},
@@ -419,7 +422,7 @@ IN_ROPE = ("short_mscale", "alpha", "llama_4_scaling_beta")
 """Fields of a rotary embedding's section, which has a table of its own."""
 CHECKED = {("layer_types", kind) for kind in ONE_WINDOW}
 CHECKED |= {("num_experts_per_tok", kind) for kind in ("phimoe", "llama4_text")}
-CHECKED |= {("head_dim", "olmoe"), ("word_embed_proj_dim", "opt")}
+CHECKED |= {("head_dim", "olmoe"), ("head_dim", "bitnet"), ("word_embed_proj_dim", "opt")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
@@ -537,7 +540,7 @@ def test_a_field_that_is_read_gives_the_logits_of_transformers(
     fields = {**without, name: value_of(name, kind)}
     if name == "num_experts" and kind in ("gpt_oss", "mixtral"):
         fields.pop("num_local_experts", None)
-    if name in ("hidden_size", "num_attention_heads") and kind in ("phi3", "olmoe"):
+    if name in ("hidden_size", "num_attention_heads") and kind in ("phi3", "olmoe", "bitnet"):
         fields.pop("head_dim")
     assert value_of(name, kind) is not None, "a row without a value"
     assert ModelConfig.from_dict(fields) != ModelConfig.from_dict(without)
@@ -572,7 +575,7 @@ def test_a_setting_that_is_read_changes_the_configuration(row: Field, kind: str,
         ),
         ("phimoe", "num_experts_per_tok", 3, 2, "num_experts_per_tok is 3"),
         ("llama4_text", "num_experts_per_tok", 2, 1, "num_experts_per_tok is 2"),
-        ("olmoe", "head_dim", 32, 16, "head_dim is 32"),
+        *((kind, "head_dim", 32, 16, "head_dim is 32") for kind in ("olmoe", "bitnet")),
         ("opt", "word_embed_proj_dim", 32, 64, "word_embed_proj_dim is 32"),
     ],
 )

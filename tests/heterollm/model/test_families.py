@@ -32,7 +32,7 @@ LEVELS = ("gpu", "npu", "layer")
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
     *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
-    *("apertus", "ministral3", "hunyuan_v1_dense", "cohere2", "exaone", "olmo", "granite_swa"),
+    *("apertus", "bitnet", "ministral3", "hunyuan_v1_dense", "cohere2", "exaone", "olmo", "granite_swa"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -328,6 +328,10 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "biases of the feed-forward": lambda config: changed(
         config, FfnBlock, lambda one: dataclasses.replace(one, biased=False)
     ),
+    "norm of the output of attention": lambda config: attention(config, inner_norm=False),
+    "norm inside the network": lambda config: changed(
+        config, FfnBlock, lambda one: dataclasses.replace(one, inner_norm=False)
+    ),
     "bias of the head": lambda _config: {"head_bias": False},
     "one norm of all heads": lambda config: attention(config, head_norms=False, joint_head_norms=False),
     "limit of q, k and v": lambda config: attention(config, qkv_limit=0.0),
@@ -431,6 +435,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "arcee": ("activation", "biases of q, k and v", "bias of attention"),
     "apertus": ("activation", "norms of heads", "biases of q, k and v", "bias of attention"),
+    "bitnet": (
+        *("norm of the output of attention", "norm inside the network", "activation"),
+        *("biases of q, k and v", "bias of attention"),
+    ),
     "lfm2": ("norms of heads",),
     "ernie4_5_moe": ("bias of the choice", "normalised weights", "bias of the head", *BIASES),
     "glm4_moe": (

@@ -391,7 +391,7 @@ def test_scale_of_the_embedding_is_a_float32() -> None:
         ("qwen3", {"partial_rotary_factor": 0.5}, "part of a head"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
         ("phi3", {"model_type": "phi3small"}, "phi3small"),
-        ("phi3", {"model_type": "bitnet"}, "'bitnet' (norms inside linears)"),
+        ("phi3", {"model_type": "cohere"}, "'cohere' (norms of heads that subtract the mean)"),
         ("phi3", {"model_type": "lfm3"}, "'lfm3' (layers of short convolutions with windows)"),
         ("smollm3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
         ("hunyuan", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scales heads (yarn) before"),

@@ -95,6 +95,7 @@ STATED_BILLIONS = {
     "phonelm-1.5b": 1.62,
     "stablelm-2-1.6b": 1.64,
     "phi-mini-moe": 7.65,
+    "bitnet-2b4t": 2.41,
     "apertus-8b": 8.053,
     "pythia-160m": 0.162,
     "pythia-410m": 0.405,

@@ -407,6 +407,7 @@ def test_every_field_that_transformers_knows_has_a_row():
         "awq": configs.AwqConfig,
         "compressed-tensors": configs.CompressedTensorsConfig,
         "mxfp4": configs.Mxfp4Config,
+        "bitnet": configs.BitNetQuantConfig,
     }
     for method, kind in own.items():
         names = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs", "config_groups"}

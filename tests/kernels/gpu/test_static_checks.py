@@ -465,6 +465,7 @@ OPERATORS = (
     NormCase(3, 48, 13, centered=True),
     NormCase(3, 44, 13, unnormed=True, post=True),
     NormCase(3, 44, 13, biased=True, post=True, alone=True),
+    NormCase(3, 96, 0, post=True, alone=True, rounds=WeightFormat(4, 32)),
     GatedCase(3, 21, (3, 16)),
     GatedCase(3, 21, (3, 16), activation="gelu_tanh", biased=True),
     GatedCase(3, 21, (3, 16), activation="gelu_erf", biased=True),
