@@ -82,6 +82,7 @@ FILES: Final = {
     "gemma4_unified_text": "gemma4",
     "granitemoehybrid": "granite",
     "internlm2": "internlm2",
+    "internlm3": "llama",
     "minicpm": "minicpm",
 }
 """Architectures of GGUF files that are read as another type, or as several."""

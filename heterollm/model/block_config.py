@@ -89,6 +89,7 @@ class BlockFields:
         scale: float = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
         if "attention_multiplier" in family.follows:
             scale = fields.positive("attention_multiplier", 1.0)
+        modules = family.tensors.modules["qkv"]
         self._attention = AttentionBlock(
             heads,
             kv_heads,
@@ -105,7 +106,8 @@ class BlockFields:
             norms_last=family.norms_last,
             query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
-            gated="gate" in family.tensors.modules["qkv"],
+            gated="gate" in modules,
+            gates_heads=modules.get("gate", modules["q"]) != modules["q"],
             sinks="sinks" in family.tensors.others,
             inner_norm="attention_inner" in family.tensors.norms,
         )

@@ -134,6 +134,7 @@ class AttentionBlock(Block):
         query_growth: Growth of queries with the position; None without.
         qkv_limit: Magnitude that bounds q, k and v after the norm; 0 for none.
         gated: Whether the output is multiplied by the sigmoid of a fourth member beside q, k and v.
+        gates_heads: Whether that member has one row for each head.
         value_norms: Whether each head of v has a norm without weights.
         values_are_keys: Whether the linear of k is that of v, too.
         kv_layer: The layer before whose keys and values it reads, in place of own ones; None for own ones.
@@ -160,6 +161,7 @@ class AttentionBlock(Block):
     query_growth: QueryGrowth | None = None
     qkv_limit: float = 0.0
     gated: bool = False
+    gates_heads: bool = False
     value_norms: bool = False
     values_are_keys: bool = False
     chunked: bool = False
@@ -171,7 +173,7 @@ class AttentionBlock(Block):
         """Return the groups of linears that a plan places; without own keys and values one of q alone."""
         rows, key_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
         own = (Member("k", key_rows), Member("v", key_rows)) if self.kv_layer is None else ()
-        gate = (Member("gate", rows),) if self.gated else ()
+        gate = (Member("gate", self.heads if self.gates_heads else rows),) if self.gated else ()
         members, copies = (Member("q", rows), *own, *gate), {"v": "k"} if self.values_are_keys else {}
         rope, gates = "rope_and_store", ("output_gate",) if self.gated else ()
         ends = (*gates, *((INNER_NORM,) if self.inner_norm else ()))

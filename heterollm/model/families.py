@@ -102,6 +102,15 @@ def exaone_fields(fields: JsonFields) -> dict[str, object]:
     return {name: fields.get(own) for own, name in EXAONE_FIELDS.items() if fields.get(own) is not None}
 
 
+def internlm3_biases(fields: JsonFields) -> dict[str, object]:
+    """Return the biases under InternLM3's own names, which transformers reads, too; both must be equal."""
+    names = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}
+    found = {name: fields.flag(own, fields.flag(name, False)) for name, own in names.items()}
+    if len({*found.values()}) > 1:
+        raise fields.fail("qkv_bias", f"{found['mlp_bias']}, as bias")
+    return dict[str, object](found)
+
+
 def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
     """Return Granite's names of MiniCPM's factors of depth and width (modeling_minicpm.py)."""
     layers, width = fields.count("num_hidden_layers"), fields.count("hidden_size")
@@ -427,6 +436,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             biases=dict.fromkeys(("qkv", "o"), "bias"),
             grouped_heads=True,
             published_code=("modeling_internlm2.InternLM2ForCausalLM",),
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "internlm3": Family(
+            name="InternLM3",
+            covers="InternLM3 8B",
+            # transformers computes it as a Llama; published files name their own class.
+            architecture="LlamaForCausalLM",
+            tensors=TensorNames(SEPARATE, NORMS),
+            defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+            derived=internlm3_biases,
+            follows=frozenset({"qkv_bias", "bias"}),
+            biases=BIASES,
+            published_code=("modeling_internlm3.InternLM3ForCausalLM",),
             bos_ids=(1,),
             eos_ids=(2,),
         ),

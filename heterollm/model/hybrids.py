@@ -14,6 +14,7 @@ from heterollm.model.family import (
     DENSE,
     HEAD_NORMS,
     NORMS,
+    SECTION_COUNTS,
     SEPARATE,
     Family,
     LayerNames,
@@ -21,6 +22,7 @@ from heterollm.model.family import (
     TensorNames,
     alike,
     by_type,
+    every_layer,
     sparse_behind,
     sparse_steps,
 )
@@ -48,6 +50,21 @@ def lfm2_sizes(fields: JsonFields) -> dict[str, object]:
         "intermediate_size": width,
         **lfm2_tie(fields),
     }
+
+
+def lfm3_kinds(fields: JsonFields) -> dict[str, object]:
+    """Return the kinds of layers of a file without them (configuration_lfm3.py)."""
+    if fields.get("layer_types") is not None:
+        return {}
+    turn = ("sliding_attention", "conv", "full_attention", "conv")
+    kinds = [turn[layer % len(turn)] for layer in range(fields.count("num_hidden_layers"))]
+    return {"layer_types": ["conv", *kinds[1:]]}
+
+
+LFM3_ROPES: Final[dict[str, object]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1_000_000.0},
+}
 
 
 def qwen3_5_layers(fields: JsonFields) -> dict[str, object]:
@@ -164,9 +181,56 @@ LFM2: Final = Family(
     eos_ids=(2,),
 )
 
+LFM3: Final = replace(
+    LFM2,
+    name="LFM3",
+    covers="LFM3 1.7B",
+    architecture="Lfm3ForCausalLM",
+    tensors=replace(
+        LFM2.tensors,
+        modules={
+            **LFM2.tensors.modules,
+            "qkv": {**SEPARATE["qkv"], "gate": "self_attn.gate_proj"},
+            "o": SEPARATE["o"],
+        },
+        norms={
+            **LFM2.tensors.norms,
+            **HEAD_NORMS,
+            "attention_output": "post_operator_norm",
+            "feed_forward_output": "post_ffn_norm",
+        },
+    ),
+    layers=by_type(
+        {
+            "conv": (("short_conv",), ("ffn",)),
+            **dict.fromkeys(("full_attention", "sliding_attention"), (("attention",), ("ffn",))),
+        }
+    ),
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "rope_parameters": LFM3_ROPES,
+    },
+    derived=lfm3_kinds,
+    follows=frozenset({"layer_types", "conv_L_cache"}),
+    ignores={
+        "original_max_position_embeddings": SECTION_COUNTS,
+        **dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters counts"),
+    },
+    layered_rope=True,
+    slides=every_layer,
+    bos_ids=(124_894,),
+    eos_ids=(124_900,),
+)
+
 HYBRIDS: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "lfm2": LFM2,
+        "lfm3": LFM3,
         "lfm2_moe": replace(
             LFM2,
             name="LFM2 with experts",

@@ -148,6 +148,10 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
     ("bitnet-2b4t", "bitnet", "microsoft/bitnet-b1.58-2B-4T",
      2560, 6912, 30, 20, 5, 128256, True, 128, 4096),
     ("apertus-8b", "apertus", "swiss-ai/Apertus-8B-2509", 4096, 21504, 32, 32, 8, 131072, False, 128, 65536),
+    ("internlm3-8b", "internlm3", "internlm/internlm3-8b-instruct",
+     4096, 10240, 48, 32, 2, 128512, False, 128, 32768),
+    ("lfm3-1.7b", "lfm3", "LiquidAI/LFM3-1.7B", 2048, 7680, 24, 16, 4, 128000, True, 128, 128000,
+     {"sliding_window": 256}),
     ("pythia-160m", "gpt_neox", "EleutherAI/pythia-160m", 768, 3072, 12, 12, 12, 50304, False, 64, 2048),
     ("pythia-410m", "gpt_neox", "EleutherAI/pythia-410m", 1024, 4096, 24, 16, 16, 50304, False, 64, 2048),
     ("pythia-1.4b", "gpt_neox", "EleutherAI/pythia-1.4b", 2048, 8192, 24, 16, 16, 50304, False, 128, 2048),
@@ -163,7 +167,6 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
 TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "gemma-3n": "gemma3n_text",
-        "lfm3": "lfm3",
         "nemotron-3": "nemotron_h",
         "nemotron-nano": "nemotron_h",
         "glm-4.7-flash": "glm4_moe_lite",
@@ -172,7 +175,6 @@ TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "falcon-h1": "falcon_h1",
         "muse-glimmer": "muse_glimmer",
         "llama-4": "llama4_text",
-        "internlm3": "internlm3",
         "deepseek-v2": "deepseek_v2",
     }
 )

@@ -7,7 +7,6 @@ from typing import Final
 
 _TYPES: Final[Mapping[str, str]] = {
     "layers of a gated delta net": "olmo_hybrid kimi_linear",
-    "layers of short convolutions with windows": "lfm3",
     "layers of Mamba-2": "nemotron_h falcon_h1 bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
     "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
@@ -19,7 +18,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "linears whose weights are stored transposed": "gpt2",
     "norms of heads that subtract the mean": "cohere persimmon",
     "norms of heads without weights, and gates of attention": "muse_glimmer",
-    "biases by two fields of its own": "internlm3",
 }
 MISSING: Final[Mapping[str, str]] = {name: what for what, names in _TYPES.items() for name in names.split()}
 """The first feature that a model type needs and heterollm lacks."""

@@ -51,6 +51,7 @@ def gate_output(
     *,
     heads: int,
     tokens: int,
+    width: int | None = None,
     bias: Argument = None,
     norm: Argument = None,
     epsilon: float = 0.0,
@@ -62,18 +63,21 @@ def gate_output(
         on: The device's kernels.
         x: ``[tokens, width]`` in the activation type, which may be ``out``; float32 before a norm.
         gates: Output of a group of linears.
-        member: Place of the gate among its members; the width is that of its rows.
+        member: Place of the gate among its members, with a row for each element, or for each head.
         out: ``[tokens, width]`` in the activation type.
         heads: Heads of the width.
         tokens: Tokens of the pass.
+        width: Elements of a token; by default the rows of the gate.
         bias: float32 of all members, of which that of the gate is added; or None.
         norm: float32 ``[width / heads]``, the weights of the norm; None without.
         epsilon: Added to the mean square in the norm.
         rounded: Target of the int8 codes of ``out``, which a second kernel writes; None for no codes.
     """
     label = GATE if norm is None else NORM
-    width, split = gates.rows[member], gates.splits[member]
-    if width % heads:
+    own, split = gates.rows[member], gates.splits[member]
+    width = own if width is None else width
+    by_head = own == heads != width
+    if width % heads or not (by_head or own == width):
         raise KernelError(f"{label}: {width} columns are not {heads} heads.")
     out.require(tokens * width * on.item_bytes, f"{label} output")
     before, leading = sum(gates.rows[:member]), sum(gates.splits[:member])
@@ -81,7 +85,7 @@ def gate_output(
     kernel, _, items = on.kernel(
         ("gates.h", "output_gate.cl"),
         "output_gate",
-        lambda _: {} if norm is None else {"NORMED": 1},
+        lambda _: {"NORMED": 1} if norm is not None else {"BY_HEAD": 1} if by_head else {},
         widths=(width // heads, *gates.rows, *gates.splits),
         segments=gates,
     )
@@ -105,6 +109,7 @@ class OutputGateCase:
     splits: tuple[int, ...] = (0, 0)
     join: Join = "concatenate"
     normed: bool = False
+    by_head: bool = False
     biased: bool = False
     rounds: WeightFormat | None = None
 
@@ -114,11 +119,12 @@ class OutputGateCase:
         return gate_output(
             on,
             data.floats("x", tokens, width) if self.normed else data.inputs("x", tokens, width),
-            data.linear(tokens, (width, width), self.splits, self.join),
+            data.linear(tokens, (width, self.heads if self.by_head else width), self.splits, self.join),
             1,
             out,
             heads=self.heads,
             tokens=tokens,
+            width=width,
             bias=data.floats("bias", 2 * width) if self.biased else None,
             norm=data.weights("norm", self.head_dim) if self.normed else None,
             epsilon=EPSILON,
@@ -126,7 +132,8 @@ class OutputGateCase:
         )
 
     def exact(self, data: Values) -> Exact:
-        gate = np.split(data["linear"] + data.get("bias", 0.0), 2, axis=1)[1]
+        gate = (data["linear"] + data.get("bias", 0.0))[:, self.heads * self.head_dim :]
+        gate = np.repeat(gate, self.head_dim, axis=1) if self.by_head else gate
         x = data["x"].astype(np.float64)
         if self.normed:
             x = exact_rms_norm(x.reshape(-1, self.head_dim), data["norm"], EPSILON).reshape(gate.shape)
@@ -138,6 +145,7 @@ _SPLIT: Final = OutputGateCase(5, 4, 40, (64, 96))
 CHECKS: Final = (
     OperatorCheck(GATE, "5 tokens, split", _SPLIT, "gated"),
     OperatorCheck(GATE, "5 tokens, sum", replace(_SPLIT, join="sum"), "gated"),
+    OperatorCheck(GATE, "5 tokens, of heads", replace(_SPLIT, by_head=True, splits=(64, 0)), "gated"),
     OperatorCheck(NORM, "5 tokens, split", replace(_SPLIT, normed=True), "gated"),
 )
 

@@ -327,6 +327,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {**PLAIN, "head_dim": 40, "attention_bias": True},
     # Norms of what o and down read.
     "bitnet": {**PLAIN, "attention_bias": True},
+    "internlm3": {**PLAIN, "head_dim": 40, "attention_bias": True, "mlp_bias": True},
     "arcee": {**PLAIN, "head_dim": 40, "attention_bias": True},
     # Positions that differ between layers, and a mixture.
     "mellum": {
@@ -353,6 +354,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-2,
         "bos_token_id": 1,
         "eos_token_id": 2,
+    },
+    # Wider convolutions, windows of their own positions, norms of outputs, and a gate of each head.
+    "lfm3": {
+        **PLAIN,
+        "num_hidden_layers": 4,
+        "head_dim": 40,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "sliding_window": 20,
+        "norm_eps": 1e-2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 2000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
     },
     # Three value heads to a key head, other widths of keys and values, and attention with gates.
     "qwen3_5_text": {

@@ -57,7 +57,17 @@ class AttentionEmitter:
             append_norm(builder, self._kernels, norm, o, self._epsilon)
         if block.gated:
             bias = self._tensors.bias(layer, "qkv")
-            append_gate(builder, self._kernels, o.source, inputs, GATE, o, heads=block.heads, bias=bias)
+            append_gate(
+                builder,
+                self._kernels,
+                o.source,
+                inputs,
+                GATE,
+                o,
+                heads=block.heads,
+                bias=bias,
+                width=o.spec.columns,
+            )
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
 
     def _shape(self, block: AttentionBlock) -> HeadShape:

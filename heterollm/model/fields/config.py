@@ -298,7 +298,7 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "activation_function": "own name of hidden_act, which it precedes",
         "use_qkv_bias": "biases of q, k and v",
         "qkv_bias": "biases of q, k and v",
-        "bias": "biases of attention's linears",
+        "bias": "biases of attention's linears; in InternLM3 of those of the network, as mlp_bias",
         "scale_depth": "factor of what layers add, by the root of their number",
         "dim_model_base": "width that logits are scaled to",
         "use_bias": "biases of all linears of layers",
@@ -442,6 +442,12 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         yield from _one("refused", name, why, only, neutral=neutral)
     convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
     yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
+    for name, why in (
+        ("use_sandwich_norm", "outputs without norms"),
+        ("use_attention_gate", "attention without gates of heads"),
+    ):
+        windowed = convolves & readers("sliding_window")
+        yield from _one("refused", name, why, windowed, neutral=(True,))
     nets = readers("linear_conv_kernel_dim")
     for name, why, usual in (
         ("attn_output_gate", "attention without an output gate", True),

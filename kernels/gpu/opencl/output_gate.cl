@@ -1,4 +1,5 @@
-// out = x * sigmoid(gate) of each head, where the gate is a member of a linear, which may have a bias. With NORMED it is
+// out = x * sigmoid(gate) of each head, where the gate is a member of a linear, which may have a bias. With BY_HEAD the
+// gate has one element for each head, and no bias. With NORMED it is
 // x / rms(x) * weight * silu(gate), and x is float. Follows common.h, rounding.h, glue.h and gates.h.
 // Grid: a work-group for each head; tokens.
 
@@ -35,11 +36,15 @@ GROUP_SIZE __kernel void output_gate(__global const gated_t *x, __global const a
   for (int i = lane * 8; i < head_dim; i += WG * 8) {
     const int count = min(8, head_dim - i);
     LOAD_PART(load_gated8, load_gated, x, i, count, value)
+#ifdef BY_HEAD
+    const float8 gate = load_member(gates, get_group_id(0), 1).s0;
+#else
     float8 gate = load_member(gates, start + i, count);
     if (has_bias) {
       LOAD_PART(load_float8, load_float, bias, before + start + i, count, shift)
       gate += shift;
     }
+#endif
     float8 share = sigmoid_8(gate);
 #ifdef NORMED
     LOAD_PART(load_float8, load_float, weight, i, count, scale)

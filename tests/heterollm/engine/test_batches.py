@@ -36,8 +36,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"precision": "w4a8", "kv_bits": 8},
     "bitnet": {"precision": "w4a8"},
     "gpt_neox": {},
+    "lfm3": {},
 }
-SLOW = ("bitnet", "gpt_neox", "gemma4_text", "gpt_oss", "gemma3_text", "lfm2_moe")
+SLOW = ("lfm3", "bitnet", "gpt_neox", "gemma4_text", "gpt_oss", "gemma3_text", "lfm2_moe")
 
 Load = Callable[..., LLM]
 

@@ -185,6 +185,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "ernie4_5": {"rope_theta": 10_000.0},
     **{kind: {"partial_rotary_factor": 1.0, "attention_bias": False} for kind in ("glm", "glm4")},
+    "internlm3": {"rope_theta": 10_000.0},
+    "lfm3": {"layer_types": ["conv", "sliding_attention"]},
     "cwm": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
 }
 # Fields beside the one in question, in both models: a window that is in use, or a scaling.
@@ -288,6 +290,8 @@ VALUES: dict[str, Any] = {
     "shared_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "qkv_bias": False,
+    "bias": True,
+    **dict.fromkeys(("use_sandwich_norm", "use_attention_gate"), False),
     "logit_scale": 0.5,
     "swiglu_limit": 0.1,
     "swiglu_alpha": 4.0,
@@ -379,6 +383,8 @@ OF_KIND: dict[tuple[str, str], Any] = {
         **ALIKE,
     },
     ("starcoder2", "use_bias"): False,
+    ("lfm3", "layer_types"): ["full_attention", "conv"],
+    ("lfm3", "rope_parameters"): OF_GEMMA4["rope_parameters"],
     **dict.fromkeys((("gpt_neox", one) for one in ("attention_bias", "use_parallel_residual")), False),
     ("exaone", "activation_function"): "relu",
     ("llama4_text", "layer_types"): ["full_attention", "chunked_attention"],
@@ -423,6 +429,8 @@ IN_ROPE = ("short_mscale", "alpha", "llama_4_scaling_beta")
 CHECKED = {("layer_types", kind) for kind in ONE_WINDOW}
 CHECKED |= {("num_experts_per_tok", kind) for kind in ("phimoe", "llama4_text")}
 CHECKED |= {("head_dim", "olmoe"), ("head_dim", "bitnet"), ("word_embed_proj_dim", "opt")}
+INTERNLM3_BIASES = ("attention_bias", "mlp_bias", "qkv_bias", "bias")
+CHECKED |= {(name, "internlm3") for name in INTERNLM3_BIASES}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
@@ -575,6 +583,7 @@ def test_a_setting_that_is_read_changes_the_configuration(row: Field, kind: str,
         ),
         ("phimoe", "num_experts_per_tok", 3, 2, "num_experts_per_tok is 3"),
         ("llama4_text", "num_experts_per_tok", 2, 1, "num_experts_per_tok is 2"),
+        *(("internlm3", name, True, False, "qkv_bias is") for name in INTERNLM3_BIASES),
         *((kind, "head_dim", 32, 16, "head_dim is 32") for kind in ("olmoe", "bitnet")),
         ("opt", "word_embed_proj_dim", 32, 64, "word_embed_proj_dim is 32"),
     ],

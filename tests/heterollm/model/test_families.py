@@ -32,7 +32,18 @@ LEVELS = ("gpu", "npu", "layer")
 DECLARED = (
     *("gemma", "granite", "stablelm", "seed_oss", "ministral", "cwm", "mellum", "granitemoehybrid"),
     *("ernie4_5", "glm", "glm4", "starcoder2", "nemotron", "arcee", "olmo2", "olmo3", "exaone4"),
-    *("apertus", "bitnet", "ministral3", "hunyuan_v1_dense", "cohere2", "exaone", "olmo", "granite_swa"),
+    *(
+        "apertus",
+        "bitnet",
+        "internlm3",
+        "lfm3",
+        "ministral3",
+        "hunyuan_v1_dense",
+        "cohere2",
+        "exaone",
+        "olmo",
+        "granite_swa",
+    ),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The remaining rows vary a family that conftest.py lists.
@@ -438,6 +449,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "bitnet": (
         *("norm of the output of attention", "norm inside the network", "activation"),
         *("biases of q, k and v", "bias of attention"),
+    ),
+    "internlm3": BIASES,
+    "lfm3": (
+        *("window", "layers without window", "positions of sliding layers", "part of the pairs"),
+        *("norms of outputs", "norms of heads", "output gate"),
     ),
     "lfm2": ("norms of heads",),
     "ernie4_5_moe": ("bias of the choice", "normalised weights", "bias of the head", *BIASES),

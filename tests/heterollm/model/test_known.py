@@ -97,6 +97,8 @@ STATED_BILLIONS = {
     "phi-mini-moe": 7.65,
     "bitnet-2b4t": 2.41,
     "apertus-8b": 8.053,
+    "internlm3-8b": 8.80,
+    "lfm3-1.7b": 1.728,
     "pythia-160m": 0.162,
     "pythia-410m": 0.405,
     "pythia-1.4b": 1.415,

@@ -482,6 +482,7 @@ OPERATORS = (
     DeltaCase(2, 0, NET),
     DeltaCase(1, 9, NET, (42, 0, 7, 39, 3, 0), "sum"),
     OutputGateCase(3, 3, 21, (5, 7), biased=True),
+    OutputGateCase(3, 3, 21, (5, 2), by_head=True),
     OutputGateCase(3, 3, 21, (63, 7), "sum", normed=True),
     JoinCase(3, 21, 9),
     JoinCase(3, 21, 9, "sum"),
