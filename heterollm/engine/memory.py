@@ -106,8 +106,10 @@ def memory_need(
 
     of = EngineSizes(config, specs, plan, item_bytes, context)
     head = next(spec for spec in specs if spec.group == "head")
-    # The embedding is packed like the head, and is the head where they are tied.
+    # The embedding, and the linear of layers' embeddings, are packed like the head; a tied one is the head.
     embedding = 0 if config.tie_word_embeddings else head.weight_bytes()
+    if config.layer_vocabulary:
+        embedding += head.weight.weight_bytes(config.layer_input_columns, config.hidden_size)
     experts = expert_specs(config, specs)
     graphs = plan.npu_bytes((*specs, *experts), graph_memory(npu))
     if npu is not None and npu.io_by_graph:

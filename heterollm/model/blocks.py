@@ -71,7 +71,6 @@ class GroupShape:
         before: The operators that lead to it from the group before, or from the stream.
         reader: The operator that reads the output.
         biased: Whether the members have biases.
-        copies: Members whose weights are those of another one, with the name of that one.
     """
 
     group: Group
@@ -82,7 +81,6 @@ class GroupShape:
     before: tuple[str, ...]
     reader: str
     biased: bool = False
-    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 class Block(Protocol):
@@ -172,15 +170,16 @@ class AttentionBlock(Block):
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places; without own keys and values one of q alone."""
         rows, key_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        own = (Member("k", key_rows), Member("v", key_rows)) if self.kv_layer is None else ()
+        names = () if self.kv_layer is not None else ("k",) if self.values_are_keys else ("k", "v")
+        own = tuple(Member(name, key_rows) for name in names)
         gate = (Member("gate", self.heads if self.gates_heads else rows),) if self.gated else ()
-        members, copies = (Member("q", rows), *own, *gate), {"v": "k"} if self.values_are_keys else {}
+        members = (Member("q", rows), *own, *gate)
         rope, gates = "rope_and_store", ("output_gate",) if self.gated else ()
         ends = (*gates, *((INNER_NORM,) if self.inner_norm else ()))
         return (
             GroupShape(
                 *("qkv", members, hidden, "linear_input", "qkv"),
-                *((NORM,), rope, self.qkv_bias, copies),
+                *((NORM,), rope, self.qkv_bias),
             ),
             GroupShape(
                 *("o", (Member("o", hidden),), rows, "attention_output", "attention_delta"),

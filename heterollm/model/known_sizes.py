@@ -27,6 +27,9 @@ def _convolutions(layers: int, *attention: int) -> Mapping[str, Any]:
 
 LFM2: Final = _convolutions(16, 2, 5, 8, 10, 12, 14)
 
+LARGE_GEMMA4: Final = {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+"""Fields of the Gemmas 4 without embeddings of each layer."""
+
 # fmt: off
 # Name, model_type, repository, and the numbers of ModelSize: hidden, intermediate, layers, heads, kv_heads,
 # vocabulary, tied, head_dim, positions; of a mixture the experts of a layer and of a token as well, and
@@ -106,6 +109,16 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      _windows(1024, 34, 6)),
     ("gemma-3-12b", "gemma3_text", "google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8, 262208, True, 256, 131072,
      _windows(1024, 48, 6)),
+    ("gemma-4-e2b", "gemma4_text", "google/gemma-4-E2B", 1536, 6144, 35, 8, 1, 262144, True, 256, 131072,
+     {**_windows(512, 35, 5), "num_kv_shared_layers": 20, "use_double_wide_mlp": True}),
+    ("gemma-4-e4b", "gemma4_text", "google/gemma-4-E4B", 2560, 10240, 42, 8, 2, 262144, True, 256, 131072,
+     {**_windows(512, 42, 6), "num_kv_shared_layers": 18}),
+    ("gemma-4-26b-a4b", "gemma4_text", "google/gemma-4-26B-A4B",
+     2816, 2112, 30, 16, 8, 262144, True, 256, 262144,
+     {**_windows(1024, 30, 6), **LARGE_GEMMA4, "num_global_key_value_heads": 2, "enable_moe_block": True,
+      "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}),
+    ("gemma-4-31b", "gemma4_text", "google/gemma-4-31B", 5376, 21504, 60, 32, 16, 262144, True, 256, 262144,
+     {**_windows(1024, 60, 6), **LARGE_GEMMA4, "num_global_key_value_heads": 4}),
     ("phi-3.5-mini", "phi3", "microsoft/Phi-3.5-mini-instruct",
      3072, 8192, 32, 32, 32, 32064, False, 96, 131072),
     ("phi-4-mini", "phi3", "microsoft/Phi-4-mini-instruct",

@@ -48,9 +48,7 @@ def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]
     modules = {**names.modules, **names.shared} if sparse else names.modules
     return {
         shape.group: {
-            member.name: f"{prefix}{modules[shape.group][source]}.weight"
-            for member in shape.members
-            for source in (shape.copies.get(member.name, member.name),)
+            member.name: f"{prefix}{modules[shape.group][member.name]}.weight" for member in shape.members
         }
         for shape in group_shapes(config, layer)
     }
@@ -66,9 +64,7 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
         orders = _head_orders(config, layer, shape.group)
         for member in shape.members:
             name, order = names[shape.group][member.name], orders.get(member.name)
-            if member.name in shape.copies:
-                rows = found[shape.group][shape.copies[member.name]]
-            elif order is not None:
+            if order is not None:
                 rows = TensorRows(name, 0, order.groups * order.stride, order)
             else:
                 start = used.get(name, 0)

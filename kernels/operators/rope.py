@@ -64,8 +64,8 @@ def rope_and_store(
 
     Args:
         on: The device's kernels.
-        qkv: Output of the group, of which members behind q, k and v are not read; or q alone, which leaves
-            the cache as it is.
+        qkv: Output of the group, of which members behind q, k and v are not read; or q and k, where values
+            are the keys before their norm and rotation; or q alone, which leaves the cache as it is.
         bias: float32 of q, then k, then v; or None.
         q_out: float32 ``[tokens, heads * head_dim]``.
         cache: Target of keys and values.
@@ -77,7 +77,7 @@ def rope_and_store(
     """
     head_dim, turned = shape.head_dim, shape.head_dim if rotation.dim is None else rotation.dim
     kv_heads = shape.kv_heads if len(qkv.rows) > 1 else 0
-    if qkv.rows[:3] != (shape.rows if kv_heads else shape.rows[:1]):
+    if qkv.rows[:3] != shape.rows[: len(qkv.rows)]:
         raise KernelError(
             f"rope: members of {qkv.rows} rows are not {shape.heads} and {shape.kv_heads} heads."
         )
@@ -94,10 +94,11 @@ def rope_and_store(
             "NORMS_LAST": rotation.norms_last,
             "QUERY_SCALES": rotation.query_scales is not None,
             "VALUE_NORM": rotation.value_norms,
+            "VALUES_ARE_KEYS": len(qkv.rows) == len(("q", "k")),
         }
         return on.cache_defines | own | {name: 1 for name, holds in flags.items() if holds}
 
-    splits = qkv.splits if kv_heads else (*qkv.splits, 0, 0)
+    splits = (*qkv.splits, *(0,) * (3 - len(qkv.splits)))
     widths = (head_dim // 2, turned // 2, *splits, *qkv.rows[3:])
     kernel, style, items = on.kernel(("rope.cl",), "rope_and_store", defines, widths=widths, segments=qkv)
     sizes = [*splits[:3], sum(splits[3:]), sum(qkv.rows[3:]), shape.heads, kv_heads]
@@ -152,7 +153,8 @@ class RopeCase:
     turn (None for all), and ``pages`` those of :meth:`heterollm.kernels.operators.data.Data.cache`. One norm
     may span all heads of queries, another all of keys (``joint``); values may have one without weights; norms
     may come behind the rotation (``norms_last``), and queries have a factor for their position (``scaled``).
-    With four splits there is a gate behind v; a single one is that of queries, which write no keys.
+    With four splits there is a gate behind v; with two values are keys; a single one is that of queries,
+    which write no keys.
     """
 
     tokens: int
@@ -201,6 +203,8 @@ class RopeCase:
     def exact(self, data: Values) -> Exact:
         shape, places = self.shape, slice(self.position, self.position + self.tokens)
         parts = np.split(data["linear"] + data.get("bias", 0.0), np.cumsum(self._rows)[:-1], axis=1)[:3]
+        if len(self.splits) == len(("q", "k")):
+            parts.append(parts[1])
         if not self.norms_last:
             parts = self._normed(parts, data)
         if self.value_norms:
@@ -252,6 +256,9 @@ CHECKS: Final = (
     OperatorCheck(TITLE, "7 tokens over two pages", RopeCase(7, 60, _HEADS, (0, 0, 0), pages=(2, 1)), "keys"),
     OperatorCheck(TITLE, "7 tokens, sum", replace(_SPLIT, join="sum", biased=False), "queries"),
     OperatorCheck(TITLE, "normed values", replace(_SPLIT, normed=True, value_norms=True), "values"),
+    OperatorCheck(
+        TITLE, "values are keys", RopeCase(7, 11, _HEADS, (64, 32), normed=True, value_norms=True), "values"
+    ),
     OperatorCheck(TITLE, "queries alone", RopeCase(7, 11, _HEADS, (64,), normed=True), "queries"),
 )
 

@@ -4,7 +4,8 @@
 // With -DJOINT_NORM one norm spans all heads of q, another all of k, with weights for each element. With -DLIMITED the
 // magnitude of q, k and v is at most `limit` before the rotation. With -DNORMS_LAST the weights of norms come after the
 // rotation, which keeps the length of a head. With -DQUERY_SCALES q is multiplied by a factor for its position. With
-// -DVALUE_NORM each head of v has a norm without weights. Without key heads it writes q alone.
+// -DVALUE_NORM each head of v has a norm without weights. With -DVALUES_ARE_KEYS v is k before its norm and rotation, and no
+// member of the linear. Without key heads it writes q alone.
 // With -DPIECES each work-item has one piece of a head (see below), PIECES of them.
 // With -DKV_CODES a head of k or v is scaled by its largest magnitude at a position, which each work-item finds for itself
 // as it does the factor of a norm. Bits of magnitudes are compared as integers, so that NaN is the largest.
@@ -62,7 +63,12 @@ GROUP_SIZE __kernel void rope_and_store(
     return;
   int q_rows = heads * head_dim, kv_rows = kv_heads * head_dim;
   int a_columns = q_split + k_split + v_split + more_split;
-  int b_columns = COLUMNS_OF_B(q_rows + 2 * kv_rows + more_rows, a_columns);
+#ifdef VALUES_ARE_KEYS
+  const bool own_values = false;
+#else
+  const bool own_values = true;
+#endif
+  int b_columns = COLUMNS_OF_B(q_rows + (own_values ? 2 : 1) * kv_rows + more_rows, a_columns);
   // A piece is two runs of up to 8 elements, half the rotated (or the unrotated) part of a head apart.
   int normed_head = -1;
   float factor = 1.0f;
@@ -99,9 +105,10 @@ GROUP_SIZE __kernel void rope_and_store(
     if (count <= 0)
       continue;
     int member_head = is_q ? head : is_v ? head - heads - kv_heads : head - heads;
-    int split = is_q ? q_split : is_v ? v_split : k_split;
-    int a_before = is_q ? 0 : is_v ? q_split + k_split : q_split;
-    int rows_before = is_q ? 0 : is_v ? q_rows + kv_rows : q_rows;
+    bool behind_keys = is_v && own_values;
+    int split = is_q ? q_split : behind_keys ? v_split : k_split;
+    int a_before = is_q ? 0 : behind_keys ? q_split + k_split : q_split;
+    int rows_before = is_q ? 0 : behind_keys ? q_rows + kv_rows : q_rows;
     member_row row = {a + (size_t)token * a_columns + a_before,
                       b + (size_t)token * b_columns + COLUMNS_OF_B(rows_before, a_before), split};
     int low_at = (rotate ? 0 : rotated) + begin, high_at = low_at + run;

@@ -62,6 +62,18 @@ def test_layers_that_read_the_keys_of_others_keep_none(
     assert 2 * shared.session().memory_bytes == own.session().memory_bytes
 
 
+def test_memory_counts_the_linear_of_layers_embeddings(
+    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]
+) -> None:
+    from heterollm.engine.memory import memory_need
+
+    llm = host_llm(checkpoint("gemma4_text"), plan="gpu")
+    specs = llm._weights.specs
+    need = memory_need(llm.config, specs, llm.plan, 256, {}, np.dtype(np.float32))
+    linear = specs[-1].weight.weight_bytes(4 * 128, 128)
+    assert need.gpu_weights == sum(spec.weight_bytes() for spec in specs) + linear
+
+
 def test_rows_of_layers_embeddings_stay_in_the_file(
     checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], tmp_path: Path
 ) -> None:

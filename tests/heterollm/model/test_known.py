@@ -69,6 +69,11 @@ STATED_BILLIONS = {
     "gemma-3-1b": 1.0,
     "gemma-3-4b": 3.88,
     "gemma-3-12b": 11.8,
+    # Without the table of layers' embeddings and the linear beside it.
+    "gemma-4-e2b": 2.27,
+    "gemma-4-e4b": 4.62,
+    "gemma-4-26b-a4b": 25.2,
+    "gemma-4-31b": 30.7,
     "phi-3.5-mini": 3.82,
     "phi-4-mini": 3.84,
     "smollm2-135m": 0.135,

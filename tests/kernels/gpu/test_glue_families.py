@@ -68,7 +68,11 @@ def test_heads_are_normed_before_they_turn(cases, check, style, dtype):
     ):
         shape = HeadShape(heads, kv_heads, head_dim, tokens + 5)
         splits = (shape.rows[0] // 3, 5, shape.rows[2])
-        for numbers in made(RopeCase(tokens, 4, shape, splits, rotary=rotary, biased=biased, normed=True)):
+        options = {"rotary": rotary, "biased": biased, "normed": True}
+        for numbers in made(RopeCase(tokens, 4, shape, splits, **options)):
+            check(numbers, shape)
+        # Values that are keys before their norm.
+        for numbers in made(RopeCase(tokens, 4, shape, splits[:2], value_norms=True, **options)):
             check(numbers, shape)
 
 

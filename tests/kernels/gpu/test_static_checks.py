@@ -493,6 +493,7 @@ OPERATORS = (
     TURNED,
     replace(TURNED, normed=True),
     replace(TURNED, splits=(24, 8, 0, 5)),
+    replace(TURNED, splits=(24, 8), normed=True, value_norms=True),
     replace(TURNED, normed=True, joint=True, limit=0.5),
     replace(TURNED, normed=True, norms_last=True, scaled=True),
     replace(TURNED, join="sum"),
