@@ -24,7 +24,7 @@ PLAIN: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta
 MIXTURES = (
     *("mixtral", "qwen3_moe", "olmoe", "mellum", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "ernie4_5_moe"),
-    *("glm4_moe", "dots1", "exaone_moe"),
+    *("glm4_moe", "dots1", "exaone_moe", "llama4_text"),
 )
 STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -45,6 +45,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "mixtral": {"sliding_window": None},
+    # llama.cpp assumes these numbers.
+    "llama4_text": {
+        "attention_chunk_size": 8192,
+        "no_rope_layers": None,
+        "attention_bias": False,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
     "bitnet": {"hidden_act": "silu", "tie_word_embeddings": True},
     "gpt_oss": {"swiglu_limit": 7.0},
     "qwen3_moe": {"attention_bias": False, "use_sliding_window": False},
@@ -139,6 +147,18 @@ def mellum(writer: Any, config: Config) -> None:
     expert_width(writer, config)
     window(writer, config)
     pattern(writer, config)
+
+
+def outputs_first(tensors: Tensors, _config: Config) -> Pairs:
+    """Llama 4's experts, which checkpoints have with inputs first."""
+    for name, values in tensors.items():
+        match = re.search(r"layers\.(\d+)\..*experts\.(gate_up|down)_proj$", name)
+        if not match:
+            yield name, values
+            continue
+        members = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        for member, own in zip(members, np.split(values.swapaxes(1, 2), len(members), 1), strict=True):
+            yield f"blk.{match[1]}.ffn_{member}_exps.weight", np.ascontiguousarray(own)
 
 
 def inner_norms(tensors: Tensors, _config: Config) -> Pairs:
@@ -278,6 +298,11 @@ def ernie_moe(writer: Any, config: Config) -> None:
     writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
     writer.add_leading_dense_block_count(config["moe_layer_start_index"])
     writer.add_expert_shared_count(config["moe_num_shared_experts"])
+
+
+def llama4(writer: Any, config: Config) -> None:
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
 
 
 def sigmoid_moe(writer: Any, config: Config) -> None:
@@ -526,6 +551,7 @@ CONVERTERS = {
     "glm4_moe": Converter("glm4moe", sigmoid_moe, expert_biases),
     "dots1": Converter("dots1", sigmoid_moe, expert_biases),
     "exaone_moe": Converter("exaone-moe", sigmoid_moe, expert_biases),
+    "llama4_text": Converter("llama4", llama4, outputs_first),
     "ernie4_5_moe": Converter("ernie4_5-moe", ernie_moe, expert_biases),
     "mellum": Converter("mellum", mellum, names="qwen3moe"),
     "phimoe": Converter("phimoe", window),
@@ -598,7 +624,7 @@ def write_sizes(writer: Any, config: Config) -> None:
     heads = config["num_attention_heads"]
     key_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    width = config["intermediate_size"]
+    width = config.get("intermediate_size_mlp") or config["intermediate_size"]
     if "conv" in config.get("layer_types", ()):
         key_heads = [0 if kind == "conv" else key_heads for kind in config["layer_types"]]
     if config["model_type"] == "lfm2":

@@ -9,10 +9,11 @@ from heterollm.model.fields.gguf_rows import ARCHITECTURE, MODEL, NAMES, OFF, ON
 DELTA: Final = frozenset({"qwen35moe", "qwen3next"})
 SHARED: Final = DELTA | {"qwen2moe"}
 ERNIE: Final = frozenset({"ernie4_5-moe"})
+LLAMA4: Final = frozenset({"llama4"})
 SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
 LEADING: Final = SIGMOID | ERNIE | {"lfm2moe"}
-SIZED: Final = SHARED | LEADING | {"qwen3moe", "mellum", "gemma4"}
-NORMALIZED: Final = SIZED - SIGMOID - {"qwen2moe"} | {"llama", "phimoe", "granitemoe"}
+SIZED: Final = SHARED | LEADING | LLAMA4 | {"qwen3moe", "mellum", "gemma4"}
+NORMALIZED: Final = SIZED - SIGMOID - LLAMA4 - {"qwen2moe"} | {"llama", "phimoe", "granitemoe"}
 
 EXPERTS: Final = (
     read(".expert_count", "experts; 0 for none"),
@@ -38,8 +39,8 @@ EXPERTS: Final = (
     read(
         ".interleave_moe_layer_step",
         "every n-th layer has experts",
-        "models/ernie4-5-moe.cpp",
-        ERNIE,
+        "models/ernie4-5-moe.cpp, llama4.cpp",
+        ERNIE | LLAMA4,
     ),
     read(".expert_shared_count", "experts that compute every token", ARCHITECTURE, SIGMOID | ERNIE),
     read(

@@ -108,6 +108,14 @@ ATTENTION: Final = (
     ),
     *rows(
         "refused",
+        "chunks of another length than 8192; with 0 llama.cpp has none",
+        "models/llama4.cpp",
+        ".attention.sliding_window",
+        neutral=(8192,),
+        only=frozenset({"llama4"}),
+    ),
+    *rows(
+        "refused",
         "a window that llama.cpp ignores in this architecture; one of context_length passes",
         ARCHITECTURE,
         ".attention.sliding_window",

@@ -29,6 +29,7 @@ from heterollm.model.stored.gguf_family_fields import (
     granite_moe,
     lfm2,
     lfm2_moe,
+    llama4,
     mellum,
     minicpm,
     mistral3,
@@ -417,6 +418,19 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
                 "ffn_gate_inp.scale": Other("router.scale"),
                 "ffn_down_exps.scale": Other("router.per_expert_scale"),
             },
+        ),
+        "llama4": Architecture(
+            "llama4_text",
+            "Llama4ForCausalLM",
+            biases=(ATTENTION_BIAS,),
+            modules={
+                "ffn_gate_inp": "feed_forward.router",
+                **{f"ffn_{member}": f"feed_forward.{member}_proj" for member in ("gate", "up", "down")},
+                **{own: module.replace("mlp", "feed_forward") for own, module in SHARED_EXPERT.items()},
+            },
+            experts={own: module.replace("mlp", "feed_forward") for own, module in NAMED_EXPERTS.items()},
+            experts_field="num_local_experts",
+            fields=llama4,
         ),
         "olmoe": Architecture("olmoe", "OlmoeForCausalLM", modules=ROUTER, experts=NAMED_EXPERTS),
         "mellum": Architecture(

@@ -28,6 +28,8 @@ LARGEST_EXAONE4: Final = 64
 EXAONE4_WINDOW: Final = 4096
 DELTA_PERIOD: Final = 4
 ROPE_BASE: Final = 10000.0
+MAVERICK_EXPERTS: Final = 128
+"""Experts of the Llama 4 whose heads have no norms."""
 MOST_LAYERS: Final = 10_000
 """Limit of a list over layers; the check of ``config.json`` refuses more."""
 
@@ -244,6 +246,16 @@ def ernie_moe(file: GgufFile, config: Fields) -> Fields:
         "moe_layer_end_index": -1,
         "moe_layer_interval": file.count("interleave_moe_layer_step", default=1),
         "moe_num_shared_experts": file.own("expert_shared_count") or 0,
+    }
+
+
+def llama4(file: GgufFile, config: Fields) -> Fields:
+    """Return the widths of Llama 4; llama.cpp assumes the chunks, and which layers have positions."""
+    return {
+        "intermediate_size": file.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": file.count("interleave_moe_layer_step"),
+        "use_qk_norm": config["num_local_experts"] != MAVERICK_EXPERTS,
     }
 
 

@@ -557,6 +557,7 @@ FILES = {
     "lfm2moe": "lfm2_moe",
     "ernie4_5-moe": "ernie4_5_moe",
     "olmo": "olmo",
+    "llama4": "llama4_text",
 }
 """Checkpoints by architecture."""
 
