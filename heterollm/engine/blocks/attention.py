@@ -52,22 +52,16 @@ class AttentionEmitter:
         rounded = None if block.gated or block.inner_norm else o.rounded
         dense = functools.partial(self._attention, builder, layer, block, rounded)
         self._techniques.around(builder, "attention", layer, o).run(dense)
+        if block.gated:
+            append_gate(
+                *(builder, self._kernels, o.source, inputs, GATE, o),
+                heads=block.heads,
+                bias=self._tensors.bias(layer, "qkv"),
+                width=o.spec.columns,
+            )
         if block.inner_norm:
             norm = self._tensors.norm(layer, "attention_inner")
             append_norm(builder, self._kernels, norm, o, self._epsilon)
-        if block.gated:
-            bias = self._tensors.bias(layer, "qkv")
-            append_gate(
-                builder,
-                self._kernels,
-                o.source,
-                inputs,
-                GATE,
-                o,
-                heads=block.heads,
-                bias=bias,
-                width=o.spec.columns,
-            )
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
 
     def _shape(self, block: AttentionBlock) -> HeadShape:
