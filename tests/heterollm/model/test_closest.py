@@ -33,7 +33,7 @@ OTHER_LAYERS = {
 """Families with layers that no simulation models, and the field or kind that the message names."""
 
 LIKE_LLAMA = {
-    "gpt_neox": False,
+    "cohere": False,
     "persimmon": False,
 }
 """Families whose layers are attention and one network, and whether some of their layers slide by default."""
@@ -60,10 +60,10 @@ UNLIKE = {
 }
 NEUTRAL = (None, 0, False, [], {}, "")
 
-INTERNLM3 = {
-    "model_type": "internlm3",
-    "architectures": ["InternLM3ForCausalLM"],
-    "auto_map": {"AutoModelForCausalLM": "modeling_internlm3.InternLM3ForCausalLM"},
+BAICHUAN = {
+    "model_type": "baichuan",
+    "architectures": ["BaichuanForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"},
     "bias": False,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -114,28 +114,28 @@ def test_other_decoders_are_taken_for_a_llama_with_their_windows(kind, tmp_path)
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_a_field_of_other_layers_is_refused_unless_it_is_neutral(name, tmp_path):
-    expected = find_model(config_file(tmp_path, INTERNLM3)).config
+    expected = find_model(config_file(tmp_path, BAICHUAN)).config
     for value in NEUTRAL:
         if name != "layer_types" or value is None:
-            assert find_model(config_file(tmp_path, {**INTERNLM3, name: value})).config == expected
+            assert find_model(config_file(tmp_path, {**BAICHUAN, name: value})).config == expected
     with pytest.raises(UnsupportedModelError, match=name):
-        find_model(config_file(tmp_path, {**INTERNLM3, name: UNLIKE[name]}))
+        find_model(config_file(tmp_path, {**BAICHUAN, name: UNLIKE[name]}))
 
 
 def test_an_architecture_that_is_no_decoder_is_refused(tmp_path):
-    path = config_file(tmp_path, {**INTERNLM3, "architectures": ["InternLM2ForRewardModel"]})
+    path = config_file(tmp_path, {**BAICHUAN, "architectures": ["InternLM2ForRewardModel"]})
     with pytest.raises(UnsupportedModelError, match="InternLM2ForRewardModel"):
         find_model(path)
 
 
 def test_a_pattern_of_windows_makes_every_nth_layer_full(tmp_path):
     more = {"num_hidden_layers": 4, "sliding_window": 64, "sliding_window_pattern": 2}
-    found = find_model(config_file(tmp_path, {**INTERNLM3, **more})).config
+    found = find_model(config_file(tmp_path, {**BAICHUAN, **more})).config
     assert [block.window for block in found.blocks(AttentionBlock).values()] == [64, 0, 64, 0]
-    unused = find_model(config_file(tmp_path, {**INTERNLM3, **more, "use_sliding_window": False})).config
+    unused = find_model(config_file(tmp_path, {**BAICHUAN, **more, "use_sliding_window": False})).config
     assert not any(block.window for block in unused.blocks(AttentionBlock).values())
 
 
 def test_an_unknown_field_is_named_in_the_note(tmp_path):
-    found = find_model(config_file(tmp_path, {**INTERNLM3, "warp_layers": [1]}))
+    found = find_model(config_file(tmp_path, {**BAICHUAN, "warp_layers": [1]}))
     assert "warp_layers" in found.note

@@ -90,12 +90,12 @@ def test_generation_config_is_read_from_the_folder(tmp_path, model_fields):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "bitnet"}, "bitnet"),
+        ({"model_type": "cohere"}, "cohere"),
         ({"model_type": None}, "None"),
         ({"model_type": ["llama"]}, "llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "mish"}, "mish"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, "mrope"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "between layers"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "0.5"),

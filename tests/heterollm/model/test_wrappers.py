@@ -275,7 +275,7 @@ def test_sizes_that_a_published_gemma_3_leaves_out() -> None:
     ("values", "named"),
     [
         ({"model_type": "gemma3"}, "without text_config"),
-        ({"model_type": "gemma3", "text_config": {"model_type": "bitnet"}}, "'bitnet' in 'gemma3'"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "cohere"}}, "'cohere' in 'gemma3'"),
         ({"model_type": "qwen2_vl", "text_config": {}}, "Model type 'qwen2_vl'"),
         (
             {
