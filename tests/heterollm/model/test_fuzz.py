@@ -588,7 +588,7 @@ def test_a_damaged_file_is_read_rightly_or_refused(files, target):
 OF_FAMILY = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "granitemoehybrid": {"mamba_n_heads": 2, "layer_types": ["attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **{family: {"layer_types": ["conv", "full_attention"]} for family in ("lfm2_moe", "lfm3")},
     **{
         family: {"layer_types": ["linear_attention", "full_attention"]}
         for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
