@@ -228,7 +228,7 @@ def _record_glue(
     runtime.label = "delta_conv f16"
     convolve_inputs(layers, members, slot, slot, slot, slot, state, step, **sizes)
     runtime.label = "delta_rule f16"
-    apply_delta_rule(layers, slot, slot, slot, state, step, **sizes)
+    apply_delta_rule(layers, slot, slot, slot, slot, state, step, **sizes)
     for name, norm in (("output_gate f16", None), ("gated_norm f16", slot)):
         runtime.label = name
         list(gate_output(layers, slot, members, 3, slot, heads=32, tokens=16, norm=norm))

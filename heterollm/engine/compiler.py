@@ -56,6 +56,7 @@ from heterollm.model import (
     FfnBlock,
     LayerInputBlock,
     LayerStage,
+    MambaBlock,
     MixtureBlock,
     ModelWeights,
     RecurrentSpec,
@@ -112,6 +113,7 @@ class Compiler:
                 device, weights.config, context, self._linears, tensors, self.techniques
             ),
             DeltaNetBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
+            MambaBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
             ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors),
             LayerInputBlock.NAME: self.layer_inputs,

@@ -21,6 +21,7 @@ from heterollm.model.blocks import (
     LayerConfig,
     LayerInputBlock,
     LayerStage,
+    MambaBlock,
     MixtureBlock,
     Norm,
     ShortConvBlock,
@@ -151,6 +152,8 @@ class BlockFields:
             return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
         if name == "delta_net":
             return DeltaNetBlock(_delta_shape(fields))
+        if name == "mamba":
+            return self._mamba()
         if name == "mixture":
             assert mixture is not None  # by the family
             width = fields.count(mixture.width_field)
@@ -182,6 +185,22 @@ class BlockFields:
         biased, gated = is_biased(fields, self._family, "ffn"), "gate" in tensors.modules["gate_up"]
         token_gated = shared and "token_gate" in tensors.others
         return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
+
+
+    def _mamba(self) -> MambaBlock:
+        fields, others = self._fields, self._family.tensors.others
+        if self._activation != "silu":
+            raise unsupported(f"Activation {fields.get('hidden_act')!r} of a state space")
+        groups, heads = fields.count("mamba_n_groups"), fields.count("mamba_n_heads")
+        if heads % groups:
+            raise fields.fail("mamba_n_heads", f"a multiple of the {groups} of mamba_n_groups")
+        shape = DeltaShape(
+            *(groups, heads, fields.count("mamba_d_state", maximum=LARGEST_KEY_DIM)),
+            *(fields.count("mamba_d_head"), fields.count("mamba_d_conv", minimum=2)),
+            recalls=False,
+        )
+        biased = fields.flag("mamba_conv_bias", True)
+        return MambaBlock(shape, normed="gated_norm" in others, gate_first=True, biased=biased)
 
 
 def _has_head_norms(fields: JsonFields, family: Family) -> bool:

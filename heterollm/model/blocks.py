@@ -231,22 +231,32 @@ class DeltaNetBlock(Block):
 
     Args:
         shape: Its sizes.
+        normed: Whether the output has a norm, in parts.
+        gate_first: Whether that norm comes behind the gate.
     """
 
     NAME: ClassVar[str] = "delta_net"
     GROUPS: ClassVar[tuple[Group, ...]] = ("delta_in", "delta_out")
+    OPERATORS: ClassVar[tuple[str, ...]] = ("delta_convolution", "delta_rule", "gated_norm")
 
     shape: DeltaShape
+    normed: bool = True
+    gate_first: bool = False
+
+    @property
+    def normed_parts(self) -> int:
+        """Parts of the output that have a norm each: heads, or in a state space heads that share B and C."""
+        return self.shape.value_heads if self.shape.recalls else self.shape.key_heads
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places; the few rows of b and a join the others."""
         members = tuple(Member(name, rows) for name, rows in self.shape.members.items())
-        convolution = "delta_convolution"
+        first, last = self.GROUPS
         return (
-            GroupShape("delta_in", members, hidden, "linear_input", "delta_in", (NORM,), convolution),
+            GroupShape(first, members, hidden, "linear_input", first, (NORM,), self.OPERATORS[0]),
             GroupShape(
-                *("delta_out", (Member("out", hidden),), self.shape.value_columns, "mixer_output"),
-                *("mixer_delta", (convolution, "delta_rule", "gated_norm"), NORM),
+                *(last, (Member("out", hidden),), self.shape.value_columns, "mixer_output"),
+                *("mixer_delta", self.OPERATORS, NORM),
             ),
         )
 
@@ -263,6 +273,30 @@ class DeltaNetBlock(Block):
     def state(self) -> RecurrentSpec:
         """Return the last inputs of the convolution, and the matrix of each value head."""
         return RecurrentSpec(self.shape.history + self.shape.matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaBlock(DeltaNetBlock):
+    """Mamba-2: a convolution of x, B and C, a selective scan, and a gate of its output.
+
+    It is a delta net that recalls nothing, in which C, B and x are q, k and v, and dt is a.
+
+    Args:
+        biased: Whether the convolution has biases.
+    """
+
+    NAME: ClassVar[str] = "mamba"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("mamba_in", "mamba_out")
+    OPERATORS: ClassVar[tuple[str, ...]] = ("state_convolution", "selective_scan", "gated_norm")
+
+    biased: bool = True
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return what a delta net has, biases of the convolution, and factors of values in the output."""
+        heads, shape = (self.shape.value_heads,), self.shape
+        own = {"taps": (shape.channels, 1, shape.taps), "decay": heads, "decay_shift": heads, "skip": heads}
+        own |= {"taps_bias": (shape.channels,)} if self.biased else {}
+        return own | ({"gated_norm": (shape.value_columns,)} if self.normed else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +415,10 @@ class LayerInputBlock(Block):
         )
 
 
-BLOCKS: Final = (AttentionBlock, ShortConvBlock, DeltaNetBlock, FfnBlock, LayerInputBlock, MixtureBlock)
+BLOCKS: Final = (
+    *(AttentionBlock, ShortConvBlock, DeltaNetBlock, MambaBlock),
+    *(FfnBlock, LayerInputBlock, MixtureBlock),
+)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
 

@@ -53,6 +53,7 @@ class ModelConfig:
         max_positions: Longest supported context.
         rms_norm_eps: Added to the mean square in every norm. Where a multiplier scales what layers add to the
             residual stream, the stream is divided by it instead, and this number by its square.
+        inner_norm_eps: Added to the mean square in norms inside blocks, which read no stream.
         rope: Rotary position embedding of layers with full attention.
         per_layer: The decoder layers.
         tie_word_embeddings: Whether the LM head is the embedding.
@@ -77,6 +78,7 @@ class ModelConfig:
     vocab_size: int
     max_positions: int
     rms_norm_eps: float
+    inner_norm_eps: float
     rope: RopeConfig
     per_layer: tuple[LayerConfig, ...]
     tie_word_embeddings: bool
@@ -221,6 +223,7 @@ class ModelConfig:
             vocab_size=vocab_size,
             max_positions=max_positions,
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6) / added**2,
+            inner_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             rope=blocks.rope,
             per_layer=per_layer,
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),

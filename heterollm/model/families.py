@@ -40,6 +40,7 @@ from heterollm.model.json_fields import JsonFields
 from heterollm.model.llama4 import LLAMA4
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
+from heterollm.model.state_spaces import STATE_SPACES
 from heterollm.model.ungated import UNGATED
 
 # ---- tensor names ---------------------------------------------------------------------------------------
@@ -654,6 +655,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llama4_text": LLAMA4,
         **HYBRIDS,
         **MIXTURES,
+        **STATE_SPACES,
     }
 )
 """The supported values of ``model_type``."""

@@ -13,8 +13,8 @@ from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
-BlockName = Literal["attention", "short_conv", "delta_net", "ffn", "layer_input", "mixture"]
-MIXERS: Final = ("attention", "short_conv", "delta_net")
+BlockName = Literal["attention", "short_conv", "delta_net", "mamba", "ffn", "layer_input", "mixture"]
+MIXERS: Final = ("attention", "short_conv", "delta_net", "mamba")
 """Blocks that mix tokens; the others compute each token by itself."""
 
 BiasedPart = Literal["qkv", "o", "ffn", "head"]

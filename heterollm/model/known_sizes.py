@@ -25,7 +25,15 @@ def _convolutions(layers: int, *attention: int) -> Mapping[str, Any]:
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
 
 
+def _spaces(layers: int, heads: int, head_dim: int, *attention: int, **more: Any) -> Mapping[str, Any]:
+    """Return the fields of a Granite 4-H whose other layers are state spaces."""
+    kinds = ["attention" if at in attention else "mamba" for at in range(layers)]
+    space = {"mamba_n_heads": heads, "mamba_d_head": head_dim, "mamba_d_state": 128}
+    return {"layer_types": kinds, **space, **more}
+
+
 LFM2: Final = _convolutions(16, 2, 5, 8, 10, 12, 14)
+GRANITE_H: Final = (5, 15, 25, 35)
 
 # fmt: off
 # Name, model_type, repository, and the numbers of ModelSize: hidden, intermediate, layers, heads, kv_heads,
@@ -121,6 +129,18 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      2048, 4096, 40, 16, 4, 100352, True, 128, 131072),
     ("granite-4.0-micro", "granite", "ibm-granite/granite-4.0-micro",
      2560, 8192, 40, 40, 8, 100352, True, 64, 131072),
+    ("granite-4.0-h-350m", "granitemoehybrid", "ibm-granite/granite-4.0-h-350m",
+     768, 2048, 32, 12, 4, 100352, True, 64, 32768,
+     _spaces(32, 48, 32, 10, 13, 17, 27, num_local_experts=0, shared_intermediate_size=2048)),
+    ("granite-4.0-h-1b", "granitemoehybrid", "ibm-granite/granite-4.0-h-1b",
+     1536, 4096, 40, 12, 4, 100352, True, 128, 131072,
+     _spaces(40, 48, 64, *GRANITE_H, num_local_experts=0, shared_intermediate_size=4096)),
+    ("granite-4.0-h-micro", "granitemoehybrid", "ibm-granite/granite-4.0-h-micro",
+     2048, 8192, 40, 32, 8, 100352, True, 64, 131072,
+     _spaces(40, 64, 64, *GRANITE_H, num_local_experts=0, shared_intermediate_size=8192)),
+    ("granite-4.0-h-tiny", "granitemoehybrid", "ibm-granite/granite-4.0-h-tiny",
+     1536, 512, 40, 12, 4, 100352, True, 128, 131072, 64, 6,
+     _spaces(40, 48, 64, *GRANITE_H, shared_intermediate_size=1024)),
     ("minicpm5-1b", "llama", "openbmb/MiniCPM5-1B", 1536, 4608, 24, 16, 2, 130560, False, 128, 131072),
     ("minicpm4-0.5b", "minicpm", "openbmb/MiniCPM4-0.5B", 1024, 4096, 24, 16, 2, 73448, True, 64, 32768),
     ("minicpm4-8b", "minicpm", "openbmb/MiniCPM4-8B", 4096, 16384, 32, 32, 2, 73448, False, 128, 32768),
@@ -161,7 +181,6 @@ TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "nemotron-nano": "nemotron_h",
         "glm-4.7-flash": "glm4_moe_lite",
         "glm-4.5-air": "glm4_moe",
-        "granite-4.0-h": "bamba",  # granitemoehybrid with the layers of this type
         "falcon-h1": "falcon_h1",
         "muse-glimmer": "muse_glimmer",
         "llama-4": "llama4_text",

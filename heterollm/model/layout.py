@@ -10,7 +10,15 @@ from typing import Literal
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.gpu import DeltaShape
 from heterollm.kernels.ops import Group, Member, OpSpec, Precision, Scales, WeightFormat
-from heterollm.model.blocks import AttentionBlock, DeltaNetBlock, GroupShape, MixtureBlock, Norm, kind_names
+from heterollm.model.blocks import (
+    AttentionBlock,
+    DeltaNetBlock,
+    GroupShape,
+    MambaBlock,
+    MixtureBlock,
+    Norm,
+    kind_names,
+)
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_tensors
 from heterollm.model.families import FAMILIES
@@ -88,8 +96,12 @@ def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, Hea
         return {
             name: order
             for own in (("q", "k", "v", "z"), ("b", "a"))
-            for name, order in _by_key_heads(net.shape, own).items()
+            for name, order in _in_turns(net.shape, own, net.shape.key_heads).items()
         }
+    if group == "mamba_in":
+        space = config.per_layer[layer].find(MambaBlock)
+        assert space is not None  # the layer has the group
+        return _in_turns(space.shape, ("z", "v", "k", "q", "a"))
     if group != "qkv":
         return {}
     block = config.per_layer[layer].find(AttentionBlock)
@@ -115,12 +127,12 @@ def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, Hea
     return {}
 
 
-def _by_key_heads(shape: DeltaShape, names: Sequence[str]) -> dict[str, HeadOrder]:
-    """Return the order of members of a delta net that a tensor has by key heads, in this order."""
-    rows = {name: shape.members[name] // shape.key_heads for name in names}
+def _in_turns(shape: DeltaShape, names: Sequence[str], turns: int = 1) -> dict[str, HeadOrder]:
+    """Return the order of members of a delta net that a tensor has in this order, once or by key heads."""
+    rows = {name: shape.members[name] // turns for name in names}
     starts = itertools.accumulate(rows.values(), initial=0)
     return {
-        name: HeadOrder(shape.key_heads, sum(rows.values()), start, 1, own)
+        name: HeadOrder(turns, sum(rows.values()), start, 1, own)
         for (name, own), start in zip(rows.items(), starts, strict=False)
     }
 

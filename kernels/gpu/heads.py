@@ -62,13 +62,13 @@ class HeadShape:
         return keys, keys + self.kv_heads * stride, stride, end
 
 
-LARGEST_KEY_DIM: Final = 128
+LARGEST_KEY_DIM: Final = 256
 """Most elements of a head's keys in a delta net: work-items hold a row of the state in registers."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of a gated delta net.
+    """Sizes of a gated delta net, or of a state space of Mamba-2, whose C, B and x stand for q, k and v.
 
     Args:
         key_heads: Heads of q and k.
@@ -76,6 +76,8 @@ class DeltaShape:
         key_dim: Elements of a head of q or k.
         value_dim: Elements of a head of v.
         taps: Tokens that the convolution of q, k and v spans.
+        recalls: Whether a value that is written replaces what the state has for its key, as in a delta net. A
+            state space adds it; its convolution has biases, and its outputs have the values added.
     """
 
     key_heads: int
@@ -83,12 +85,17 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     taps: int
+    recalls: bool = True
 
     @property
     def members(self) -> dict[str, int]:
-        """Output rows of the linears by name: z gates the output, b writes to the state, a makes it decay."""
+        """Output rows of the linears by name: z gates the output, b writes to the state, a makes it decay.
+
+        In a state space a, there dt, does both.
+        """
         keys, values = self.key_heads * self.key_dim, self.value_columns
-        return {"q": keys, "k": keys, "v": values, "z": values, "b": self.value_heads, "a": self.value_heads}
+        gates = dict.fromkeys("ba" if self.recalls else "a", self.value_heads)
+        return {"q": keys, "k": keys, "v": values, "z": values, **gates}
 
     @property
     def value_columns(self) -> int:

@@ -421,6 +421,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
         "mamba_n_heads": 4,
     },
+    # State spaces with groups of heads, and heads that no vector fills; no positions.
+    "granitemoehybrid with state spaces": {
+        **PLAIN,
+        "num_hidden_layers": 3,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 208,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.03,
+        "logits_scaling": 6.0,
+        "mamba_n_heads": 12,
+        "mamba_expand": 3,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 24,
+        "mamba_d_conv": 4,
+    },
     # Attention and network side by side, LayerNorm without bias, and no positions in layers without a window.
     "cohere2": {
         **PLAIN,

@@ -37,7 +37,7 @@ class AttentionEmitter:
         techniques: Techniques,
     ) -> None:
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._epsilon, self._context = config.rms_norm_eps, context
+        self._epsilon, self._context = config.inner_norm_eps, context
         self._linears, self._tensors, self._techniques = linears, tensors, techniques
 
     def begin(self, builder: PassBuilder, layer: int, block: AttentionBlock) -> Begun:

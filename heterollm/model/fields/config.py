@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -341,6 +342,13 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "linear_num_value_heads": "heads of values in a delta net; neighbours share a key head",
         "linear_key_head_dim": "width of a head of queries or keys in a delta net",
         "linear_value_head_dim": "width of a head of values in a delta net",
+        "mamba_n_heads": "heads of a state space",
+        "mamba_n_groups": "groups of heads that share B and C in a state space",
+        "mamba_d_state": "width of B and C in a state space",
+        "mamba_d_head": "width of a head of a state space",
+        "mamba_d_conv": "tokens that the convolution of a state space spans",
+        "mamba_expand": "heads of all state spaces by hidden_size, where mamba_d_head is missing",
+        "mamba_conv_bias": "whether the convolution of a state space has biases",
     }
 )
 """Fields that no other model type knows."""
@@ -447,6 +455,13 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("mamba_ssm_dtype", "recurrent state in another type", "float32"),
     ):
         yield from _one("refused", name, why, nets, PUBLISHED, (usual,))
+    spaces = readers("mamba_d_state")
+    yield from _one("refused", "mamba_proj_bias", "biases of linears of a state space", spaces, neutral=(False,))
+    yield from _one(
+        *("refused", "time_step_limit", "bounds of dt, which transformers applies to prompts alone", spaces),
+        neutral=([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+    )
+    yield from _one("none", "mamba_chunk_size", "the chunks change the time alone", spaces)
     yield from _one(
         "none", "mtp_*", "layers that predict further tokens, which no answer needs", nets, PUBLISHED
     )

@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "lfm2": {},
     "qwen3_5_text": {},
+    "granitemoehybrid with state spaces": {},
     "qwen3_moe": {},
     "phi": {"kv_bits": 8},
     "gemma3_text": {"kv_bits": 8},

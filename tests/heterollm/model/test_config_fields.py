@@ -92,9 +92,10 @@ OWN: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 48,
-        "layer_types": ["attention"] * 2,
+        "layer_types": ["linear_attention", "full_attention"],
         "position_embedding_type": "rope",
         "mamba_n_heads": 4,
+        "mamba_d_state": 16,
     },
     "stablelm": {"num_key_value_heads": 4},
     "opt": {"ffn_dim": 96},
@@ -262,6 +263,13 @@ VALUES: dict[str, Any] = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_head": 16,
+    "mamba_d_conv": 3,
+    "mamba_expand": 4,
+    "mamba_conv_bias": False,
     "sliding_window": 8,
     "use_sliding_window": True,
     "max_window_layers": 1,
@@ -317,6 +325,8 @@ VALUES: dict[str, Any] = {
     # Refused.
     "attn_output_gate": False,
     "mamba_ssm_dtype": "bfloat16",
+    "mamba_proj_bias": True,
+    "time_step_limit": [0.01, 100.0],
     "use_bidirectional_attention": True,
     "is_encoder_decoder": True,
     "per_layer_config": {"0": {"intermediate_size": 48}},
@@ -354,6 +364,7 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("lfm2", "layer_types"): ["full_attention", "conv"],
     ("qwen3_5_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],
+    ("granitemoehybrid", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_next", "layer_types"): ["full_attention", "linear_attention"],
     ("gemma3_text", "rope_parameters"): NESTED,
     **{(kind, name): value for kind in GEMMA4_KINDS for name, value in OF_GEMMA4.items()},
@@ -413,7 +424,7 @@ IN_ROPE = ("short_mscale", "alpha", "llama_4_scaling_beta")
 """Fields of a rotary embedding's section, which has a table of its own."""
 CHECKED = {("layer_types", kind) for kind in ONE_WINDOW}
 CHECKED |= {("num_experts_per_tok", kind) for kind in ("phimoe", "llama4_text")}
-CHECKED |= {("head_dim", "olmoe"), ("word_embed_proj_dim", "opt")}
+CHECKED |= {("head_dim", "olmoe"), ("word_embed_proj_dim", "opt"), ("mamba_d_head", "granitemoehybrid")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
@@ -566,6 +577,7 @@ def test_a_setting_that_is_read_changes_the_configuration(row: Field, kind: str,
         ),
         ("phimoe", "num_experts_per_tok", 3, 2, "num_experts_per_tok is 3"),
         ("llama4_text", "num_experts_per_tok", 2, 1, "num_experts_per_tok is 2"),
+        ("granitemoehybrid", "mamba_d_head", 16, 32, "mamba_d_head is 16"),
         ("olmoe", "head_dim", 32, 16, "head_dim is 32"),
         ("opt", "word_embed_proj_dim", 32, 64, "word_embed_proj_dim is 32"),
     ],

@@ -21,6 +21,7 @@ from heterollm.model.blocks import (
     FfnBlock,
     LayerConfig,
     LayerInputBlock,
+    MambaBlock,
     MixtureBlock,
 )
 from heterollm.model.layout import other_name
@@ -71,6 +72,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm in parallel": ("stablelm", {"use_parallel_residual": True}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
     "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
+    "granitemoehybrid with state spaces": ("granitemoehybrid with state spaces", {}),
+    "granite 4-H with experts": (
+        "granitemoehybrid with state spaces",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "mamba_conv_bias": False},
+    ),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
 }
 VARIANTS = (
@@ -78,6 +84,7 @@ VARIANTS = (
     *("granite 4 without positions", "granite 4 with experts", "stablelm in parallel"),
     "gemma4 in one stream",
     "qwen3_next with a dense layer",
+    "granite 4-H with experts",
 )
 
 # The level layer runs the graphs of npu with the kernels of gpu.
@@ -355,6 +362,9 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     ),
     "blocks side by side": one_after_the_other,
     "output gate": lambda config: attention(config, gated=False),
+    "norm behind the gate": lambda config: changed(
+        config, MambaBlock, lambda one: dataclasses.replace(one, gate_first=False)
+    ),
 }
 GEMMA = (
     *("window", "layers without window", "norms of outputs", "norm offset", "embedding scale"),
@@ -413,6 +423,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "glm": ("partly turning heads", "biases of q, k and v"),
     "glm4": ("partly turning heads", "biases of q, k and v", "norms of outputs"),
     "granitemoehybrid": ("embedding scale", "attention scale", "scale of logits"),
+    "granitemoehybrid with state spaces": (
+        *("embedding scale", "attention scale", "scale of logits", "layers without positions"),
+        "norm behind the gate",
+    ),
     "phi": (
         *("means of norms", "partly turning heads", "activation", "blocks side by side"),
         *(*BIASES, "bias of the head"),
@@ -500,9 +514,21 @@ def test_a_feature_that_is_taken_away_is_seen(
 
 
 @pytest.mark.parametrize(
-    ("role", "value"), [("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0), ("gated_norm", 1.0)]
+    ("name", "role", "value"),
+    [
+        (name, role, value)
+        for name, more in (
+            ("qwen3_5_text", ()),
+            ("granitemoehybrid with state spaces", (("skip", 0.0), ("taps_bias", 0.0))),
+        )
+        for role, value in (
+            *(("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0), ("gated_norm", 1.0)),
+            *more,
+        )
+    ],
 )
 def test_a_tensor_of_a_delta_net_that_is_taken_away_is_seen(
+    name: str,
     role: str,
     value: float,
     checkpoint: Callable[..., Path],
@@ -511,7 +537,7 @@ def test_a_tensor_of_a_delta_net_that_is_taken_away_is_seen(
     token_ids: Callable[[int], list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, ids = checkpoint("qwen3_5_text"), token_ids(PROMPT + STEPS)
+    folder, ids = checkpoint(name), token_ids(PROMPT + STEPS)
     expected = oracle(folder, ids)
     load_weights = heterollm.loading.load_weights
 

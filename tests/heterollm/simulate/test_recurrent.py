@@ -48,9 +48,15 @@ NET = ModelConfig.from_dict(
 )
 """Qwen3.5-4B."""
 
+SPACES = KNOWN_MODELS["granite-4.0-h-micro"].config
+
 
 @pytest.mark.parametrize(
-    ("config", "groups"), [(CONFIG, {"conv_in", "conv_out"}), (NET, {"delta_in", "delta_out"})]
+    ("config", "groups"), [
+        (CONFIG, {"conv_in", "conv_out"}),
+        (NET, {"delta_in", "delta_out"}),
+        (SPACES, {"mamba_in", "mamba_out"}),
+    ],
 )
 def test_passes_take_as_long_as_predicted(
     config: ModelConfig, groups: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
