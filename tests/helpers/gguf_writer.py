@@ -50,7 +50,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "olmoe": {"attention_bias": False, "clip_qkv": None},
     "phimoe": {"router_jitter_noise": 0.01},
     "starcoder2": {"sliding_window": None},
-    "granitemoehybrid": {"intermediate_size": 208},
+    **dict.fromkeys(
+        ("granitemoehybrid", "granitemoehybrid with state spaces"), {"intermediate_size": 208}
+    ),
     "cohere2": {"attention_bias": False},
     # A float32 of the file is equal.
     "olmo": {"attention_bias": False, "clip_qkv": 0.75},
@@ -94,6 +96,21 @@ def granite_4(writer: Any, config: Config) -> None:
     writer.add_ssm_inner_size(256)
     writer.add_rope_scaling_finetuned(True)
     writer.add_head_count_kv([config["num_key_value_heads"]] * config["num_hidden_layers"])
+
+
+def state_space(writer: Any, config: Config) -> None:
+    heads = config["mamba_n_heads"]
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(heads * config["mamba_d_head"])
+    writer.add_ssm_time_step_rank(heads)
+
+
+def granite_hybrid(writer: Any, config: Config) -> None:
+    multipliers(writer, config)
+    state_space(writer, config)
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
 
 
 def minicpm_multipliers(writer: Any, config: Config) -> None:
@@ -332,6 +349,24 @@ def granite_experts(tensors: Tensors, config: Config) -> Pairs:
             yield name, values
 
 
+def space_tensors(pairs: Pairs, groups: int) -> Pairs:
+    """State spaces, whose vectors have further axes."""
+    for name, values in pairs:
+        own = name.replace(".dt_bias", ".dt_proj.bias")
+        if name.endswith("A_log"):
+            yield own, -np.exp(values)[:, None]
+        elif name.endswith(".D"):
+            yield own, values[:, None]
+        elif re.search(r"(mamba|mixer)\.norm\.weight$", name):
+            yield own, values.reshape(groups, -1)
+        else:
+            yield own, values.squeeze() if name.endswith("conv1d.weight") else values
+
+
+def granite_spaces(tensors: Tensors, config: Config) -> Pairs:
+    return space_tensors(granite_experts(tensors, config), config["mamba_n_groups"])
+
+
 def gpt_oss(writer: Any, config: Config) -> None:
     window(writer, config)
     writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -513,8 +548,9 @@ CONVERTERS = {
     "granitemoe": Converter("granitemoe", multipliers, granite_experts),
     "granitemoeshared": Converter("granitemoe", multipliers, granite_experts),
     "granitemoehybrid": Converter("granite", granite_4, granite_experts),
+    "granitemoehybrid with state spaces": Converter("granitehybrid", granite_hybrid, granite_spaces),
 }
-"""By model type."""
+"""By model type, which other words may follow."""
 
 
 def write_gguf(
@@ -536,7 +572,10 @@ def write_gguf(
         stated: The architecture, where another has the same tensors.
     """
     config = json.loads((folder / "config.json").read_text())
-    converter = CONVERTERS[config["model_type"]]
+    named = config["model_type"]
+    with_spaces = f"{named} with state spaces"
+    has_spaces = with_spaces in CONVERTERS and "linear_attention" in config["layer_types"]
+    converter = CONVERTERS[with_spaces if has_spaces else named]
     if stated:
         converter = converter._replace(stated=stated)
     writer = gguf.GGUFWriter(path, converter.stated)
@@ -571,6 +610,8 @@ def write_sizes(writer: Any, config: Config) -> None:
     width = config["intermediate_size"]
     if "conv" in config.get("layer_types", ()):
         key_heads = [0 if kind == "conv" else key_heads for kind in config["layer_types"]]
+    if "mamba_d_state" in config and "linear_attention" in config.get("layer_types", ()):
+        key_heads = [0 if kind == "linear_attention" else key_heads for kind in config["layer_types"]]
     if config["model_type"] == "lfm2":
         multiple = config["block_multiple_of"]
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))

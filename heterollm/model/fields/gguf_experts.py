@@ -12,7 +12,7 @@ ERNIE: Final = frozenset({"ernie4_5-moe"})
 SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
 LEADING: Final = SIGMOID | ERNIE | {"lfm2moe"}
 SIZED: Final = SHARED | LEADING | {"qwen3moe", "mellum", "gemma4"}
-NORMALIZED: Final = SIZED - SIGMOID - {"qwen2moe"} | {"llama", "phimoe", "granitemoe"}
+NORMALIZED: Final = SIZED - SIGMOID - {"qwen2moe"} | {"llama", "phimoe", "granitemoe", "granitehybrid"}
 
 EXPERTS: Final = (
     read(".expert_count", "experts; 0 for none"),
@@ -27,7 +27,7 @@ EXPERTS: Final = (
         ".expert_shared_feed_forward_length",
         "width of the experts that compute every token; absent or 0: none, and feed_forward_length in Qwen's",
         "granite.cpp, qwen2moe.cpp",
-        SHARED | {"granitemoe"},
+        SHARED | {"granitemoe", "granitehybrid"},
     ),
     read(
         ".leading_dense_block_count",

@@ -25,6 +25,7 @@ from heterollm.model.stored.gguf_family_fields import (
     glm4_moe,
     gpt_oss,
     granite,
+    granite_hybrid,
     granite_moe,
     lfm2,
     lfm2_moe,
@@ -41,7 +42,7 @@ from heterollm.model.stored.gguf_family_fields import (
     stablelm,
 )
 from heterollm.model.stored.gguf_file import GgufFile, Lists
-from heterollm.model.stored.gguf_names import Other
+from heterollm.model.stored.gguf_names import SKIP, Other, space_modules, space_others
 
 
 class Architecture(NamedTuple):
@@ -81,6 +82,11 @@ class Architecture(NamedTuple):
     lists: Lists = "alike"
     others: Mapping[str, Other] = MappingProxyType({})
     heads_in_turns: bool = False
+
+    @property
+    def has_spaces(self) -> bool:
+        """Whether layers may be state spaces."""
+        return SKIP in self.others
 
 
 def key_heads(file: GgufFile, architecture: Architecture) -> int:
@@ -143,6 +149,36 @@ GEMMA4: Final = Architecture(
     lists="first",
 )
 
+GRANITE_EXPERTS: Final = Architecture(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    permuted=True,
+    biases=(ATTENTION_BIAS,),
+    modules={
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_down_exps": "block_sparse_moe.output_linear",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+    },
+    joined={
+        "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+        "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+    },
+    experts_field="num_local_experts",
+    fields=granite_moe,
+)
+GRANITE_HYBRID: Final = Architecture(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    permuted=True,
+    biases=(ATTENTION_BIAS,),
+    modules={"ffn_down": "shared_mlp.output_linear", **space_modules("mamba")},
+    joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up")},
+    experts_field="num_local_experts",
+    fields=granite_hybrid,
+    lists="hybrid",
+    others=space_others("mamba"),
+)
+
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {
         "llama": Architecture("llama", "LlamaForCausalLM", permuted=True, biases=BIASES),
@@ -188,6 +224,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "granite": Architecture(
             "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=granite
         ),
+        "granitehybrid": GRANITE_HYBRID,
         "minicpm": Architecture(
             "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=minicpm
         ),
@@ -395,22 +432,9 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             experts_field="num_local_experts",
             fields=phimoe,
         ),
-        "granitemoe": Architecture(
-            "granitemoe",
-            "GraniteMoeForCausalLM",
-            permuted=True,
-            biases=(ATTENTION_BIAS,),
-            modules={
-                "ffn_gate_inp": "block_sparse_moe.router.layer",
-                "ffn_down_exps": "block_sparse_moe.output_linear",
-                "ffn_down_shexp": "shared_mlp.output_linear",
-            },
-            joined={
-                "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
-                "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
-            },
-            experts_field="num_local_experts",
-            fields=granite_moe,
+        "granitemoe": GRANITE_EXPERTS,
+        "granitehybrid": GRANITE_HYBRID._replace(
+            modules={**GRANITE_EXPERTS.modules, **space_modules("mamba")}, joined=GRANITE_EXPERTS.joined
         ),
     }
 )

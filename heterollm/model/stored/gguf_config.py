@@ -154,7 +154,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         config[architecture.experts_field] = file.count("expert_count")
         config["num_experts_per_tok"] = file.count("expert_used_count")
     config |= architecture.fields(file, config)
-    formats = _formats(file)
+    formats = _formats(file, architecture)
     return {**config, **({"quantization_config": formats} if formats else {})}
 
 
@@ -182,15 +182,16 @@ def _vocabulary(file: GgufFile) -> int:
     return entry.shape[0]
 
 
-def _formats(file: GgufFile) -> dict[str, Any] | None:
+def _formats(file: GgufFile, architecture: Architecture) -> dict[str, Any] | None:
     """Return the number formats of the layers' groups and of the head; None if no layer is quantised."""
-    groups: dict[str, list[BlockType]] = {group: [] for group in dict.fromkeys(GROUPS.values())}
+    names = GROUPS | ({"ssm_in": "mamba_in", "ssm_out": "mamba_out"} if architecture.has_spaces else {})
+    groups: dict[str, list[BlockType]] = {group: [] for group in dict.fromkeys(names.values())}
     for own, layer, below in file.layer_tensors():
         module, kind = below.removesuffix(".weight"), block_type(file.entries[own].kind)
         if module == "attn_qkv" and f"blk.{layer}.{DECAY}" in file.entries:
             groups["delta_in"].append(kind)
-        elif module in GROUPS and module != below:
-            groups[GROUPS[module]].append(kind)
+        elif module in names and module != below:
+            groups[names[module]].append(kind)
         elif LONE_EXPERT.fullmatch(own):
             groups["experts"].append(kind)
     tables = ("token_embd.weight", "output.weight")

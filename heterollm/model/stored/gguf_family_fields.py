@@ -163,6 +163,36 @@ def granite_moe(file: GgufFile, config: Fields) -> Fields:
     return {**granite(file, config), **(shared if width else {})}
 
 
+def state_space(file: GgufFile) -> Fields:
+    """Return the sizes of state spaces."""
+    heads, inner = file.count("ssm.time_step_rank"), file.count("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": max(1, inner // heads),
+        "mamba_n_groups": file.count("ssm.group_count"),
+        "mamba_d_state": file.count("ssm.state_size"),
+        "mamba_d_conv": file.count("ssm.conv_kernel"),
+        "mamba_conv_bias": any(own.endswith(".ssm_conv1d.bias") for own in file.entries),
+    }
+
+
+def granite_hybrid(file: GgufFile, config: Fields) -> Fields:
+    """Return Granite's multipliers, the kinds of layers, their sizes, and whether attention has positions."""
+    width = file.own("expert_shared_feed_forward_length") or config["intermediate_size"]
+    heads = file.own("attention.head_count_kv")
+    layers = min(config["num_hidden_layers"], MOST_LAYERS)
+    counts = heads if isinstance(heads, list) else [heads] * layers
+    return {
+        **granite(file, config),
+        **state_space(file),
+        "mamba_expand": max(1, file.count("ssm.inner_size") // config["hidden_size"]),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in counts],
+        "shared_intermediate_size": width,
+        "num_local_experts": config.get("num_local_experts", 0),
+        "position_embedding_type": "rope" if file.own("rope.scaling.finetuned", True) else None,
+    }
+
+
 def minicpm(file: GgufFile, config: Fields) -> Fields:
     """Return MiniCPM's multipliers under Granite's names; older files, of 2B, have none."""
     return {

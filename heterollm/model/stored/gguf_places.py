@@ -61,7 +61,7 @@ def _of_layer(
     module, _, ending = below.rpartition(".")
     shape, modules = file.entries[own].shape, {**MODULES, **architecture.modules}
     delta = None
-    if f"blk.{layer}.{DECAY}" in file.entries:
+    if f"blk.{layer}.{DECAY}" in file.entries and not architecture.has_spaces:
         delta = delta_places(file, own, below, read_delta_heads(file, architecture.heads_in_turns))
     other = {**OTHERS, **architecture.others}.get(below)
 
@@ -75,7 +75,10 @@ def _of_layer(
             for name, place in delta.items()
         }
     if other is not None:
-        return {f"model.layers.{layer}.{other.name}": _with_axis(_whole(file, own), other.axis)}
+        place = _with_axis(_whole(file, own), other.axis)
+        if other.flat:
+            place = place._replace(shape=(math.prod(shape),))
+        return {f"model.layers.{layer}.{other.name}": place}
     stacked = FUSED_EXPERTS if module == "ffn_gate_up_exps" else (module,)
     if architecture.experts.keys() >= {*stacked} and len(shape) == STACKED:
         rows = shape[-2] // len(stacked)

@@ -31,6 +31,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96},
     ),
+    "granite 4-H with experts": (
+        "granitemoehybrid with state spaces",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96},
+    ),
     "exaone4 with windows": (
         "exaone4",
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},

@@ -82,10 +82,13 @@ def architecture(family: str) -> str:
     return CONVERTERS[family].stated if family in CONVERTERS else family
 
 
+SPACES = "granitemoehybrid with state spaces"
+
+
 def scales(name: str, file_name: str) -> list[Case]:
     """A factor in each architecture that has one."""
     absent = {"embedding_scale": 12.0, "residual_scale": 1.4 / 2**0.5, "logit_scale": 128 / 256}
-    families = ("granite", "granitemoe", "minicpm")
+    families = ("granite", "granitemoe", "minicpm", SPACES)
     found = [Case(family, 0.5, {name: 0.5}) for family in families]
     found += [Case(family, None, {name: 1.0}) for family in families[:2] if file_name != "logit_scale"]
     if file_name == "logit_scale":
@@ -143,6 +146,11 @@ CASES: dict[str, list[Case]] = {
         Case("granite", 0.125, {"attention_multiplier": 0.125}),
         Case("granite", None, {"attention_multiplier": 32**-0.5}),
         Case("granitemoe", 0.125, {"attention_multiplier": 0.125}),
+        Case(SPACES, 0.125, {"attention_multiplier": 0.125}),
+    ],
+    "rope.scaling.finetuned": [
+        Case(SPACES, True, {"position_embedding_type": "rope"}),
+        Case(SPACES, None, {"position_embedding_type": "rope"}),
     ],
     "embedding_scale": scales("embedding_multiplier", "embedding_scale"),
     "residual_scale": scales("residual_multiplier", "residual_scale"),
@@ -318,6 +326,7 @@ def twin_logits(folder: Path, changes: dict[str, Any], ids: list[int]) -> np.nda
     import transformers
 
     values = json.loads((folder / "config.json").read_text()) | changes
+    values.pop("time_step_limit", None)  # its infinity is none of JSON's numbers
     config = transformers.AutoConfig.for_model(**values)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation="eager"
