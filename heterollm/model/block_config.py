@@ -171,6 +171,7 @@ class BlockFields:
                 router_normed=ROUTER_NORM in others,
                 scaled=EXPERT_FACTORS in others,
                 weighs_inputs=mixture.weighs_inputs,
+                gated="gate" in mixture.members,
             )
         shared = mixture is not None and "mixture" in beside
         if mixture is None:
@@ -189,8 +190,9 @@ class BlockFields:
 
     def _mamba(self) -> MambaBlock:
         fields, others = self._fields, self._family.tensors.others
-        if self._activation != "silu":
-            raise unsupported(f"Activation {fields.get('hidden_act')!r} of a state space")
+        activation = fields.get("mamba_hidden_act") or fields.get("hidden_act") or "silu"
+        if ACTIVATIONS.get(activation) != "silu":
+            raise unsupported(f"Activation {activation!r} of a state space")
         groups, heads = fields.count("mamba_n_groups"), fields.count("mamba_n_heads")
         if heads % groups:
             raise fields.fail("mamba_n_heads", f"a multiple of the {groups} of mamba_n_groups")
@@ -261,7 +263,7 @@ def _rotated(fields: JsonFields, family: Family, windows: list[int]) -> list[boo
     layers = len(windows)
     if family.rope_needs_window and fields.get("sliding_window") is not None:
         return [bool(window) for window in windows]
-    if family.tensors.positions:
+    if family.tensors.positions or family.without_rope:
         return [False] * layers
     if "position_embedding_type" in family.follows:
         return [fields.get("position_embedding_type") == "rope"] * layers

@@ -346,7 +346,7 @@ class FfnBlock(Block):
 
 @dataclass(frozen=True, slots=True)
 class MixtureBlock(Block):
-    """A mixture of gated networks, the experts.
+    """A mixture of networks, the experts.
 
     Its experts are no group that a plan splits; :func:`heterollm.model.expert_specs` has them.
 
@@ -360,6 +360,7 @@ class MixtureBlock(Block):
         router_normed: Whether the router reads a norm of the stream that no other linear reads.
         scaled: Whether each expert has a factor on its weight.
         weighs_inputs: Whether the weight of the only expert of a token multiplies its input, not its output.
+        gated: Whether experts have a gate beside up.
     """
 
     NAME: ClassVar[str] = "mixture"
@@ -374,6 +375,7 @@ class MixtureBlock(Block):
     router_normed: bool = False
     scaled: bool = False
     weighs_inputs: bool = False
+    gated: bool = True
 
     def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
         """Return no groups."""

@@ -206,6 +206,7 @@ class Family:
         norm_offset: Added to the stored weight of every norm.
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
         first_position: Row of the first position in the table of learned ones.
+        without_rope: Whether no layer has positions.
         mixture: The experts of its layers; None in a family without them.
         centered_norms: Whether norms subtract the mean (LayerNorm).
         norm_biases: Whether norms that do have a bias.
@@ -241,6 +242,7 @@ class Family:
     norm_offset: float = 0.0
     scales_embedding: bool = False
     first_position: int = 0
+    without_rope: bool = False
     mixture: Mixture | None = None
     centered_norms: bool = False
     norm_biases: bool = True

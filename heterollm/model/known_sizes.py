@@ -32,6 +32,21 @@ def _spaces(layers: int, heads: int, head_dim: int, *attention: int, **more: Any
     return {"layer_types": kinds, **space, **more}
 
 
+NEMOTRON_3: Final[Mapping[str, Any]] = {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
+NEMOTRON_2: Final[Mapping[str, Any]] = {
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 80,
+}
 LFM2: Final = _convolutions(16, 2, 5, 8, 10, 12, 14)
 GRANITE_H: Final = (5, 15, 25, 35)
 
@@ -141,6 +156,10 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
     ("granite-4.0-h-tiny", "granitemoehybrid", "ibm-granite/granite-4.0-h-tiny",
      1536, 512, 40, 12, 4, 100352, True, 128, 131072, 64, 6,
      _spaces(40, 48, 64, *GRANITE_H, shared_intermediate_size=1024)),
+    ("nemotron-nano-9b-v2", "nemotron_h", "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+     4480, 15680, 56, 40, 8, 131072, False, 128, 131072, NEMOTRON_2),
+    ("nemotron-3-nano-30b-a3b", "nemotron_h", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+     2688, 1856, 52, 32, 2, 131072, False, 128, 262144, NEMOTRON_3),
     ("minicpm5-1b", "llama", "openbmb/MiniCPM5-1B", 1536, 4608, 24, 16, 2, 130560, False, 128, 131072),
     ("minicpm4-0.5b", "minicpm", "openbmb/MiniCPM4-0.5B", 1024, 4096, 24, 16, 2, 73448, True, 64, 32768),
     ("minicpm4-8b", "minicpm", "openbmb/MiniCPM4-8B", 4096, 16384, 32, 32, 2, 73448, False, 128, 32768),

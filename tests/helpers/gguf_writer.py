@@ -50,6 +50,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "olmoe": {"attention_bias": False, "clip_qkv": None},
     "phimoe": {"router_jitter_noise": 0.01},
     "starcoder2": {"sliding_window": None},
+    "nemotron_h": {
+        "mlp_bias": False,
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention"],
+    },
     **dict.fromkeys(
         ("granitemoehybrid", "granitemoehybrid with state spaces"), {"intermediate_size": 208}
     ),
@@ -111,6 +115,34 @@ def granite_hybrid(writer: Any, config: Config) -> None:
     multipliers(writer, config)
     state_space(writer, config)
     writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+
+
+def nemotron_h(writer: Any, config: Config) -> None:
+    names = {
+        "mamba_n_heads": "mamba_num_heads",
+        "mamba_d_head": "mamba_head_dim",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "ssm_state_size",
+        "mamba_d_conv": "conv_kernel",
+    }
+    state_space(writer, {common: config[own] for common, own in names.items()})
+    kinds, has_experts = config["layers_block_type"], "moe" in config["layers_block_type"]
+    network = "moe" if has_experts else "mlp"
+    width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    heads = [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds]
+    for name in ("attention.head_count_kv", "feed_forward_length"):
+        del writer.kv_data[0][f"{writer.arch}.{name}"]
+    writer.add_head_count_kv(heads)
+    writer.add_feed_forward_length([width * (kind == network) for kind in kinds])
+    if has_experts:
+        expert_width(writer, config)
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
 
 
 def minicpm_multipliers(writer: Any, config: Config) -> None:
@@ -367,6 +399,15 @@ def granite_spaces(tensors: Tensors, config: Config) -> Pairs:
     return space_tensors(granite_experts(tensors, config), config["mamba_n_groups"])
 
 
+def nemotron_tensors(tensors: Tensors, config: Config) -> Pairs:
+    """State spaces, and experts of a layer in one stack."""
+    names = {"mixer.gate.e_score_correction_bias": "exp_probs_b.bias"}
+    for name, values in space_tensors(tensors.items(), config["n_groups"]):
+        match = re.fullmatch(r"backbone\.layers\.(\d+)\.(.+)", name)
+        own = names.get(match[2]) if match else None
+        yield (f"blk.{match[1]}.{own}" if match and own else name), values
+
+
 def gpt_oss(writer: Any, config: Config) -> None:
     window(writer, config)
     writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -548,6 +589,7 @@ CONVERTERS = {
     "granitemoe": Converter("granitemoe", multipliers, granite_experts),
     "granitemoeshared": Converter("granitemoe", multipliers, granite_experts),
     "granitemoehybrid": Converter("granite", granite_4, granite_experts),
+    "nemotron_h": Converter("nemotron_h_moe", nemotron_h, nemotron_tensors, "layer_norm_epsilon"),
     "granitemoehybrid with state spaces": Converter("granitehybrid", granite_hybrid, granite_spaces),
 }
 """By model type, which other words may follow."""
@@ -572,6 +614,7 @@ def write_gguf(
         stated: The architecture, where another has the same tensors.
     """
     config = json.loads((folder / "config.json").read_text())
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     named = config["model_type"]
     with_spaces = f"{named} with state spaces"
     has_spaces = with_spaces in CONVERTERS and "linear_attention" in config["layer_types"]
@@ -683,7 +726,7 @@ def stacked(tensors: Tensors) -> Tensors:
     """The tensors with each layer's experts as one, under llama.cpp's names."""
     found, stacks = {}, {}
     for name, values in tensors.items():
-        match = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.\d+\.(\w+)\.weight", name)
+        match = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.\d+\.(\w+)\.weight", name)
         if match:
             member = STACKS.get(match[2], match[2].removesuffix("_proj"))
             stacks.setdefault(f"blk.{match[1]}.ffn_{member}_exps.weight", {})[name] = values

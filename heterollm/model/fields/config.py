@@ -348,6 +348,9 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "mamba_d_head": "width of a head of a state space",
         "mamba_d_conv": "tokens that the convolution of a state space spans",
         "mamba_expand": "heads of all state spaces by hidden_size, where mamba_d_head is missing",
+        "layers_block_type": "kind of each layer",
+        "hybrid_override_pattern": "older form of layers_block_type, a letter for each layer",
+        "moe_shared_expert_intermediate_size": "experts of every token",
         "mamba_conv_bias": "whether the convolution of a state space has biases",
     }
 )
@@ -436,7 +439,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
     for name in ("n_group", "topk_group"):
         why = "a choice of experts from groups of them"
-        yield from _one("refused", name, why, readers("first_k_dense_replace"), neutral=(1,))
+        sparse_kinds = readers("first_k_dense_replace", "moe_shared_expert_intermediate_size")
+        yield from _one("refused", name, why, sparse_kinds, neutral=(1,))
     plain = readers("global_head_dim") - readers("enable_moe_block")
     for name, why, neutral, only in (
         ("enable_moe_block", "experts beside a network", (False,), plain),
@@ -455,12 +459,16 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("mamba_ssm_dtype", "recurrent state in another type", "float32"),
     ):
         yield from _one("refused", name, why, nets, PUBLISHED, (usual,))
-    spaces = readers("mamba_d_state")
-    yield from _one("refused", "mamba_proj_bias", "biases of linears of a state space", spaces, neutral=(False,))
-    yield from _one(
-        *("refused", "time_step_limit", "bounds of dt, which transformers applies to prompts alone", spaces),
-        neutral=([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
-    )
+    spaces, named = readers("mamba_d_state"), readers("hybrid_override_pattern")
+    for name, kinds in (("mamba_proj_bias", spaces), ("use_bias", named)):
+        yield from _one("refused", name, "biases of linears of a state space", kinds, neutral=(False,))
+    yield from _one("refused", "moe_latent_size", "experts between linears of their own", named)
+    why = "another activation behind the convolution of a state space"
+    yield from _one("refused", "mamba_hidden_act", why, named, neutral=("silu", "swish"))
+    why = "bounds of dt, which transformers applies to prompts alone"
+    for name, kinds in (("time_step_limit", spaces | named), ("mamba_dt_limit", named)):
+        neutral = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+        yield from _one("refused", name, why, kinds, neutral=neutral)
     yield from _one("none", "mamba_chunk_size", "the chunks change the time alone", spaces)
     yield from _one(
         "none", "mtp_*", "layers that predict further tokens, which no answer needs", nets, PUBLISHED

@@ -9,9 +9,10 @@ from heterollm.model.fields.gguf_rows import ARCHITECTURE, MODEL, NAMES, OFF, ON
 DELTA: Final = frozenset({"qwen35moe", "qwen3next"})
 SHARED: Final = DELTA | {"qwen2moe"}
 ERNIE: Final = frozenset({"ernie4_5-moe"})
-SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
-LEADING: Final = SIGMOID | ERNIE | {"lfm2moe"}
-SIZED: Final = SHARED | LEADING | {"qwen3moe", "mellum", "gemma4"}
+LEADING_SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
+SIGMOID: Final = LEADING_SIGMOID | {"nemotron_h_moe"}
+LEADING: Final = LEADING_SIGMOID | ERNIE | {"lfm2moe"}
+SIZED: Final = SHARED | SIGMOID | LEADING | {"qwen3moe", "mellum", "gemma4"}
 NORMALIZED: Final = SIZED - SIGMOID - {"qwen2moe"} | {"llama", "phimoe", "granitemoe", "granitehybrid"}
 
 EXPERTS: Final = (
@@ -27,7 +28,7 @@ EXPERTS: Final = (
         ".expert_shared_feed_forward_length",
         "width of the experts that compute every token; absent or 0: none, and feed_forward_length in Qwen's",
         "granite.cpp, qwen2moe.cpp",
-        SHARED | {"granitemoe", "granitehybrid"},
+        SHARED | {"granitemoe", "granitehybrid", "nemotron_h_moe"},
     ),
     read(
         ".leading_dense_block_count",
@@ -41,7 +42,7 @@ EXPERTS: Final = (
         "models/ernie4-5-moe.cpp",
         ERNIE,
     ),
-    read(".expert_shared_count", "experts that compute every token", ARCHITECTURE, SIGMOID | ERNIE),
+    read(".expert_shared_count", "experts that compute every token", ARCHITECTURE, LEADING_SIGMOID | ERNIE),
     read(
         ".expert_weights_norm",
         "whether weights of experts are divided by their sum; absent: no",
@@ -54,7 +55,14 @@ EXPERTS: Final = (
         "width of the experts that compute every token, which their number states",
         "conversion/ernie.py",
         ".expert_shared_feed_forward_length",
-        only=SIGMOID | ERNIE,
+        only=LEADING_SIGMOID | ERNIE,
+    ),
+    *rows(
+        "none",
+        "experts that compute every token, whose common width the file states",
+        "conversion/nemotron.py",
+        ".expert_shared_count",
+        only=frozenset({"nemotron_h_moe"}),
     ),
     *rows(
         "none",

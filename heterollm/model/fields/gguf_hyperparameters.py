@@ -27,7 +27,8 @@ GRANITE_HYBRID: Final = frozenset({"granitehybrid"})
 SCALED: Final = GRANITES | GRANITE_HYBRID | {"minicpm"}
 QWEN35: Final = frozenset({"qwen35", "qwen35moe"})
 DELTA: Final = QWEN35 | {"qwen3next"}
-SPACES: Final = GRANITE_HYBRID
+NEMOTRON_H: Final = frozenset({"nemotron_h", "nemotron_h_moe"})
+SPACES: Final = GRANITE_HYBRID | NEMOTRON_H
 VISION: Final = QWEN35 | {"qwen3vl"}
 MISTRAL3: Final = frozenset({"mistral3"})
 
@@ -351,7 +352,7 @@ OTHER: Final = (
         NAMES,
         ".hidden_activation",
         neutral=("relu2", "relu_sqr"),
-        only=frozenset({"nemotron", "arcee"}),
+        only=NEMOTRON_H | {"nemotron", "arcee"},
     ),
     *rows(
         "refused",
@@ -397,7 +398,7 @@ OTHER: Final = (
         ".nextn_predict_layers",
         "last layers, which predict further tokens and are not read",
         ARCHITECTURE,
-        QWEN35 | {"exaone4", "exaone-moe", "glm4moe"},
+        QWEN35 | {"exaone4", "exaone-moe", "glm4moe", "nemotron_h_moe"},
     ),
     *rows(
         "none",

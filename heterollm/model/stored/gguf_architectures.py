@@ -32,6 +32,8 @@ from heterollm.model.stored.gguf_family_fields import (
     mellum,
     minicpm,
     mistral3,
+    nemotron_h,
+    nemotron_h_moe,
     no_fields,
     olmo,
     olmo2,
@@ -63,6 +65,7 @@ class Architecture(NamedTuple):
         fields: Returns the fields of ``config.json`` that other architectures lack.
         lists: Meaning of heads and widths that are lists.
         others: Other tensors of a layer by the file's names, where they differ from those of all.
+        layer: Beginning of names of a layer's tensors in ``transformers``.
         heads_in_turns: Whether the value heads of a delta net stand in turns: the first of each key head,
             then the second of each.
     """
@@ -81,6 +84,7 @@ class Architecture(NamedTuple):
     fields: Callable[[GgufFile, Fields], Fields] = no_fields
     lists: Lists = "alike"
     others: Mapping[str, Other] = MappingProxyType({})
+    layer: str = "model.layers.{layer}."
     heads_in_turns: bool = False
 
     @property
@@ -177,6 +181,25 @@ GRANITE_HYBRID: Final = Architecture(
     fields=granite_hybrid,
     lists="hybrid",
     others=space_others("mamba"),
+)
+
+NEMOTRON_H: Final = Architecture(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    modules={
+        "attn_norm": "norm",
+        **{f"attn_{member}": f"mixer.{member}_proj" for member in "qkv"},
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        **space_modules("mixer"),
+    },
+    top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+    epsilon=("layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
+    fields=nemotron_h,
+    lists="hybrid",
+    others=space_others("mixer"),
+    layer="backbone.layers.{layer}.",
 )
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
@@ -289,6 +312,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             biases=BIASES,
             epsilon=("norm_eps", LAYER_NORM[1]),
         ),
+        "nemotron_h": NEMOTRON_H,
         "lfm2": Architecture(
             "lfm2",
             "Lfm2ForCausalLM",
@@ -433,6 +457,20 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             fields=phimoe,
         ),
         "granitemoe": GRANITE_EXPERTS,
+        "nemotron_h_moe": NEMOTRON_H._replace(
+            modules={
+                **NEMOTRON_H.modules,
+                "ffn_gate_inp": "mixer.gate",
+                **{f"ffn_{one}_shexp": f"mixer.shared_experts.{one}_proj" for one in ("up", "down")},
+            },
+            experts={f"ffn_{one}_exps": f"mixer.experts.{{}}.{one}_proj" for one in ("up", "down")},
+            experts_field="n_routed_experts",
+            fields=nemotron_h_moe,
+            others={
+                **NEMOTRON_H.others,
+                "exp_probs_b.bias": Other("mixer.gate.e_score_correction_bias"),
+            },
+        ),
         "granitehybrid": GRANITE_HYBRID._replace(
             modules={**GRANITE_EXPERTS.modules, **space_modules("mamba")}, joined=GRANITE_EXPERTS.joined
         ),

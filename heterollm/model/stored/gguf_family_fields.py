@@ -193,6 +193,42 @@ def granite_hybrid(file: GgufFile, config: Fields) -> Fields:
     }
 
 
+def nemotron_h(file: GgufFile, config: Fields) -> Fields:
+    """Return the kinds of layers, and their sizes."""
+    spaces = {
+        "mamba_num_heads": "mamba_n_heads",
+        "mamba_head_dim": "mamba_d_head",
+        "n_groups": "mamba_n_groups",
+        "ssm_state_size": "mamba_d_state",
+        "conv_kernel": "mamba_d_conv",
+        "use_conv_bias": "mamba_conv_bias",
+    }
+    found = state_space(file)
+    layers = min(config["num_hidden_layers"], MOST_LAYERS)
+    return {
+        **{own: found[common] for own, common in spaces.items()},
+        "layers_block_type": [_nemotron_kind(file, layer) for layer in range(layers)],
+    }
+
+
+def _nemotron_kind(file: GgufFile, layer: int) -> str:
+    """Return the kind of a layer, by the tensors that no other kind has."""
+    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe"}
+    names = (kind for own, kind in kinds.items() if f"blk.{layer}.{own}.weight" in file.entries)
+    return next(names, "mlp")
+
+
+def nemotron_h_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return the kinds of layers, and the widths and weights of experts."""
+    return {
+        **nemotron_h(file, config),
+        **expert_width(file),
+        "moe_shared_expert_intermediate_size": file.count("expert_shared_feed_forward_length"),
+        "norm_topk_prob": bool(file.own("expert_weights_norm", False)),
+        "routed_scaling_factor": file.number("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
 def minicpm(file: GgufFile, config: Fields) -> Fields:
     """Return MiniCPM's multipliers under Granite's names; older files, of 2B, have none."""
     return {

@@ -44,7 +44,8 @@ def places(file: GgufFile, architecture: Architecture) -> dict[str, GgufPlace]:
     for own, layer, below in file.layer_tensors():
         if (lone := LONE_EXPERT.fullmatch(own)) and architecture.experts:
             module = architecture.experts[f"{lone[2]}_exps"].format(lone[3])
-            found[f"model.layers.{layer}.{module}.weight"] = _whole(file, own)
+            prefix = architecture.layer.format(layer=layer)
+            found[f"{prefix}{module}.weight"] = _whole(file, own)
         else:
             found |= _of_layer(file, architecture, own, layer, below)
     for own in file.entries:
@@ -60,25 +61,25 @@ def _of_layer(
     """Return the places of the weights that begin in a tensor of a layer."""
     module, _, ending = below.rpartition(".")
     shape, modules = file.entries[own].shape, {**MODULES, **architecture.modules}
-    delta = None
+    delta, prefix = None, architecture.layer.format(layer=layer)
     if f"blk.{layer}.{DECAY}" in file.entries and not architecture.has_spaces:
         delta = delta_places(file, own, below, read_delta_heads(file, architecture.heads_in_turns))
     other = {**OTHERS, **architecture.others}.get(below)
 
     def named(module: str) -> str:
-        return f"model.layers.{layer}.{module}.{ending}"
+        return f"{prefix}{module}.{ending}"
 
     if delta is not None:
         axis = other.axis if other else None
         return {
-            f"model.layers.{layer}.linear_attn.{name}": _with_axis(place, axis)
+            f"{prefix}linear_attn.{name}": _with_axis(place, axis)
             for name, place in delta.items()
         }
     if other is not None:
         place = _with_axis(_whole(file, own), other.axis)
         if other.flat:
             place = place._replace(shape=(math.prod(shape),))
-        return {f"model.layers.{layer}.{other.name}": place}
+        return {f"{prefix}{other.name}": place}
     stacked = FUSED_EXPERTS if module == "ffn_gate_up_exps" else (module,)
     if architecture.experts.keys() >= {*stacked} and len(shape) == STACKED:
         rows = shape[-2] // len(stacked)

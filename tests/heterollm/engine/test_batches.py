@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "qwen3_5_text": {},
     "granitemoehybrid with state spaces": {},
+    "nemotron_h": {"precision": "w4a8"},
     "qwen3_moe": {},
     "phi": {"kv_bits": 8},
     "gemma3_text": {"kv_bits": 8},

@@ -73,6 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
     "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
     "granitemoehybrid with state spaces": ("granitemoehybrid with state spaces", {}),
+    "nemotron_h": ("nemotron_h", {}),
     "granite 4-H with experts": (
         "granitemoehybrid with state spaces",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "mamba_conv_bias": False},
@@ -426,6 +427,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "granitemoehybrid with state spaces": (
         *("embedding scale", "attention scale", "scale of logits", "layers without positions"),
         "norm behind the gate",
+    ),
+    "nemotron_h": (
+        *("activation", "layers without positions", "norm behind the gate", "biases of the feed-forward"),
+        *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     ),
     "phi": (
         *("means of norms", "partly turning heads", "activation", "blocks side by side"),

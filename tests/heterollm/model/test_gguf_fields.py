@@ -41,7 +41,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     **{
         name: OVERRIDES[name]
-        for name in ("olmo", "dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
+        for name in (
+            *("olmo", "dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe"),
+            "nemotron_h",
+        )
     },
 }
 """Changes of the checkpoints whose files the cases change."""
@@ -266,12 +269,15 @@ CASES: dict[str, list[Case]] = {
     ],
     "expert_weights_scale": [
         Case(family, value, {"routed_scaling_factor": value or 1.0})
-        for family in ("glm4_moe", "dots1", "exaone_moe")
+        for family in ("glm4_moe", "dots1", "exaone_moe", "nemotron_h")
         for value in (0.5, None)
     ],
     "expert_weights_norm": [
         Case(family, value, {"norm_topk_prob": bool(value)})
-        for family, value in (("glm4_moe", False), ("dots1", True), ("exaone_moe", None))
+        for family, value in (
+            *(("glm4_moe", False), ("dots1", True), ("exaone_moe", None)),
+            ("nemotron_h", False),
+        )
     ],
     "expert_used_count": [Case("mixtral", 3, {"num_experts_per_tok": 3})],
 }
@@ -549,6 +555,7 @@ FILES = {
     "lfm2moe": "lfm2_moe",
     "ernie4_5-moe": "ernie4_5_moe",
     "olmo": "olmo",
+    "nemotron_h_moe": "nemotron_h",
 }
 """Checkpoints by architecture."""
 

@@ -82,6 +82,8 @@ STATED_BILLIONS = {
     "granite-4.0-h-1b": 1.46,
     "granite-4.0-h-micro": 3.19,
     "granite-4.0-h-tiny": 6.94,
+    "nemotron-nano-9b-v2": 8.89,
+    "nemotron-3-nano-30b-a3b": 31.6,
     "minicpm5-1b": 1.081,
     "minicpm4-0.5b": 0.434,
     "minicpm4-8b": 8.19,

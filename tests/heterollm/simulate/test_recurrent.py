@@ -56,6 +56,7 @@ SPACES = KNOWN_MODELS["granite-4.0-h-micro"].config
         (CONFIG, {"conv_in", "conv_out"}),
         (NET, {"delta_in", "delta_out"}),
         (SPACES, {"mamba_in", "mamba_out"}),
+        (KNOWN_MODELS["nemotron-3-nano-30b-a3b"].config, {"mamba_in", "mamba_out"}),
     ],
 )
 def test_passes_take_as_long_as_predicted(
