@@ -98,7 +98,7 @@ class Compiler:
         }
         self.kv_groups = kv_groups(self._config, context, plan.longest_flight)
         self.recurrent = {
-            layer: spec for layer, spec in self._config.states.items() if isinstance(spec, RecurrentSpec)
+            layer: spec for layer, spec in self._config.states if isinstance(spec, RecurrentSpec)
         }
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
         self.techniques = Techniques(device, weights, plan, context, ranges, techniques)

@@ -117,7 +117,8 @@ def _lane_sizes(
     widest = max(spec.rows for spec in specs if spec.group != "head")
     heads = max(block.heads * block.head_dim for block in config.blocks(AttentionBlock).values())
     stages = (stage.blocks for layer in config.per_layer for stage in layer.stages)
-    beside = any(len(blocks) > 1 and isinstance(blocks[0], AttentionBlock) for blocks in stages)
+    mixers = AttentionBlock, DeltaNetBlock
+    beside = any(len(blocks) > 1 and isinstance(blocks[0], mixers) for blocks in stages)
     sizes = {
         "residual": tokens * config.hidden_size * 4,
         "linear_input": padded * config.hidden_size * item_bytes,

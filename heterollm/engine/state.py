@@ -132,7 +132,7 @@ def kv_groups(config: ModelConfig, context: int, longest: int) -> tuple[KvGroup,
         longest: Most positions that a pass writes.
     """
     found: dict[tuple[KvSpec, int], list[int]] = {}
-    for layer, spec in config.states.items():
+    for layer, spec in config.states:
         if not isinstance(spec, KvSpec):
             continue
         places = spec.kept(context, longest)

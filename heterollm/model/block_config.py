@@ -201,8 +201,12 @@ class BlockFields:
             *(fields.count("mamba_d_head"), fields.count("mamba_d_conv", minimum=2)),
             recalls=False,
         )
-        biased = fields.flag("mamba_conv_bias", True)
-        return MambaBlock(shape, normed="gated_norm" in others, gate_first=True, biased=biased)
+        return MambaBlock(
+            shape,
+            normed="gated_norm" in others and fields.flag("mamba_rms_norm", True),
+            gate_first=not fields.flag("mamba_norm_before_gate", False),
+            biased=fields.flag("mamba_conv_bias", True),
+        )
 
 
 def _has_head_norms(fields: JsonFields, family: Family) -> bool:

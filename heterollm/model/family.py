@@ -212,6 +212,7 @@ class Family:
         norm_biases: Whether norms that do have a bias.
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
         norms_last: Whether the norms of heads come behind RoPE.
+        linear_factors: Returns factors on the outputs of linears by group and member; None without.
         published_code: The classes in ``auto_map`` of official checkpoints that predate the family's support
             in transformers, or have none; any other code is refused. A class may also stand for the
             architecture.
@@ -248,6 +249,7 @@ class Family:
     norm_biases: bool = True
     joint_head_norms: bool = False
     norms_last: bool = False
+    linear_factors: Callable[[JsonFields], tuple[tuple[Group, str, float], ...]] | None = None
     published_code: tuple[str, ...] = ()
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()

@@ -32,6 +32,12 @@ def _spaces(layers: int, heads: int, head_dim: int, *attention: int, **more: Any
     return {"layer_types": kinds, **space, **more}
 
 
+def _falcon(heads: int, head_dim: int, state: int) -> Mapping[str, Any]:
+    """Return the fields of a Falcon-H1's state spaces; its factors take no time."""
+    space = {"mamba_n_heads": heads, "mamba_d_head": head_dim, "mamba_d_ssm": heads * head_dim}
+    return {**space, "mamba_d_state": state, "mamba_n_groups": 1}
+
+
 NEMOTRON_3: Final[Mapping[str, Any]] = {
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     "mamba_num_heads": 64,
@@ -175,6 +181,14 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      5120, 32768, 40, 32, 8, 131072, False, 128, 32768),
     ("falcon3-1b", "llama", "tiiuae/Falcon3-1B-Base", 2048, 8192, 18, 8, 4, 131072, False, 256, 4096),
     ("falcon3-3b", "llama", "tiiuae/Falcon3-3B-Base", 3072, 9216, 22, 12, 4, 131072, False, 256, 8192),
+    ("falcon-h1-0.5b", "falcon_h1", "tiiuae/Falcon-H1-0.5B-Base",
+     1024, 2048, 36, 8, 2, 32784, False, 64, 16384, _falcon(24, 64, 128)),
+    ("falcon-h1-1.5b", "falcon_h1", "tiiuae/Falcon-H1-1.5B-Base",
+     2048, 4608, 24, 8, 2, 65537, False, 128, 131072, _falcon(48, 64, 256)),
+    ("falcon-h1-3b", "falcon_h1", "tiiuae/Falcon-H1-3B-Base",
+     2560, 6144, 32, 10, 2, 65536, False, 128, 131072, _falcon(32, 128, 256)),
+    ("falcon-h1-7b", "falcon_h1", "tiiuae/Falcon-H1-7B-Base",
+     3072, 12288, 44, 12, 2, 130048, False, 128, 262144, _falcon(24, 128, 256)),
     ("ernie-4.5-0.3b", "ernie4_5", "baidu/ERNIE-4.5-0.3B-PT",
      1024, 3072, 18, 16, 2, 103424, True, 128, 131072),
     ("glm-4-9b", "glm4", "zai-org/GLM-4-9B-0414", 4096, 13696, 40, 32, 2, 151552, False, 128, 32768),

@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.gpu import DeltaShape
 from heterollm.kernels.ops import Group, Member, OpSpec, Precision, Scales, WeightFormat
@@ -83,6 +86,21 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
                 used[name] = start + member.rows
                 rows = TensorRows(name, start, used[name])
             found[shape.group][member.name] = rows
+    return found
+
+
+def row_factors(config: ModelConfig) -> dict[str, NDArray[np.float32]]:
+    """Return the factors on rows of linears by name, of those that have some."""
+    found: dict[str, NDArray[np.float32]] = {}
+    for layer in range(config.layers if config.linear_factors else 0):
+        names = linear_rows(config, layer)
+        for group, member, factor in config.linear_factors:
+            if group in names and factor != 1.0:
+                rows = names[group][member]
+                stop = max(own.stop for own in names[group].values() if own.name == rows.name)
+                factors = found.setdefault(rows.name, np.ones(stop, np.float32))
+                for first, last in rows.ranges:
+                    factors[first:last] *= np.float32(factor)
     return found
 
 

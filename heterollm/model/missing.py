@@ -8,7 +8,7 @@ from typing import Final
 _TYPES: Final[Mapping[str, str]] = {
     "layers of a gated delta net": "olmo_hybrid kimi_linear",
     "layers of short convolutions with windows": "lfm3",
-    "layers of Mamba-2": "falcon_h1 bamba mamba2 zamba2",
+    "layers of Mamba-2": "bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
     "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
     "latent attention (MLA)": "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu longcat_flash",

@@ -9,7 +9,16 @@ from typing import Final
 
 from heterollm.kernels.ops import Group
 from heterollm.model.blocks import ROUTER_BIAS
-from heterollm.model.family import ATTENTION_BIASES, NORMS, Family, StageNames, TensorNames, by_type
+from heterollm.model.family import (
+    ATTENTION_BIASES,
+    NORMS,
+    SEPARATE,
+    Family,
+    StageNames,
+    TensorNames,
+    alike,
+    by_type,
+)
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import GRANITE_EXPERTS, GRANITE_FIELDS, NOT_READ, SHARED, SIGMOID_EXPERTS
 
@@ -75,6 +84,38 @@ def nemotron_layers(fields: JsonFields) -> dict[str, object]:
     if not isinstance(kinds, str | list) or not kinds or not all(isinstance(one, str) for one in kinds):
         raise fields.fail(name, "the kind of each layer")
     return {"layer_types": [NEMOTRON_KINDS.get(one, one) for one in kinds], "num_hidden_layers": len(kinds)}
+
+
+FALCON_FACTORS: Final = (
+    *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
+    *("ssm_in_multiplier", "ssm_out_multiplier"),
+)
+FALCON_LISTS: Final = {"ssm_multipliers": 5, "mlp_multipliers": 2}
+
+
+def falcon_sizes(fields: JsonFields) -> dict[str, object]:
+    """Return the width of heads, which a file may state, and the factor of the logits."""
+    heads, hidden = fields.count("mamba_n_heads"), fields.count("hidden_size")
+    width = fields.count("mamba_d_ssm", fields.count("mamba_expand") * hidden)
+    if width % heads:
+        raise fields.fail("mamba_n_heads", f"a divisor of the {width} of all heads")
+    if fields.get("mamba_d_head") not in (None, "auto", width // heads):
+        raise fields.fail("mamba_d_head", f"{width // heads}, so that {heads} heads are {width} wide")
+    return {"mamba_d_head": width // heads, "logit_scale": fields.positive("lm_head_multiplier", 1.0)}
+
+
+def falcon_factors(fields: JsonFields) -> tuple[tuple[Group, str, float], ...]:
+    """Return the factors on outputs of linears; those of inputs count with them."""
+    key, inputs, output, space_inputs, space_output = (fields.positive(name, 1.0) for name in FALCON_FACTORS)
+    parts, (gate, down) = (
+        (1.0,) * count if fields.get(name) is None else fields.numbers(name, count)
+        for name, count in FALCON_LISTS.items()
+    )
+    return (
+        *(("qkv", "q", inputs), ("qkv", "k", inputs * key), ("qkv", "v", inputs), ("o", "o", output)),
+        *(("mamba_in", member, space_inputs * part) for member, part in zip("zvkqa", parts, strict=True)),
+        *(("mamba_out", "out", space_output), ("gate_up", "gate", gate), ("down", "down", down)),
+    )
 
 
 STATE_SPACES: Final[Mapping[str, Family]] = MappingProxyType(
@@ -203,6 +244,43 @@ STATE_SPACES: Final[Mapping[str, Family]] = MappingProxyType(
                 **NOT_READ,
                 "mtp_*": "layers that predict further tokens are not read",
             },
+            bos_ids=(1,),
+            eos_ids=(2,),
+        ),
+        "falcon_h1": Family(
+            name="Falcon-H1",
+            covers="Falcon-H1",
+            architecture="FalconH1ForCausalLM",
+            tensors=TensorNames(
+                {
+                    **SEPARATE,
+                    "gate_up": {member: f"feed_forward.{member}_proj" for member in ("gate", "up")},
+                    "down": {"down": "feed_forward.down_proj"},
+                    **mamba_linears("mamba"),
+                },
+                {"attention": "input_layernorm", "feed_forward": "pre_ff_layernorm"},
+                others=mamba_tensors("mamba"),
+                final_norm="model.final_layernorm",
+            ),
+            layers=alike(("mamba", "attention"), ("ffn",)),
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "mamba_d_ssm": 1024,
+                "mamba_n_heads": 128,
+                "mamba_n_groups": 1,
+                "mamba_d_state": 256,
+                "mamba_d_conv": 4,
+                "mamba_expand": 2,
+                "mamba_norm_before_gate": True,
+                "mamba_rms_norm": False,
+            },
+            derived=falcon_sizes,
+            follows=MAMBA_FIELDS
+            | {*FALCON_FACTORS, *FALCON_LISTS, "embedding_multiplier", "lm_head_multiplier"}
+            | {"mamba_d_ssm", "mamba_norm_before_gate", "mamba_rms_norm"},
+            linear_factors=falcon_factors,
+            ignores={"num_logits_to_keep": "transformers ignores it"},
             bos_ids=(1,),
             eos_ids=(2,),
         ),

@@ -399,6 +399,31 @@ def granite_spaces(tensors: Tensors, config: Config) -> Pairs:
     return space_tensors(granite_experts(tensors, config), config["mamba_n_groups"])
 
 
+def falcon_tensors(tensors: Tensors, config: Config) -> Pairs:
+    """Falcon-H1's factors, folded into the weights."""
+    inputs = config["attention_in_multiplier"]
+    gate, down = config["mlp_multipliers"]
+    width, shared = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    parts = np.repeat(
+        config["ssm_multipliers"], [width, width, shared, shared, config["mamba_n_heads"]]
+    ).astype(np.float32)
+    factors = {
+        "q_proj": inputs,
+        "k_proj": inputs * config["key_multiplier"],
+        "v_proj": inputs,
+        "o_proj": config["attention_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * parts[:, None],
+        "out_proj": config["ssm_out_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    own = {name: values * factors.get(name.split(".")[-2], 1) for name, values in tensors.items()}
+    for name, values in space_tensors(own.items(), config["mamba_n_groups"]):
+        yield name, np.float32(values)
+
+
 def nemotron_tensors(tensors: Tensors, config: Config) -> Pairs:
     """State spaces, and experts of a layer in one stack."""
     names = {"mixer.gate.e_score_correction_bias": "exp_probs_b.bias"}
@@ -589,6 +614,7 @@ CONVERTERS = {
     "granitemoe": Converter("granitemoe", multipliers, granite_experts),
     "granitemoeshared": Converter("granitemoe", multipliers, granite_experts),
     "granitemoehybrid": Converter("granite", granite_4, granite_experts),
+    "falcon_h1": Converter("falcon-h1", state_space, falcon_tensors),
     "nemotron_h": Converter("nemotron_h_moe", nemotron_h, nemotron_tensors, "layer_norm_epsilon"),
     "granitemoehybrid with state spaces": Converter("granitehybrid", granite_hybrid, granite_spaces),
 }

@@ -461,6 +461,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 144,
         "routed_scaling_factor": 1.7,
     },
+    # A state space beside attention, and a factor on the output of each linear.
+    "falcon_h1": {
+        **PLAIN,
+        "mamba_d_ssm": 288,
+        "mamba_n_heads": 12,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 24,
+        "mamba_d_conv": 4,
+        "embedding_multiplier": 5.6,
+        "lm_head_multiplier": 0.4,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.9,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.8,
+        "ssm_multipliers": [0.9, 0.7, 1.4, 1.6, 0.5],
+        "mlp_multipliers": [0.8, 1.7],
+    },
     # Attention and network side by side, LayerNorm without bias, and no positions in layers without a window.
     "cohere2": {
         **PLAIN,

@@ -35,7 +35,7 @@ class DeltaNetEmitter:
     def begin(self, builder: PassBuilder, layer: int, block: DeltaNetBlock) -> Begun:
         """Return a layer's delta net, whose norm comes next."""
         op = self._linears.placed(builder, layer, block.GROUPS[0])
-        return Begun(op.input_codes, functools.partial(self._emit, builder, layer, block, op))
+        return Begun(op.input_codes, functools.partial(self._emit, builder, layer, block, op), keeps=False)
 
     def _emit(self, builder: PassBuilder, layer: int, block: DeltaNetBlock, op: PlacedOp) -> Delta:
         inputs = self._linears.linear(builder, op)

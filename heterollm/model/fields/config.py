@@ -348,6 +348,17 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "mamba_d_head": "width of a head of a state space",
         "mamba_d_conv": "tokens that the convolution of a state space spans",
         "mamba_expand": "heads of all state spaces by hidden_size, where mamba_d_head is missing",
+        "mamba_d_ssm": "width of all heads of a state space; null for mamba_expand times hidden_size",
+        "mamba_rms_norm": "whether the output of a state space has a norm",
+        "mamba_norm_before_gate": "whether it comes before the gate",
+        "key_multiplier": "a factor on keys",
+        "attention_in_multiplier": "a factor on the inputs of attention",
+        "attention_out_multiplier": "a factor on the output of attention",
+        "ssm_in_multiplier": "a factor on the inputs of a state space",
+        "ssm_out_multiplier": "a factor on the output of a state space",
+        "ssm_multipliers": "factors on its gate, x, B, C and dt",
+        "mlp_multipliers": "factors on the gate and on the output of the network",
+        "lm_head_multiplier": "a factor on the logits",
         "layers_block_type": "kind of each layer",
         "hybrid_override_pattern": "older form of layers_block_type, a letter for each layer",
         "moe_shared_expert_intermediate_size": "experts of every token",
@@ -460,7 +471,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
     ):
         yield from _one("refused", name, why, nets, PUBLISHED, (usual,))
     spaces, named = readers("mamba_d_state"), readers("hybrid_override_pattern")
-    for name, kinds in (("mamba_proj_bias", spaces), ("use_bias", named)):
+    beside = readers("mamba_d_ssm")
+    for name, kinds in (("mamba_proj_bias", spaces), ("use_bias", named), ("projectors_bias", beside)):
         yield from _one("refused", name, "biases of linears of a state space", kinds, neutral=(False,))
     yield from _one("refused", "moe_latent_size", "experts between linears of their own", named)
     why = "another activation behind the convolution of a state space"

@@ -28,7 +28,7 @@ SCALED: Final = GRANITES | GRANITE_HYBRID | {"minicpm"}
 QWEN35: Final = frozenset({"qwen35", "qwen35moe"})
 DELTA: Final = QWEN35 | {"qwen3next"}
 NEMOTRON_H: Final = frozenset({"nemotron_h", "nemotron_h_moe"})
-SPACES: Final = GRANITE_HYBRID | NEMOTRON_H
+SPACES: Final = GRANITE_HYBRID | NEMOTRON_H | {"falcon-h1"}
 VISION: Final = QWEN35 | {"qwen3vl"}
 MISTRAL3: Final = frozenset({"mistral3"})
 

@@ -18,6 +18,7 @@ from heterollm.model.stored.gguf_family_fields import (
     ernie_moe,
     exaone4,
     exaone_moe,
+    falcon_h1,
     gemma2,
     gemma3,
     gemma4,
@@ -313,6 +314,20 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             epsilon=("norm_eps", LAYER_NORM[1]),
         ),
         "nemotron_h": NEMOTRON_H,
+        # Its factors are those of the weights.
+        "falcon-h1": Architecture(
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            modules={
+                "ffn_norm": "pre_ff_layernorm",
+                **{f"ffn_{member}": f"feed_forward.{member}_proj" for member in ("gate", "up", "down")},
+                **space_modules("mamba"),
+            },
+            top={"output_norm": "model.final_layernorm"},
+            fields=falcon_h1,
+            # llama.cpp's converter leaves the ending out.
+            others={**space_others("mamba"), "ffn_norm": Other("pre_ff_layernorm.weight")},
+        ),
         "lfm2": Architecture(
             "lfm2",
             "Lfm2ForCausalLM",

@@ -211,6 +211,16 @@ def nemotron_h(file: GgufFile, config: Fields) -> Fields:
     }
 
 
+def falcon_h1(file: GgufFile, _config: Fields) -> Fields:
+    """Return the sizes of state spaces, whose output may have a norm, which comes first there."""
+    return {
+        **state_space(file),
+        "mamba_d_ssm": file.count("ssm.inner_size"),
+        "mamba_rms_norm": any(own.endswith(".ssm_norm.weight") for own in file.entries),
+        "mamba_norm_before_gate": False,
+    }
+
+
 def _nemotron_kind(file: GgufFile, layer: int) -> str:
     """Return the kind of a layer, by the tensors that no other kind has."""
     kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe"}

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
     "granitemoehybrid with state spaces": {},
     "nemotron_h": {"precision": "w4a8"},
+    "falcon_h1": {"kv_bits": 8},
     "qwen3_moe": {},
     "phi": {"kv_bits": 8},
     "gemma3_text": {"kv_bits": 8},

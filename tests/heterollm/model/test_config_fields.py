@@ -107,6 +107,7 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 48,
     },
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 16},
     "stablelm": {"num_key_value_heads": 4},
     "opt": {"ffn_dim": 96},
     **{kind: {"rope_theta": 10_000.0} for kind in ("starcoder2", "arcee")},
@@ -280,6 +281,13 @@ VALUES: dict[str, Any] = {
     "use_conv_bias": False,
     "mlp_hidden_act": "silu",
     "moe_shared_expert_intermediate_size": 32,
+    "mamba_d_ssm": 96,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    **dict.fromkeys(("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"), 0.6),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier", "lm_head_multiplier"), 1.7),
+    "ssm_multipliers": [0.9, 0.7, 1.4, 1.6, 0.5],
+    "mlp_multipliers": [0.8, 1.7],
     "layers_block_type": ["full_attention", "linear_attention", "mlp", "moe"],
     "hybrid_override_pattern": "E-M*",
     "mamba_d_state": 24,
@@ -342,7 +350,7 @@ VALUES: dict[str, Any] = {
     # Refused.
     "attn_output_gate": False,
     "mamba_ssm_dtype": "bfloat16",
-    "mamba_proj_bias": True,
+    **dict.fromkeys(("mamba_proj_bias", "projectors_bias"), True),
     "moe_latent_size": 16,
     **dict.fromkeys(("time_step_limit", "mamba_dt_limit"), [0.01, 100.0]),
     "mamba_hidden_act": "relu",
@@ -417,6 +425,7 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("gemma3_text", "rope_scaling"): LINEAR,
 }
 BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
+    ("falcon_h1", "mamba_norm_before_gate"): {"mamba_rms_norm": True},
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},
     ("phi3", "rope_parameters"): {"original_max_position_embeddings": 32},
@@ -445,7 +454,9 @@ IN_ROPE = ("short_mscale", "alpha", "llama_4_scaling_beta")
 """Fields of a rotary embedding's section, which has a table of its own."""
 CHECKED = {("layer_types", kind) for kind in ONE_WINDOW}
 CHECKED |= {("num_experts_per_tok", kind) for kind in ("phimoe", "llama4_text")}
-CHECKED |= {("head_dim", "olmoe"), ("word_embed_proj_dim", "opt"), ("mamba_d_head", "granitemoehybrid")}
+CHECKED |= {("head_dim", "olmoe"), ("word_embed_proj_dim", "opt")}
+CHECKED |= {("mamba_d_head", kind) for kind in ("granitemoehybrid", "falcon_h1")}
+CHECKED |= {("mamba_expand", "falcon_h1")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
@@ -599,6 +610,7 @@ def test_a_setting_that_is_read_changes_the_configuration(row: Field, kind: str,
         ("phimoe", "num_experts_per_tok", 3, 2, "num_experts_per_tok is 3"),
         ("llama4_text", "num_experts_per_tok", 2, 1, "num_experts_per_tok is 2"),
         ("granitemoehybrid", "mamba_d_head", 16, 32, "mamba_d_head is 16"),
+        ("falcon_h1", "mamba_d_head", 16, 32, "mamba_d_head is 16"),
         ("olmoe", "head_dim", 32, 16, "head_dim is 32"),
         ("opt", "word_embed_proj_dim", 32, 64, "word_embed_proj_dim is 32"),
     ],

@@ -74,6 +74,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
     "granitemoehybrid with state spaces": ("granitemoehybrid with state spaces", {}),
     "nemotron_h": ("nemotron_h", {}),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1 with a norm": ("falcon_h1", {"mamba_rms_norm": True}),
+    "falcon_h1 with a norm behind": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
     "granite 4-H with experts": (
         "granitemoehybrid with state spaces",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "mamba_conv_bias": False},
@@ -86,6 +92,7 @@ VARIANTS = (
     "gemma4 in one stream",
     "qwen3_next with a dense layer",
     "granite 4-H with experts",
+    *("falcon_h1 with a norm", "falcon_h1 with a norm behind"),
 )
 
 # The level layer runs the graphs of npu with the kernels of gpu.
@@ -363,6 +370,9 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     ),
     "blocks side by side": one_after_the_other,
     "output gate": lambda config: attention(config, gated=False),
+    "norm of state spaces": lambda config: changed(
+        config, MambaBlock, lambda one: dataclasses.replace(one, normed=False)
+    ),
     "norm behind the gate": lambda config: changed(
         config, MambaBlock, lambda one: dataclasses.replace(one, gate_first=False)
     ),
@@ -432,6 +442,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("activation", "layers without positions", "norm behind the gate", "biases of the feed-forward"),
         *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     ),
+    "falcon_h1": ("embedding scale", "scale of logits", "blocks side by side"),
+    "falcon_h1 with a norm": ("norm of state spaces",),
+    "falcon_h1 with a norm behind": ("norm behind the gate",),
     "phi": (
         *("means of norms", "partly turning heads", "activation", "blocks side by side"),
         *(*BIASES, "bias of the head"),
