@@ -187,7 +187,6 @@ class BlockFields:
         token_gated = shared and "token_gate" in tensors.others
         return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
 
-
     def _mamba(self) -> MambaBlock:
         fields, others = self._fields, self._family.tensors.others
         activation = fields.get("mamba_hidden_act") or fields.get("hidden_act") or "silu"

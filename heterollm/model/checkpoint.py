@@ -264,7 +264,7 @@ class Checkpoint:
         return finite(file.bits(name)[rows].astype(np.float32), file.path, name)
 
     def kind(self, name: str) -> str | None:
-        """Return the name of a stored format of integers; None for floats and for what changes as it is read."""
+        """Return the name of a stored format of integers; None for floats, and for what reading changes."""
         changed = name in self.factors or (self.adapter is not None and name in self.adapter.factors)
         return None if changed else self._stored_kind(name)
 

@@ -25,7 +25,7 @@ def _convolutions(layers: int, *attention: int) -> Mapping[str, Any]:
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
 
 
-def _spaces(layers: int, heads: int, head_dim: int, *attention: int, **more: Any) -> Mapping[str, Any]:
+def _spaces(layers: int, heads: int, head_dim: int, *attention: int, **more: int) -> Mapping[str, Any]:
     """Return the fields of a Granite 4-H whose other layers are state spaces."""
     kinds = ["attention" if at in attention else "mamba" for at in range(layers)]
     space = {"mamba_n_heads": heads, "mamba_d_head": head_dim, "mamba_d_state": 128}

@@ -32,7 +32,10 @@ MAMBA_FIELDS: Final = frozenset(
 
 def mamba_linears(module: str) -> Mapping[Group, Mapping[str, str]]:
     """Return the linears of a state space in a module."""
-    return {"mamba_in": dict.fromkeys("qkvza", f"{module}.in_proj"), "mamba_out": {"out": f"{module}.out_proj"}}
+    return {
+        "mamba_in": dict.fromkeys("qkvza", f"{module}.in_proj"),
+        "mamba_out": {"out": f"{module}.out_proj"},
+    }
 
 
 def mamba_tensors(module: str) -> Mapping[str, str]:

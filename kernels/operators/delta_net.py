@@ -335,8 +335,8 @@ MEASURED_KEY_HEADS: Final = 16
 """Of all published delta nets; profiles know the width of the values alone."""
 
 SPACE_DIM: Final = 64
-"""Width of a head of values in published state spaces. Their states are as wide as keys of a delta net, but for
-Falcon-H1's of twice that; groups of heads that share B and C are one or eight."""
+"""Width of a head of values in published state spaces. Their states are as wide as keys of a delta net, but
+for Falcon-H1's of twice that; groups of heads that share B and C are one or eight."""
 
 
 def _measured(at: Point, place: int, recalls: bool = True) -> DeltaPart:

@@ -54,9 +54,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention"],
     },
-    **dict.fromkeys(
-        ("granitemoehybrid", "granitemoehybrid with state spaces"), {"intermediate_size": 208}
-    ),
+    "granitemoehybrid": {"intermediate_size": 208},
+    "granitemoehybrid with state spaces": {"intermediate_size": 208},
     "cohere2": {"attention_bias": False},
     # A float32 of the file is equal.
     "olmo": {"attention_bias": False, "clip_qkv": 0.75},

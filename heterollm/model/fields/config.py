@@ -226,6 +226,9 @@ ALWAYS: Final = (
 )
 """Fields of all model types, unless a row of a type precedes."""
 
+UNBOUNDED: Final = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""Forms of a range without bounds, as JSON has no infinity."""
+
 OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType(
     {
         "mlp_bias": ("biases of the feed-forward network", (False,)),
@@ -479,8 +482,7 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
     yield from _one("refused", "mamba_hidden_act", why, named, neutral=("silu", "swish"))
     why = "bounds of dt, which transformers applies to prompts alone"
     for name, kinds in (("time_step_limit", spaces | named), ("mamba_dt_limit", named)):
-        neutral = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-        yield from _one("refused", name, why, kinds, neutral=neutral)
+        yield from _one("refused", name, why, kinds, neutral=UNBOUNDED)
     yield from _one("none", "mamba_chunk_size", "the chunks change the time alone", spaces)
     yield from _one(
         "none", "mtp_*", "layers that predict further tokens, which no answer needs", nets, PUBLISHED

@@ -145,7 +145,10 @@ ATTENTION: Final = (
     ),
     *rows("refused", "attention in both directions", MODEL, ".attention.causal", neutral=(True,)),
     read(
-        ".attention.scale", "factor of scores; absent or 0: by the width of a head", "granite.cpp", GRANITES | GRANITE_HYBRID
+        ".attention.scale",
+        "factor of scores; absent or 0: by the width of a head",
+        "granite.cpp",
+        GRANITES | GRANITE_HYBRID,
     ),
     read(
         ".embedding_scale",
@@ -304,7 +307,10 @@ ROPE: Final = (
         only=GRANITES,
     ),
     read(
-        ".rope.scaling.finetuned", "whether attention has positions; absent: yes", "granite.cpp", GRANITE_HYBRID
+        ".rope.scaling.finetuned",
+        "whether attention has positions; absent: yes",
+        "granite.cpp",
+        GRANITE_HYBRID,
     ),
     *rows("none", "whether the model was trained with the scaling", MODEL, ".rope.scaling.finetuned"),
     *rows("refused", "NTK scaling of Hunyuan", MODEL, ".rope.scaling.alpha", neutral=OFF),

@@ -24,7 +24,7 @@ from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_delta import DECAY
 from heterollm.model.stored.gguf_family_fields import ROPE_BASE
 from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_names import GROUPS, LONE_EXPERT
+from heterollm.model.stored.gguf_names import GROUPS, LONE_EXPERT, SPACE_GROUPS
 from heterollm.model.stored.gguf_rope import rope_scaling
 
 LARGEST_BLOCK: Final = 128
@@ -184,7 +184,7 @@ def _vocabulary(file: GgufFile) -> int:
 
 def _formats(file: GgufFile, architecture: Architecture) -> dict[str, Any] | None:
     """Return the number formats of the layers' groups and of the head; None if no layer is quantised."""
-    names = GROUPS | ({"ssm_in": "mamba_in", "ssm_out": "mamba_out"} if architecture.has_spaces else {})
+    names = {**GROUPS, **(SPACE_GROUPS if architecture.has_spaces else {})}
     groups: dict[str, list[BlockType]] = {group: [] for group in dict.fromkeys(names.values())}
     for own, layer, below in file.layer_tensors():
         module, kind = below.removesuffix(".weight"), block_type(file.entries[own].kind)

@@ -75,6 +75,9 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The group of linears of each matrix of a layer; in a delta net ``attn_qkv`` is one of ``delta_in``."""
 
+SPACE_GROUPS: Final[Mapping[str, str]] = {"ssm_in": "mamba_in", "ssm_out": "mamba_out"}
+"""The groups of linears of a state space."""
+
 
 def space_modules(module: str) -> dict[str, str]:
     """Return the modules of a state space's linears by the file's names."""

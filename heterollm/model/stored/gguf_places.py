@@ -71,10 +71,7 @@ def _of_layer(
 
     if delta is not None:
         axis = other.axis if other else None
-        return {
-            f"{prefix}linear_attn.{name}": _with_axis(place, axis)
-            for name, place in delta.items()
-        }
+        return {f"{prefix}linear_attn.{name}": _with_axis(place, axis) for name, place in delta.items()}
     if other is not None:
         place = _with_axis(_whole(file, own), other.axis)
         if other.flat:

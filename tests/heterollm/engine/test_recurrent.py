@@ -21,7 +21,9 @@ CHUNK, CONTEXT = 64, 1088
 Load = Callable[..., LLM]
 
 
-@pytest.fixture(params=["lfm2", "qwen3_5_text", "granitemoehybrid with state spaces", "nemotron_h", "falcon_h1"])
+@pytest.fixture(
+    params=["lfm2", "qwen3_5_text", "granitemoehybrid with state spaces", "nemotron_h", "falcon_h1"]
+)
 def family(request: pytest.FixtureRequest) -> str:
     """Return a model type with recurrent state."""
     return str(request.param)

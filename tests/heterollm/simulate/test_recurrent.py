@@ -52,7 +52,8 @@ SPACES = KNOWN_MODELS["granite-4.0-h-micro"].config
 
 
 @pytest.mark.parametrize(
-    ("config", "groups"), [
+    ("config", "groups"),
+    [
         (CONFIG, {"conv_in", "conv_out"}),
         (NET, {"delta_in", "delta_out"}),
         (SPACES, {"mamba_in", "mamba_out"}),
