@@ -79,7 +79,6 @@ FILES: Final = {
     "olmo3": "olmo2",
     "qwen3_next": "qwen3next",
     "gemma4_unified_text": "gemma4",
-    "granitemoehybrid": "granite",
     "internlm2": "internlm2",
     "minicpm": "minicpm",
 }
