@@ -16,6 +16,7 @@ from heterollm.base import Progress
 from heterollm.engine.blocks.attention import AttentionEmitter
 from heterollm.engine.blocks.delta_net import DeltaNetEmitter
 from heterollm.engine.blocks.ffn import FfnEmitter
+from heterollm.engine.blocks.latent_attention import LatentAttentionEmitter
 from heterollm.engine.blocks.layer_input import LayerInputEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
@@ -54,6 +55,7 @@ from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
+    LatentAttentionBlock,
     LayerInputBlock,
     LayerStage,
     MambaBlock,
@@ -110,6 +112,9 @@ class Compiler:
         self.layer_inputs = LayerInputEmitter(device, weights, self._linears, tensors)
         self._emitters: dict[str, Any] = {
             AttentionBlock.NAME: AttentionEmitter(
+                device, weights.config, context, self._linears, tensors, self.techniques
+            ),
+            LatentAttentionBlock.NAME: LatentAttentionEmitter(
                 device, weights.config, context, self._linears, tensors, self.techniques
             ),
             DeltaNetBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),

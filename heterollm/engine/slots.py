@@ -19,6 +19,7 @@ from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
+    LatentAttentionBlock,
     MixtureBlock,
     ModelConfig,
     expert_specs,
@@ -58,10 +59,13 @@ EXPERT_LISTS: Final[dict[str, str]] = {
 DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT = "delta_mixed", "delta_factors", "delta_output"
 """Slots of a delta net: q, k and v behind the convolution, factors of heads, and output before its norm."""
 
+LATENT_OUTPUT: Final = "latent_output"
+"""Slot of the sums of latent vectors, before they are made to values."""
+
 PRIVATE_SLOTS: Final = (
     *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, LAYER_INPUTS),
     *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT, GATED_OUTPUT),
-    *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT),
+    *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT, LATENT_OUTPUT),
     *EXPERT_LISTS.values(),
     *(slot for own in TECHNIQUES for slot in own.PRIVATE),
 )
@@ -142,6 +146,8 @@ def _lane_sizes(
     if config.layer_vocabulary:
         columns = config.layer_input_columns
         sizes |= {LAYER_ROWS: tokens * columns * 4, LAYER_INPUTS: tokens * columns * item_bytes}
+    if config.blocks(LatentAttentionBlock):
+        sizes[LATENT_OUTPUT] = tokens * heads * item_bytes
     for net in config.blocks(DeltaNetBlock).values():
         sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes
         sizes[DELTA_FACTORS] = tokens * net.shape.factors * 4

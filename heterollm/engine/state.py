@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -136,7 +136,7 @@ def kv_groups(config: ModelConfig, context: int, longest: int) -> tuple[KvGroup,
         if not isinstance(spec, KvSpec):
             continue
         places = spec.kept(context, longest)
-        whole = KvSpec(spec.kv_heads, spec.head_dim, spec.window if places < context else 0)
+        whole = replace(spec, window=spec.window if places < context else 0)
         found.setdefault((whole, places), []).append(layer)
     groups, table = [], STEP_WORDS
     for (spec, places), layers in found.items():

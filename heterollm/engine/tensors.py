@@ -14,6 +14,7 @@ from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
+    LatentAttentionBlock,
     MambaBlock,
     ModelWeights,
     Norm,
@@ -71,6 +72,7 @@ class GlueTensors:
             )
             for number, block in config.blocks(DeltaNetBlock).items()
         }
+        self._latents: dict[int, tuple[Any, Any, Any, Any]] = {}
         self._sinks: dict[int, Any] = {
             number: runtime.upload(weights.other(number, "sinks"))
             for number, block in config.blocks(AttentionBlock).items()
@@ -110,6 +112,29 @@ class GlueTensors:
         In a state space a third row has the factors of values in the output; there may be no norm.
         """
         return self._nets[layer]
+
+    def latent(self, layer: int, dtype: np.dtype[Any]) -> tuple[Any, Any, Any, Any]:
+        """Return what latent attention multiplies by, and the weights of its norms.
+
+        Args:
+            layer: Decoder layer.
+            dtype: The activation type.
+
+        Returns:
+            Weights ``[heads, latent_dim, plain_dim]`` of queries and ``[heads, value_dim, latent_dim]`` of
+            outputs in the activation type; float32 of the norm of latent vectors and, or None, of queries.
+        """
+        if layer not in self._latents:
+            block = self._weights.config.per_layer[layer].find(LatentAttentionBlock)
+            assert block is not None  # the layer has it
+            rows = self._weights.other(layer, "latent_weights").reshape(block.heads, -1, block.latent_dim)
+            keys, values = np.split(rows, [block.plain_dim], axis=1)
+            both = (np.ascontiguousarray(keys.swapaxes(1, 2)), np.ascontiguousarray(values))
+            roles = ("latent_norm", *(("latent_query_norm",) if block.query_rank else ()))
+            made = (*(one.astype(dtype) for one in both), *(self._weights.other(layer, own) for own in roles))
+            first, second, norm, *query = (self._runtime.upload(one) for one in made)
+            self._latents[layer] = first, second, norm, query[0] if query else None
+        return self._latents[layer]
 
     def token_gate(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -18,6 +19,7 @@ from heterollm.model.blocks import (
     BlockNorms,
     DeltaNetBlock,
     FfnBlock,
+    LatentAttentionBlock,
     LayerConfig,
     LayerInputBlock,
     LayerStage,
@@ -104,7 +106,7 @@ class BlockFields:
             norms_last=family.norms_last,
             query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
-            gated="gate" in family.tensors.modules["qkv"],
+            gated="gate" in family.tensors.modules.get("qkv", {}),
             sinks="sinks" in family.tensors.others,
         )
         self._activation = _activation(fields, family)
@@ -146,6 +148,8 @@ class BlockFields:
             window = self._windows[layer]
             rope = self._sliding_rope if window else self.rope
             return replace(self._attention, window=window, rope=rope if self._rotated[layer] else None)
+        if name == "latent_attention":
+            return self._latent_attention()
         if name == "layer_input":
             return LayerInputBlock(fields.count("hidden_size_per_layer_input"), self._activation)
         if name == "short_conv":
@@ -186,6 +190,27 @@ class BlockFields:
         biased, gated = is_biased(fields, self._family, "ffn"), "gate" in tensors.modules["gate_up"]
         token_gated = shared and "token_gate" in tensors.others
         return FfnBlock(width, self._activation, biased, gated, token_gated) if width else None
+
+    def _latent_attention(self) -> LatentAttentionBlock:
+        fields, own = self._fields, self._attention
+        plain = fields.count("qk_nope_head_dim")
+        section = fields.section("rope_parameters") or fields.section("rope_scaling")
+        growth = section.get("mscale_all_dim")
+        scale = (plain + own.rotary_dim) ** -0.5
+        if growth and self.rope.kind == "yarn":
+            scale *= (0.1 * float(growth) * math.log(max(1.0, float(section["factor"]))) + 1.0) ** 2
+        ranked = fields.get("q_lora_rank") is not None
+        return LatentAttentionBlock(
+            *(own.heads, 1, fields.count("kv_lora_rank") + own.rotary_dim),
+            window=0,
+            rope=self.rope,
+            rotary_dim=own.rotary_dim,
+            scale=scale,
+            plain_dim=plain,
+            value_dim=fields.count("v_head_dim"),
+            query_rank=fields.count("q_lora_rank") if ranked else 0,
+            interleaved=fields.flag("rope_interleave", True),
+        )
 
     def _mamba(self) -> MambaBlock:
         fields, others = self._fields, self._family.tensors.others

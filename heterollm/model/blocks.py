@@ -191,6 +191,67 @@ class AttentionBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttentionBlock(AttentionBlock):
+    """Attention to latent vectors of tokens, one for all heads (MLA), with a rotated part behind each.
+
+    Its only key head is a latent vector and that part, ``head_dim`` in all, and its value the vector: queries
+    take on the weights that would make keys of the vector, and outputs those that make values.
+
+    Args:
+        plain_dim: Elements of a query without rotation, before they are multiplied.
+        value_dim: Elements of a head's value.
+        query_rank: Elements of a token's vector from which queries are made, behind a norm; 0 for the stream.
+        interleaved: Whether the checkpoint rotates neighbouring elements.
+    """
+
+    NAME: ClassVar[str] = "latent_attention"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("latent_in", "latent_query", "latent_out")
+
+    plain_dim: int = 0
+    value_dim: int = 0
+    query_rank: int = 0
+    interleaved: bool = True
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements of a latent vector."""
+        return self.head_dim - self.rotary_dim
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears that a plan places: q and p are the parts of queries, c and r of keys."""
+        queries = Member("q", self.heads * self.plain_dim), Member("p", self.heads * self.rotary_dim)
+        keys, absorbed = (Member("c", self.latent_dim), Member("r", self.rotary_dim)), "absorbed_queries"
+        last = GroupShape(
+            *("latent_out", (Member("o", hidden),), self.heads * self.value_dim, "attention_output"),
+            *("attention_delta", (absorbed, "turned_queries", "attention", "expanded_values"), NORM),
+        )
+        if not self.query_rank:
+            first = GroupShape(
+                *("latent_in", (*queries, *keys), hidden, "linear_input", "latent_in", (NORM,), absorbed)
+            )
+            return first, last
+        members = (Member("a", self.query_rank), *keys)
+        return (
+            GroupShape("latent_in", members, hidden, "linear_input", "latent_in", (NORM,), "latent_norm"),
+            GroupShape(
+                *("latent_query", queries, self.query_rank, "latent_vector", "latent_query"),
+                *(("latent_norm",), absorbed),
+            ),
+            last,
+        )
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the weights that make keys and values of latent vectors, by head, and those of norms."""
+        rows = self.heads * (self.plain_dim + self.value_dim)
+        own = {"latent_weights": (rows, self.latent_dim), "latent_norm": (self.latent_dim,)}
+        return own | ({"latent_query_norm": (self.query_rank,)} if self.query_rank else {})
+
+    def state(self) -> KvSpec:
+        """Return the latent vectors and rotated keys."""
+        return KvSpec(1, self.head_dim, 0, shares_values=True)
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvBlock(Block):
     """A causal convolution of each channel over few tokens, with a gate before and one behind.
 
@@ -418,7 +479,7 @@ class LayerInputBlock(Block):
 
 
 BLOCKS: Final = (
-    *(AttentionBlock, ShortConvBlock, DeltaNetBlock, MambaBlock),
+    *(AttentionBlock, LatentAttentionBlock, ShortConvBlock, DeltaNetBlock, MambaBlock),
     *(FfnBlock, LayerInputBlock, MixtureBlock),
 )
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)

@@ -37,6 +37,7 @@ from heterollm.model.fields import config_fields
 from heterollm.model.gemma4 import GEMMA4
 from heterollm.model.hybrids import HYBRIDS
 from heterollm.model.json_fields import JsonFields
+from heterollm.model.latent import LATENT
 from heterollm.model.llama4 import LLAMA4
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
@@ -656,6 +657,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **HYBRIDS,
         **MIXTURES,
         **STATE_SPACES,
+        **LATENT,
     }
 )
 """The supported values of ``model_type``."""

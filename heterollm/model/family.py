@@ -13,8 +13,10 @@ from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
-BlockName = Literal["attention", "short_conv", "delta_net", "mamba", "ffn", "layer_input", "mixture"]
-MIXERS: Final = ("attention", "short_conv", "delta_net", "mamba")
+BlockName = Literal[
+    "attention", "latent_attention", "short_conv", "delta_net", "mamba", "ffn", "layer_input", "mixture"
+]
+MIXERS: Final = ("attention", "latent_attention", "short_conv", "delta_net", "mamba")
 """Blocks that mix tokens; the others compute each token by itself."""
 
 BiasedPart = Literal["qkv", "o", "ffn", "head"]

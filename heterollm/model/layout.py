@@ -17,6 +17,7 @@ from heterollm.model.blocks import (
     AttentionBlock,
     DeltaNetBlock,
     GroupShape,
+    LatentAttentionBlock,
     MambaBlock,
     MixtureBlock,
     Norm,
@@ -120,6 +121,9 @@ def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, Hea
         space = config.per_layer[layer].find(MambaBlock)
         assert space is not None  # the layer has the group
         return _in_turns(space.shape, ("z", "v", "k", "q", "a"))
+    latent = config.per_layer[layer].find(LatentAttentionBlock)
+    if latent is not None and group in ("latent_in", "latent_query"):
+        return _latent_orders(latent, group)
     if group != "qkv":
         return {}
     block = config.per_layer[layer].find(AttentionBlock)
@@ -143,6 +147,20 @@ def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, Hea
             name: HeadOrder(1, count * dim, 0, count, dim, block.rotary_dim) for name, count in counts.items()
         }
     return {}
+
+
+def _latent_orders(block: LatentAttentionBlock, group: Group) -> dict[str, HeadOrder]:
+    """Return the order of the parts of queries, head by head, and of the rotated key."""
+    plain, turned = block.plain_dim, block.rotary_dim
+    stride, paired = plain + turned, turned if block.interleaved else 0
+    key = {"r": HeadOrder(1, block.head_dim, block.latent_dim, 1, turned, paired)}
+    queries = {
+        "q": HeadOrder(block.heads, stride, 0, 1, plain),
+        "p": HeadOrder(block.heads, stride, plain, 1, turned, paired),
+    }
+    if group == "latent_query":
+        return queries
+    return key if block.query_rank else {**queries, **key}
 
 
 def _in_turns(shape: DeltaShape, names: Sequence[str], turns: int = 1) -> dict[str, HeadOrder]:
@@ -262,7 +280,7 @@ def unread_tensors(config: ModelConfig) -> tuple[str, ...]:
     Checkpoints may have keys and values of layers that read another's.
     """
     names = _tensors(config)
-    modules = [names.modules["qkv"][member] for member in "kv"]
+    modules = [names.modules["qkv"][member] for member in "kv" if "qkv" in names.modules]
     modules += [names.norms["key_head"]] if "key_head" in names.norms else []
     unused = (
         f"{names.layer.format(layer=layer)}{module}."

@@ -43,11 +43,13 @@ class KvSpec:
         kv_heads: Key and value heads.
         head_dim: Width of a head.
         window: Positions that a token attends to, including its own; 0 for all.
+        shares_values: Whether values are the keys.
     """
 
     kv_heads: int
     head_dim: int
     window: int
+    shares_values: bool = False
 
     def kept(self, context: int, longest: int) -> int:
         """Return the positions that are kept: with a window those of a pass, and :data:`GOING_BACK` more."""
@@ -58,7 +60,8 @@ class KvSpec:
 
     def bytes(self, positions: int, dtype: np.dtype[Any]) -> int:
         """Return the bytes of so many positions in a type of the KV cache."""
-        return 2 * self.kv_heads * head_stride(positions, self.head_dim, dtype) * dtype.itemsize
+        heads = (2 - self.shares_values) * self.kv_heads
+        return heads * head_stride(positions, self.head_dim, dtype) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class HeadShape:
         kv_heads: Key and value heads.
         head_dim: Elements of a head.
         capacity: Positions of the cache and of the tables of rotary angles.
+        shares_values: Whether values are the keys, whose memory the cache has once.
 
     Raises:
         KernelError: The query heads are no multiple of the key heads.
@@ -32,6 +33,7 @@ class HeadShape:
     kv_heads: int
     head_dim: int
     capacity: int
+    shares_values: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -56,10 +58,11 @@ class HeadShape:
     def layer_offsets(self, layer: int, kv_dtype: DTypeLike) -> tuple[int, int, int, int]:
         """Return the element offsets of a layer's keys and values, the heads' stride, and the layer's end."""
         stride = head_stride(self.capacity, self.head_dim, kv_dtype)
-        keys = layer * 2 * self.kv_heads * stride
+        parts = 2 - self.shares_values
+        keys = layer * parts * self.kv_heads * stride
         # The last head needs no padding.
-        end = keys + (2 * self.kv_heads - 1) * stride + head_end(self.capacity, self.head_dim, kv_dtype)
-        return keys, keys + self.kv_heads * stride, stride, end
+        end = keys + (parts * self.kv_heads - 1) * stride + head_end(self.capacity, self.head_dim, kv_dtype)
+        return keys, keys + (parts - 1) * self.kv_heads * stride, stride, end
 
 
 LARGEST_KEY_DIM: Final = 256

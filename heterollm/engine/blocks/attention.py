@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Final
 
+import numpy as np
+
 from heterollm.engine.blocks.gate import append_gate, round_shared
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
@@ -13,9 +15,11 @@ from heterollm.engine.step import Buffer
 from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import ROUNDING, GlueKernels, HeadShape, Rotation, RoundedInputs, Scores, Segments
+from heterollm.kernels.gpu import (
+    ROUNDING, DeviceMemory, GlueKernels, HeadShape, Rotation, RoundedInputs, Scores, Segments,
+)
 from heterollm.kernels.operators import attend, rope_and_store
-from heterollm.model import AttentionBlock, ModelConfig
+from heterollm.model import AttentionBlock, LatentAttentionBlock, ModelConfig
 
 GATE: Final = 3
 """Place of the gate of the output among the members of the first group."""
@@ -37,6 +41,7 @@ class AttentionEmitter:
         techniques: Techniques,
     ) -> None:
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
+        self._dtype = np.dtype(device.activation_dtype)
         self._epsilon, self._context = config.inner_norm_eps, context
         self._linears, self._tensors, self._techniques = linears, tensors, techniques
 
@@ -52,7 +57,8 @@ class AttentionEmitter:
 
         def attend_own(own: PassBuilder) -> None:
             self._rope(own, layer, block, inputs)
-            dense = functools.partial(self._attention, own, layer, block, rounded)
+            out = own.lane.shared["attention_output"]
+            dense = functools.partial(self._attention, own, layer, block, out, rounded)
             self._techniques.around(own, "attention", layer, o).run(dense)
 
         builder.for_each_session(("attention", layer, inputs), attend_own)
@@ -64,7 +70,8 @@ class AttentionEmitter:
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
 
     def _shape(self, block: AttentionBlock) -> HeadShape:
-        return HeadShape(block.heads, block.kv_heads, block.head_dim, self._context)
+        shares = isinstance(block, LatentAttentionBlock)
+        return HeadShape(block.heads, block.kv_heads, block.head_dim, self._context, shares)
 
     def _rope(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: Segments) -> None:
         """Append RoPE, which also writes keys and values to the cache."""
@@ -99,11 +106,12 @@ class AttentionEmitter:
         builder: PassBuilder,
         layer: int,
         block: AttentionBlock,
+        out: DeviceMemory,
         rounded: RoundedInputs | None,
     ) -> None:
         """Append attention over the cache; a long context has several parts, whose results are joined."""
         lane, kv = builder.lane, builder.layer_cache(layer)
-        query, out = lane.private["query"], lane.shared["attention_output"]
+        query = lane.private["query"]
         first, *rest = attend(
             self._kernels,
             query,

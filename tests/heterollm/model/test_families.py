@@ -74,6 +74,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
     "granitemoehybrid with state spaces": ("granitemoehybrid with state spaces", {}),
     "nemotron_h": ("nemotron_h", {}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
     "falcon_h1": ("falcon_h1", {}),
     "falcon_h1 with a norm": ("falcon_h1", {"mamba_rms_norm": True}),
     "falcon_h1 with a norm behind": (
@@ -442,6 +444,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("activation", "layers without positions", "norm behind the gate", "biases of the feed-forward"),
         *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     ),
+    "deepseek_v2": ("scaled positions", "factor of experts", "weights as they are"),
+    "glm4_moe_lite": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     "falcon_h1": ("embedding scale", "scale of logits", "blocks side by side"),
     "falcon_h1 with a norm": ("norm of state spaces",),
     "falcon_h1 with a norm behind": ("norm behind the gate",),
