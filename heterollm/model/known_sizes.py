@@ -53,6 +53,13 @@ NEMOTRON_2: Final[Mapping[str, Any]] = {
     "mamba_num_heads": 128,
     "mamba_head_dim": 80,
 }
+DEEPSEEK_V2: Final[Mapping[str, Any]] = {
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+}
 LFM2: Final = _convolutions(16, 2, 5, 8, 10, 12, 14)
 GRANITE_H: Final = (5, 15, 25, 35)
 
@@ -200,6 +207,10 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      2048, 5632, 24, 32, 32, 100352, False, 64, 4096),
     ("gpt-oss-20b", "gpt_oss", "openai/gpt-oss-20b",
      2880, 2880, 24, 64, 8, 201088, False, 64, 131072, 32, 4, _windows(128, 24, 2)),
+    ("deepseek-v2-lite", "deepseek_v2", "deepseek-ai/DeepSeek-V2-Lite",
+     2048, 10944, 27, 16, 16, 102400, False, 192, 163840, DEEPSEEK_V2),
+    ("glm-4.7-flash", "glm4_moe_lite", "zai-org/GLM-4.7-Flash",
+     2048, 10240, 47, 20, 20, 154880, False, 256, 202752, {"qk_nope_head_dim": 192}),
     ("phi-mini-moe", "phimoe", "microsoft/Phi-mini-MoE-instruct",
      4096, 960, 32, 32, 8, 32064, False, 128, 4096, 16, 2),
 )

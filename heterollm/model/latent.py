@@ -15,32 +15,34 @@ from heterollm.model.mixtures import NOT_READ, SHARED_EXPERTS, SIGMOID_EXPERTS
 LATENT_FIELDS: Final = frozenset(
     {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 )
-KEYS: Final = dict.fromkeys("cr", "self_attn.kv_a_proj_with_mqa")
-
-
-def tensors(*, ranked: bool) -> TensorNames:
-    """Return the tensor names of a family, of which queries are made of vectors of their own or not."""
-    made = "self_attn.q_b_proj" if ranked else "self_attn.q_proj"
-    first = {"a": "self_attn.q_a_proj"} if ranked else dict.fromkeys("qp", made)
-    return TensorNames(
-        {
-            "latent_in": {**first, **KEYS},
-            "latent_query": dict.fromkeys("qp", made),
-            "latent_out": {"o": "self_attn.o_proj"},
-            "gate_up": SEPARATE["gate_up"],
-            "down": SEPARATE["down"],
+TENSORS: Final = TensorNames(
+    {
+        # Queries come from the stream, or from a vector of their own.
+        "latent_in": {
+            "a": "self_attn.q_a_proj",
+            **dict.fromkeys("qp", "self_attn.q_proj"),
+            **dict.fromkeys("cr", "self_attn.kv_a_proj_with_mqa"),
         },
-        NORMS,
-        shared=SHARED_EXPERTS,
-        others={
-            "latent_weights": "self_attn.kv_b_proj.weight",
-            "latent_norm": "self_attn.kv_a_layernorm.weight",
-            "latent_query_norm": "self_attn.q_a_layernorm.weight",
-            ROUTER_BIAS: "mlp.gate.e_score_correction_bias",
-        },
-        # A layer that predicts further tokens.
-        unread=("model.layers.{layers}.",),
-    )
+        "latent_query": dict.fromkeys("qp", "self_attn.q_b_proj"),
+        "latent_out": {"o": "self_attn.o_proj"},
+        "gate_up": SEPARATE["gate_up"],
+        "down": SEPARATE["down"],
+    },
+    NORMS,
+    shared=SHARED_EXPERTS,
+    others={
+        "latent_weights": "self_attn.kv_b_proj.weight",
+        "latent_norm": "self_attn.kv_a_layernorm.weight",
+        "latent_query_norm": "self_attn.q_a_layernorm.weight",
+        ROUTER_BIAS: "mlp.gate.e_score_correction_bias",
+    },
+    # A layer that predicts further tokens.
+    unread=("model.layers.{layers}.",),
+)
+IGNORED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("head_dim", "qk_head_dim"), "qk_nope_head_dim and qk_rope_head_dim count"),
+    "num_key_value_heads": "a latent vector serves all heads",
+}
 
 
 def rotated(fields: JsonFields) -> dict[str, object]:
@@ -71,7 +73,7 @@ LATENT: Final[Mapping[str, Family]] = MappingProxyType(
             name="DeepSeek-V2",
             covers="DeepSeek-V2-Lite and DeepSeek-Coder-V2-Lite",
             architecture="DeepseekV2ForCausalLM",
-            tensors=tensors(ranked=False),
+            tensors=TENSORS,
             layers=behind_dense(("mixture", "ffn")),
             mixture=replace(SIGMOID_EXPERTS, scoring="softmax", normalized_field=False, bias_field=False),
             defaults={
@@ -87,6 +89,8 @@ LATENT: Final[Mapping[str, Family]] = MappingProxyType(
             },
             derived=rotated,
             follows=LATENT_FIELDS | {"first_k_dense_replace"},
+            ignores={**IGNORED, "norm_topk_prob": "transformers ignores it"},
+            published_code=("modeling_deepseek.DeepseekV2ForCausalLM",),
             bos_ids=(1,),
             eos_ids=(2,),
         ),
@@ -94,7 +98,7 @@ LATENT: Final[Mapping[str, Family]] = MappingProxyType(
             name="GLM-4.7-Flash",
             covers="GLM-4.7-Flash",
             architecture="Glm4MoeLiteForCausalLM",
-            tensors=tensors(ranked=True),
+            tensors=TENSORS,
             layers=behind_dense(("mixture", "ffn")),
             mixture=SIGMOID_EXPERTS,
             defaults={
@@ -114,8 +118,8 @@ LATENT: Final[Mapping[str, Family]] = MappingProxyType(
                 "first_k_dense_replace": 1,
             },
             derived=rotated,
-            follows=LATENT_FIELDS | {"mlp_layer_types", "rope_interleave", "first_k_dense_replace"},
-            ignores=NOT_READ,
+            follows=LATENT_FIELDS | {"mlp_layer_types", "rope_interleave"},
+            ignores={**IGNORED, **NOT_READ, "first_k_dense_replace": "mlp_layer_types counts; one by default"},
             bos_ids=(0,),
             eos_ids=(1,),
         ),

@@ -362,6 +362,12 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "ssm_multipliers": "factors on its gate, x, B, C and dt",
         "mlp_multipliers": "factors on the gate and on the output of the network",
         "lm_head_multiplier": "a factor on the logits",
+        "q_lora_rank": "elements of a vector from which queries are made; null for none",
+        "kv_lora_rank": "elements of the latent vector from which keys and values are made",
+        "qk_nope_head_dim": "elements of a query or key that do not rotate",
+        "qk_rope_head_dim": "elements of a query, and of the key of all heads, that rotate",
+        "v_head_dim": "width of a head of values",
+        "rope_interleave": "whether neighbouring elements rotate",
         "layers_block_type": "kind of each layer",
         "hybrid_override_pattern": "older form of layers_block_type, a letter for each layer",
         "moe_shared_expert_intermediate_size": "experts of every token",
@@ -392,6 +398,9 @@ def config_fields(types: Mapping[str, TypeFields]) -> FieldTable:
                 yield Field(name, "none", why, CLASS, only=frozenset({kind}))
         for name, meaning in OWN.items():
             yield from _one("read", name, meaning, readers(name))
+        # transformers has them there, and heterollm has not.
+        lacking = readers("kv_lora_rank", "mamba_d_ssm")
+        yield from _one("refused", "attention_bias", "biases of attention's linears", lacking, neutral=(False,))
         for name, (meaning, why) in IGNORED.items():
             yield from _one("read", name, meaning, readers(name))
             yield from _one("none", name, why, every - readers(name), PUBLISHED)
@@ -453,7 +462,7 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
     for name in ("n_group", "topk_group"):
         why = "a choice of experts from groups of them"
-        sparse_kinds = readers("first_k_dense_replace", "moe_shared_expert_intermediate_size")
+        sparse_kinds = readers("first_k_dense_replace", "moe_shared_expert_intermediate_size", "kv_lora_rank")
         yield from _one("refused", name, why, sparse_kinds, neutral=(1,))
     plain = readers("global_head_dim") - readers("enable_moe_block")
     for name, why, neutral, only in (
@@ -474,6 +483,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
     ):
         yield from _one("refused", name, why, nets, PUBLISHED, (usual,))
     spaces, named = readers("mamba_d_state"), readers("hybrid_override_pattern")
+    why = "a choice of experts from groups of them"
+    yield from _one("refused", "topk_method", why, readers("kv_lora_rank"), neutral=("greedy", "noaux_tc"))
     beside = readers("mamba_d_ssm")
     for name, kinds in (("mamba_proj_bias", spaces), ("use_bias", named), ("projectors_bias", beside)):
         yield from _one("refused", name, "biases of linears of a state space", kinds, neutral=(False,))

@@ -33,6 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid with state spaces": {},
     "nemotron_h": {"precision": "w4a8"},
     "falcon_h1": {"kv_bits": 8},
+    "deepseek_v2": {"precision": "w4a8"},
+    "glm4_moe_lite": {},
     "qwen3_moe": {},
     "phi": {"kv_bits": 8},
     "gemma3_text": {"kv_bits": 8},

@@ -108,6 +108,23 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 48,
     },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 16},
+    **{
+        kind: {
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 24,
+            # In transformers another name of the part that rotates.
+            "head_dim": ...,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        }
+        for kind in ("deepseek_v2", "glm4_moe_lite")
+    },
     "stablelm": {"num_key_value_heads": 4},
     "opt": {"ffn_dim": 96},
     **{kind: {"rope_theta": 10_000.0} for kind in ("starcoder2", "arcee")},
@@ -281,6 +298,13 @@ VALUES: dict[str, Any] = {
     "use_conv_bias": False,
     "mlp_hidden_act": "silu",
     "moe_shared_expert_intermediate_size": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "rope_interleave": False,
+    "topk_method": "group_limited_greedy",
     "mamba_d_ssm": 96,
     "mamba_rms_norm": True,
     "mamba_norm_before_gate": False,
@@ -393,6 +417,9 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("qwen3_5_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],
     ("nemotron_h", "norm_topk_prob"): False,
+    ("glm4_moe_lite", "norm_topk_prob"): False,
+    ("deepseek_v2", "n_shared_experts"): 1,
+    ("glm4_moe_lite", "mlp_layer_types"): ["sparse", "dense"],
     ("nemotron_h", "layer_types"): ["full_attention", "linear_attention", "mlp", "moe"],
     ("granitemoehybrid", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_next", "layer_types"): ["full_attention", "linear_attention"],
@@ -495,7 +522,8 @@ def base(kind: str, name: str = "") -> dict[str, Any]:
     beside = BESIDE_OF_KIND.get((kind, name), BESIDE.get(name, {}))
     known = {one: value for one, value in beside.items() if CONFIG_FIELDS.find(one, kind)}
     known = {one: value for one, value in known.items() if CONFIG_FIELDS.find(one, kind).effect == "read"}
-    return {"model_type": kind, **COMMON, **OWN.get(kind, {}), **known}
+    fields = {"model_type": kind, **COMMON, **OWN.get(kind, {}), **known}
+    return {one: value for one, value in fields.items() if value is not ...}
 
 
 def theirs(fields: dict[str, Any]) -> Any:

@@ -104,6 +104,9 @@ STATED_BILLIONS = {
     "phonelm-0.5b": 0.51,
     "phonelm-1.5b": 1.62,
     "stablelm-2-1.6b": 1.64,
+    # Without the weights that make keys and values of latent vectors.
+    "deepseek-v2-lite": 15.65,
+    "glm-4.7-flash": 29.7,
     "phi-mini-moe": 7.65,
     "gpt-oss-20b": 20.9,
 }
@@ -169,7 +172,7 @@ def test_a_file_or_folder_serves_as_well(tmp_path):
     ("more", "error", "said"),
     [
         ({"model_type": "jetmoe", "num_local_experts": 8}, UnsupportedModelError, "mixture of experts"),
-        ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, UnsupportedModelError, "compressed keys"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, UnsupportedModelError, "compressed keys"),
         ({"model_type": "gpt2"}, CheckpointError, "hidden_size is missing"),
         ({"model_type": "starcoder2", "hidden_size": "big"}, CheckpointError, "hidden_size"),
     ],

@@ -26,6 +26,7 @@ PROGRAMS = {
     (*LAYERS, "gates.h", "delta_conv.cl"): "-DWG=64 -DTAPS=4",
     (*LAYERS, "delta_rule.cl"): "-DWG=64 -DGROUP=3 -DKEY_DIM=21 -DLANES=4 -DRUNS=1 -DBLOCK=1024",
     (*LAYERS, "gates.h", "output_gate.cl"): "-DWG=64 -DSILU -DNORMED",
+    (*LAYERS, "latent.cl"): "-DWG=64 -DTURNS -DLATENT=512 -DROPE=64 -DKEY -DKV_HALF",
     (*LAYERS, "rope.cl"): "-DWG=64 -DKV_HALF -DPIECES=4 -DJOINT_NORM",
     (*LAYERS, "outliers.cl"): "-DWG=64 -DTOKENS=4 -DFETCHED",
     (*LAYERS, "experts.cl"): "-DWG=64 -DEXPERTS=60 -DCHOSEN=4 -DSCORING=2 -DSTEP=8 -DTAKEN -DCOMBINES",
