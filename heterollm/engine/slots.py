@@ -65,7 +65,7 @@ LATENT_OUTPUT: Final = "latent_output"
 PRIVATE_SLOTS: Final = (
     *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, LAYER_INPUTS),
     *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT, GATED_OUTPUT),
-    *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT, LATENT_OUTPUT),
+    *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT),
     *EXPERT_LISTS.values(),
     *(slot for own in TECHNIQUES for slot in own.PRIVATE),
 )

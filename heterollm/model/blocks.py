@@ -218,7 +218,7 @@ class LatentAttentionBlock(AttentionBlock):
         return self.head_dim - self.rotary_dim
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
-        """Return the groups of linears that a plan places: q and p are the parts of queries, c and r of keys."""
+        """Return the groups of linears that a plan places: q and p are parts of queries, c and r of keys."""
         queries = Member("q", self.heads * self.plain_dim), Member("p", self.heads * self.rotary_dim)
         keys, absorbed = (Member("c", self.latent_dim), Member("r", self.rotary_dim)), "absorbed_queries"
         last = GroupShape(

@@ -119,7 +119,11 @@ LATENT: Final[Mapping[str, Family]] = MappingProxyType(
             },
             derived=rotated,
             follows=LATENT_FIELDS | {"mlp_layer_types", "rope_interleave"},
-            ignores={**IGNORED, **NOT_READ, "first_k_dense_replace": "mlp_layer_types counts; one by default"},
+            ignores={
+                **IGNORED,
+                **NOT_READ,
+                "first_k_dense_replace": "mlp_layer_types counts; one by default",
+            },
             bos_ids=(0,),
             eos_ids=(1,),
         ),

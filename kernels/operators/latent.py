@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu import (
     Argument,
+    Defines,
     DeviceMemory,
     GlueKernels,
     GpuWork,
@@ -31,7 +32,15 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.operators.data import Data
 from heterollm.kernels.operators.norm import exact_rms_norm
-from heterollm.kernels.operators.operator import Exact, Form, OperatorCheck, Point, StepCategory, Timed, Values
+from heterollm.kernels.operators.operator import (
+    Exact,
+    Form,
+    OperatorCheck,
+    Point,
+    StepCategory,
+    Timed,
+    Values,
+)
 from heterollm.kernels.operators.rope import exact_rotation
 from heterollm.kernels.ops import Join
 
@@ -85,7 +94,7 @@ def turn(
         raise KernelError(f"{title}: members of {linear.rows} rows are not those of {shape}.")
     query.require(tokens * shape.query_columns * 4, f"{title} query")
     offsets = on.cache_offsets(cache, shape)
-    defines = {"TURNS": 1, "LATENT": latent, "ROPE": rope, **on.cache_defines(cache)}
+    defines: Defines = {"TURNS": 1, "LATENT": latent, "ROPE": rope, **on.cache_defines(cache)}
     defines |= {"KEY": 1} if is_key else {}
     if "KV_CODES" in defines:
         raise KernelError(
@@ -116,10 +125,10 @@ def norm_member(
     tokens: int,
     epsilon: float,
 ) -> Launch:
-    """Return the launch of a norm of one member of linears, ``out`` ``[tokens, rows]`` in the activation type."""
+    """Return the launch of a norm of one member of linears; ``out`` is ``[tokens, rows]``."""
     width = linear.rows[member]
     out.require(tokens * width * on.item_bytes, f"{NORM} output")
-    defines = {"NORMS": 1}
+    defines: Defines = {"NORMS": 1}
     kernel, _, items = on.kernel(
         (FILE,), "latent_norm", lambda _: defines, widths=(*linear.rows, *linear.splits), segments=linear
     )
@@ -158,13 +167,17 @@ def multiply_heads(
     """
     (inputs, outputs), title = sizes, ABSORB if floats else EXPAND
     if linear.rows[member] != heads * strides[0]:
-        raise KernelError(f"{title}: a member of {linear.rows[member]} rows is not {heads} heads of {strides[0]}.")
+        raise KernelError(
+            f"{title}: a member of {linear.rows[member]} rows is not {heads} heads of {strides[0]}."
+        )
     out.require(tokens * heads * strides[1] * (4 if floats else on.item_bytes), f"{title} output")
     together = min(tokens, MOST_TOKENS)
-    defines = {"MULTIPLIES": 1, "INPUTS": inputs, "OUTPUTS": outputs, "TOKENS": together}
+    defines: Defines = {"MULTIPLIES": 1, "INPUTS": inputs, "OUTPUTS": outputs, "TOKENS": together}
     defines |= {"FLOAT_OUTPUT": 1} if floats else {}
     widths = (inputs, *strides, *linear.rows, *linear.splits)
-    kernel, style, items = on.kernel((FILE,), "head_linear", lambda _: defines, widths=widths, segments=linear)
+    kernel, style, items = on.kernel(
+        (FILE,), "head_linear", lambda _: defines, widths=widths, segments=linear
+    )
     span = outputs if style == "vector" else 1
     grid = (round_up(-(-outputs // span), items), heads, -(-tokens // together))
     arguments = (linear.a, linear.b, weights, out, *map(np.int32, (*_member(linear, member), heads)))
@@ -181,7 +194,7 @@ def multiply_heads(
 
 
 def _member(linear: Segments, member: int) -> tuple[int, int, int, int, int]:
-    """Return the columns of a linear's output and of its first segment, those before a member, and its split."""
+    """Return the columns of an output and of its first segment, those before a member, and its split."""
     rows, splits = linear.rows, linear.splits
     return sum(rows), sum(splits), sum(rows[:member]), sum(splits[:member]), splits[member]
 
@@ -237,7 +250,9 @@ class HeadLinearCase:
             data.linear(tokens, (8, width), self.splits, self.join),
             1,
             data.inputs("weights", self.heads * self.outputs, self.inputs),
-            data.output("out", tokens, self.heads * self.outputs, **({"dtype": np.float32} if self.floats else {})),
+            data.output(
+                "out", tokens, self.heads * self.outputs, **({"dtype": np.float32} if self.floats else {})
+            ),
             heads=self.heads,
             sizes=(self.inputs, self.outputs),
             strides=(self.inputs, self.outputs),

@@ -16,7 +16,14 @@ from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
-    ROUNDING, DeviceMemory, GlueKernels, HeadShape, Rotation, RoundedInputs, Scores, Segments,
+    ROUNDING,
+    GlueKernels,
+    HeadShape,
+    Rotation,
+    RoundedInputs,
+    Scores,
+    Segments,
+    SharedArray,
 )
 from heterollm.kernels.operators import attend, rope_and_store
 from heterollm.model import AttentionBlock, LatentAttentionBlock, ModelConfig
@@ -106,7 +113,7 @@ class AttentionEmitter:
         builder: PassBuilder,
         layer: int,
         block: AttentionBlock,
-        out: DeviceMemory,
+        out: SharedArray,
         rounded: RoundedInputs | None,
     ) -> None:
         """Append attention over the cache; a long context has several parts, whose results are joined."""

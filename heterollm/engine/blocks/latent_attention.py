@@ -31,7 +31,7 @@ class LatentAttentionEmitter(AttentionEmitter):
         self, builder: PassBuilder, layer: int, block: LatentAttentionBlock, first: PlacedOp
     ) -> Delta:
         kernels, tokens, private = self._kernels, builder.tokens, builder.lane.private
-        query, summed = private["query"], private[LATENT_OUTPUT]
+        query, summed = private["query"], builder.lane.shared[LATENT_OUTPUT]
         absorbed, expanded, norm, query_norm = self._tensors.latent(layer, self._dtype)
         keys = queries = self._linears.linear(builder, first)
         if block.query_rank:
@@ -57,7 +57,13 @@ class LatentAttentionEmitter(AttentionEmitter):
 
         builder.for_each_session((block.NAME, layer, queries), attend_own)
         launch = multiply_heads(
-            *(kernels, Segments(summed, summed, (block.heads * block.head_dim,), (0,)), 0, expanded, out.source),
+            *(
+                kernels,
+                Segments(summed, summed, (block.heads * block.head_dim,), (0,)),
+                0,
+                expanded,
+                out.source,
+            ),
             heads=block.heads,
             sizes=(block.latent_dim, block.value_dim),
             strides=(block.head_dim, block.value_dim),
@@ -87,14 +93,28 @@ class LatentAttentionEmitter(AttentionEmitter):
             builder.kernel("rounding of inputs", layer, rounding, reads=(op.source,), writes=writes)
 
     def _turn(
-        self, builder: PassBuilder, layer: int, block: LatentAttentionBlock, linear: Segments, member: int, norm: Any  # noqa: ANN401
+        self,
+        builder: PassBuilder,
+        layer: int,
+        block: LatentAttentionBlock,
+        linear: Segments,
+        member: int,
+        norm: Any,  # noqa: ANN401
     ) -> None:
         """Append the store of the key for each session."""
-        emit = functools.partial(self._append_turn, layer=layer, block=block, linear=linear, member=member, norm=norm)
+        emit = functools.partial(
+            self._append_turn, layer=layer, block=block, linear=linear, member=member, norm=norm
+        )
         builder.for_each_session((block.NAME, "key", layer, linear), emit)
 
     def _append_turn(
-        self, builder: PassBuilder, layer: int, block: LatentAttentionBlock, linear: Segments, member: int, norm: Any  # noqa: ANN401
+        self,
+        builder: PassBuilder,
+        layer: int,
+        block: LatentAttentionBlock,
+        linear: Segments,
+        member: int,
+        norm: Any,  # noqa: ANN401
     ) -> None:
         """Append the rotation of queries, or with a norm the store of the key."""
         query, step, kv = builder.lane.private["query"], builder.lane.step, builder.layer_cache(layer)

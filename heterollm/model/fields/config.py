@@ -400,7 +400,9 @@ def config_fields(types: Mapping[str, TypeFields]) -> FieldTable:
             yield from _one("read", name, meaning, readers(name))
         # transformers has them there, and heterollm has not.
         lacking = readers("kv_lora_rank", "mamba_d_ssm")
-        yield from _one("refused", "attention_bias", "biases of attention's linears", lacking, neutral=(False,))
+        yield from _one(
+            "refused", "attention_bias", "biases of attention's linears", lacking, neutral=(False,)
+        )
         for name, (meaning, why) in IGNORED.items():
             yield from _one("read", name, meaning, readers(name))
             yield from _one("none", name, why, every - readers(name), PUBLISHED)
