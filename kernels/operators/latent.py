@@ -1,4 +1,4 @@
-"""What latent attention (MLA) computes around its scores: keys, queries and values of a common latent vector.
+"""Latent attention (MLA) around its scores: keys, queries and values of a common latent vector.
 
 The cache has one latent vector of a token, behind its norm, and one rotated key for all heads. Queries are
 multiplied by the weights that would make keys of the latent vector, and sums of latent vectors by those that

@@ -1,4 +1,4 @@
-// What latent attention computes around the scores. Queries [heads][LATENT + ROPE] of a token attend to one key of that
+// Latent attention around its scores. Queries [heads][LATENT + ROPE] of a token attend to one key of that
 // many elements, of which the first LATENT are the value, too.
 // Follows common.h, rounding.h and glue.h.
 
