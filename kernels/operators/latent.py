@@ -92,10 +92,16 @@ def turn(
     rows = (latent, rope) if is_key else (shape.heads * rope,)
     if linear.rows[member : member + len(rows)] != rows or rope % 2:
         raise KernelError(f"{title}: members of {linear.rows} rows are not those of {shape}.")
-    query.require(tokens * shape.query_columns * 4, f"{title} query")
-    offsets = on.cache_offsets(cache, shape)
-    defines: Defines = {"TURNS": 1, "LATENT": latent, "ROPE": rope, **on.cache_defines(cache)}
-    defines |= {"KEY": 1} if is_key else {}
+    defines: Defines = {"TURNS": 1, "LATENT": latent, "ROPE": rope}
+    offsets: tuple[Argument, ...] = (np.uint64(0),) * 3
+    # Absent memory is never read, but OpenCL needs a valid argument.
+    norm, target, stored = rotation.cos, query, query
+    if is_key:
+        defines |= {"KEY": 1, **on.cache_defines(cache)}
+        offsets = on.cache_offsets(cache, shape)
+        norm, target, stored = rotation.norms, cache.memory, cache.memory
+    else:
+        query.require(tokens * shape.query_columns * 4, f"{title} query")
     if "KV_CODES" in defines:
         raise KernelError(
             f"{title}: keys and values in 8 bits are not possible in latent attention.",
@@ -103,9 +109,7 @@ def turn(
         )
     widths = (latent, rope // 2, *linear.rows, *linear.splits)
     kernel, _, items = on.kernel((FILE,), "latent_turn", lambda _: defines, widths=widths, segments=linear)
-    # Absent memory is never read, but OpenCL needs a valid argument.
-    norm = rotation.norms if is_key else rotation.cos
-    memory = (linear.a, linear.b, norm, rotation.cos, rotation.sin, query, cache.memory, step)
+    memory = (linear.a, linear.b, norm, rotation.cos, rotation.sin, target, stored, step)
     splits = (*_member(linear, member), linear.splits[member + 1] if is_key else 0)
     arguments = (*memory, *offsets, *map(np.int32, (*splits, shape.heads, shape.capacity)))
     units = 1 if is_key else shape.heads

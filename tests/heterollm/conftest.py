@@ -485,7 +485,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "q_lora_rank": None,
         "kv_lora_rank": 48,
-        "qk_nope_head_dim": 24,
+        "qk_nope_head_dim": 40,
         "qk_rope_head_dim": 16,
         "v_head_dim": 40,
         "first_k_dense_replace": 1,
@@ -507,15 +507,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {
         **PLAIN,
         "num_key_value_heads": 4,
-        "q_lora_rank": 64,
+        "q_lora_rank": 128,
         "kv_lora_rank": 48,
-        "qk_nope_head_dim": 24,
+        "qk_nope_head_dim": 40,
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
         "n_routed_experts": 6,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 96,
+        "moe_intermediate_size": 160,
     },
     # Attention and network side by side, LayerNorm without bias, and no positions in layers without a window.
     "cohere2": {

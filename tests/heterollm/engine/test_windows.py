@@ -10,7 +10,6 @@ import pytest
 from gates import LOGITS_SQNR_DB
 from msgspec import structs
 
-from heterollm.base import HeteroLLMError
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 from heterollm.model import KvSpec, ModelConfig
@@ -234,15 +233,3 @@ def test_a_model_of_five_windows_to_one_takes_a_fifth_of_the_memory() -> None:
     whole = sum(spec.bytes(context, half) for _, spec in config.states)
     assert whole == 34 * 2 * 4 * 256 * 2 * context
     assert 0.2 < config.state_bytes(context, longest, half) / whole < 0.21
-
-
-def test_latent_vectors_are_kept_once_and_in_floats(
-    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]
-) -> None:
-    folder = checkpoint("deepseek_v2")
-    llm = host_llm(folder, plan="gpu", context=128)
-    specs = [spec for _, spec in llm.config.states]
-    assert all(spec.shares_values and (spec.kv_heads, spec.head_dim) == (1, 64) for spec in specs)
-    assert llm.session().memory_bytes == sum(spec.bytes(128, np.dtype(np.float32)) for spec in specs)
-    with pytest.raises(HeteroLLMError, match="8 bits are not possible in latent attention"):
-        host_llm(folder, plan="gpu", context=128, kv_bits=8).session().prefill([1, 2, 3])
