@@ -52,6 +52,7 @@ from heterollm.kernels.operators.attention import attend
 from heterollm.kernels.operators.delta_net import apply_delta_rule, convolve_inputs
 from heterollm.kernels.operators.experts import GpuExperts
 from heterollm.kernels.operators.gated_activation import activate
+from heterollm.kernels.operators.latent import multiply_heads, turn
 from heterollm.kernels.operators.logits import join_logits, soft_cap
 from heterollm.kernels.operators.norm import rms_norm
 from heterollm.kernels.operators.npu_codes import read_codes, write_codes
@@ -228,7 +229,33 @@ def _record_glue(
     runtime.label = "delta_conv f16"
     convolve_inputs(layers, members, slot, slot, slot, slot, state, step, **sizes)
     runtime.label = "delta_rule f16"
-    apply_delta_rule(layers, slot, slot, slot, state, step, **sizes)
+    apply_delta_rule(layers, slot, slot, slot, slot, state, step, **sizes)
+    space = DeltaShape(1, 64, 128, 64, taps=4, recalls=False)
+    members = Segments(slot, slot, tuple(space.members.values()), tuple(space.members.values()))
+    state, sizes = RecurrentLayer(slot, space.history + space.matrix), {"shape": space, "tokens": 16}
+    runtime.label = "state_conv f16"
+    convolve_inputs(layers, members, slot, slot, slot, slot, state, step, **sizes)
+    runtime.label = "selective_scan f16"
+    apply_delta_rule(layers, slot, slot, slot, slot, state, step, **sizes)
+    runtime.label = "norm_behind_gate f16"
+    options = {"gate_first": True, "weights_by_head": True, "norm": slot}
+    list(gate_output(layers, slot, members, 3, slot, heads=1, tokens=16, **options))
+    latent = HeadShape(16, 1, 576, 4096, shares_values=True)
+    parts = Segments(slot, slot, (2048, 1024, 512, 64), (2048, 1024, 512, 64))
+    for name, member, norms in (("latent_turn f16", 1, None), ("latent_store f16", 2, slot)):
+        runtime.label = name
+        turned = Rotation(slot, slot, 64, norms)
+        turn(layers, parts, member, slot, KvLayer(slot, 0), step, shape=latent, rotation=turned, tokens=16)
+    for name, own, strides, floats in (
+        ("absorbed_queries f16", (128, 512), (128, 576), True),
+        ("expanded_values f16", (512, 128), (576, 128), False),
+    ):
+        runtime.label = name
+        linear = Segments(slot, slot, (16 * strides[0],), (0,))
+        options = {"heads": 16, "sizes": own, "strides": strides, "tokens": 16, "floats": floats}
+        multiply_heads(layers, linear, 0, slot, slot, **options)
+    net = DeltaShape(16, 32, 128, 128, taps=4)
+    members = Segments(slot, slot, tuple(net.members.values()), tuple(net.members.values()))
     for name, norm in (("output_gate f16", None), ("gated_norm f16", slot)):
         runtime.label = name
         list(gate_output(layers, slot, members, 3, slot, heads=32, tokens=16, norm=norm))

@@ -29,6 +29,7 @@ NAMES: Final = {
     "llama": "llama with biases",
     "qwen2": "qwen2 with window",
     "gemma3_text": "gemma3",
+    "granitemoehybrid": "granitemoehybrid with state spaces",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4 in one stream",
 }

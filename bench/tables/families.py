@@ -30,7 +30,6 @@ class ListedFamily(NamedTuple):
         return self.types.split()
 
 
-MAMBA: Final = "layers of Mamba-2"
 LISTED: Final = (
     ListedFamily("Qwen3.5, 3.6 and 3.8 (0.8 to 27B)", "qwen3_5_text"),
     ListedFamily("Gemma 4 E2B, E4B, 12B", "gemma4_text gemma4_unified_text"),
@@ -56,7 +55,7 @@ LISTED: Final = (
     ListedFamily("DeepSeek-R1 distills (1.5, 7, 8B)", "qwen2 llama qwen3"),
     ListedFamily("Mistral 7B, Nemo, Small", "mistral"),
     ListedFamily("Bonsai (1.7 to 27B)", "qwen3 qwen3_5_text"),
-    ListedFamily("Granite 4-H (350M to 7B-A1B)", "", MAMBA),
+    ListedFamily("Granite 4-H (350M to 7B-A1B)", "granitemoehybrid"),
     ListedFamily("EXAONE 4 1.2B", "exaone4"),
     ListedFamily("Falcon 3; Falcon-H1", "llama falcon_h1"),
     ListedFamily("Qwen3-Next-80B", "qwen3_next"),
@@ -80,7 +79,6 @@ FILES: Final = {
     "olmo3": "olmo2",
     "qwen3_next": "qwen3next",
     "gemma4_unified_text": "gemma4",
-    "granitemoehybrid": "granite",
     "internlm2": "internlm2",
     "internlm3": "llama",
     "minicpm": "minicpm",

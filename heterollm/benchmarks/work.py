@@ -10,7 +10,7 @@ import numpy as np
 
 from heterollm.benchmarks.cases import Case
 from heterollm.kernels.gpu import position_bytes
-from heterollm.model import AttentionBlock, RecurrentSpec, expert_specs
+from heterollm.model import AttentionBlock, LatentAttentionBlock, RecurrentSpec, expert_specs
 from heterollm.profiler.records import BandwidthKey, LinearKey, Processor
 
 if TYPE_CHECKING:
@@ -101,8 +101,13 @@ def work_of(
 
     head_bytes = size(head, 1)
     attention = config.blocks(AttentionBlock).values()
-    cached = sum(2 * own.kv_heads * position_bytes(own.head_dim, cache_dtype) for own in attention)
-    states = (spec for spec in config.states.values() if isinstance(spec, RecurrentSpec))
+    cached = sum(
+        (1 if isinstance(own, LatentAttentionBlock) else 2)
+        * own.kv_heads
+        * position_bytes(own.head_dim, cache_dtype)
+        for own in attention
+    )
+    states = (spec for _, spec in config.states if isinstance(spec, RecurrentSpec))
     recurrent = sum(spec.bytes(1, cache_dtype) for spec in states)
     read_bytes = flops = 0.0
     for tokens, position, logits in passes_of(case, chunk):

@@ -41,10 +41,15 @@ from heterollm.solver import HeadNeeds
 FIX: Final = "Run `heterollm calibrate MODEL -o FILE` with a new file."
 SCHEMA_VERSION: Final = 5
 MEMBERS: Final[Mapping[Group, tuple[int, ...]]] = {
-    **dict.fromkeys(("o", "conv_out", "delta_out", "down", "layer_gate", "layer_out"), (1,)),
+    **dict.fromkeys(
+        ("o", "conv_out", "delta_out", "mamba_out", "latent_out", "down", "layer_gate", "layer_out"), (1,)
+    ),
     "qkv": (1, 3, 4),
     "conv_in": (3,),
     "delta_in": (6,),
+    "mamba_in": (5,),
+    "latent_in": (3, 4),
+    "latent_query": (2,),
     "gate_up": (1, 2),
 }
 """Numbers of members that a group can have; qkv has one without keys, and four with a gate."""

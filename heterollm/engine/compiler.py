@@ -16,6 +16,7 @@ from heterollm.base import Progress
 from heterollm.engine.blocks.attention import AttentionEmitter
 from heterollm.engine.blocks.delta_net import DeltaNetEmitter
 from heterollm.engine.blocks.ffn import FfnEmitter
+from heterollm.engine.blocks.latent_attention import LatentAttentionEmitter
 from heterollm.engine.blocks.layer_input import LayerInputEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
@@ -46,8 +47,10 @@ from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
+    LatentAttentionBlock,
     LayerInputBlock,
     LayerStage,
+    MambaBlock,
     MixtureBlock,
     ModelWeights,
     RecurrentSpec,
@@ -90,7 +93,7 @@ class Compiler:
         self.states = StateMemory(
             device,
             kv_groups(self._config, context, plan.longest_flight),
-            {layer: spec for layer, spec in self._config.states.items() if isinstance(spec, RecurrentSpec)},
+            {layer: spec for layer, spec in self._config.states if isinstance(spec, RecurrentSpec)},
         )
         self._specs = {(spec.layer, spec.group): spec for spec in weights.specs}
         self.techniques = Techniques(device, weights, plan, context, ranges, techniques)
@@ -104,7 +107,11 @@ class Compiler:
             AttentionBlock.NAME: AttentionEmitter(
                 device, weights.config, context, self._linears, tensors, self.techniques
             ),
+            LatentAttentionBlock.NAME: LatentAttentionEmitter(
+                device, weights.config, context, self._linears, tensors, self.techniques
+            ),
             DeltaNetBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
+            MambaBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
             ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors, self._config.rms_norm_eps),
             LayerInputBlock.NAME: self.layer_inputs,

@@ -31,7 +31,10 @@ class Chunk(NamedTuple):
 _Key: TypeAlias = tuple[int, Group]
 
 ATTENTION: Final = "attention"
-ORDERED: Final = (ATTENTION, "short convolution", "delta convolution", "delta rule")
+ORDERED: Final = (
+    *(ATTENTION, "short convolution", "delta convolution", "delta rule"),
+    *("state convolution", "selective scan"),
+)
 """Operators that need the state behind earlier chunks."""
 
 _Times: TypeAlias = Callable[[_Key], GroupTimes]

@@ -153,12 +153,13 @@ class SlotCheck:
         writes = {buffer.name for buffer in step.writes}
         shared = {buffer.name for buffer in names.values()}
         seen, writable = set(), set()
-        for argument, may_write in zip(
-            launch.arguments, self._runtime.written_arguments(launch.kernel), strict=True
-        ):
-            if isinstance(argument, DeviceMemory) and argument in names:
-                seen.add(names[argument].name)
-                writable |= {names[argument].name} if may_write else set()
+        for part in launch.parts:
+            for argument, may_write in zip(
+                part.arguments, self._runtime.written_arguments(part.kernel), strict=True
+            ):
+                if isinstance(argument, DeviceMemory) and argument in names:
+                    seen.add(names[argument].name)
+                    writable |= {names[argument].name} if may_write else set()
         for what, found in (
             ("does not say that it touches", seen - reads - writes),
             ("says that it touches, and has no argument of,", ((reads | writes) & shared) - seen),

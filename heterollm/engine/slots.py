@@ -19,6 +19,7 @@ from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
+    LatentAttentionBlock,
     MixtureBlock,
     ModelConfig,
     expert_specs,
@@ -57,6 +58,9 @@ EXPERT_LISTS: Final[dict[str, str]] = {
 
 DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT = "delta_mixed", "delta_factors", "delta_output"
 """Slots of a delta net: q, k and v behind the convolution, factors of heads, and output before its norm."""
+
+LATENT_OUTPUT: Final = "latent_output"
+"""Slot of the sums of latent vectors, before they are made to values."""
 
 PRIVATE_SLOTS: Final = (
     *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, LAYER_INPUTS),
@@ -117,7 +121,8 @@ def _lane_sizes(
     widest = max(spec.rows for spec in specs if spec.group != "head")
     heads = max(block.heads * block.head_dim for block in config.blocks(AttentionBlock).values())
     stages = (stage.blocks for layer in config.per_layer for stage in layer.stages)
-    beside = any(len(blocks) > 1 and isinstance(blocks[0], AttentionBlock) for blocks in stages)
+    mixers = AttentionBlock, DeltaNetBlock
+    beside = any(len(blocks) > 1 and isinstance(blocks[0], mixers) for blocks in stages)
     sizes = {
         "residual": tokens * config.hidden_size * 4,
         "linear_input": padded * config.hidden_size * item_bytes,
@@ -141,6 +146,8 @@ def _lane_sizes(
     if config.layer_vocabulary:
         columns = config.layer_input_columns
         sizes |= {LAYER_ROWS: tokens * columns * 4, LAYER_INPUTS: tokens * columns * item_bytes}
+    if config.blocks(LatentAttentionBlock):
+        sizes[LATENT_OUTPUT] = tokens * heads * item_bytes
     for net in config.blocks(DeltaNetBlock).values():
         sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes
         sizes[DELTA_FACTORS] = tokens * net.shape.factors * 4

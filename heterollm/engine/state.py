@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -112,11 +112,11 @@ def kv_groups(config: ModelConfig, context: int, longest: int) -> tuple[KvGroup,
         longest: Most positions that a pass writes.
     """
     found: dict[tuple[KvSpec, int], list[int]] = {}
-    for layer, spec in config.states.items():
+    for layer, spec in config.states:
         if not isinstance(spec, KvSpec):
             continue
         places = spec.kept(context, longest)
-        whole = KvSpec(spec.kv_heads, spec.head_dim, spec.window if places < context else 0)
+        whole = replace(spec, window=spec.window if places < context else 0)
         found.setdefault((whole, places), []).append(layer)
     groups, table = [], STEP_WORDS
     for (spec, places), layers in found.items():
@@ -202,7 +202,7 @@ class KvState:
             values = self._pool.read(layer, pages)
             if used:
                 # What lies behind the position may be of another session: elements, and scales of codes.
-                heads = values[-1].reshape(2 * self._group.spec.kv_heads, -1)
+                heads = values[-1].reshape(self._group.spec.page_heads, -1)
                 heads[:, used * self._row_bytes : rows_bytes] = 0
                 heads[:, rows_bytes + used * (heads.shape[1] - rows_bytes) // PAGE_POSITIONS :] = 0
             yield values

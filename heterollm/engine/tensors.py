@@ -15,6 +15,8 @@ from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
+    LatentAttentionBlock,
+    MambaBlock,
     ModelWeights,
     Norm,
     QueryGrowth,
@@ -62,16 +64,17 @@ class GlueTensors:
             if (growth := block.query_growth) is not None and growth not in self._growths:
                 self._growths[growth] = runtime.upload(growth.factors(context))
         self._taps: dict[int, Any] = {
-            number: runtime.upload(np.ascontiguousarray(weights.other(number, "taps")[:, 0].T))
+            number: runtime.upload(_taps(weights, number))
             for number in (*config.blocks(ShortConvBlock), *config.blocks(DeltaNetBlock))
         }
         self._nets: dict[int, tuple[Any, Any]] = {
             number: (
                 runtime.upload(_rates(weights, number)),
-                runtime.upload(weights.other(number, "gated_norm")),
+                runtime.upload(weights.other(number, "gated_norm")) if block.normed else None,
             )
-            for number in config.blocks(DeltaNetBlock)
+            for number, block in config.blocks(DeltaNetBlock).items()
         }
+        self._latents: dict[int, tuple[Any, Any, Any, Any]] = {}
         self._sinks: dict[int, Any] = {
             number: runtime.upload(weights.other(number, "sinks"))
             for number, block in config.blocks(AttentionBlock).items()
@@ -99,12 +102,41 @@ class GlueTensors:
         return self._head_norms.get(layer)
 
     def taps(self, layer: int) -> Any:  # noqa: ANN401
-        """Return the weights of a convolution, float32 ``[taps, width]``, that of a token itself last."""
+        """Return the weights of a convolution, float32 ``[taps, width]``, that of a token itself last.
+
+        Those of a state space have a row of biases behind them.
+        """
         return self._taps[layer]
 
     def net(self, layer: int) -> tuple[Any, Any]:
-        """Return rates and shifts of a delta net's decay, float32 ``[2, heads]``, and its norm's factors."""
+        """Return rates and shifts of a delta net's decay, float32 ``[2, heads]``, and its norm's factors.
+
+        In a state space a third row has the factors of values in the output; there may be no norm.
+        """
         return self._nets[layer]
+
+    def latent(self, layer: int, dtype: np.dtype[Any]) -> tuple[Any, Any, Any, Any]:
+        """Return what latent attention multiplies by, and the weights of its norms.
+
+        Args:
+            layer: Decoder layer.
+            dtype: The activation type.
+
+        Returns:
+            Weights ``[heads, latent_dim, plain_dim]`` of queries and ``[heads, value_dim, latent_dim]`` of
+            outputs in the activation type; float32 of the norm of latent vectors and, or None, of queries.
+        """
+        if layer not in self._latents:
+            block = self._weights.config.per_layer[layer].find(LatentAttentionBlock)
+            assert block is not None  # the layer has it
+            rows = self._weights.other(layer, "latent_weights").reshape(block.heads, -1, block.latent_dim)
+            keys, values = np.split(rows, [block.plain_dim], axis=1)
+            both = (np.ascontiguousarray(keys.swapaxes(1, 2)), np.ascontiguousarray(values))
+            roles = ("latent_norm", *(("latent_query_norm",) if block.query_rank else ()))
+            made = (*(one.astype(dtype) for one in both), *(self._weights.other(layer, own) for own in roles))
+            first, second, norm, *query = (self._runtime.upload(one) for one in made)
+            self._latents[layer] = first, second, norm, query[0] if query else None
+        return self._latents[layer]
 
     def token_gate(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""
@@ -141,7 +173,24 @@ class GlueTensors:
 
 
 def _rates(weights: ModelWeights, layer: int) -> NDArray[np.float32]:
-    return np.stack([-np.exp(weights.other(layer, "decay")), weights.other(layer, "decay_shift")])
+    skips = ("skip",) if weights.config.per_layer[layer].find(MambaBlock) else ()
+    others = (weights.other(layer, role) for role in ("decay_shift", *skips))
+    return np.stack([-np.exp(weights.other(layer, "decay")), *others])
+
+
+def _taps(weights: ModelWeights, layer: int) -> NDArray[np.float32]:
+    taps = weights.other(layer, "taps")[:, 0].T
+    space = weights.config.per_layer[layer].find(MambaBlock)
+    if space is not None:
+        bias = weights.other(layer, "taps_bias") if space.biased else np.zeros_like(taps[0])
+        # A file has x, B and C in this order.
+        values, keys, queries = np.split(
+            np.concatenate([taps, bias[None]]),
+            [space.shape.value_columns, (space.shape.value_columns + space.shape.channels) // 2],
+            axis=1,
+        )
+        taps = np.concatenate([queries, keys, values], axis=1)
+    return np.ascontiguousarray(taps)
 
 
 def _tables(

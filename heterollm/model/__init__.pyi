@@ -8,8 +8,10 @@ from .blocks import ROUTER_NORM as ROUTER_NORM
 from .blocks import AttentionBlock as AttentionBlock
 from .blocks import DeltaNetBlock as DeltaNetBlock
 from .blocks import FfnBlock as FfnBlock
+from .blocks import LatentAttentionBlock as LatentAttentionBlock
 from .blocks import LayerInputBlock as LayerInputBlock
 from .blocks import LayerStage as LayerStage
+from .blocks import MambaBlock as MambaBlock
 from .blocks import MixtureBlock as MixtureBlock
 from .blocks import Norm as Norm
 from .blocks import ShortConvBlock as ShortConvBlock

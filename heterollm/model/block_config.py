@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -18,9 +19,11 @@ from heterollm.model.blocks import (
     BlockNorms,
     DeltaNetBlock,
     FfnBlock,
+    LatentAttentionBlock,
     LayerConfig,
     LayerInputBlock,
     LayerStage,
+    MambaBlock,
     MixtureBlock,
     Norm,
     ShortConvBlock,
@@ -89,7 +92,7 @@ class BlockFields:
         scale: float = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
         if "attention_multiplier" in family.follows:
             scale = fields.positive("attention_multiplier", 1.0)
-        modules = family.tensors.modules["qkv"]
+        modules = family.tensors.modules.get("qkv", {})
         self._attention = AttentionBlock(
             heads,
             kv_heads,
@@ -107,7 +110,7 @@ class BlockFields:
             query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
             gated="gate" in modules,
-            gates_heads=modules.get("gate", modules["q"]) != modules["q"],
+            gates_heads="gate" in modules and modules["gate"] != modules["q"],
             sinks="sinks" in family.tensors.others,
             inner_norm="attention_inner" in family.tensors.norms,
         )
@@ -150,12 +153,16 @@ class BlockFields:
             window = self._windows[layer]
             rope = self._sliding_rope if window else self.rope
             return replace(self._attention, window=window, rope=rope if self._rotated[layer] else None)
+        if name == "latent_attention":
+            return self._latent_attention()
         if name == "layer_input":
             return LayerInputBlock(fields.count("hidden_size_per_layer_input"), self._activation)
         if name == "short_conv":
             return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
         if name == "delta_net":
             return DeltaNetBlock(_delta_shape(fields))
+        if name == "mamba":
+            return self._mamba()
         if name == "mixture":
             assert mixture is not None  # by the family
             width = fields.count(mixture.width_field)
@@ -173,6 +180,7 @@ class BlockFields:
                 router_normed=ROUTER_NORM in others,
                 scaled=EXPERT_FACTORS in others,
                 weighs_inputs=mixture.weighs_inputs,
+                gated="gate" in mixture.members,
             )
         shared = mixture is not None and "mixture" in beside
         if mixture is None:
@@ -188,6 +196,47 @@ class BlockFields:
         token_gated = shared and "token_gate" in tensors.others
         inner = "network_inner" in tensors.norms
         return FfnBlock(width, self._activation, biased, gated, token_gated, inner) if width else None
+
+    def _latent_attention(self) -> LatentAttentionBlock:
+        fields, own = self._fields, self._attention
+        plain = fields.count("qk_nope_head_dim")
+        section = fields.section("rope_parameters") or fields.section("rope_scaling")
+        growth = section.get("mscale_all_dim")
+        scale = (plain + own.rotary_dim) ** -0.5
+        if growth and self.rope.kind == "yarn":
+            scale *= (0.1 * float(growth) * math.log(max(1.0, float(section["factor"]))) + 1.0) ** 2
+        ranked = fields.get("q_lora_rank") is not None
+        return LatentAttentionBlock(
+            *(own.heads, 1, fields.count("kv_lora_rank") + own.rotary_dim),
+            window=0,
+            rope=self.rope,
+            rotary_dim=own.rotary_dim,
+            scale=scale,
+            plain_dim=plain,
+            value_dim=fields.count("v_head_dim"),
+            query_rank=fields.count("q_lora_rank") if ranked else 0,
+            interleaved=fields.flag("rope_interleave", True),
+        )
+
+    def _mamba(self) -> MambaBlock:
+        fields, others = self._fields, self._family.tensors.others
+        activation = fields.get("mamba_hidden_act") or fields.get("hidden_act") or "silu"
+        if ACTIVATIONS.get(activation) != "silu":
+            raise unsupported(f"Activation {activation!r} of a state space")
+        groups, heads = fields.count("mamba_n_groups"), fields.count("mamba_n_heads")
+        if heads % groups:
+            raise fields.fail("mamba_n_heads", f"a multiple of the {groups} of mamba_n_groups")
+        shape = DeltaShape(
+            *(groups, heads, fields.count("mamba_d_state", maximum=LARGEST_KEY_DIM)),
+            *(fields.count("mamba_d_head"), fields.count("mamba_d_conv", minimum=2)),
+            recalls=False,
+        )
+        return MambaBlock(
+            shape,
+            normed="gated_norm" in others and fields.flag("mamba_rms_norm", True),
+            gate_first=not fields.flag("mamba_norm_before_gate", False),
+            biased=fields.flag("mamba_conv_bias", True),
+        )
 
 
 def _has_head_norms(fields: JsonFields, family: Family) -> bool:
@@ -248,7 +297,7 @@ def _rotated(fields: JsonFields, family: Family, windows: list[int]) -> list[boo
     layers = len(windows)
     if family.rope_needs_window and fields.get("sliding_window") is not None:
         return [bool(window) for window in windows]
-    if family.tensors.positions:
+    if family.tensors.positions or family.without_rope:
         return [False] * layers
     if "position_embedding_type" in family.follows:
         return [fields.get("position_embedding_type") == "rope"] * layers

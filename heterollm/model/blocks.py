@@ -218,6 +218,67 @@ class AttentionBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttentionBlock(AttentionBlock):
+    """Attention to latent vectors of tokens, one for all heads (MLA), with a rotated part behind each.
+
+    Its only key head is a latent vector and that part, ``head_dim`` in all, and its value the vector: queries
+    take on the weights that would make keys of the vector, and outputs those that make values.
+
+    Args:
+        plain_dim: Elements of a query without rotation, before they are multiplied.
+        value_dim: Elements of a head's value.
+        query_rank: Elements of a token's vector from which queries are made, behind a norm; 0 for the stream.
+        interleaved: Whether the checkpoint rotates neighbouring elements.
+    """
+
+    NAME: ClassVar[str] = "latent_attention"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("latent_in", "latent_query", "latent_out")
+
+    plain_dim: int = 0
+    value_dim: int = 0
+    query_rank: int = 0
+    interleaved: bool = True
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements of a latent vector."""
+        return self.head_dim - self.rotary_dim
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears that a plan places: q and p are parts of queries, c and r of keys."""
+        queries = Member("q", self.heads * self.plain_dim), Member("p", self.heads * self.rotary_dim)
+        keys, absorbed = (Member("c", self.latent_dim), Member("r", self.rotary_dim)), "absorbed_queries"
+        last = GroupShape(
+            *("latent_out", (Member("o", hidden),), self.heads * self.value_dim, "attention_output"),
+            *("attention_delta", (absorbed, "turned_queries", "attention", "expanded_values"), NORM),
+        )
+        if not self.query_rank:
+            first = GroupShape(
+                *("latent_in", (*queries, *keys), hidden, "linear_input", "latent_in", (NORM,), absorbed)
+            )
+            return first, last
+        members = (Member("a", self.query_rank), *keys)
+        return (
+            GroupShape("latent_in", members, hidden, "linear_input", "latent_in", (NORM,), "latent_norm"),
+            GroupShape(
+                *("latent_query", queries, self.query_rank, "latent_vector", "latent_query"),
+                *(("latent_norm",), absorbed),
+            ),
+            last,
+        )
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the weights that make keys and values of latent vectors, by head, and those of norms."""
+        rows = self.heads * (self.plain_dim + self.value_dim)
+        own = {"latent_weights": (rows, self.latent_dim), "latent_norm": (self.latent_dim,)}
+        return own | ({"latent_query_norm": (self.query_rank,)} if self.query_rank else {})
+
+    def state(self) -> KvSpec:
+        """Return the latent vectors and rotated keys."""
+        return KvSpec(1, self.head_dim, 0, shares_values=True)
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvBlock(Block):
     """A causal convolution of each channel over few tokens, with a gate before and one behind.
 
@@ -258,22 +319,32 @@ class DeltaNetBlock(Block):
 
     Args:
         shape: Its sizes.
+        normed: Whether the output has a norm, in parts.
+        gate_first: Whether that norm comes behind the gate.
     """
 
     NAME: ClassVar[str] = "delta_net"
     GROUPS: ClassVar[tuple[Group, ...]] = ("delta_in", "delta_out")
+    OPERATORS: ClassVar[tuple[str, ...]] = ("delta_convolution", "delta_rule", "gated_norm")
 
     shape: DeltaShape
+    normed: bool = True
+    gate_first: bool = False
+
+    @property
+    def normed_parts(self) -> int:
+        """Parts of the output that have a norm each: heads, or in a state space heads that share B and C."""
+        return self.shape.value_heads if self.shape.recalls else self.shape.key_heads
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places; the few rows of b and a join the others."""
         members = tuple(Member(name, rows) for name, rows in self.shape.members.items())
-        convolution = "delta_convolution"
+        first, last = self.GROUPS
         return (
-            GroupShape("delta_in", members, hidden, "linear_input", "delta_in", (NORM,), convolution),
+            GroupShape(first, members, hidden, "linear_input", first, (NORM,), self.OPERATORS[0]),
             GroupShape(
-                *("delta_out", (Member("out", hidden),), self.shape.value_columns, "mixer_output"),
-                *("mixer_delta", (convolution, "delta_rule", "gated_norm"), NORM),
+                *(last, (Member("out", hidden),), self.shape.value_columns, "mixer_output"),
+                *("mixer_delta", self.OPERATORS, NORM),
             ),
         )
 
@@ -290,6 +361,30 @@ class DeltaNetBlock(Block):
     def state(self) -> RecurrentSpec:
         """Return the last inputs of the convolution, and the matrix of each value head."""
         return RecurrentSpec(self.shape.history + self.shape.matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaBlock(DeltaNetBlock):
+    """Mamba-2: a convolution of x, B and C, a selective scan, and a gate of its output.
+
+    It is a delta net that recalls nothing, in which C, B and x are q, k and v, and dt is a.
+
+    Args:
+        biased: Whether the convolution has biases.
+    """
+
+    NAME: ClassVar[str] = "mamba"
+    GROUPS: ClassVar[tuple[Group, ...]] = ("mamba_in", "mamba_out")
+    OPERATORS: ClassVar[tuple[str, ...]] = ("state_convolution", "selective_scan", "gated_norm")
+
+    biased: bool = True
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return what a delta net has, biases of the convolution, and factors of values in the output."""
+        heads, shape = (self.shape.value_heads,), self.shape
+        own = {"taps": (shape.channels, 1, shape.taps), "decay": heads, "decay_shift": heads, "skip": heads}
+        own |= {"taps_bias": (shape.channels,)} if self.biased else {}
+        return own | ({"gated_norm": (shape.value_columns,)} if self.normed else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +441,7 @@ class FfnBlock(Block):
 
 @dataclass(frozen=True, slots=True)
 class MixtureBlock(Block):
-    """A mixture of gated networks, the experts.
+    """A mixture of networks, the experts.
 
     Its experts are no group that a plan splits; :func:`heterollm.model.expert_specs` has them.
 
@@ -360,6 +455,7 @@ class MixtureBlock(Block):
         router_normed: Whether the router reads a norm of the stream that no other linear reads.
         scaled: Whether each expert has a factor on its weight.
         weighs_inputs: Whether the weight of the only expert of a token multiplies its input, not its output.
+        gated: Whether experts have a gate beside up.
     """
 
     NAME: ClassVar[str] = "mixture"
@@ -374,6 +470,7 @@ class MixtureBlock(Block):
     router_normed: bool = False
     scaled: bool = False
     weighs_inputs: bool = False
+    gated: bool = True
 
     def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
         """Return no groups."""
@@ -415,7 +512,10 @@ class LayerInputBlock(Block):
         )
 
 
-BLOCKS: Final = (AttentionBlock, ShortConvBlock, DeltaNetBlock, FfnBlock, LayerInputBlock, MixtureBlock)
+BLOCKS: Final = (
+    *(AttentionBlock, LatentAttentionBlock, ShortConvBlock, DeltaNetBlock, MambaBlock),
+    *(FfnBlock, LayerInputBlock, MixtureBlock),
+)
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
 

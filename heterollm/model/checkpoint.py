@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -124,6 +124,7 @@ class Checkpoint:
 
     Attributes:
         folder: The folder of the files.
+        factors: Factors on rows of tensors by name, which are read with them.
     """
 
     def __init__(self, name: Path | str, lora: Path | str | None = None) -> None:
@@ -139,6 +140,7 @@ class Checkpoint:
             UnsupportedModelError: The adapter is no LoRA of linears alone.
         """
         self.folder = checkpoint_folder(name)
+        self.factors: Mapping[str, NDArray[np.float32]] = {}
         self._hashed_paths: list[Path] = []
         self._files: dict[str, TensorFile] = {}
         if (self.folder / "config.json").is_file():
@@ -236,6 +238,8 @@ class Checkpoint:
         values = self._read(name, rows)
         if self.adapter is not None:
             self.adapter.add(name, rows, values, lambda: self._read(name, None))
+        if name in self.factors:
+            values *= self.factors[name][slice(*(rows or (None,))), None]
         return values
 
     def _read(self, name: str, rows: tuple[int, int] | None) -> NDArray[np.float32]:
@@ -267,8 +271,8 @@ class Checkpoint:
         return finite(file.bits(name)[rows].astype(np.float32), file.path, name)
 
     def kind(self, name: str) -> str | None:
-        """Return the name of a stored format of integers; None for floats and for what an adapter changes."""
-        changed = self.adapter is not None and name in self.adapter.factors
+        """Return the name of a stored format of integers; None for floats, and for what reading changes."""
+        changed = name in self.factors or (self.adapter is not None and name in self.adapter.factors)
         return None if changed else self._stored_kind(name)
 
     def _stored_kind(self, name: str) -> str | None:

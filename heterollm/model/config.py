@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from heterollm.base import CheckpointError, UnsupportedModelError
-from heterollm.kernels.ops import Activation
+from heterollm.kernels.ops import Activation, Group
 from heterollm.model.block_config import BlockFields, is_biased
 from heterollm.model.blocks import (
     AnyBlock,
@@ -53,6 +53,7 @@ class ModelConfig:
         max_positions: Longest supported context.
         rms_norm_eps: Added to the mean square in every norm. Where a multiplier scales what layers add to the
             residual stream, the stream is divided by it instead, and this number by its square.
+        inner_norm_eps: Added to the mean square in norms inside blocks, which read no stream.
         rope: Rotary position embedding of layers with full attention.
         per_layer: The decoder layers.
         tie_word_embeddings: Whether the LM head is the embedding.
@@ -68,6 +69,8 @@ class ModelConfig:
         layer_vocabulary: Tokens that have an embedding for each layer; 0 without such embeddings.
         logit_soft_cap: Soft cap of the logits; 0 for none.
         logit_scale: Factor on the logits.
+        linear_factors: Factors on the outputs of linears, by group and member, which the weights take on as
+            they are read.
         stored: Formats of weights that the checkpoint stores quantised; None for floats.
     """
 
@@ -77,6 +80,7 @@ class ModelConfig:
     vocab_size: int
     max_positions: int
     rms_norm_eps: float
+    inner_norm_eps: float
     rope: RopeConfig
     per_layer: tuple[LayerConfig, ...]
     tie_word_embeddings: bool
@@ -92,6 +96,7 @@ class ModelConfig:
     layer_vocabulary: int
     logit_soft_cap: float
     logit_scale: float
+    linear_factors: tuple[tuple[Group, str, float], ...] = ()
     stored: StoredFormats | None = None
 
     @property
@@ -105,12 +110,12 @@ class ModelConfig:
         return {number: block for number, block in found if block is not None}
 
     @property
-    def states(self) -> dict[int, StateSpec]:
-        """The state that a session keeps, by layer."""
+    def states(self) -> tuple[tuple[int, StateSpec], ...]:
+        """The states that a session keeps, with their layers; a layer may have two."""
         found = (
             (number, block.state()) for number, layer in enumerate(self.per_layer) for block in layer.blocks
         )
-        return {number: state for number, state in found if state is not None}
+        return tuple((number, state) for number, state in found if state is not None)
 
     def state_bytes(self, context: int, longest: int, dtype: np.dtype[Any]) -> int:
         """Return the bytes that a session keeps between passes.
@@ -120,7 +125,7 @@ class ModelConfig:
             longest: Most positions that a pass writes.
             dtype: Type of the KV cache.
         """
-        return sum(spec.bytes(spec.kept(context, longest), dtype) for spec in self.states.values())
+        return sum(spec.bytes(spec.kept(context, longest), dtype) for _, spec in self.states)
 
     @property
     def attention(self) -> AttentionBlock:
@@ -221,6 +226,7 @@ class ModelConfig:
             vocab_size=vocab_size,
             max_positions=max_positions,
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6) / added**2,
+            inner_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             rope=blocks.rope,
             per_layer=per_layer,
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
@@ -236,6 +242,7 @@ class ModelConfig:
             layer_vocabulary=_layer_vocabulary(fields, per_layer, vocab_size),
             logit_soft_cap=fields.optional_positive("final_logit_softcapping") or 0.0,
             logit_scale=fields.positive("logit_scale", 1.0) / _multiplier(fields, family, "logits_scaling"),
+            linear_factors=() if family.linear_factors is None else family.linear_factors(fields),
             stored=read_stored_formats(fields),
         )
 

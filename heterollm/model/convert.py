@@ -155,6 +155,11 @@ def _check_convertible(model: str | Path, config: ModelConfig) -> None:
             f"{model} is quantised already.",
             fix="It loads as it is; or convert the model that it was made from.",
         )
+    if config.linear_factors:
+        raise UnsupportedModelError(
+            f"{model} has factors on its linears (mlp_multipliers and such), which weights would have twice.",
+            fix="It loads as it is.",
+        )
     experts = (expert_tensors(config, layer, block) for layer, block in config.blocks(MixtureBlock).items())
     if any(len(shape) > len(("rows", "columns")) for own in experts for shape in own.values()):
         raise UnsupportedModelError(

@@ -116,7 +116,7 @@ def _experts(config: ModelConfig, like: OpSpec, block: MixtureBlock, longest: in
     )
     return replace(
         down,
-        members=(Member("gate", block.width), Member("up", block.width)),
+        members=tuple(Member(name, block.width) for name in ("gate", "up")[not block.gated :]),
         columns=config.hidden_size,
         weight=weight(config.hidden_size),
         source="linear_input",

@@ -37,9 +37,11 @@ from heterollm.model.fields import config_fields
 from heterollm.model.gemma4 import GEMMA4
 from heterollm.model.hybrids import HYBRIDS
 from heterollm.model.json_fields import JsonFields
+from heterollm.model.latent import LATENT
 from heterollm.model.llama4 import LLAMA4
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
 from heterollm.model.rope import ROPE_KINDS
+from heterollm.model.state_spaces import STATE_SPACES
 from heterollm.model.ungated import UNGATED
 
 # ---- tensor names ---------------------------------------------------------------------------------------
@@ -691,6 +693,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llama4_text": LLAMA4,
         **HYBRIDS,
         **MIXTURES,
+        **STATE_SPACES,
+        **LATENT,
     }
 )
 """The supported values of ``model_type``."""

@@ -13,8 +13,10 @@ from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
-BlockName = Literal["attention", "short_conv", "delta_net", "ffn", "layer_input", "mixture"]
-MIXERS: Final = ("attention", "short_conv", "delta_net")
+BlockName = Literal[
+    "attention", "latent_attention", "short_conv", "delta_net", "mamba", "ffn", "layer_input", "mixture"
+]
+MIXERS: Final = ("attention", "latent_attention", "short_conv", "delta_net", "mamba")
 """Blocks that mix tokens; the others compute each token by itself."""
 
 BiasedPart = Literal["qkv", "o", "ffn", "head"]
@@ -212,11 +214,13 @@ class Family:
         norm_offset: Added to the stored weight of every norm.
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
         first_position: Row of the first position in the table of learned ones.
+        without_rope: Whether no layer has positions.
         mixture: The experts of its layers; None in a family without them.
         centered_norms: Whether norms subtract the mean (LayerNorm).
         norm_biases: Whether norms that do have a bias.
         joint_head_norms: Whether the norm of q, and that of k, spans all heads.
         norms_last: Whether the norms of heads come behind RoPE.
+        linear_factors: Returns factors on the outputs of linears by group and member; None without.
         published_code: The classes in ``auto_map`` of official checkpoints that predate the family's support
             in transformers, or have none; any other code is refused. A class may also stand for the
             architecture.
@@ -247,11 +251,13 @@ class Family:
     norm_offset: float = 0.0
     scales_embedding: bool = False
     first_position: int = 0
+    without_rope: bool = False
     mixture: Mixture | None = None
     centered_norms: bool = False
     norm_biases: bool = True
     joint_head_norms: bool = False
     norms_last: bool = False
+    linear_factors: Callable[[JsonFields], tuple[tuple[Group, str, float], ...]] | None = None
     published_code: tuple[str, ...] = ()
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()

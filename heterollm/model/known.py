@@ -65,7 +65,8 @@ class ModelSize(NamedTuple):
             kind: The ``model_type``.
             more: Further fields of the type.
         """
-        count = "num_local_experts" if kind in ("gpt_oss", "mixtral", "phimoe") else "num_experts"
+        local = kind in ("gpt_oss", "mixtral", "phimoe", "granitemoehybrid")
+        count = "num_local_experts" if local else "num_experts"
         mixture = {
             **({"moe_intermediate_size": self.intermediate} if kind in ("qwen2_moe", "qwen3_moe") else {}),
             **({"shared_expert_intermediate_size": self.shared} if self.shared else {}),

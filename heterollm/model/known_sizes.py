@@ -25,7 +25,43 @@ def _convolutions(layers: int, *attention: int) -> Mapping[str, Any]:
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
 
 
+def _spaces(layers: int, heads: int, head_dim: int, *attention: int, **more: int) -> Mapping[str, Any]:
+    """Return the fields of a Granite 4-H whose other layers are state spaces."""
+    kinds = ["attention" if at in attention else "mamba" for at in range(layers)]
+    space = {"mamba_n_heads": heads, "mamba_d_head": head_dim, "mamba_d_state": 128}
+    return {"layer_types": kinds, **space, **more}
+
+
+def _falcon(heads: int, head_dim: int, state: int) -> Mapping[str, Any]:
+    """Return the fields of a Falcon-H1's state spaces; its factors take no time."""
+    space = {"mamba_n_heads": heads, "mamba_d_head": head_dim, "mamba_d_ssm": heads * head_dim}
+    return {**space, "mamba_d_state": state, "mamba_n_groups": 1}
+
+
+NEMOTRON_3: Final[Mapping[str, Any]] = {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
+NEMOTRON_2: Final[Mapping[str, Any]] = {
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 80,
+}
+DEEPSEEK_V2: Final[Mapping[str, Any]] = {
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+}
 LFM2: Final = _convolutions(16, 2, 5, 8, 10, 12, 14)
+GRANITE_H: Final = (5, 15, 25, 35)
 
 LARGE_GEMMA4: Final = {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
 """Fields of the Gemmas 4 without embeddings of each layer."""
@@ -134,6 +170,22 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      2048, 4096, 40, 16, 4, 100352, True, 128, 131072),
     ("granite-4.0-micro", "granite", "ibm-granite/granite-4.0-micro",
      2560, 8192, 40, 40, 8, 100352, True, 64, 131072),
+    ("granite-4.0-h-350m", "granitemoehybrid", "ibm-granite/granite-4.0-h-350m",
+     768, 2048, 32, 12, 4, 100352, True, 64, 32768,
+     _spaces(32, 48, 32, 10, 13, 17, 27, num_local_experts=0, shared_intermediate_size=2048)),
+    ("granite-4.0-h-1b", "granitemoehybrid", "ibm-granite/granite-4.0-h-1b",
+     1536, 4096, 40, 12, 4, 100352, True, 128, 131072,
+     _spaces(40, 48, 64, *GRANITE_H, num_local_experts=0, shared_intermediate_size=4096)),
+    ("granite-4.0-h-micro", "granitemoehybrid", "ibm-granite/granite-4.0-h-micro",
+     2048, 8192, 40, 32, 8, 100352, True, 64, 131072,
+     _spaces(40, 64, 64, *GRANITE_H, num_local_experts=0, shared_intermediate_size=8192)),
+    ("granite-4.0-h-tiny", "granitemoehybrid", "ibm-granite/granite-4.0-h-tiny",
+     1536, 512, 40, 12, 4, 100352, True, 128, 131072, 64, 6,
+     _spaces(40, 48, 64, *GRANITE_H, shared_intermediate_size=1024)),
+    ("nemotron-nano-9b-v2", "nemotron_h", "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+     4480, 15680, 56, 40, 8, 131072, False, 128, 131072, NEMOTRON_2),
+    ("nemotron-3-nano-30b-a3b", "nemotron_h", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+     2688, 1856, 52, 32, 2, 131072, False, 128, 262144, NEMOTRON_3),
     ("minicpm5-1b", "llama", "openbmb/MiniCPM5-1B", 1536, 4608, 24, 16, 2, 130560, False, 128, 131072),
     ("minicpm4-0.5b", "minicpm", "openbmb/MiniCPM4-0.5B", 1024, 4096, 24, 16, 2, 73448, True, 64, 32768),
     ("minicpm4-8b", "minicpm", "openbmb/MiniCPM4-8B", 4096, 16384, 32, 32, 2, 73448, False, 128, 32768),
@@ -149,6 +201,14 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      5120, 32768, 40, 32, 8, 131072, False, 128, 32768),
     ("falcon3-1b", "llama", "tiiuae/Falcon3-1B-Base", 2048, 8192, 18, 8, 4, 131072, False, 256, 4096),
     ("falcon3-3b", "llama", "tiiuae/Falcon3-3B-Base", 3072, 9216, 22, 12, 4, 131072, False, 256, 8192),
+    ("falcon-h1-0.5b", "falcon_h1", "tiiuae/Falcon-H1-0.5B-Base",
+     1024, 2048, 36, 8, 2, 32784, False, 64, 16384, _falcon(24, 64, 128)),
+    ("falcon-h1-1.5b", "falcon_h1", "tiiuae/Falcon-H1-1.5B-Base",
+     2048, 4608, 24, 8, 2, 65537, False, 128, 131072, _falcon(48, 64, 256)),
+    ("falcon-h1-3b", "falcon_h1", "tiiuae/Falcon-H1-3B-Base",
+     2560, 6144, 32, 10, 2, 65536, False, 128, 131072, _falcon(32, 128, 256)),
+    ("falcon-h1-7b", "falcon_h1", "tiiuae/Falcon-H1-7B-Base",
+     3072, 12288, 44, 12, 2, 130048, False, 128, 262144, _falcon(24, 128, 256)),
     ("ernie-4.5-0.3b", "ernie4_5", "baidu/ERNIE-4.5-0.3B-PT",
      1024, 3072, 18, 16, 2, 103424, True, 128, 131072),
     ("glm-4-9b", "glm4", "zai-org/GLM-4-9B-0414", 4096, 13696, 40, 32, 2, 151552, False, 128, 32768),
@@ -171,6 +231,10 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
     ("pythia-2.8b", "gpt_neox", "EleutherAI/pythia-2.8b", 2560, 10240, 32, 32, 32, 50304, False, 80, 2048),
     ("gpt-oss-20b", "gpt_oss", "openai/gpt-oss-20b",
      2880, 2880, 24, 64, 8, 201088, False, 64, 131072, 32, 4, _windows(128, 24, 2)),
+    ("deepseek-v2-lite", "deepseek_v2", "deepseek-ai/DeepSeek-V2-Lite",
+     2048, 10944, 27, 16, 16, 102400, False, 192, 163840, DEEPSEEK_V2),
+    ("glm-4.7-flash", "glm4_moe_lite", "zai-org/GLM-4.7-Flash",
+     2048, 10240, 47, 20, 20, 154880, False, 256, 202752, {"qk_nope_head_dim": 192}),
     ("phi-mini-moe", "phimoe", "microsoft/Phi-mini-MoE-instruct",
      4096, 960, 32, 32, 8, 32064, False, 128, 4096, 16, 2),
 )
@@ -184,7 +248,6 @@ TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "nemotron-nano": "nemotron_h",
         "glm-4.7-flash": "glm4_moe_lite",
         "glm-4.5-air": "glm4_moe",
-        "granite-4.0-h": "bamba",  # granitemoehybrid with the layers of this type
         "falcon-h1": "falcon_h1",
         "muse-glimmer": "muse_glimmer",
         "llama-4": "llama4_text",

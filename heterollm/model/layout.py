@@ -7,10 +7,22 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.gpu import DeltaShape
 from heterollm.kernels.ops import Group, Member, OpSpec, Precision, Scales, WeightFormat
-from heterollm.model.blocks import AttentionBlock, DeltaNetBlock, GroupShape, MixtureBlock, Norm, kind_names
+from heterollm.model.blocks import (
+    AttentionBlock,
+    DeltaNetBlock,
+    GroupShape,
+    LatentAttentionBlock,
+    MambaBlock,
+    MixtureBlock,
+    Norm,
+    kind_names,
+)
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_tensors
 from heterollm.model.families import FAMILIES
@@ -74,6 +86,21 @@ def linear_rows(config: ModelConfig, layer: int) -> dict[Group, dict[str, Tensor
     return found
 
 
+def row_factors(config: ModelConfig) -> dict[str, NDArray[np.float32]]:
+    """Return the factors on rows of linears by name, of those that have some."""
+    found: dict[str, NDArray[np.float32]] = {}
+    for layer in range(config.layers if config.linear_factors else 0):
+        names = linear_rows(config, layer)
+        for group, member, factor in config.linear_factors:
+            if group in names and factor != 1.0:
+                rows = names[group][member]
+                stop = max(own.stop for own in names[group].values() if own.name == rows.name)
+                factors = found.setdefault(rows.name, np.ones(stop, np.float32))
+                for first, last in rows.ranges:
+                    factors[first:last] *= np.float32(factor)
+    return found
+
+
 def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, HeadOrder]:
     """Return the order of rows of each member of a group that a checkpoint has in another one."""
     family = FAMILIES[config.model_type]
@@ -84,8 +111,15 @@ def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, Hea
         return {
             name: order
             for own in (("q", "k", "v", "z"), ("b", "a"))
-            for name, order in _by_key_heads(net.shape, own).items()
+            for name, order in _in_turns(net.shape, own, net.shape.key_heads).items()
         }
+    if group == "mamba_in":
+        space = config.per_layer[layer].find(MambaBlock)
+        assert space is not None  # the layer has the group
+        return _in_turns(space.shape, ("z", "v", "k", "q", "a"))
+    latent = config.per_layer[layer].find(LatentAttentionBlock)
+    if latent is not None and group in ("latent_in", "latent_query"):
+        return _latent_orders(latent, group)
     if group != "qkv":
         return {}
     block = config.per_layer[layer].find(AttentionBlock)
@@ -111,12 +145,26 @@ def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, Hea
     return {}
 
 
-def _by_key_heads(shape: DeltaShape, names: Sequence[str]) -> dict[str, HeadOrder]:
-    """Return the order of members of a delta net that a tensor has by key heads, in this order."""
-    rows = {name: shape.members[name] // shape.key_heads for name in names}
+def _latent_orders(block: LatentAttentionBlock, group: Group) -> dict[str, HeadOrder]:
+    """Return the order of the parts of queries, head by head, and of the rotated key."""
+    plain, turned = block.plain_dim, block.rotary_dim
+    stride, paired = plain + turned, turned if block.interleaved else 0
+    key = {"r": HeadOrder(1, block.head_dim, block.latent_dim, 1, turned, paired)}
+    queries = {
+        "q": HeadOrder(block.heads, stride, 0, 1, plain),
+        "p": HeadOrder(block.heads, stride, plain, 1, turned, paired),
+    }
+    if group == "latent_query":
+        return queries
+    return key if block.query_rank else {**queries, **key}
+
+
+def _in_turns(shape: DeltaShape, names: Sequence[str], turns: int = 1) -> dict[str, HeadOrder]:
+    """Return the order of members of a delta net that a tensor has in this order, once or by key heads."""
+    rows = {name: shape.members[name] // turns for name in names}
     starts = itertools.accumulate(rows.values(), initial=0)
     return {
-        name: HeadOrder(shape.key_heads, sum(rows.values()), start, 1, own)
+        name: HeadOrder(turns, sum(rows.values()), start, 1, own)
         for (name, own), start in zip(rows.items(), starts, strict=False)
     }
 
@@ -228,7 +276,7 @@ def unread_tensors(config: ModelConfig) -> tuple[str, ...]:
     Checkpoints may have keys and values of layers that read another's.
     """
     names = _tensors(config)
-    modules = [names.modules["qkv"][member] for member in "kv"]
+    modules = [names.modules["qkv"][member] for member in "kv" if "qkv" in names.modules]
     modules += [names.norms["key_head"]] if "key_head" in names.norms else []
     unused = (
         f"{names.layer.format(layer=layer)}{module}."

@@ -7,10 +7,11 @@ from typing import Final
 
 _TYPES: Final[Mapping[str, str]] = {
     "layers of a gated delta net": "olmo_hybrid kimi_linear",
-    "layers of Mamba-2": "nemotron_h falcon_h1 bamba mamba2 zamba2",
+    "layers of Mamba-2": "bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
     "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
-    "latent attention (MLA)": "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu longcat_flash",
+    "groups of experts beside latent attention (MLA)": "deepseek_v3",
+    "latent attention (MLA) of another form": "minicpm3 youtu longcat_flash",
     "bases of rotary embedding by layer, and experts": "granitemoe_swa",
     "routers by sigmoid": "afmoe bailing_moe",
     "numbers of experts by layer": "hunyuan_v1_moe",

@@ -115,12 +115,6 @@ def ernie_layers(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
     return ("attention",), ("mixture", "ffn") if sparse else ("ffn",)
 
 
-def with_any_experts(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
-    """Return a layer whose shared experts stand beside others, or alone if there are none."""
-    sparse = fields.count("num_local_experts", minimum=0) > 0
-    return ("attention",), ("mixture", "ffn") if sparse else ("ffn",)
-
-
 # ---- the families ---------------------------------------------------------------------------------------
 
 GRANITE_FIELDS = frozenset(
@@ -529,33 +523,6 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
             follows=GRANITE_FIELDS,
             biases=ATTENTION_BIASES,
-            bos_ids=(1,),
-            eos_ids=(2,),
-        ),
-        "granitemoehybrid": Family(
-            name="Granite 4",
-            covers="Granite 4 without Mamba-2 layers",
-            architecture="GraniteMoeHybridForCausalLM",
-            tensors=TensorNames(SHARED, NORMS),
-            layers=with_any_experts,
-            mixture=replace(
-                GRANITE_EXPERTS,
-                shared_field="shared_intermediate_size",
-                dense_field="shared_intermediate_size",
-            ),
-            defaults={
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "shared_intermediate_size": 1024,
-                # transformers' default for all layers.
-                "layer_types": "linear_attention",
-            },
-            follows=GRANITE_FIELDS | {"layer_types", "position_embedding_type"},
-            biases=ATTENTION_BIASES,
-            ignores={
-                **dict.fromkeys(("mamba_*", "time_step_limit"), "no layer is recurrent"),
-                "layers_block_type": "layer_types counts",
-            },
             bos_ids=(1,),
             eos_ids=(2,),
         ),

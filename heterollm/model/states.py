@@ -43,11 +43,18 @@ class KvSpec:
         kv_heads: Key and value heads.
         head_dim: Width of a head.
         window: Positions that a token attends to, including its own; 0 for all.
+        shares_values: Whether values are the keys.
     """
 
     kv_heads: int
     head_dim: int
     window: int
+    shares_values: bool = False
+
+    @property
+    def page_heads(self) -> int:
+        """Heads of keys and of values that a page has."""
+        return (2 - self.shares_values) * self.kv_heads
 
     def kept(self, context: int, longest: int) -> int:
         """Return the positions that are kept: with a window those of a pass, and :data:`GOING_BACK` more."""
@@ -58,7 +65,8 @@ class KvSpec:
 
     def bytes(self, positions: int, dtype: np.dtype[Any]) -> int:
         """Return the bytes of so many positions in a type of the KV cache, in whole pages."""
-        return pages_of(positions) * page_elements(self.kv_heads, self.head_dim, dtype) * dtype.itemsize
+        page = page_elements(self.kv_heads, self.head_dim, dtype, shares_values=self.shares_values)
+        return pages_of(positions) * page * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

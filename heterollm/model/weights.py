@@ -50,6 +50,7 @@ from heterollm.model.layout import (
     op_specs,
     other_name,
     positions_name,
+    row_factors,
     shortened_blocks,
 )
 from heterollm.model.stored import STORED_VERSION
@@ -220,8 +221,10 @@ class ModelWeights:
     def reference_state_dict(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the runtime's tensors one at a time, as float32, as the checkpoint names and shapes them."""
         shapes = expected_tensors(self.config)
+        factors = row_factors(self.config)
         for name in self.linears:
-            yield name, _as_float32(self.linears[name]).reshape(shapes[name])
+            values = _as_float32(self.linears[name])
+            yield name, (values / factors[name][:, None] if name in factors else values).reshape(shapes[name])
         yield from self.floats.items()
         if self.checkpoint is not None:
             yield from ((name, self.checkpoint.read(name)) for name in mapped_tensors(self.config))
@@ -261,6 +264,7 @@ def load_weights(
         EngineError: ``cancelled`` was set.
     """
     checkpoint.validate(config)
+    checkpoint.factors = row_factors(config)
     dtype = np.dtype(float_dtype)
     float_bits: Literal[16, 32] = 32 if dtype == np.float32 else 16
     specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)

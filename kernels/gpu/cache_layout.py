@@ -21,9 +21,9 @@ def head_elements(head_dim: int, kv_dtype: DTypeLike) -> int:
     return PAGE_POSITIONS * position_bytes(head_dim, kv_dtype) // np.dtype(kv_dtype).itemsize
 
 
-def page_elements(kv_heads: int, head_dim: int, kv_dtype: DTypeLike) -> int:
-    """Return the elements of a layer's page."""
-    return 2 * kv_heads * head_elements(head_dim, kv_dtype)
+def page_elements(kv_heads: int, head_dim: int, kv_dtype: DTypeLike, *, shares_values: bool = False) -> int:
+    """Return the elements of a layer's page, whose values may be its keys."""
+    return (2 - shares_values) * kv_heads * head_elements(head_dim, kv_dtype)
 
 
 def pages_of(positions: int) -> int:

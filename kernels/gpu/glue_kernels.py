@@ -205,8 +205,9 @@ class GlueKernels:
 
     def table(self, cache: KvLayer, shape: HeadShape) -> np.int32:
         """Return the argument of a kernel that says where the pages of a session are listed."""
-        size = page_elements(shape.kv_heads, shape.head_dim, self.kv_dtype) * self.kv_dtype.itemsize
-        cache.memory.require(size, "KV cache")
+        sizes = shape.kv_heads, shape.head_dim, self.kv_dtype
+        page = page_elements(*sizes, shares_values=shape.shares_values)
+        cache.memory.require(page * self.kv_dtype.itemsize, "KV cache")
         return np.int32(cache.table)
 
     def position_bytes(self, shape: HeadShape) -> int:

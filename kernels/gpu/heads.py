@@ -20,6 +20,7 @@ class HeadShape:
         kv_heads: Key and value heads.
         head_dim: Elements of a head.
         capacity: Positions of a session, and of the tables of rotary angles.
+        shares_values: Whether values are the keys, which a page has once.
 
     Raises:
         KernelError: The query heads are no multiple of the key heads.
@@ -29,6 +30,7 @@ class HeadShape:
     kv_heads: int
     head_dim: int
     capacity: int
+    shares_values: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -51,13 +53,13 @@ class HeadShape:
         return self.query_columns, keys, keys
 
 
-LARGEST_KEY_DIM: Final = 128
+LARGEST_KEY_DIM: Final = 256
 """Most elements of a head's keys in a delta net: work-items hold a row of the state in registers."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of a gated delta net.
+    """Sizes of a gated delta net, or of a state space of Mamba-2, whose C, B and x stand for q, k and v.
 
     Args:
         key_heads: Heads of q and k.
@@ -65,6 +67,8 @@ class DeltaShape:
         key_dim: Elements of a head of q or k.
         value_dim: Elements of a head of v.
         taps: Tokens that the convolution of q, k and v spans.
+        recalls: Whether a value that is written replaces what the state has for its key, as in a delta net. A
+            state space adds it; its convolution has biases, and its outputs have the values added.
     """
 
     key_heads: int
@@ -72,12 +76,17 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     taps: int
+    recalls: bool = True
 
     @property
     def members(self) -> dict[str, int]:
-        """Output rows of the linears by name: z gates the output, b writes to the state, a makes it decay."""
+        """Output rows of the linears by name: z gates the output, b writes to the state, a makes it decay.
+
+        In a state space a, there dt, does both.
+        """
         keys, values = self.key_heads * self.key_dim, self.value_columns
-        return {"q": keys, "k": keys, "v": values, "z": values, "b": self.value_heads, "a": self.value_heads}
+        gates = dict.fromkeys("ba" if self.recalls else "a", self.value_heads)
+        return {"q": keys, "k": keys, "v": values, "z": values, **gates}
 
     @property
     def value_columns(self) -> int:

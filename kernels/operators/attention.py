@@ -142,7 +142,8 @@ def _first(
         capped: Defines = {"SOFT_CAP": 1} if scores.soft_cap and style != "vector" else {}
         sunk: Defines = {} if sinks is None else {"SINKS": 1}
         chunked: Defines = {"CHUNKED": 1} if scores.chunked else {}
-        return grid.defines(style) | on.cache_defines | capped | sunk | chunked
+        shared: Defines = {"SHARED_VALUES": 1} if grid.shape.shares_values else {}
+        return grid.defines(style) | on.cache_defines | shared | capped | sunk | chunked
 
     files = ("attention.h", "attention_{style}.cl")
     widths = (grid.shape.head_dim,)

@@ -1,4 +1,4 @@
-"""The gate of a block's output, a member of its first linears; a norm of each head may come before."""
+"""The gate of a block's output, a member of its first linears, and a norm of each head before or behind."""
 
 from __future__ import annotations
 
@@ -55,13 +55,18 @@ def gate_output(
     bias: Argument = None,
     norm: Argument = None,
     epsilon: float = 0.0,
+    silu: bool = False,
+    gate_first: bool = False,
+    weights_by_head: bool = False,
     rounded: RoundedInputs | None = None,
 ) -> Iterator[Launch]:
     """Yield the launches of ``out = x * sigmoid(gate)``, or of ``norm(x) * silu(gate)`` for each head.
 
+    Without a norm there may be silu, too; and the norm may be that of ``x * silu(gate)``.
+
     Args:
         on: The device's kernels.
-        x: ``[tokens, width]`` in the activation type, which may be ``out``; float32 before a norm.
+        x: ``[tokens, width]`` in the activation type, which may be ``out``; float32 before a norm or silu.
         gates: Output of a group of linears.
         member: Place of the gate among its members, with a row for each element, or for each head.
         out: ``[tokens, width]`` in the activation type.
@@ -71,6 +76,9 @@ def gate_output(
         bias: float32 of all members, of which that of the gate is added; or None.
         norm: float32 ``[width / heads]``, the weights of the norm; None without.
         epsilon: Added to the mean square in the norm.
+        silu: Whether a gate without a norm is silu.
+        gate_first: Whether the norm comes behind the gate.
+        weights_by_head: Whether each head has weights of its own, ``[width]`` in all.
         rounded: Target of the int8 codes of ``out``, which a second kernel writes; None for no codes.
     """
     label = GATE if norm is None else NORM
@@ -81,18 +89,21 @@ def gate_output(
         raise KernelError(f"{label}: {width} columns are not {heads} heads.")
     out.require(tokens * width * on.item_bytes, f"{label} output")
     before, leading = sum(gates.rows[:member]), sum(gates.splits[:member])
-    sizes = (sum(gates.rows), sum(gates.splits), before, leading, split, heads, width // heads)
+    step = width // heads if weights_by_head else 0
+    sizes = (sum(gates.rows), sum(gates.splits), before, leading, split, heads, width // heads, step)
+    flags = {"SILU": silu or norm is not None, "NORMED": norm is not None, "GATE_FIRST": gate_first}
+    flags["BY_HEAD"] = by_head
     kernel, _, items = on.kernel(
         ("gates.h", "output_gate.cl"),
         "output_gate",
-        lambda _: {"NORMED": 1} if norm is not None else {"BY_HEAD": 1} if by_head else {},
+        lambda _: {name: 1 for name, is_set in flags.items() if is_set},
         widths=(width // heads, *gates.rows, *gates.splits),
         segments=gates,
     )
     # Absent memory is never read, but OpenCL needs a valid argument.
     memory = (x, gates.a, gates.b, *(x if one is None else one for one in (bias, norm)), out)
     arguments = (*memory, *map(np.int32, (*sizes, bias is not None)), np.float32(epsilon))
-    read_bytes = on.item_bytes * gates.reads + (on.item_bytes if norm is None else 4)
+    read_bytes = on.item_bytes * gates.reads + (4 if flags["SILU"] else on.item_bytes)
     work = functools.partial(pointwise_work, tokens * width, 12, read_bytes, on.item_bytes)
     yield on.runtime.launch(kernel, arguments, (heads * items, tokens), (items, 1), label, work=work)
     if rounded is not None:
@@ -111,6 +122,9 @@ class OutputGateCase:
     normed: bool = False
     by_head: bool = False
     biased: bool = False
+    silu: bool = False
+    gate_first: bool = False
+    weights_by_head: bool = False
     rounds: WeightFormat | None = None
 
     def launches(self, on: GlueKernels, data: Data) -> Iterator[Launch]:
@@ -118,7 +132,7 @@ class OutputGateCase:
         out = data.output("gated", tokens, width)
         return gate_output(
             on,
-            data.floats("x", tokens, width) if self.normed else data.inputs("x", tokens, width),
+            (data.floats if self.normed or self.silu else data.inputs)("x", tokens, width),
             data.linear(tokens, (width, self.heads if self.by_head else width), self.splits, self.join),
             1,
             out,
@@ -126,8 +140,13 @@ class OutputGateCase:
             tokens=tokens,
             width=width,
             bias=data.floats("bias", 2 * width) if self.biased else None,
-            norm=data.weights("norm", self.head_dim) if self.normed else None,
+            norm=data.weights("norm", width if self.weights_by_head else self.head_dim)
+            if self.normed
+            else None,
             epsilon=EPSILON,
+            silu=self.silu,
+            gate_first=self.gate_first,
+            weights_by_head=self.weights_by_head,
             rounded=data.int8(self.rounds, tokens, width),
         )
 
@@ -135,9 +154,13 @@ class OutputGateCase:
         gate = (data["linear"] + data.get("bias", 0.0))[:, self.heads * self.head_dim :]
         gate = np.repeat(gate, self.head_dim, axis=1) if self.by_head else gate
         x = data["x"].astype(np.float64)
+        if self.gate_first:
+            x = exact_gated_activation(gate, x)
         if self.normed:
-            x = exact_rms_norm(x.reshape(-1, self.head_dim), data["norm"], EPSILON).reshape(gate.shape)
-            return {"gated": exact_gated_activation(gate, x)}
+            weight = np.resize(data["norm"], gate.shape).reshape(-1, self.head_dim)
+            x = exact_rms_norm(x.reshape(weight.shape), weight, EPSILON).reshape(gate.shape)
+        if self.normed or self.silu:
+            return {"gated": x if self.gate_first else exact_gated_activation(gate, x)}
         return {"gated": x / (1.0 + np.exp(-gate))}
 
 
@@ -147,6 +170,11 @@ CHECKS: Final = (
     OperatorCheck(GATE, "5 tokens, sum", replace(_SPLIT, join="sum"), "gated"),
     OperatorCheck(GATE, "5 tokens, of heads", replace(_SPLIT, by_head=True, splits=(64, 0)), "gated"),
     OperatorCheck(NORM, "5 tokens, split", replace(_SPLIT, normed=True), "gated"),
+    OperatorCheck(
+        *(NORM, "5 tokens, behind the gate"),
+        replace(_SPLIT, normed=True, gate_first=True, weights_by_head=True),
+        "gated",
+    ),
 )
 
 MEASURED_DIMS: Final = {GATE: 256, NORM: 128}

@@ -86,6 +86,7 @@ def expert_cases(
             streamed=streamed,
             code=code_of("npu" if operator == "graph" else "gpu"),
             minimum=weight.minimum,
+            gated=len(spec.members) > 1,
         )
         return ExpertCase(spec, key, essential=few)
 

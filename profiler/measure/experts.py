@@ -79,7 +79,7 @@ def expert_tasks(
 
 
 def _weights(key: ExpertsKey) -> int:
-    return 3 * key.experts * key.columns * key.width
+    return key.linears * key.experts * key.columns * key.width
 
 
 def _estimate_s(key: ExpertsKey, device: Device) -> float:
@@ -138,6 +138,7 @@ class _ExpertBench:
         routing, hidden = routing_of(spec), spec.columns
         shape = ExpertShape(routing, tokens)
         lists, logits = ExpertLists.allocate(self._runtime, shape), self._floats(tokens * routing.experts)
+        bias = self._floats(routing.experts) if routing.biased else None
         x, rows, out = (self._slot(count * hidden) for count in (tokens, shape.pairs, tokens))
         # Routers keep float32 weights.
         weight = weight_for(self._runtime, routing.experts, hidden, WeightFormat(32))
@@ -147,7 +148,7 @@ class _ExpertBench:
             codes = self._codes(spec, tokens), self._codes(spec, shape.pairs)
         return [
             router.launch(x, logits, tokens=tokens, output_dtype=np.float32, label="router"),
-            self._kernels.route(logits, lists, shape=shape),
+            self._kernels.route(logits, lists, shape=shape, bias=bias),
             self._kernels.sort(lists, shape=shape),
             self._kernels.gather(x, rows, lists, shape=shape, columns=hidden, codes=codes),
             self._kernels.combine(rows, lists, out, shape=shape, columns=hidden),
@@ -160,25 +161,26 @@ class _ExpertBench:
         shape = ExpertShape(Routing(experts, experts), case.key.tokens)
         lists, logits = ExpertLists.allocate(self._runtime, shape), self._floats(shape.pairs)
         rows = self._slot(shape.pairs * spec.columns)
-        gate_up, activated = (self._slot(shape.pairs * count) for count in (2 * width, width))
+        inner = spec.member_rows
+        gate_up, activated = (self._slot(shape.pairs * count) for count in (sum(inner), width))
         self._kernels.route(logits, lists, shape=shape)()
         self._kernels.sort(lists, shape=shape)()
-        codes = inner = None
+        codes = inner_codes = None
         if spec.integer_inputs:
             assert spec.then is not None  # of an ``experts`` group
-            codes, inner = self._codes(spec, shape.pairs), self._codes(spec.then, shape.pairs)
+            codes, inner_codes = (self._codes(one, shape.pairs) for one in (spec, spec.then))
         label = "profiling of experts"
         return [
             own.gate_up.launch(rows, gate_up, lists, shape=shape, rounded=codes, label=label),
             activate(
                 self._glue,
-                Segments(gate_up, gate_up, (width, width), (0, 0)),
+                Segments(gate_up, gate_up, inner, (0,) * len(inner)),
                 activated,
                 tokens=shape.pairs,
                 intermediate=width,
-                rounded=inner,
+                rounded=inner_codes,
             ),
-            own.down.launch(activated, rows, lists, shape=shape, rounded=inner, label=label),
+            own.down.launch(activated, rows, lists, shape=shape, rounded=inner_codes, label=label),
         ]
 
     def _weights(self, spec: OpSpec, experts: int) -> _Packed:

@@ -98,7 +98,8 @@ def series_of(key: Key) -> Hashable:
         case SparseKey():
             return "sparse", key.operator, key.heads, key.group, key.head_dim, key.keep, key.code
         case ExpertsKey():
-            return "experts", key.operator, str(key.weight), key.form, key.chosen, key.streamed, key.code
+            variant = key.form, key.chosen, key.streamed, key.gated, key.code
+            return "experts", key.operator, str(key.weight), *variant
         case _:
             return None
 

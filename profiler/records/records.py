@@ -232,6 +232,7 @@ class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknow
         streamed: Whether weights come from memory, as in a model larger than the caches, or from a cache.
         code: Hash of the kernel sources, or version of the graph builder.
         minimum: Whether blocks have float minimums.
+        gated: Whether there is a gate beside up.
     """
 
     operator: ExpertsOperator
@@ -248,6 +249,7 @@ class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknow
     streamed: bool
     code: str
     minimum: bool = False
+    gated: bool = True
 
     @property
     def weight(self) -> WeightFormat:
@@ -255,14 +257,19 @@ class ExpertsKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknow
         return WeightFormat(self.bits, self.block, self.symmetric, minimum=self.minimum)
 
     @property
+    def linears(self) -> int:
+        """Linears of an expert, each of as many weights."""
+        return 2 + self.gated
+
+    @property
     def flops(self) -> int:
         """Multiply-adds of the experts' networks, counted as two each; a bound for ``moves``."""
-        return 6 * self.experts * self.tokens * self.columns * self.width
+        return 2 * self.linears * self.experts * self.tokens * self.columns * self.width
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the experts' weights."""
-        gate_up = self.weight.weight_bytes(2 * self.width, self.columns)
+        gate_up = self.weight.weight_bytes((self.linears - 1) * self.width, self.columns)
         return self.experts * (gate_up + self.weight.weight_bytes(self.columns, self.width))
 
 

@@ -213,10 +213,10 @@ def _of_shape(
     profile: Profile, spec: OpSpec, streamed: bool
 ) -> dict[ExpertsOperator, dict[ExpertsKey, Record]]:
     """Return the records of a model's experts by operator, of the code that was measured last."""
-    own = spec.columns, spec.member_rows[0], spec.weight.layout
+    own = spec.columns, spec.member_rows[0], len(spec.members) > 1, spec.weight.layout
     found: dict[ExpertsOperator, dict[ExpertsKey, Record]] = defaultdict(dict)
     for key, record in profile.of_kind(ExpertsKey):
-        sizes = key.columns, key.width, key.weight
+        sizes = key.columns, key.width, key.gated, key.weight
         routing = spec.experts
         assert routing is not None  # of an ``experts`` group
         if key.operator == "moves" and (key.experts, key.chosen) != (routing.experts, routing.chosen):

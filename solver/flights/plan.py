@@ -422,7 +422,10 @@ def _chunk_stages(
             glue_us = fraction * (one.before_us + position * one.before_us_per_position)
             gpu_us, needs = fraction * one.gpu_us, kernel + graph
             whole_gpu = not one.npu_us
-            attends, recurs = one.group == "o", one.group in ("conv_out", "delta_out")
+            attends, recurs = (
+                one.group in ("o", "latent_out"),
+                one.group in ("conv_out", "delta_out", "mamba_out"),
+            )
             # Norms and activations wait for memory, and attention for arithmetic: it reads little.
             slowdown, slows = one.gpu_slowdown if whole_gpu or attends else 1.0, whole_gpu or not attends
             if attends:

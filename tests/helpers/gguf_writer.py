@@ -59,7 +59,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "olmoe": {"attention_bias": False, "clip_qkv": None},
     "phimoe": {"router_jitter_noise": 0.01},
     "starcoder2": {"sliding_window": None},
+    "nemotron_h": {
+        "mlp_bias": False,
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention"],
+    },
     "granitemoehybrid": {"intermediate_size": 208},
+    "granitemoehybrid with state spaces": {"intermediate_size": 208},
     "cohere2": {"attention_bias": False},
     # A float32 of the file is equal.
     "olmo": {"attention_bias": False, "clip_qkv": 0.75},
@@ -103,6 +108,49 @@ def granite_4(writer: Any, config: Config) -> None:
     writer.add_ssm_inner_size(256)
     writer.add_rope_scaling_finetuned(True)
     writer.add_head_count_kv([config["num_key_value_heads"]] * config["num_hidden_layers"])
+
+
+def state_space(writer: Any, config: Config) -> None:
+    heads = config["mamba_n_heads"]
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(heads * config["mamba_d_head"])
+    writer.add_ssm_time_step_rank(heads)
+
+
+def granite_hybrid(writer: Any, config: Config) -> None:
+    multipliers(writer, config)
+    state_space(writer, config)
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+
+
+def nemotron_h(writer: Any, config: Config) -> None:
+    names = {
+        "mamba_n_heads": "mamba_num_heads",
+        "mamba_d_head": "mamba_head_dim",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "ssm_state_size",
+        "mamba_d_conv": "conv_kernel",
+    }
+    state_space(writer, {common: config[own] for common, own in names.items()})
+    kinds, has_experts = config["layers_block_type"], "moe" in config["layers_block_type"]
+    network = "moe" if has_experts else "mlp"
+    width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    heads = [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds]
+    for name in ("attention.head_count_kv", "feed_forward_length"):
+        del writer.kv_data[0][f"{writer.arch}.{name}"]
+    writer.add_head_count_kv(heads)
+    writer.add_feed_forward_length([width * (kind == network) for kind in kinds])
+    if has_experts:
+        expert_width(writer, config)
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
 
 
 def minicpm_multipliers(writer: Any, config: Config) -> None:
@@ -374,6 +422,58 @@ def granite_experts(tensors: Tensors, config: Config) -> Pairs:
             yield name, values
 
 
+def space_tensors(pairs: Pairs, groups: int) -> Pairs:
+    """State spaces, whose vectors have further axes."""
+    for name, values in pairs:
+        own = name.replace(".dt_bias", ".dt_proj.bias")
+        if name.endswith("A_log"):
+            yield own, -np.exp(values)[:, None]
+        elif name.endswith(".D"):
+            yield own, values[:, None]
+        elif re.search(r"(mamba|mixer)\.norm\.weight$", name):
+            yield own, values.reshape(groups, -1)
+        else:
+            yield own, values.squeeze() if name.endswith("conv1d.weight") else values
+
+
+def granite_spaces(tensors: Tensors, config: Config) -> Pairs:
+    return space_tensors(granite_experts(tensors, config), config["mamba_n_groups"])
+
+
+def falcon_tensors(tensors: Tensors, config: Config) -> Pairs:
+    """Falcon-H1's factors, folded into the weights."""
+    inputs = config["attention_in_multiplier"]
+    gate, down = config["mlp_multipliers"]
+    width, shared = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    parts = np.repeat(
+        config["ssm_multipliers"], [width, width, shared, shared, config["mamba_n_heads"]]
+    ).astype(np.float32)
+    factors = {
+        "q_proj": inputs,
+        "k_proj": inputs * config["key_multiplier"],
+        "v_proj": inputs,
+        "o_proj": config["attention_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * parts[:, None],
+        "out_proj": config["ssm_out_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    own = {name: values * factors.get(name.split(".")[-2], 1) for name, values in tensors.items()}
+    for name, values in space_tensors(own.items(), config["mamba_n_groups"]):
+        yield name, np.float32(values)
+
+
+def nemotron_tensors(tensors: Tensors, config: Config) -> Pairs:
+    """State spaces, and experts of a layer in one stack."""
+    names = {"mixer.gate.e_score_correction_bias": "exp_probs_b.bias"}
+    for name, values in space_tensors(tensors.items(), config["n_groups"]):
+        match = re.fullmatch(r"backbone\.layers\.(\d+)\.(.+)", name)
+        own = names.get(match[2]) if match else None
+        yield (f"blk.{match[1]}.{own}" if match and own else name), values
+
+
 def gpt_oss(writer: Any, config: Config) -> None:
     window(writer, config)
     writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -559,8 +659,11 @@ CONVERTERS = {
     "granitemoe": Converter("granitemoe", multipliers, granite_experts),
     "granitemoeshared": Converter("granitemoe", multipliers, granite_experts),
     "granitemoehybrid": Converter("granite", granite_4, granite_experts),
+    "falcon_h1": Converter("falcon-h1", state_space, falcon_tensors),
+    "nemotron_h": Converter("nemotron_h_moe", nemotron_h, nemotron_tensors, "layer_norm_epsilon"),
+    "granitemoehybrid with state spaces": Converter("granitehybrid", granite_hybrid, granite_spaces),
 }
-"""By model type."""
+"""By model type, which other words may follow."""
 
 
 def write_gguf(
@@ -582,7 +685,11 @@ def write_gguf(
         stated: The architecture, where another has the same tensors.
     """
     config = json.loads((folder / "config.json").read_text())
-    converter = CONVERTERS[config["model_type"]]
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
+    named = config["model_type"]
+    with_spaces = f"{named} with state spaces"
+    has_spaces = with_spaces in CONVERTERS and "linear_attention" in config["layer_types"]
+    converter = CONVERTERS[with_spaces if has_spaces else named]
     if stated:
         converter = converter._replace(stated=stated)
     writer = gguf.GGUFWriter(path, converter.stated)
@@ -627,6 +734,8 @@ def write_sizes(writer: Any, config: Config) -> None:
     width = config.get("intermediate_size_mlp") or config["intermediate_size"]
     if "conv" in config.get("layer_types", ()):
         key_heads = [0 if kind == "conv" else key_heads for kind in config["layer_types"]]
+    if "mamba_d_state" in config and "linear_attention" in config.get("layer_types", ()):
+        key_heads = [0 if kind == "linear_attention" else key_heads for kind in config["layer_types"]]
     if config["model_type"] == "lfm2":
         multiple = config["block_multiple_of"]
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
@@ -698,7 +807,7 @@ def stacked(tensors: Tensors) -> Tensors:
     """The tensors with each layer's experts as one, under llama.cpp's names."""
     found, stacks = {}, {}
     for name, values in tensors.items():
-        match = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.\d+\.(\w+)\.weight", name)
+        match = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.\d+\.(\w+)\.weight", name)
         if match:
             member = STACKS.get(match[2], match[2].removesuffix("_proj"))
             stacks.setdefault(f"blk.{match[1]}.ffn_{member}_exps.weight", {})[name] = values

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Final
 
+import numpy as np
+
 from heterollm.engine.blocks.gate import append_gate, append_norm
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
@@ -13,9 +15,18 @@ from heterollm.engine.step import Buffer
 from heterollm.engine.techniques.registry import Techniques
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import ROUNDING, GlueKernels, HeadShape, Rotation, RoundedInputs, Scores, Segments
+from heterollm.kernels.gpu import (
+    ROUNDING,
+    GlueKernels,
+    HeadShape,
+    Rotation,
+    RoundedInputs,
+    Scores,
+    Segments,
+    SharedArray,
+)
 from heterollm.kernels.operators import attend, rope_and_store
-from heterollm.model import AttentionBlock, ModelConfig
+from heterollm.model import AttentionBlock, LatentAttentionBlock, ModelConfig
 
 GATE: Final = 3
 """Place of the gate of the output among the members of the first group."""
@@ -37,7 +48,8 @@ class AttentionEmitter:
         techniques: Techniques,
     ) -> None:
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._epsilon, self._context = config.rms_norm_eps, context
+        self._dtype = np.dtype(device.activation_dtype)
+        self._epsilon, self._context = config.inner_norm_eps, context
         self._linears, self._tensors, self._techniques = linears, tensors, techniques
 
     def begin(self, builder: PassBuilder, layer: int, block: AttentionBlock) -> Begun:
@@ -50,7 +62,8 @@ class AttentionEmitter:
         o = self._linears.placed(builder, layer, "o")
         self._rope(builder, layer, block, inputs)
         rounded = None if block.gated or block.inner_norm else o.rounded
-        dense = functools.partial(self._attention, builder, layer, block, rounded)
+        out = builder.lane.shared["attention_output"]
+        dense = functools.partial(self._attention, builder, layer, block, out, rounded)
         self._techniques.around(builder, "attention", layer, o).run(dense)
         if block.gated:
             append_gate(
@@ -65,7 +78,8 @@ class AttentionEmitter:
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
 
     def _shape(self, block: AttentionBlock) -> HeadShape:
-        return HeadShape(block.heads, block.kv_heads, block.head_dim, self._context)
+        shares = isinstance(block, LatentAttentionBlock)
+        return HeadShape(block.heads, block.kv_heads, block.head_dim, self._context, shares)
 
     def _rope(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: Segments) -> None:
         """Append RoPE, which also writes keys and values to the cache."""
@@ -101,11 +115,12 @@ class AttentionEmitter:
         builder: PassBuilder,
         layer: int,
         block: AttentionBlock,
+        out: SharedArray,
         rounded: RoundedInputs | None,
     ) -> None:
         """Append attention over the cache; a long context has several parts, whose results are joined."""
         lane, kv = builder.lane, builder.layer_cache(layer)
-        query, out = lane.private["query"], lane.shared["attention_output"]
+        query = lane.private["query"]
         first, *rest = attend(
             self._kernels,
             query,

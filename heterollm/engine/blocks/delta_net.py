@@ -1,4 +1,7 @@
-"""Emits gated delta nets: their linears, and convolution, delta rule and gated norm between them."""
+"""Emits gated delta nets and state spaces: their linears, and what lies between them.
+
+That is a convolution, the delta rule or a selective scan, and a gated norm.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +24,31 @@ Z: Final = 3
 
 
 class DeltaNetEmitter:
-    """Emits delta nets."""
+    """Emits delta nets and state spaces."""
 
     def __init__(
         self, device: Device, config: ModelConfig, linears: LinearEmitter, tensors: GlueTensors
     ) -> None:
         self._kernels = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
-        self._epsilon, self._linears, self._tensors = config.rms_norm_eps, linears, tensors
+        self._epsilon, self._linears, self._tensors = config.inner_norm_eps, linears, tensors
 
     def begin(self, builder: PassBuilder, layer: int, block: DeltaNetBlock) -> Begun:
         """Return a layer's delta net, whose norm comes next."""
-        op = self._linears.placed(builder, layer, "delta_in")
-        return Begun(op.input_codes, functools.partial(self._emit, builder, layer, block, op))
+        op = self._linears.placed(builder, layer, block.GROUPS[0])
+        return Begun(op.input_codes, functools.partial(self._emit, builder, layer, block, op), keeps=False)
 
     def _emit(self, builder: PassBuilder, layer: int, block: DeltaNetBlock, op: PlacedOp) -> Delta:
         inputs = self._linears.linear(builder, op)
-        out = self._linears.placed(builder, layer, "delta_out")
+        out = self._linears.placed(builder, layer, block.GROUPS[1])
         self._own(layer, block, inputs, builder)
         append_gate(
             *(builder, self._kernels, builder.lane.private[DELTA_OUTPUT], inputs, Z, out),
-            heads=block.shape.value_heads,
+            heads=block.normed_parts,
             norm=self._tensors.net(layer)[1],
             epsilon=self._epsilon,
+            silu=True,
+            gate_first=block.gate_first,
+            weights_by_head=not block.shape.recalls,
         )
         return Delta(self._linears.linear(builder, out))
 
@@ -52,7 +58,7 @@ class DeltaNetEmitter:
         mixed, factors, output = private[DELTA_MIXED], private[DELTA_FACTORS], private[DELTA_OUTPUT]
         taps, rates = self._tensors.taps(layer), self._tensors.net(layer)[0]
         shape, tokens, row_words = block.shape, builder.tokens, builder.row_words
-        launch = convolve_inputs(
+        convolution = convolve_inputs(
             *(self._kernels, inputs, taps, rates, mixed, factors, state, step),
             shape=shape,
             tokens=tokens,
@@ -60,12 +66,12 @@ class DeltaNetEmitter:
         )
         reads = (*segments_of(inputs), state.memory, step)
         writes = (mixed, factors, state.memory)
-        builder.kernel("delta convolution", layer, launch, reads=reads, writes=writes)
-        launch = apply_delta_rule(
-            *(self._kernels, mixed, factors, output, state, step),
+        builder.kernel(convolution.label, layer, convolution, reads=reads, writes=writes)
+        rule = apply_delta_rule(
+            *(self._kernels, mixed, factors, rates, output, state, step),
             shape=shape,
             tokens=tokens,
             row_words=row_words,
         )
         read = (mixed, factors, state.memory, step)
-        builder.kernel("delta rule", layer, launch, reads=read, writes=(output, state.memory))
+        builder.kernel(rule.label, layer, rule, reads=read, writes=(output, state.memory))

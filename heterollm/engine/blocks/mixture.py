@@ -149,9 +149,9 @@ class MixtureEmitter:
         op = around if isinstance(around, SharedExperts) else None
         taken = None if op is None else op.taken
         placement = EXPERTS_ON_GPU if op is None else op.placement
-        if op is not None and (block.biased or block.clip):
+        if op is not None and (block.biased or block.clip or not block.gated):
             raise PlanError(
-                f"The NPU has experts of layer {layer}, whose biases and bounds its graphs lack.",
+                f"The NPU has experts of layer {layer}, whose biases, bounds or lack of a gate no graph has.",
                 fix="Plan without the technique npumoe.",
             )
 
@@ -270,7 +270,7 @@ class MixtureEmitter:
         steps = [builder.prepared("experts", layer, launch, reads, (gate_up,), work=work)]
         launch = activate(
             self._glue,
-            Segments(gate_up, gate_up, (width, width), (0, 0)),
+            Segments(gate_up, gate_up, own.spec.member_rows, (0,) * len(own.spec.members)),
             activated,
             tokens=shape.pairs,
             intermediate=width,
@@ -325,7 +325,7 @@ def _packed(device: Device, weights: ModelWeights, spec: OpSpec, residency: Expe
     return _Layer(
         spec,
         router,
-        packed(("gate", "up")) if residency is None else residency.gate_up,
+        packed([member.name for member in spec.members]) if residency is None else residency.gate_up,
         packed(("down",)) if residency is None else residency.down,
         norm=uploaded(ROUTER_NORM),
         bias=bias if routing.biased else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -226,6 +227,9 @@ ALWAYS: Final = (
 )
 """Fields of all model types, unless a row of a type precedes."""
 
+UNBOUNDED: Final = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""Forms of a range without bounds, as JSON has no infinity."""
+
 OPTIONAL: Final[Mapping[str, tuple[str, tuple[object, ...]]]] = MappingProxyType(
     {
         "mlp_bias": ("biases of the feed-forward network", (False,)),
@@ -342,6 +346,33 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "linear_num_value_heads": "heads of values in a delta net; neighbours share a key head",
         "linear_key_head_dim": "width of a head of queries or keys in a delta net",
         "linear_value_head_dim": "width of a head of values in a delta net",
+        "mamba_n_heads": "heads of a state space",
+        "mamba_n_groups": "groups of heads that share B and C in a state space",
+        "mamba_d_state": "width of B and C in a state space",
+        "mamba_d_head": "width of a head of a state space",
+        "mamba_d_conv": "tokens that the convolution of a state space spans",
+        "mamba_expand": "heads of all state spaces by hidden_size, where mamba_d_head is missing",
+        "mamba_d_ssm": "width of all heads of a state space; null for mamba_expand times hidden_size",
+        "mamba_rms_norm": "whether the output of a state space has a norm",
+        "mamba_norm_before_gate": "whether it comes before the gate",
+        "key_multiplier": "a factor on keys",
+        "attention_in_multiplier": "a factor on the inputs of attention",
+        "attention_out_multiplier": "a factor on the output of attention",
+        "ssm_in_multiplier": "a factor on the inputs of a state space",
+        "ssm_out_multiplier": "a factor on the output of a state space",
+        "ssm_multipliers": "factors on its gate, x, B, C and dt",
+        "mlp_multipliers": "factors on the gate and on the output of the network",
+        "lm_head_multiplier": "a factor on the logits",
+        "q_lora_rank": "elements of a vector from which queries are made; null for none",
+        "kv_lora_rank": "elements of the latent vector from which keys and values are made",
+        "qk_nope_head_dim": "elements of a query or key that do not rotate",
+        "qk_rope_head_dim": "elements of a query, and of the key of all heads, that rotate",
+        "v_head_dim": "width of a head of values",
+        "rope_interleave": "whether neighbouring elements rotate",
+        "layers_block_type": "kind of each layer",
+        "hybrid_override_pattern": "older form of layers_block_type, a letter for each layer",
+        "moe_shared_expert_intermediate_size": "experts of every token",
+        "mamba_conv_bias": "whether the convolution of a state space has biases",
     }
 )
 """Fields that no other model type knows."""
@@ -368,6 +399,11 @@ def config_fields(types: Mapping[str, TypeFields]) -> FieldTable:
                 yield Field(name, "none", why, CLASS, only=frozenset({kind}))
         for name, meaning in OWN.items():
             yield from _one("read", name, meaning, readers(name))
+        # transformers has them there, and heterollm has not.
+        lacking = readers("kv_lora_rank", "mamba_d_ssm")
+        yield from _one(
+            "refused", "attention_bias", "biases of attention's linears", lacking, neutral=(False,)
+        )
         for name, (meaning, why) in IGNORED.items():
             yield from _one("read", name, meaning, readers(name))
             yield from _one("none", name, why, every - readers(name), PUBLISHED)
@@ -429,7 +465,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
     for name in ("n_group", "topk_group"):
         why = "a choice of experts from groups of them"
-        yield from _one("refused", name, why, readers("first_k_dense_replace"), neutral=(1,))
+        sparse_kinds = readers("first_k_dense_replace", "moe_shared_expert_intermediate_size", "kv_lora_rank")
+        yield from _one("refused", name, why, sparse_kinds, neutral=(1,))
     plain = readers("global_head_dim") - readers("enable_moe_block")
     for name, why, neutral, only in (
         ("enable_moe_block", "experts beside a network", (False,), plain),
@@ -454,6 +491,19 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("mamba_ssm_dtype", "recurrent state in another type", "float32"),
     ):
         yield from _one("refused", name, why, nets, PUBLISHED, (usual,))
+    spaces, named = readers("mamba_d_state"), readers("hybrid_override_pattern")
+    why = "a choice of experts from groups of them"
+    yield from _one("refused", "topk_method", why, readers("kv_lora_rank"), neutral=("greedy", "noaux_tc"))
+    beside = readers("mamba_d_ssm")
+    for name, kinds in (("mamba_proj_bias", spaces), ("use_bias", named), ("projectors_bias", beside)):
+        yield from _one("refused", name, "biases of linears of a state space", kinds, neutral=(False,))
+    yield from _one("refused", "moe_latent_size", "experts between linears of their own", named)
+    why = "another activation behind the convolution of a state space"
+    yield from _one("refused", "mamba_hidden_act", why, named, neutral=("silu", "swish"))
+    why = "bounds of dt, which transformers applies to prompts alone"
+    for name, kinds in (("time_step_limit", spaces | named), ("mamba_dt_limit", named)):
+        yield from _one("refused", name, why, kinds, neutral=UNBOUNDED)
+    yield from _one("none", "mamba_chunk_size", "the chunks change the time alone", spaces)
     yield from _one(
         "none", "mtp_*", "layers that predict further tokens, which no answer needs", nets, PUBLISHED
     )

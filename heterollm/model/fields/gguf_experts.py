@@ -10,10 +10,13 @@ DELTA: Final = frozenset({"qwen35moe", "qwen3next"})
 SHARED: Final = DELTA | {"qwen2moe"}
 ERNIE: Final = frozenset({"ernie4_5-moe"})
 LLAMA4: Final = frozenset({"llama4"})
-SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
-LEADING: Final = SIGMOID | ERNIE | {"lfm2moe"}
-SIZED: Final = SHARED | LEADING | LLAMA4 | {"qwen3moe", "mellum", "gemma4"}
-NORMALIZED: Final = SIZED - SIGMOID - LLAMA4 - {"qwen2moe"} | {"llama", "phimoe", "granitemoe"}
+LEADING_SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
+SIGMOID: Final = LEADING_SIGMOID | {"nemotron_h_moe"}
+LEADING: Final = LEADING_SIGMOID | ERNIE | {"lfm2moe"}
+SIZED: Final = SHARED | SIGMOID | LEADING | LLAMA4 | {"qwen3moe", "mellum", "gemma4"}
+NORMALIZED: Final = SIZED - SIGMOID - LLAMA4 - {"qwen2moe"} | {
+    *("llama", "phimoe", "granitemoe", "granitehybrid"),
+}
 
 EXPERTS: Final = (
     read(".expert_count", "experts; 0 for none"),
@@ -28,7 +31,7 @@ EXPERTS: Final = (
         ".expert_shared_feed_forward_length",
         "width of the experts that compute every token; absent or 0: none, and feed_forward_length in Qwen's",
         "granite.cpp, qwen2moe.cpp",
-        SHARED | {"granitemoe"},
+        SHARED | {"granitemoe", "granitehybrid", "nemotron_h_moe"},
     ),
     read(
         ".leading_dense_block_count",
@@ -42,7 +45,7 @@ EXPERTS: Final = (
         "models/ernie4-5-moe.cpp, llama4.cpp",
         ERNIE | LLAMA4,
     ),
-    read(".expert_shared_count", "experts that compute every token", ARCHITECTURE, SIGMOID | ERNIE),
+    read(".expert_shared_count", "experts that compute every token", ARCHITECTURE, LEADING_SIGMOID | ERNIE),
     read(
         ".expert_weights_norm",
         "whether weights of experts are divided by their sum; absent: no",
@@ -55,7 +58,14 @@ EXPERTS: Final = (
         "width of the experts that compute every token, which their number states",
         "conversion/ernie.py",
         ".expert_shared_feed_forward_length",
-        only=SIGMOID | ERNIE,
+        only=LEADING_SIGMOID | ERNIE,
+    ),
+    *rows(
+        "none",
+        "experts that compute every token, whose common width the file states",
+        "conversion/nemotron.py",
+        ".expert_shared_count",
+        only=frozenset({"nemotron_h_moe"}),
     ),
     *rows(
         "none",

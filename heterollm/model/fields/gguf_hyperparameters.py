@@ -23,9 +23,12 @@ PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum", "cohere2", "olmo2", "exaone4",
 WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
 CENTERED: Final = frozenset({"gptneox", "phi2", "stablelm", "starcoder2", "nemotron", "cohere2"})
 GRANITES: Final = frozenset({"granite", "granitemoe"})
-SCALED: Final = GRANITES | {"minicpm"}
+GRANITE_HYBRID: Final = frozenset({"granitehybrid"})
+SCALED: Final = GRANITES | GRANITE_HYBRID | {"minicpm"}
 QWEN35: Final = frozenset({"qwen35", "qwen35moe"})
 DELTA: Final = QWEN35 | {"qwen3next"}
+NEMOTRON_H: Final = frozenset({"nemotron_h", "nemotron_h_moe"})
+SPACES: Final = GRANITE_HYBRID | NEMOTRON_H | {"falcon-h1"}
 VISION: Final = QWEN35 | {"qwen3vl"}
 MISTRAL3: Final = frozenset({"mistral3"})
 
@@ -150,7 +153,10 @@ ATTENTION: Final = (
     ),
     *rows("refused", "attention in both directions", MODEL, ".attention.causal", neutral=(True,)),
     read(
-        ".attention.scale", "factor of scores; absent or 0: by the width of a head", "granite.cpp", GRANITES
+        ".attention.scale",
+        "factor of scores; absent or 0: by the width of a head",
+        "granite.cpp",
+        GRANITES | GRANITE_HYBRID,
     ),
     read(
         ".embedding_scale",
@@ -308,6 +314,12 @@ ROPE: Final = (
         neutral=(True,),
         only=GRANITES,
     ),
+    read(
+        ".rope.scaling.finetuned",
+        "whether attention has positions; absent: yes",
+        "granite.cpp",
+        GRANITE_HYBRID,
+    ),
     *rows("none", "whether the model was trained with the scaling", MODEL, ".rope.scaling.finetuned"),
     *rows("refused", "NTK scaling of Hunyuan", MODEL, ".rope.scaling.alpha", neutral=OFF),
     *rows(
@@ -354,7 +366,7 @@ OTHER: Final = (
         NAMES,
         ".hidden_activation",
         neutral=("relu2", "relu_sqr"),
-        only=frozenset({"nemotron", "arcee"}),
+        only=NEMOTRON_H | {"nemotron", "arcee"},
     ),
     *rows(
         "refused",
@@ -371,16 +383,36 @@ OTHER: Final = (
         "models/lfm2.cpp",
         frozenset({"lfm2", "lfm2moe"}),
     ),
-    read(".ssm.conv_kernel", "tokens that a delta net's convolution spans", ARCHITECTURE, DELTA),
-    read(".ssm.group_count", "key heads of a delta net", ARCHITECTURE, DELTA),
-    read(".ssm.state_size", "width of a delta net's key head", ARCHITECTURE, DELTA),
-    read(".ssm.time_step_rank", "value heads of a delta net", ARCHITECTURE, DELTA),
-    read(".ssm.inner_size", "values of all heads of a delta net", ARCHITECTURE, DELTA),
+    read(
+        ".ssm.conv_kernel",
+        "tokens that the convolution of a delta net or a state space spans",
+        *(ARCHITECTURE, DELTA | SPACES),
+    ),
+    read(
+        ".ssm.group_count",
+        "key heads of a delta net, or groups of heads of a state space",
+        *(ARCHITECTURE, DELTA | SPACES),
+    ),
+    read(
+        ".ssm.state_size",
+        "width of a delta net's key head, or of B and C in a state space",
+        *(ARCHITECTURE, DELTA | SPACES),
+    ),
+    read(
+        ".ssm.time_step_rank",
+        "value heads of a delta net, or heads of a state space",
+        *(ARCHITECTURE, DELTA | SPACES),
+    ),
+    read(
+        ".ssm.inner_size",
+        "values of all heads of a delta net or a state space",
+        *(ARCHITECTURE, DELTA | SPACES),
+    ),
     read(
         ".nextn_predict_layers",
         "last layers, which predict further tokens and are not read",
         ARCHITECTURE,
-        QWEN35 | {"exaone4", "exaone-moe", "glm4moe"},
+        QWEN35 | {"exaone4", "exaone-moe", "glm4moe", "nemotron_h_moe"},
     ),
     *(
         read(

@@ -18,6 +18,7 @@ from heterollm.model.stored.gguf_family_fields import (
     ernie_moe,
     exaone4,
     exaone_moe,
+    falcon_h1,
     gemma2,
     gemma3,
     gemma4,
@@ -26,6 +27,7 @@ from heterollm.model.stored.gguf_family_fields import (
     gpt_neox,
     gpt_oss,
     granite,
+    granite_hybrid,
     granite_moe,
     lfm2,
     lfm2_moe,
@@ -33,6 +35,8 @@ from heterollm.model.stored.gguf_family_fields import (
     mellum,
     minicpm,
     mistral3,
+    nemotron_h,
+    nemotron_h_moe,
     no_fields,
     olmo,
     olmo2,
@@ -45,7 +49,7 @@ from heterollm.model.stored.gguf_family_fields import (
     stablelm,
 )
 from heterollm.model.stored.gguf_file import GgufFile, Lists
-from heterollm.model.stored.gguf_names import Other
+from heterollm.model.stored.gguf_names import SKIP, Other, space_modules, space_others
 
 
 class Architecture(NamedTuple):
@@ -91,6 +95,11 @@ class Architecture(NamedTuple):
     others: Mapping[str, Other] = MappingProxyType({})
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({})
     heads_in_turns: bool = False
+
+    @property
+    def has_spaces(self) -> bool:
+        """Whether layers may be state spaces."""
+        return SKIP in self.others
 
 
 def key_heads(file: GgufFile, architecture: Architecture) -> int:
@@ -159,6 +168,55 @@ GEMMA4: Final = Architecture(
     lists="first",
 )
 
+GRANITE_EXPERTS: Final = Architecture(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    permuted=True,
+    biases=(ATTENTION_BIAS,),
+    modules={
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_down_exps": "block_sparse_moe.output_linear",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+    },
+    joined={
+        "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+        "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+    },
+    experts_field="num_local_experts",
+    fields=granite_moe,
+)
+GRANITE_HYBRID: Final = Architecture(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    permuted=True,
+    biases=(ATTENTION_BIAS,),
+    modules={"ffn_down": "shared_mlp.output_linear", **space_modules("mamba")},
+    joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up")},
+    experts_field="num_local_experts",
+    fields=granite_hybrid,
+    lists="hybrid",
+    others=space_others("mamba"),
+)
+
+NEMOTRON_H: Final = Architecture(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    modules={
+        "attn_norm": "norm",
+        **{f"attn_{member}": f"mixer.{member}_proj" for member in "qkv"},
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        **space_modules("mixer"),
+    },
+    top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+    epsilon=("layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
+    fields=nemotron_h,
+    lists="hybrid",
+    others=space_others("mixer"),
+    layer="backbone.layers",
+)
+
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {
         "llama": Architecture("llama", "LlamaForCausalLM", permuted=True, biases=BIASES),
@@ -212,6 +270,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "granite": Architecture(
             "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=granite
         ),
+        "granitehybrid": GRANITE_HYBRID,
         "minicpm": Architecture(
             "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=minicpm
         ),
@@ -303,6 +362,21 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             norm_offset=1.0,
             biases=BIASES,
             epsilon=("norm_eps", LAYER_NORM[1]),
+        ),
+        "nemotron_h": NEMOTRON_H,
+        # Its factors are those of the weights.
+        "falcon-h1": Architecture(
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            modules={
+                "ffn_norm": "pre_ff_layernorm",
+                **{f"ffn_{member}": f"feed_forward.{member}_proj" for member in ("gate", "up", "down")},
+                **space_modules("mamba"),
+            },
+            top={"output_norm": "model.final_layernorm"},
+            fields=falcon_h1,
+            # llama.cpp's converter leaves the ending out.
+            others={**space_others("mamba"), "ffn_norm": Other("pre_ff_layernorm.weight")},
         ),
         "lfm2": Architecture(
             "lfm2",
@@ -460,22 +534,23 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             experts_field="num_local_experts",
             fields=phimoe,
         ),
-        "granitemoe": Architecture(
-            "granitemoe",
-            "GraniteMoeForCausalLM",
-            permuted=True,
-            biases=(ATTENTION_BIAS,),
+        "granitemoe": GRANITE_EXPERTS,
+        "nemotron_h_moe": NEMOTRON_H._replace(
             modules={
-                "ffn_gate_inp": "block_sparse_moe.router.layer",
-                "ffn_down_exps": "block_sparse_moe.output_linear",
-                "ffn_down_shexp": "shared_mlp.output_linear",
+                **NEMOTRON_H.modules,
+                "ffn_gate_inp": "mixer.gate",
+                **{f"ffn_{one}_shexp": f"mixer.shared_experts.{one}_proj" for one in ("up", "down")},
             },
-            joined={
-                "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
-                "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+            experts={f"ffn_{one}_exps": f"mixer.experts.{{}}.{one}_proj" for one in ("up", "down")},
+            experts_field="n_routed_experts",
+            fields=nemotron_h_moe,
+            others={
+                **NEMOTRON_H.others,
+                "exp_probs_b.bias": Other("mixer.gate.e_score_correction_bias"),
             },
-            experts_field="num_local_experts",
-            fields=granite_moe,
+        ),
+        "granitehybrid": GRANITE_HYBRID._replace(
+            modules={**GRANITE_EXPERTS.modules, **space_modules("mamba")}, joined=GRANITE_EXPERTS.joined
         ),
     }
 )

@@ -24,7 +24,7 @@ from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_delta import DECAY
 from heterollm.model.stored.gguf_family_fields import ROPE_BASE
 from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_names import GROUPS, LONE_EXPERT
+from heterollm.model.stored.gguf_names import GROUPS, LONE_EXPERT, SPACE_GROUPS
 from heterollm.model.stored.gguf_rope import rope_scaling
 
 LARGEST_BLOCK: Final = 128
@@ -154,7 +154,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         config[architecture.experts_field] = file.count("expert_count")
         config["num_experts_per_tok"] = file.count("expert_used_count")
     config |= architecture.fields(file, config)
-    formats = _formats(file)
+    formats = _formats(file, architecture)
     return {**config, **({"quantization_config": formats} if formats else {})}
 
 
@@ -182,15 +182,16 @@ def _vocabulary(file: GgufFile) -> int:
     return entry.shape[0]
 
 
-def _formats(file: GgufFile) -> dict[str, Any] | None:
+def _formats(file: GgufFile, architecture: Architecture) -> dict[str, Any] | None:
     """Return the number formats of the layers' groups and of the head; None if no layer is quantised."""
-    groups: dict[str, list[BlockType]] = {group: [] for group in dict.fromkeys(GROUPS.values())}
+    names = {**GROUPS, **(SPACE_GROUPS if architecture.has_spaces else {})}
+    groups: dict[str, list[BlockType]] = {group: [] for group in dict.fromkeys(names.values())}
     for own, layer, below in file.layer_tensors():
         module, kind = below.removesuffix(".weight"), block_type(file.entries[own].kind)
         if module == "attn_qkv" and f"blk.{layer}.{DECAY}" in file.entries:
             groups["delta_in"].append(kind)
-        elif module in GROUPS and module != below:
-            groups[GROUPS[module]].append(kind)
+        elif module in names and module != below:
+            groups[names[module]].append(kind)
         elif LONE_EXPERT.fullmatch(own):
             groups["experts"].append(kind)
     tables = ("token_embd.weight", "output.weight")

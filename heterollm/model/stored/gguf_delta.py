@@ -19,7 +19,7 @@ DECAY: Final = "ssm_a"
 OUTPUT: Final = "ssm_out.weight"
 GATED_NORM: Final = "linear_attn.norm.weight"
 """Name of a norm to whose weight the converter adds nothing."""
-DECAY_LOG: Final = "linear_attn.A_log"
+DECAY_LOG: Final = ".A_log"
 
 MOST_HEADS: Final = 10_000
 """A limit that refuses a damaged number before any list over heads is made."""

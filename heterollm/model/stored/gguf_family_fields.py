@@ -165,6 +165,82 @@ def granite_moe(file: GgufFile, config: Fields) -> Fields:
     return {**granite(file, config), **(shared if width else {})}
 
 
+def state_space(file: GgufFile) -> Fields:
+    """Return the sizes of state spaces."""
+    heads, inner = file.count("ssm.time_step_rank"), file.count("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": max(1, inner // heads),
+        "mamba_n_groups": file.count("ssm.group_count"),
+        "mamba_d_state": file.count("ssm.state_size"),
+        "mamba_d_conv": file.count("ssm.conv_kernel"),
+        "mamba_conv_bias": any(own.endswith(".ssm_conv1d.bias") for own in file.entries),
+    }
+
+
+def granite_hybrid(file: GgufFile, config: Fields) -> Fields:
+    """Return Granite's multipliers, the kinds of layers, their sizes, and whether attention has positions."""
+    width = file.own("expert_shared_feed_forward_length") or config["intermediate_size"]
+    heads = file.own("attention.head_count_kv")
+    layers = min(config["num_hidden_layers"], MOST_LAYERS)
+    counts = heads if isinstance(heads, list) else [heads] * layers
+    return {
+        **granite(file, config),
+        **state_space(file),
+        "mamba_expand": max(1, file.count("ssm.inner_size") // config["hidden_size"]),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in counts],
+        "shared_intermediate_size": width,
+        "num_local_experts": config.get("num_local_experts", 0),
+        "position_embedding_type": "rope" if file.own("rope.scaling.finetuned", True) else None,
+    }
+
+
+def nemotron_h(file: GgufFile, config: Fields) -> Fields:
+    """Return the kinds of layers, and their sizes."""
+    spaces = {
+        "mamba_num_heads": "mamba_n_heads",
+        "mamba_head_dim": "mamba_d_head",
+        "n_groups": "mamba_n_groups",
+        "ssm_state_size": "mamba_d_state",
+        "conv_kernel": "mamba_d_conv",
+        "use_conv_bias": "mamba_conv_bias",
+    }
+    found = state_space(file)
+    layers = min(config["num_hidden_layers"], MOST_LAYERS)
+    return {
+        **{own: found[common] for own, common in spaces.items()},
+        "layers_block_type": [_nemotron_kind(file, layer) for layer in range(layers)],
+    }
+
+
+def falcon_h1(file: GgufFile, _config: Fields) -> Fields:
+    """Return the sizes of state spaces, whose output may have a norm, which comes first there."""
+    return {
+        **state_space(file),
+        "mamba_d_ssm": file.count("ssm.inner_size"),
+        "mamba_rms_norm": any(own.endswith(".ssm_norm.weight") for own in file.entries),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _nemotron_kind(file: GgufFile, layer: int) -> str:
+    """Return the kind of a layer, by the tensors that no other kind has."""
+    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe"}
+    names = (kind for own, kind in kinds.items() if f"blk.{layer}.{own}.weight" in file.entries)
+    return next(names, "mlp")
+
+
+def nemotron_h_moe(file: GgufFile, config: Fields) -> Fields:
+    """Return the kinds of layers, and the widths and weights of experts."""
+    return {
+        **nemotron_h(file, config),
+        **expert_width(file),
+        "moe_shared_expert_intermediate_size": file.count("expert_shared_feed_forward_length"),
+        "norm_topk_prob": bool(file.own("expert_weights_norm", False)),
+        "routed_scaling_factor": file.number("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
 def minicpm(file: GgufFile, config: Fields) -> Fields:
     """Return MiniCPM's multipliers under Granite's names; older files, of 2B, have none."""
     return {

@@ -17,10 +17,12 @@ class Other(NamedTuple):
     Args:
         name: Its name below the layer.
         axis: Place of an axis of one element that files leave out; None for none.
+        flat: Whether files have more axes than the one that it has.
     """
 
     name: str
     axis: int | None = None
+    flat: bool = False
 
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
@@ -51,6 +53,8 @@ OTHERS: Final[Mapping[str, Other]] = MappingProxyType(
         "ssm_conv1d.weight": Other("linear_attn.conv1d.weight", 1),
     }
 )
+SKIP: Final = "ssm_d"
+"""Tensor that only layers with a state space have."""
 GROUPS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "qkv"),
@@ -70,6 +74,27 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """The group of linears of each matrix of a layer; in a delta net ``attn_qkv`` is one of ``delta_in``."""
+
+SPACE_GROUPS: Final[Mapping[str, str]] = {"ssm_in": "mamba_in", "ssm_out": "mamba_out"}
+"""The groups of linears of a state space."""
+
+
+def space_modules(module: str) -> dict[str, str]:
+    """Return the modules of a state space's linears by the file's names."""
+    return {"ssm_in": f"{module}.in_proj", "ssm_out": f"{module}.out_proj"}
+
+
+def space_others(module: str) -> dict[str, Other]:
+    """Return the other tensors of a state space by the file's names."""
+    return {
+        SKIP: Other(f"{module}.D", flat=True),
+        "ssm_a": Other(f"{module}.A_log", flat=True),
+        "ssm_dt.bias": Other(f"{module}.dt_bias"),
+        "ssm_conv1d.weight": Other(f"{module}.conv1d.weight", 1),
+        "ssm_conv1d.bias": Other(f"{module}.conv1d.bias"),
+        "ssm_norm.weight": Other(f"{module}.norm.weight", flat=True),
+    }
+
 
 TOP_MODULES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(.+)")

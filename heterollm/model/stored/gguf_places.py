@@ -83,7 +83,7 @@ def _of_layer(
     module, _, ending = below.rpartition(".")
     shape, modules = file.entries[own].shape, {**MODULES, **architecture.modules}
     delta = None
-    if f"blk.{layer}.{DECAY}" in file.entries:
+    if f"blk.{layer}.{DECAY}" in file.entries and not architecture.has_spaces:
         delta = delta_places(file, own, below, read_delta_heads(file, architecture.heads_in_turns))
     other = {**OTHERS, **architecture.others}.get(below)
 
@@ -93,11 +93,14 @@ def _of_layer(
     if delta is not None:
         axis = other.axis if other else None
         return {
-            f"model.layers.{layer}.linear_attn.{name}": _with_axis(place, axis)
+            f"{architecture.layer}.{layer}.linear_attn.{name}": _with_axis(place, axis)
             for name, place in delta.items()
         }
     if other is not None:
-        return {f"model.layers.{layer}.{other.name}": _with_axis(_whole(file, own), other.axis)}
+        place = _with_axis(_whole(file, own), other.axis)
+        if other.flat:
+            place = place._replace(shape=(math.prod(shape),))
+        return {f"{architecture.layer}.{layer}.{other.name}": place}
     stacked = FUSED_EXPERTS if module == "ffn_gate_up_exps" else (module,)
     if architecture.experts.keys() >= {*stacked} and len(shape) == STACKED:
         rows = shape[-2] // len(stacked)

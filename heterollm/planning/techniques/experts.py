@@ -99,6 +99,8 @@ def suitable_mixtures(config: ModelConfig) -> Mapping[int, MixtureBlock]:
         reason = "is for mixtures of experts, and this model has none"
     elif any(block.biased or block.clip for block in mixtures.values()):
         reason = f"has no graphs for experts with biases and a clipped gate, as {config.family}'s"
+    elif not all(block.gated for block in mixtures.values()):
+        reason = f"has no graphs for experts without a gate, as {config.family}'s"
     if reason:
         raise OptionError(f"The technique {NPU_EXPERTS} {reason}.", fix="Leave it out.")
     return mixtures

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, get_args
 from msgspec import structs
 
 from heterollm.base import CalibrationError, OptionError
-from heterollm.model import AttentionBlock, ModelConfig
+from heterollm.model import AttentionBlock, LatentAttentionBlock, ModelConfig
 from heterollm.planning.calibrated import calibrated_needs, calibrated_scales
 from heterollm.solver import (
     SHADOW_ATTENTION,
@@ -197,6 +197,8 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
         if any(block.sinks for block in blocks)
         else f"Layers of {config.family} attend to chunks of positions."
         if any(block.chunked for block in blocks)
+        else f"Heads of {config.family} share latent vectors, which sparse attention does not estimate."
+        if config.blocks(LatentAttentionBlock)
         else None
     )
     if reason is not None:

@@ -153,7 +153,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
   __global const int *pages = step + tile.sequence * row_words + table;
 #ifdef GATHERED
   __global const kv_t *keys = cache + HEAD_AT(0, key_head, kv_heads, HEAD_DIM);
-  __global const kv_t *values = cache + HEAD_AT(0, kv_heads + key_head, kv_heads, HEAD_DIM);
+  __global const kv_t *values = cache + HEAD_AT(0, VALUE_HEAD(key_head, kv_heads), kv_heads, HEAD_DIM);
 #endif
   // A tile without rows sees no keys and writes nothing. With a return here and a barrier behind the last store
   // PoCL 3 loses what the group shares in between.
@@ -186,7 +186,7 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #else
     const int page = pages[(uint)first / PAGE];
     __global const kv_t *keys = cache + HEAD_AT(page, key_head, kv_heads, HEAD_DIM);
-    __global const kv_t *values = cache + HEAD_AT(page, kv_heads + key_head, kv_heads, HEAD_DIM);
+    __global const kv_t *values = cache + HEAD_AT(page, VALUE_HEAD(key_head, kv_heads), kv_heads, HEAD_DIM);
 #endif
 #ifdef KV_CODES
     const float key_scale = SCALES_OF(keys, HEAD_DIM)[min(lane, count - 1)];

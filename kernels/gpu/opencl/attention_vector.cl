@@ -261,8 +261,8 @@ GROUP_SIZE __kernel void attention(__global const float *q, __global const kv_t 
 #endif
     load_keys(cache + HEAD_AT(page, key_head, kv_heads, HEAD_DIM),
               cache + HEAD_AT(next, key_head, kv_heads, HEAD_DIM) KEY_VALUES, count, keys);
-    load_values(cache + HEAD_AT(page, kv_heads + key_head, kv_heads, HEAD_DIM),
-                cache + HEAD_AT(next, kv_heads + key_head, kv_heads, HEAD_DIM) KEY_VALUES, count, values);
+    load_values(cache + HEAD_AT(page, VALUE_HEAD(key_head, kv_heads), kv_heads, HEAD_DIM),
+                cache + HEAD_AT(next, VALUE_HEAD(key_head, kv_heads), kv_heads, HEAD_DIM) KEY_VALUES, count, values);
     for (int r = 0; r < tile.rows; r += MICRO) {
       for (int v = 0; v < KEY_VECTORS; v += VECTORS)
         if (v * 8 < count)

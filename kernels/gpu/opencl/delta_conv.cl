@@ -3,6 +3,8 @@
 //   decay = exp(rates * softplus(a + shifts)) and beta = sigmoid(b) of a value head,
 //   1 / |q| / sqrt(key_dim), 1 / |k| and q k / |q| / |k| / sqrt(key_dim) of a key head,
 // so that q and k themselves are stored before their norm. The squares of a norm have 1e-6 added.
+// With STATE_SPACE there is no member b, and beta is softplus(a + shifts); q and k have no norm, so that their factors are
+// 1, 1 and q k; and channels have biases, a row behind those of the taps.
 // Inputs of earlier passes come from the slot of the state that the step buffer names, whose first [TAPS - 1][channels]
 // they are, and zeros at position 0; the last ones of this pass go to another slot.
 // Follows common.h, rounding.h, glue.h and gates.h. Grid: a work-group for each key head, each value head and all value
@@ -10,6 +12,11 @@
 
 #define HISTORY (TAPS - 1)
 #define NORM_EPSILON 1e-6f
+#ifdef STATE_SPACE
+#define GATES 1
+#else
+#define GATES 2
+#endif
 
 // A member of the linear, all tokens of it, and the channels before it.
 typedef struct {
@@ -38,6 +45,10 @@ static inline float8 convolved(mixed_row row, mixed_member member, int i, int co
 static inline float8 convolved(mixed_row row, mixed_member member, int i, int count) {
   const int channel = member.first + i, token = row.token;
   float8 sum = 0.0f, input = 0.0f;
+#ifdef STATE_SPACE
+  LOAD_PART(load_float8, load_float, row.taps + TAPS * row.channels, channel, count, bias)
+  sum = bias;
+#endif
   for (int tap = 0; tap < TAPS; ++tap) {
     const int from = token + tap - HISTORY;
     input = 0.0f;
@@ -77,7 +88,7 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
   const int unit = get_group_id(0), lane = get_local_id(0);
   const int first_row = row_words ? get_global_id(1) : 0, token = get_global_id(1) - first_row;
   const int key_rows = key_heads * key_dim, value_rows = value_heads * value_dim;
-  const int channels = 2 * key_rows + value_rows, rows = channels + value_rows + 2 * value_heads;
+  const int channels = 2 * key_rows + value_rows, rows = channels + value_rows + GATES * value_heads;
   const int k_before = q_split, v_before = k_before + k_split, b_before = v_before + v_split + z_split;
   const int a_before = b_before + b_split, a_columns = a_before + a_split;
   const int b_columns = COLUMNS_OF_B(rows, a_columns);
@@ -108,10 +119,14 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
       k_squares = FMA(key, key, k_squares);
       products = FMA(query, key, products);
     }
+#ifdef STATE_SPACE
+    const float query = 1.0f, key = 1.0f;
+#else
     const float q_square = group_sum(sum8(q_squares), sums), k_square = group_sum(sum8(k_squares), sums);
+    const float query = 1.0f / sqrt((q_square + NORM_EPSILON) * key_dim), key = 1.0f / sqrt(k_square + NORM_EPSILON);
+#endif
     const float product = group_sum(sum8(products), sums);
     if (lane == 0) {
-      const float query = 1.0f / sqrt((q_square + NORM_EPSILON) * key_dim), key = 1.0f / sqrt(k_square + NORM_EPSILON);
       __global float *own = factors + 2 * value_heads + unit;
       own[0] = query;
       own[key_heads] = key;
@@ -127,8 +142,10 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
   } else {
     a += (size_t)token * a_columns;
     b += (size_t)token * b_columns;
+    member_row times = {a + a_before, b + COLUMNS_OF_B(rows - value_heads, a_before), a_split};
+#ifndef STATE_SPACE
     member_row writes = {a + b_before, b + COLUMNS_OF_B(channels + value_rows, b_before), b_split};
-    member_row times = {a + a_before, b + COLUMNS_OF_B(channels + value_rows + value_heads, a_before), a_split};
+#endif
     for (int i = lane * 8; i < value_heads; i += WG * 8) {
       const int count = min(8, value_heads - i);
       LOAD_PART(load_float8, load_float, rates, i, count, rate)
@@ -136,7 +153,12 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
       float8 x = load_member(times, i, count) + shift;
       float8 size = x < 0.0f ? -x : x;
       float8 softplus = (x < 0.0f ? (float8)0.0f : x) + log1p(exp2_8(size * -1.44269504f));
-      float8 decay = exp2_8(rate * softplus * 1.44269504f), beta = sigmoid_8(load_member(writes, i, count));
+      float8 decay = exp2_8(rate * softplus * 1.44269504f);
+#ifdef STATE_SPACE
+      float8 beta = softplus;
+#else
+      float8 beta = sigmoid_8(load_member(writes, i, count));
+#endif
       STORE_PART(store_float8, store_float, decay, factors, i, count)
       STORE_PART(store_float8, store_float, beta, factors + value_heads, i, count)
     }

@@ -2,6 +2,8 @@
 // with S [value_dim][KEY_DIM] in float. A row of S depends on no other one, and needs of the token only q, k, the head's
 // factors and its own element of v. The output follows from the S before as decay (S q) + e (k q), so that a token
 // needs one sum over the row. q and k come before their norms, whose factors delta_conv.cl has found.
+// With STATE_SPACE it is Mamba-2's rule: e = beta v, and v times the head's number in the third row of rates is added to
+// the output.
 // LANES work-items share a row, RUNS runs of 8 elements each, which stay in registers for BLOCK tokens. With -DTWO_ROWS a
 // work-item has two rows at once, so that the sums of one hide the latency of the other's.
 // S comes from one slot of the state, behind `matrix` others of its values, is zero at position 0, and goes to another slot.
@@ -43,6 +45,11 @@ typedef float8 rows_t;
       STORE_PART(store_float8, store_float, second_row, to + other, RUN_AT(r), RUN_COUNT(r)) \
     }                                                                          \
   }
+#ifdef STATE_SPACE
+#define RECALL_RUN(r, sum)
+#else
+#define RECALL_RUN(r, sum) sum = FMA(held_##r, key_##r, sum);
+#endif
 #define SUM_RUN(r)                                                             \
   if (RUN_AT(r) < KEY_DIM) {                                                   \
     LOAD_PART(load_act8, load_act, k, RUN_AT(r), RUN_COUNT(r), key)            \
@@ -50,18 +57,18 @@ typedef float8 rows_t;
     key_##r = OF_ROWS(key, key);                                               \
     rows_t both = OF_ROWS(query, query);                                       \
     if ((r) & 1) {                                                             \
-      recalled_1 = FMA(held_##r, key_##r, recalled_1);                         \
+      RECALL_RUN(r, recalled_1)                                                \
       seen_1 = FMA(held_##r, both, seen_1);                                    \
     } else {                                                                   \
-      recalled_0 = FMA(held_##r, key_##r, recalled_0);                         \
+      RECALL_RUN(r, recalled_0)                                                \
       seen_0 = FMA(held_##r, both, seen_0);                                    \
     }                                                                          \
   }
 #define UPDATE_RUN(r) held_##r = FMA(key_##r, written, held_##r * decay);
 
 GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const float *factors, __global float *out,
-                                    __global float *states, __global const int *step, int row_words, int values,
-                                    int matrix, int value_heads, int value_dim, int span) {
+                                    __global const float *rates, __global float *states, __global const int *step,
+                                    int row_words, int values, int matrix, int value_heads, int value_dim, int span) {
 #if LANES > 1
   __local float2 parts[2][WG];
   const uint item = get_local_id(0), lane = item % LANES;
@@ -116,10 +123,15 @@ GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const 
         seen.x = sums.y;
 #endif
         const float2 value = {load_act(v, 0), load_act(v, next)};
-        const float2 error = beta * (value - decay * key_factor * recalled), scaled = error * key_factor;
+#ifdef STATE_SPACE
+        const float2 error = beta * value, skipped = rates[2 * value_heads + head] * value;
+#else
+        const float2 error = beta * (value - decay * key_factor * recalled), skipped = 0.0f;
+#endif
+        const float2 scaled = error * key_factor;
         const rows_t written = OF_ROWS((float8)(scaled.x), (float8)(scaled.y));
         REPEAT(RUNS, UPDATE_RUN)
-        const float2 result = decay * query_factor * seen + error * key_factors[2 * key_heads];
+        const float2 result = decay * query_factor * seen + error * key_factors[2 * key_heads] + skipped;
         if (lane == 0 && own) {
           target[0] = result.x;
           if (ROWS == 2)

@@ -53,8 +53,15 @@ typedef float kv_t;
 #define HEAD_ELEMENTS(head_dim) (PAGE * (uint)(head_dim))
 #define SCALED(value, head, row) (value)
 #endif
-// The first element of a head's rows in a page; heads of values come behind those of keys.
-#define HEAD_AT(page, head, kv_heads, head_dim) (((uint)(page) * (2 * (kv_heads)) + (head)) * HEAD_ELEMENTS(head_dim))
+// The first element of a head's rows in a page; heads of values come behind those of keys, or with SHARED_VALUES are those.
+#ifdef SHARED_VALUES
+#define PAGE_HEADS(kv_heads) (kv_heads)
+#define VALUE_HEAD(head, kv_heads) (head)
+#else
+#define PAGE_HEADS(kv_heads) (2 * (kv_heads))
+#define VALUE_HEAD(head, kv_heads) ((kv_heads) + (head))
+#endif
+#define HEAD_AT(page, head, kv_heads, head_dim) (((uint)(page) * PAGE_HEADS(kv_heads) + (head)) * HEAD_ELEMENTS(head_dim))
 
 #ifdef WHOLE_EIGHTS
 // Every count is 8, so no loop with a count of its own keeps the vector in memory.

@@ -136,7 +136,7 @@ def of_plans(config: ModelConfig, kind: str, levels: tuple[str, ...]) -> Iterato
     specs = op_specs(config, precision, BLOCK, True)
     weights = shape_only_weights(config, specs)
     mixtures = config.blocks(MixtureBlock).values()
-    on_npu = bool(mixtures) and not any(block.biased for block in mixtures)
+    on_npu = bool(mixtures) and not any(block.biased or not block.gated for block in mixtures)
     for level in levels:
         device = open_device("sim:snapdragon-8gen3", simulation=Simulation(lengths=STANDARD, every_form=True))
         plan = plan_of(level, specs, precision, on_npu)

@@ -21,7 +21,9 @@ CHUNK, CONTEXT = 64, 1088
 Load = Callable[..., LLM]
 
 
-@pytest.fixture(params=["lfm2", "qwen3_5_text"])
+@pytest.fixture(
+    params=["lfm2", "qwen3_5_text", "granitemoehybrid with state spaces", "nemotron_h", "falcon_h1"]
+)
 def family(request: pytest.FixtureRequest) -> str:
     """Return a model type with recurrent state."""
     return str(request.param)
@@ -189,7 +191,7 @@ def test_guesses_give_the_tokens_of_plain_decoding(load: Load) -> None:
 def test_memory_is_bounded_and_counted(load: Load, ids: list[int]) -> None:
     llm = load()
     config, dtype = llm.config, np.dtype(np.float32)
-    spec, attention, _ = config.states.values()
+    (_, spec), (_, attention), _ = config.states
     assert isinstance(spec, RecurrentSpec)
     assert spec.kept(CONTEXT, CHUNK) == 16
     assert spec.bytes(16, dtype) == 16 * 2 * 128 * 4

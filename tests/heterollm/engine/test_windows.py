@@ -197,7 +197,7 @@ def test_guesses_give_the_tokens_of_plain_decoding(load: Load) -> None:
 
 def test_memory_is_that_of_the_windows(load: Load) -> None:
     llm = load()
-    spec, whole = llm.config.states[0], llm.config.states[1]
+    (_, spec), (_, whole) = llm.config.states[:2]
     assert isinstance(spec, KvSpec)
     assert (spec.window, spec.kept(CONTEXT, CHUNK), whole.kept(CONTEXT, CHUNK)) == (20, KEPT, CONTEXT)
     dtype = np.dtype(np.float32)
@@ -230,6 +230,6 @@ def test_a_model_of_five_windows_to_one_takes_a_fifth_of_the_memory() -> None:
         }
     )
     context, longest, half = 32768, 512, np.dtype(np.float16)
-    whole = sum(spec.bytes(context, half) for spec in config.states.values())
+    whole = sum(spec.bytes(context, half) for _, spec in config.states)
     assert whole == 34 * 2 * 4 * 256 * 2 * context
     assert 0.2 < config.state_bytes(context, longest, half) / whole < 0.21

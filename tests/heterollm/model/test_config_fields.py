@@ -92,9 +92,38 @@ OWN: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 48,
-        "layer_types": ["attention"] * 2,
+        "layer_types": ["linear_attention", "full_attention"],
         "position_embedding_type": "rope",
         "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-E",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+    },
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 16},
+    **{
+        kind: {
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 24,
+            # In transformers another name of the part that rotates.
+            "head_dim": ...,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        }
+        for kind in ("deepseek_v2", "glm4_moe_lite")
     },
     "stablelm": {"num_key_value_heads": 4},
     "gpt_neox": {"rotary_pct": 1.0},
@@ -267,6 +296,34 @@ VALUES: dict[str, Any] = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 8,
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 2),
+    **dict.fromkeys(("ssm_state_size", "conv_kernel"), 3),
+    "mamba_head_dim": 24,
+    "use_conv_bias": False,
+    "mlp_hidden_act": "silu",
+    "moe_shared_expert_intermediate_size": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "rope_interleave": False,
+    "topk_method": "group_limited_greedy",
+    "mamba_d_ssm": 96,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    **dict.fromkeys(("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"), 0.6),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier", "lm_head_multiplier"), 1.7),
+    "ssm_multipliers": [0.9, 0.7, 1.4, 1.6, 0.5],
+    "mlp_multipliers": [0.8, 1.7],
+    "layers_block_type": ["full_attention", "linear_attention", "mlp", "moe"],
+    "hybrid_override_pattern": "E-M*",
+    "mamba_d_state": 24,
+    "mamba_d_head": 16,
+    "mamba_d_conv": 3,
+    "mamba_expand": 4,
+    "mamba_conv_bias": False,
     "sliding_window": 8,
     "use_sliding_window": True,
     "max_window_layers": 1,
@@ -324,6 +381,11 @@ VALUES: dict[str, Any] = {
     # Refused.
     "attn_output_gate": False,
     "mamba_ssm_dtype": "bfloat16",
+    **dict.fromkeys(("mamba_proj_bias", "projectors_bias"), True),
+    "moe_latent_size": 16,
+    "time_step_limit": [0.01, 100.0],
+    "mamba_dt_limit": [0.01, 100.0],
+    "mamba_hidden_act": "relu",
     "use_bidirectional_attention": True,
     "is_encoder_decoder": True,
     "per_layer_config": {"0": {"intermediate_size": 48}},
@@ -361,6 +423,12 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("lfm2", "layer_types"): ["full_attention", "conv"],
     ("qwen3_5_text", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],
+    ("nemotron_h", "norm_topk_prob"): False,
+    ("glm4_moe_lite", "norm_topk_prob"): False,
+    ("deepseek_v2", "n_shared_experts"): 1,
+    ("glm4_moe_lite", "mlp_layer_types"): ["sparse", "dense"],
+    ("nemotron_h", "layer_types"): ["full_attention", "linear_attention", "mlp", "moe"],
+    ("granitemoehybrid", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_next", "layer_types"): ["full_attention", "linear_attention"],
     ("gemma3_text", "rope_parameters"): NESTED,
     **{(kind, name): value for kind in GEMMA4_KINDS for name, value in OF_GEMMA4.items()},
@@ -395,6 +463,7 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("gemma3_text", "rope_scaling"): LINEAR,
 }
 BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
+    ("falcon_h1", "mamba_norm_before_gate"): {"mamba_rms_norm": True},
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},
     ("phi3", "rope_parameters"): {"original_max_position_embeddings": 32},
@@ -431,6 +500,8 @@ CHECKED |= {("num_experts_per_tok", kind) for kind in ("phimoe", "llama4_text")}
 CHECKED |= {("head_dim", "olmoe"), ("head_dim", "bitnet"), ("word_embed_proj_dim", "opt")}
 INTERNLM3_BIASES = ("attention_bias", "mlp_bias", "qkv_bias", "bias")
 CHECKED |= {(name, "internlm3") for name in INTERNLM3_BIASES}
+CHECKED |= {("mamba_d_head", kind) for kind in ("granitemoehybrid", "falcon_h1")}
+CHECKED |= {("mamba_expand", "falcon_h1")}
 """Rows that must agree with others: :func:`test_a_field_that_must_agree_is_refused_otherwise`."""
 
 
@@ -468,7 +539,8 @@ def base(kind: str, name: str = "") -> dict[str, Any]:
     beside = BESIDE_OF_KIND.get((kind, name), BESIDE.get(name, {}))
     known = {one: value for one, value in beside.items() if CONFIG_FIELDS.find(one, kind)}
     known = {one: value for one, value in known.items() if CONFIG_FIELDS.find(one, kind).effect == "read"}
-    return {"model_type": kind, **COMMON, **OWN.get(kind, {}), **known}
+    fields = {"model_type": kind, **COMMON, **OWN.get(kind, {}), **known}
+    return {one: value for one, value in fields.items() if value is not ...}
 
 
 def theirs(fields: dict[str, Any]) -> Any:
@@ -585,6 +657,8 @@ def test_a_setting_that_is_read_changes_the_configuration(row: Field, kind: str,
         ("llama4_text", "num_experts_per_tok", 2, 1, "num_experts_per_tok is 2"),
         *(("internlm3", name, True, False, "qkv_bias is") for name in INTERNLM3_BIASES),
         *((kind, "head_dim", 32, 16, "head_dim is 32") for kind in ("olmoe", "bitnet")),
+        ("granitemoehybrid", "mamba_d_head", 16, 32, "mamba_d_head is 16"),
+        ("falcon_h1", "mamba_d_head", 16, 32, "mamba_d_head is 16"),
         ("opt", "word_embed_proj_dim", 32, 64, "word_embed_proj_dim is 32"),
     ],
 )

@@ -95,6 +95,8 @@ def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path):
         convert_model(folder, tmp_path / "again")
     with pytest.raises(HeteroLLMError, match="stacks its experts"):
         convert_model(checkpoint("granitemoe"), tmp_path / "experts")
+    with pytest.raises(HeteroLLMError, match="factors on its linears"):
+        convert_model(checkpoint("falcon_h1"), tmp_path / "factors")
     # Before the model is looked at.
     with pytest.raises(HeteroLLMError, match="cannot be written"):
         convert_model(tmp_path / "no model", folder / "config.json" / "below")

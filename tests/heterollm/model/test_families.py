@@ -20,6 +20,7 @@ from heterollm.model.blocks import (
     FfnBlock,
     LayerConfig,
     LayerInputBlock,
+    MambaBlock,
     MixtureBlock,
 )
 from heterollm.model.layout import other_name
@@ -83,6 +84,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False}),
     "granite 4 without positions": ("granitemoehybrid", {"position_embedding_type": None}),
     "qwen3_next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
+    "granitemoehybrid with state spaces": ("granitemoehybrid with state spaces", {}),
+    "nemotron_h": ("nemotron_h", {}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1 with a norm": ("falcon_h1", {"mamba_rms_norm": True}),
+    "falcon_h1 with a norm behind": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "granite 4-H with experts": (
+        "granitemoehybrid with state spaces",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "mamba_conv_bias": False},
+    ),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}),
 }
 VARIANTS = (
@@ -91,6 +106,8 @@ VARIANTS = (
     "gpt_neox in sequence",
     "gemma4 in one stream",
     "qwen3_next with a dense layer",
+    "granite 4-H with experts",
+    *("falcon_h1 with a norm", "falcon_h1 with a norm behind"),
 )
 
 # The level layer runs the graphs of npu with the kernels of gpu.
@@ -372,6 +389,12 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     ),
     "blocks side by side": one_after_the_other,
     "output gate": lambda config: attention(config, gated=False),
+    "norm of state spaces": lambda config: changed(
+        config, MambaBlock, lambda one: dataclasses.replace(one, normed=False)
+    ),
+    "norm behind the gate": lambda config: changed(
+        config, MambaBlock, lambda one: dataclasses.replace(one, gate_first=False)
+    ),
 }
 GEMMA = (
     *("window", "layers without window", "norms of outputs", "norm offset", "embedding scale"),
@@ -430,6 +453,19 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "glm": ("partly turning heads", "biases of q, k and v"),
     "glm4": ("partly turning heads", "biases of q, k and v", "norms of outputs"),
     "granitemoehybrid": ("embedding scale", "attention scale", "scale of logits"),
+    "granitemoehybrid with state spaces": (
+        *("embedding scale", "attention scale", "scale of logits", "layers without positions"),
+        "norm behind the gate",
+    ),
+    "nemotron_h": (
+        *("activation", "layers without positions", "norm behind the gate", "biases of the feed-forward"),
+        *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
+    ),
+    "deepseek_v2": ("scaled positions", "factor of experts", "weights as they are"),
+    "glm4_moe_lite": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
+    "falcon_h1": ("embedding scale", "scale of logits", "blocks side by side"),
+    "falcon_h1 with a norm": ("norm of state spaces",),
+    "falcon_h1 with a norm behind": ("norm behind the gate",),
     "phi": (
         *("means of norms", "partly turning heads", "activation", "blocks side by side"),
         *(*BIASES, "bias of the head"),
@@ -531,15 +567,19 @@ def test_a_feature_that_is_taken_away_is_seen(
 
 
 @pytest.mark.parametrize(
-    ("family", "role", "value"),
+    ("name", "role", "value"),
     [
-        *(("qwen3_5_text", *one) for one in (("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0))),
-        ("qwen3_5_text", "gated_norm", 1.0),
+        *(
+            (name, *one)
+            for name in ("qwen3_5_text", "granitemoehybrid with state spaces")
+            for one in (("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0), ("gated_norm", 1.0))
+        ),
+        *(("granitemoehybrid with state spaces", *one) for one in (("skip", 0.0), ("taps_bias", 0.0))),
         *(("apertus", *one) for one in (("linear", 0.0), ("rising", -3.0), ("falling", -3.0))),
     ],
 )
 def test_a_tensor_that_is_taken_away_is_seen(
-    family: str,
+    name: str,
     role: str,
     value: float,
     checkpoint: Callable[..., Path],
@@ -548,7 +588,7 @@ def test_a_tensor_that_is_taken_away_is_seen(
     token_ids: Callable[[int], list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, ids = checkpoint(family), token_ids(PROMPT + STEPS)
+    folder, ids = checkpoint(name), token_ids(PROMPT + STEPS)
     expected = oracle(folder, ids)
     load_weights = heterollm.loading.load_weights
 

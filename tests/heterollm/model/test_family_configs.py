@@ -508,7 +508,7 @@ def test_layers_of_qwen3_5_are_those_of_transformers(changes: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
     [
-        ({"linear_key_head_dim": 160}, UnsupportedModelError, "linear_key_head_dim 160, above 128"),
+        ({"linear_key_head_dim": 320}, UnsupportedModelError, "linear_key_head_dim 320, above 256"),
         ({"linear_num_value_heads": 3}, CheckpointError, "a multiple of the 2 of linear_num_key_heads"),
         ({"linear_conv_kernel_dim": 1}, CheckpointError, "linear_conv_kernel_dim is 1"),
         ({"full_attention_interval": 0}, CheckpointError, "full_attention_interval is 0"),

@@ -31,6 +31,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96},
     ),
+    "granite 4-H with experts": (
+        "granitemoehybrid with state spaces",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96},
+    ),
+    "nemotron_h without experts": (
+        "nemotron_h",
+        {"layers_block_type": ["full_attention", "linear_attention", "mlp"]},
+    ),
     "exaone4 with windows": (
         "exaone4",
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
@@ -38,6 +46,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4 with experts": ("gemma4_text with experts", {}),
     "gemma3 without window": ("gemma3_text", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
 }
+STATED = {"granite 4 with experts": "granitemoe", "nemotron_h without experts": "nemotron_h"}
+"""Architectures of variants, where their family has another."""
 VISION = {"qwen3vl"}
 """The text part of a model with vision."""
 QUICK = (
@@ -53,7 +63,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_architecture_is_a_supported_family_and_written_here() -> None:
     assert {one.model_type for one in (*ARCHITECTURES.values(), *MIXTURES.values())} <= FAMILIES.keys()
-    assert {one.stated for one in CONVERTERS.values()} | VISION == {*ARCHITECTURES, *MIXTURES}
+    written = {one.stated for one in CONVERTERS.values()} | {*STATED.values()} | VISION
+    assert written == {*ARCHITECTURES, *MIXTURES}
 
 
 def logits(model: Path, host_llm: Callable[..., LLM], ids: list[int], **options: Any) -> np.ndarray:
@@ -84,7 +95,7 @@ def test_logits_are_those_of_the_checkpoint(
     else:
         kind, changes = VARIANTS.get(family, ("qwen3" if family in VISION else family, {}))
         folder = checkpoint(kind, **{**OVERRIDES.get(kind, {}), **changes})
-    stated = "granitemoe" if family == "granite 4 with experts" else family if family in VISION else ""
+    stated = STATED.get(family, family if family in VISION else "")
     path = write_gguf(folder, tmp_path / "float.gguf", Types.F32, Types.F32, stated=stated)
     ids = token_ids(44)
     found, wanted = (logits(model, host_llm, ids) for model in (path, folder))

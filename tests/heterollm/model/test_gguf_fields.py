@@ -41,7 +41,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     **{
         name: OVERRIDES[name]
-        for name in ("olmo", "dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe")
+        for name in (
+            *("olmo", "dots1", "cohere2", "ministral3", "qwen3_5_text", "lfm2_moe", "ernie4_5_moe"),
+            "nemotron_h",
+        )
     },
 }
 """Changes of the checkpoints whose files the cases change."""
@@ -82,10 +85,13 @@ def architecture(family: str) -> str:
     return CONVERTERS[family].stated if family in CONVERTERS else family
 
 
+SPACES = "granitemoehybrid with state spaces"
+
+
 def scales(name: str, file_name: str) -> list[Case]:
     """A factor in each architecture that has one."""
     absent = {"embedding_scale": 12.0, "residual_scale": 1.4 / 2**0.5, "logit_scale": 128 / 256}
-    families = ("granite", "granitemoe", "minicpm")
+    families = ("granite", "granitemoe", "minicpm", SPACES)
     found = [Case(family, 0.5, {name: 0.5}) for family in families]
     found += [Case(family, None, {name: 1.0}) for family in families[:2] if file_name != "logit_scale"]
     if file_name == "logit_scale":
@@ -144,6 +150,11 @@ CASES: dict[str, list[Case]] = {
         Case("granite", 0.125, {"attention_multiplier": 0.125}),
         Case("granite", None, {"attention_multiplier": 32**-0.5}),
         Case("granitemoe", 0.125, {"attention_multiplier": 0.125}),
+        Case(SPACES, 0.125, {"attention_multiplier": 0.125}),
+    ],
+    "rope.scaling.finetuned": [
+        Case(SPACES, True, {"position_embedding_type": "rope"}),
+        Case(SPACES, None, {"position_embedding_type": "rope"}),
     ],
     "embedding_scale": scales("embedding_multiplier", "embedding_scale"),
     "residual_scale": scales("residual_multiplier", "residual_scale"),
@@ -260,12 +271,15 @@ CASES: dict[str, list[Case]] = {
     ],
     "expert_weights_scale": [
         Case(family, value, {"routed_scaling_factor": value or 1.0})
-        for family in ("glm4_moe", "dots1", "exaone_moe")
+        for family in ("glm4_moe", "dots1", "exaone_moe", "nemotron_h")
         for value in (0.5, None)
     ],
     "expert_weights_norm": [
         Case(family, value, {"norm_topk_prob": bool(value)})
-        for family, value in (("glm4_moe", False), ("dots1", True), ("exaone_moe", None))
+        for family, value in (
+            *(("glm4_moe", False), ("dots1", True), ("exaone_moe", None)),
+            ("nemotron_h", False),
+        )
     ],
     "expert_used_count": [Case("mixtral", 3, {"num_experts_per_tok": 3})],
 }
@@ -320,6 +334,7 @@ def twin_logits(folder: Path, changes: dict[str, Any], ids: list[int]) -> np.nda
     import transformers
 
     values = json.loads((folder / "config.json").read_text()) | changes
+    values.pop("time_step_limit", None)  # its infinity is none of JSON's numbers
     config = transformers.AutoConfig.for_model(**values)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation="eager"
@@ -558,6 +573,7 @@ FILES = {
     "ernie4_5-moe": "ernie4_5_moe",
     "olmo": "olmo",
     "llama4": "llama4_text",
+    "nemotron_h_moe": "nemotron_h",
 }
 """Checkpoints by architecture."""
 

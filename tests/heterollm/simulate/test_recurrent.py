@@ -48,9 +48,18 @@ NET = ModelConfig.from_dict(
 )
 """Qwen3.5-4B."""
 
+SPACES = KNOWN_MODELS["granite-4.0-h-micro"].config
+
 
 @pytest.mark.parametrize(
-    ("config", "groups"), [(CONFIG, {"conv_in", "conv_out"}), (NET, {"delta_in", "delta_out"})]
+    ("config", "groups"),
+    [
+        (CONFIG, {"conv_in", "conv_out"}),
+        (NET, {"delta_in", "delta_out"}),
+        (SPACES, {"mamba_in", "mamba_out"}),
+        (KNOWN_MODELS["deepseek-v2-lite"].config, {"latent_in", "latent_out"}),
+        (KNOWN_MODELS["nemotron-3-nano-30b-a3b"].config, {"mamba_in", "mamba_out"}),
+    ],
 )
 def test_passes_take_as_long_as_predicted(
     config: ModelConfig, groups: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -81,6 +90,11 @@ def test_passes_take_as_long_as_predicted(
 def test_sparse_attention_needs_attention_in_all_layers() -> None:
     with pytest.raises(OptionError, match="Only some layers of LFM2 have attention"):
         assumed_heads(CONFIG, AttentionRequest())
+
+
+def test_sparse_attention_estimates_no_latent_vectors() -> None:
+    with pytest.raises(OptionError, match="Heads of DeepSeek-V2 share latent vectors"):
+        assumed_heads(KNOWN_MODELS["deepseek-v2-lite"].config, AttentionRequest())
 
 
 def test_sparse_attention_has_no_sinks() -> None:

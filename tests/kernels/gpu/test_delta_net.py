@@ -35,6 +35,7 @@ PAIRS = [
 """Styles and types of activations; no device has the last pair by default."""
 
 ODD = DeltaShape(key_heads=2, value_heads=6, key_dim=21, value_dim=13, taps=4)
+ODD_SPACE = dataclasses.replace(ODD, recalls=False)
 PUBLISHED = DeltaShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, taps=4)
 
 
@@ -49,6 +50,10 @@ def test_a_delta_net_at_odd_sizes(cases, check, style, dtype):
         DeltaCase(70, 7, DeltaShape(8, 8, 40, 8, taps=5), (0, 320, 0, 64, 8, 8)),
         DeltaCase(40, 7, PUBLISHED, (128, 0, 256, 512, 0, 4)),
         DeltaCase(5, 7, ODD, (8, 42, 0, 5, 6, 3), "sum"),
+        # State spaces; the last one has Falcon-H1's width.
+        *(DeltaCase(tokens, position, ODD_SPACE) for tokens in (1, 2) for position in (0, 7)),
+        DeltaCase(33, 7, ODD_SPACE, (8, 42, 0, 5, 3), "sum"),
+        DeltaCase(40, 7, DeltaShape(1, 4, 256, 64, taps=4, recalls=False), (128, 0, 256, 64, 4)),
     ):
         for actual, exact in made(case):
             # What stays float carries the error of q, k and v, which do not.
@@ -75,7 +80,7 @@ def in_pieces(layers, pieces, drawn, shape=PUBLISHED):
         members = Segments(given, given, rows, (0,) * len(rows))
         launches = (
             convolve_inputs(layers, members, taps, rates, mixed, factors, state, step, **sizes),
-            apply_delta_rule(layers, mixed, factors, out, state, step, **sizes),
+            apply_delta_rule(layers, mixed, factors, rates, out, state, step, **sizes),
         )
         run_launches(gpu, launches)
         outputs.append(slot_values(out))
@@ -116,7 +121,7 @@ def test_errors_do_not_grow(make, style, dtype, least_db):
     mixed = exact_convolution(np.concatenate(parts, axis=1), history, taps)
     q, k = np.split(mixed[:, : 2 * rows[0]].reshape(len(mixed), -1, shape.key_dim), 2, axis=1)
     matrix = np.zeros((shape.value_heads, shape.value_dim, shape.key_dim))
-    exact, _ = exact_delta_rule(shape, mixed, exact_factors((q, k), (b, a), rates), matrix)
+    exact, _ = exact_delta_rule(shape, mixed, exact_factors((q, k), (b, a), rates), rates, matrix)
     for head in range(shape.value_heads):
         own = slice(head * shape.value_dim, (head + 1) * shape.value_dim)
         early, late = (sqnr_db(out[at : at + 64, own], exact[at : at + 64, own]) for at in (64, 960))
@@ -137,11 +142,14 @@ def test_outputs_are_normed_and_gated(cases, check, style, dtype):
             case = OutputGateCase(3, heads, head_dim, splits, join, normed=normed, biased=biased)
             for numbers in made(case):
                 check(numbers, case)
+    for changes in ({"silu": True}, {"normed": True, "gate_first": True, "weights_by_head": True}):
+        for numbers in made(OutputGateCase(3, 3, 21, (5, 7), **changes)):
+            check(numbers, changes)
 
 
 def test_sizes_that_kernels_cannot_have_are_refused(cases):
     made = cases("vector")
     with pytest.raises(KernelError, match="5 heads cannot share 2 key heads"):
         made(DeltaCase(3, 0, dataclasses.replace(ODD, value_heads=5)))
-    with pytest.raises(KernelError, match="heads of 136 keys; at most 128"):
-        made(DeltaCase(3, 0, dataclasses.replace(ODD, key_dim=136)))
+    with pytest.raises(KernelError, match="heads of 264 keys; at most 256"):
+        made(DeltaCase(3, 0, dataclasses.replace(ODD, key_dim=264)))
