@@ -97,11 +97,13 @@ def turn(
     defines: Defines = {"TURNS": 1, "LATENT": latent, "ROPE": rope}
     table = np.int32(0)
     # Absent memory is never read, but OpenCL needs a valid argument.
-    norm, target, stored = rotation.cos, query, query
+    norm: Argument = rotation.cos
+    target: Argument = query
+    stored = query
     if is_key:
         defines |= {"KEY": 1, "SHARED_VALUES": 1, **on.cache_defines}
         table = on.table(cache, shape)
-        norm, target, stored = rotation.norms, cache.memory, cache.memory
+        norm, target, stored = rotation.norms, rotation.sin, cache.memory
     else:
         query.require(tokens * shape.query_columns * 4, f"{title} query")
     if "KV_CODES" in defines:
