@@ -19,6 +19,7 @@ from heterollm.engine.step import (
 )
 from heterollm.engine.waits import PassFences
 from heterollm.kernels.gpu import (
+    ROUNDING,
     DeviceMemory,
     GpuRuntime,
     KvLayer,
@@ -163,18 +164,19 @@ class PassBuilder:
             rounded: Existing codes of the input, which the kernel reads instead.
         """
         source: tuple[Memory, ...] = (reads,)
-        operator: Operator = "rounding of inputs"
         steps = []
         *before, kernel = launch.parts
+        if before and before[0].label != ROUNDING:
+            # Inputs that only this kernel reads split, or weights in several buffers.
+            before, kernel = [], launch
         for rounding in before:
             codes = (SCRATCH_CODES,)
-            name = f"{op.name} {operator}"
-            steps.append(self._step(operator, op.layer, "kernel", name, rounding, source, codes))
+            name = f"{op.name} {ROUNDING}"
+            steps.append(self._step(ROUNDING, op.layer, "kernel", name, rounding, source, codes))
             source = codes
         if rounded is not None:
             source = codes_of(rounded)
-        operator = op.operator
-        steps.append(self._step(operator, op.layer, "kernel", label, kernel, source, (writes,), work=work))
+        steps.append(self._step(op.operator, op.layer, "kernel", label, kernel, source, (writes,), work=work))
         return steps
 
     def flag(self, op: HandedOver | None, launch: Launch) -> None:
