@@ -179,7 +179,7 @@ def test_an_end_token_beyond_the_vocabulary(copy: Path, name: str) -> None:
             "quantization_config: quant_method = 'hqq'",
         ),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "mish"}, "mish"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "mrope"),
     ],
     ids=str,
