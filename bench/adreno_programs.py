@@ -230,7 +230,8 @@ def _record_glue(
     convolve_inputs(layers, members, slot, slot, slot, slot, state, step, **sizes)
     runtime.label = "delta_rule f16"
     apply_delta_rule(layers, slot, slot, slot, slot, state, step, **sizes)
-    space = DeltaShape(1, 64, 128, 64, taps=4, recalls=False)
+    # Eight groups, as in Nemotron-H: one, as in Granite 4-H, keeps parts of vectors in memory.
+    space = DeltaShape(8, 64, 128, 64, taps=4, recalls=False)
     members = Segments(slot, slot, tuple(space.members.values()), tuple(space.members.values()))
     state, sizes = RecurrentLayer(slot, space.history + space.matrix), {"shape": space, "tokens": 16}
     runtime.label = "state_conv f16"

@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from heterollm.engine.step import NOT_RUN, Buffer, Call, Step
-from heterollm.kernels.gpu import GpuRuntime, Launch, MergedLaunch, merge_launches
+from heterollm.engine.step import NOT_RUN, Buffer, Step
+from heterollm.kernels.gpu import GpuRuntime, MergedLaunch, merge_launches
 
 
 def merge_steps(runtime: GpuRuntime, steps: Sequence[Step]) -> list[Step]:
     """Return the steps with consecutive launches merged, if the device benefits from it."""
     left = iter(steps)
     found = []
-    for call in merge_launches(runtime, map(_mergeable_call, steps)):
+    for call in merge_launches(runtime, (step.run for step in steps)):
         if isinstance(call, MergedLaunch):
             found.append(_joined([next(left) for _ in call.labels], call))
         else:
             found.append(next(left))
     return found
-
-
-def _mergeable_call(step: Step) -> Call:
-    """Return the call of a step; that of a chain of launches, one step with several labels, is not merged."""
-    run = step.run
-    return run.__call__ if isinstance(run, Launch) and len(run.parts) > 1 else run
 
 
 def _joined(steps: Sequence[Step], launch: MergedLaunch) -> Step:

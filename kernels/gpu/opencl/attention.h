@@ -48,8 +48,10 @@ typedef struct {
   int stop;          // behind the last one
 } attention_tile;
 
+// A quotient of numbers below 2^20, which a phone's GPU divides faster as floats.
+#define QUOTIENT(number, divisor) ((uint)(((float)(number) + 0.5f) / (float)(divisor)))
 // Keys of a part, for a context of so many.
-#define PART_KEYS(keys, parts) ((uint)((keys) + PAGE * (parts) - 1) / (uint)(PAGE * (parts)) * PAGE)
+#define PART_KEYS(keys, parts) (QUOTIENT(((uint)(keys) + PAGE - 1) / PAGE + (parts) - 1, parts) * PAGE)
 
 static inline attention_tile find_tile(__global const int *step, int number, int part, int parts, int group,
                                        int window, int row_words) {
@@ -87,7 +89,7 @@ static inline attention_tile find_tile(__global const int *step, int number, int
       int most, int all_heads
 // The row of a position, behind that of position 0.
 #define ROW_OF(pages, position, kv_heads)                                                                               \
-  (HEAD_AT((pages)[(position) / PAGE], 0, kv_heads, HEAD_DIM) + ((position) % PAGE) * HEAD_DIM)
+  (HEAD_AT((pages)[(uint)(position) / PAGE], 0, kv_heads, HEAD_DIM) + (uint)(position) % PAGE * HEAD_DIM)
 
 // The query head of a work-group, counted in slots of key heads.
 static inline int gathered_head(__global const int *order, int first_slot, uint number) {

@@ -36,9 +36,9 @@ static inline void join_head(__global const float *partial, __global act_t *out,
 GROUP_SIZE __kernel void attention_join(__global const float *partial, __global act_t *out,
                                         __global const int *step, int heads, int parts, int row_words CODE_ARGUMENTS) {
   size_t first = get_group_id(0) * CODE_HEADS;
-  step += (uint)first / (uint)heads * row_words;
+  step += QUOTIENT(first, heads) * row_words;
   const int keys = step[STEP_POSITION] + TOKENS_OF(step, row_words), part_keys = PART_KEYS(keys, parts);
-  const int written = (uint)(keys + part_keys - 1) / (uint)part_keys;
+  const int written = QUOTIENT(keys + part_keys - 1, part_keys);
   for (int head = 0; head < CODE_HEADS; ++head)
     join_head(partial, out, parts, written, first + head);
 #ifdef CODE_BITS

@@ -10,11 +10,12 @@ arguments lie in a table. The table holds host pointers, which are valid on CPU 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -41,12 +42,16 @@ KERNEL: Final = re.compile(r"__kernel\b[^;{]*?\bvoid\s+(\w+)\s*\(")
 FUNCTION: Final = re.compile(r"^static inline\b[^(;]*?\b(\w+)\(", re.MULTILINE)
 
 
+Chain: TypeAlias = tuple[OpenClLaunch, ...]
+"""The launches of one call, in order."""
+
+
 class MergedLaunch:
     """Several launches as a single one, run in order; made by :func:`merge_launches`.
 
     Attributes:
         label: Labels of the first and the last launch.
-        labels: Labels of all launches in order, for traces.
+        labels: Labels of all calls in order, of which each is a launch or a chain of them.
     """
 
     __slots__ = ("_launch", "_memory", "_table", "label", "labels")
@@ -54,15 +59,16 @@ class MergedLaunch:
     def __init__(
         self,
         runtime: GpuRuntime,
-        launches: Sequence[OpenClLaunch],
+        chains: Sequence[Chain],
         kinds: Sequence[KernelIdentity],
         source: str,
     ) -> None:
+        launches = list(itertools.chain.from_iterable(chains))
         units = runtime.traits.compute_units
         self._table = runtime.shared((len(launches), ENTRY_WORDS), np.uint64)
         self._memory = [launch.arguments for launch in launches]
         self.label = f"{launches[0].label} to {launches[-1].label}"
-        self.labels = tuple(launch.label for launch in launches)
+        self.labels = tuple(chain[-1].label for chain in chains)
         first = 0
         for row, launch in enumerate(launches):
             groups = _groups(launch)
@@ -103,7 +109,7 @@ def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> l
         calls: Launches and other calls, in order.
     """
     merged: list[Callable[[], Any]] = []
-    run: list[OpenClLaunch] = []
+    run: list[tuple[Callable[[], Any], Chain]] = []
 
     def end_run() -> None:
         merged.extend(_merged(runtime, run))
@@ -112,7 +118,7 @@ def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> l
     for call in calls:
         parts = _kernels(call)
         if parts and _mergeable(runtime, parts):
-            run.extend(parts)
+            run.append((call, parts))
         else:
             end_run()
             merged.append(call)
@@ -120,7 +126,7 @@ def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> l
     return merged
 
 
-def _kernels(call: Callable[[], Any]) -> tuple[OpenClLaunch, ...]:
+def _kernels(call: Callable[[], Any]) -> Chain:
     """Return the launches of a call in order; none if it is no launch on a queue."""
     if isinstance(call, ChainedLaunch):
         return (*_kernels(call.before), *_kernels(call.last))
@@ -136,22 +142,32 @@ def _mergeable(runtime: GpuRuntime, launches: Sequence[OpenClLaunch]) -> bool:
     )
 
 
-def _merged(runtime: GpuRuntime, launches: list[OpenClLaunch]) -> list[Any]:
-    if len(launches) < 2:
-        return list(launches)
-    examples = {runtime.kernel_identity(launch.kernel): launch for launch in launches}
+def _merged(runtime: GpuRuntime, run: Sequence[tuple[Callable[[], Any], Chain]]) -> list[Any]:
+    calls, chains = [call for call, _ in run], [chain for _, chain in run]
+    if len(chains) < 2:
+        return calls
+    examples = {runtime.kernel_identity(launch.kernel): launch for chain in chains for launch in chain}
     kinds = list(examples)
-    count = -(-len(launches) // LARGEST_MERGE)
-    size = -(-len(launches) // count)
+    total = sum(map(len, chains))
+    size = -(-total // -(-total // LARGEST_MERGE))
     try:
         source = _source(kinds, examples)
-        return [
-            MergedLaunch(runtime, launches[first : first + size], kinds, source)
-            for first in range(0, len(launches), size)
-        ]
+        return [MergedLaunch(runtime, part, kinds, source) for part in _parts(chains, size)]
     except KernelError as error:
         logger.warning("Launches are not merged: %s", error.message)
-        return list(launches)
+        return calls
+
+
+def _parts(chains: Sequence[Chain], size: int) -> Iterator[Sequence[Chain]]:
+    """Yield runs of chains with so many launches each, or a few more; the last one has the rest."""
+    part: list[Chain] = []
+    for chain in chains:
+        part.append(chain)
+        if sum(map(len, part)) >= size:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def _groups(launch: OpenClLaunch) -> tuple[int, int, int]:

@@ -209,7 +209,7 @@ def test_one_wrong_number_in_a_hundred_thousandth_is_seen(device, monkeypatch, o
         assert check.fix
     # What RoPE does not turn, the values, and what no norm divides have no part in this.
     without = {
-        "RoPE and KV write": ["7 tokens at 11, split, values", "normed values"],
+        "RoPE and KV write": ["7 tokens at 11, split, values", "normed values", "values are keys"],
         "norm with residual": ["scaled sum", "no norm"],
     }
     assert [check.case for check in checks if check.status == "pass"] == without.get(operator, [])

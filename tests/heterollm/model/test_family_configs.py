@@ -401,7 +401,7 @@ def test_scale_of_the_embedding_is_a_float32() -> None:
         ("qwen3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
         ("phi3", {"model_type": "phi3small"}, "phi3small"),
         ("phi3", {"model_type": "cohere"}, "'cohere' (norms of heads that subtract the mean)"),
-        ("phi3", {"model_type": "nemotron_h"}, "'nemotron_h' (layers of Mamba-2)"),
+        ("phi3", {"model_type": "bamba"}, "'bamba' (layers of Mamba-2)"),
         ("smollm3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
         ("hunyuan", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scales heads (yarn) before"),
         ("mistral", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "alpha"),

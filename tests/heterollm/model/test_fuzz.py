@@ -586,6 +586,8 @@ def test_a_damaged_file_is_read_rightly_or_refused(files, target):
 
 
 OF_FAMILY = {
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "granitemoehybrid": {"mamba_n_heads": 2, "layer_types": ["attention"] * 2},
     **{family: {"layer_types": ["conv", "full_attention"]} for family in ("lfm2_moe", "lfm3")},

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -177,12 +178,13 @@ def test_numbers_out_of_range_are_refused(options):
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """A newly opened CPU with an empty table of its own."""
+    """A newly opened CPU with an empty table of its own, as one without a matrix unit."""
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     for _, device in list_opencl_devices():
         if is_cpu(device):
             opened = OpenClRuntime(device)
             opened.tuning = DeviceTuning(opened.tuning.identity, enabled=True)
+            opened.traits = dataclasses.replace(opened.traits, has_matrix=False)
             return opened
     pytest.skip("needs an OpenCL runtime that serves the CPU")
 
