@@ -30,9 +30,9 @@ def tile_bytes(weight):
 
 @pytest.fixture(scope="module")
 def limited(runtime):
-    """A function that sets the largest buffer of the device, opened again, in bytes."""
+    """A function that sets the largest buffer of the device, opened again without a matrix unit, in bytes."""
     opened = OpenClRuntime(runtime._device)
-    traits = opened.traits
+    traits = dataclasses.replace(opened.traits, has_matrix=False)
 
     def limit(size_bytes):
         opened.traits = dataclasses.replace(traits, max_buffer_bytes=size_bytes)
@@ -57,7 +57,7 @@ def test_any_case_has_the_same_numbers_in_several_buffers(runtime, limited, data
     integer = weight.quantized and data.draw(st.booleans())
     tokens = data.draw(st.sampled_from([1, 2, 7, 40]))
     case = LinearCase(weight, rows, COLUMNS, tokens, kept=kept, integer_inputs=integer)
-    whole, exact = case.on_gpu(runtime, np.float32)
+    whole, exact = case.on_gpu(runtime, np.float32, style="vector")
     split, _ = case.on_gpu(limited(data.draw(st.sampled_from(LIMITS))), np.float32)
     assert np.array_equal(whole, split)
     assert exact.shape == whole.shape

@@ -30,7 +30,11 @@ def small_caches(device, monkeypatch):
     monkeypatch.setattr(device.gpu, "traits", replace(device.gpu.traits, cache_bytes=0))
 
 
-OF_OTHER_LAYERS = {"short_conv", "delta_convolution", "delta_rule", "gated_norm", "output_gate"}
+OF_OTHER_LAYERS = {
+    *("short_conv", "delta_convolution", "delta_rule", "gated_norm", "output_gate", "inner_norm"),
+    *("state_convolution", "selective_scan"),
+    *("absorbed_queries", "turned_queries", "expanded_values", "latent_norm"),
+}
 """Operators that this model lacks."""
 
 
