@@ -42,7 +42,7 @@ KERNEL: Final = re.compile(r"__kernel\b[^;{]*?\bvoid\s+(\w+)\s*\(")
 FUNCTION: Final = re.compile(r"^static inline\b[^(;]*?\b(\w+)\(", re.MULTILINE)
 
 
-Chain: TypeAlias = tuple[OpenClLaunch, ...]
+LaunchChain: TypeAlias = tuple[OpenClLaunch, ...]
 """The launches of one call, in order."""
 
 
@@ -59,7 +59,7 @@ class MergedLaunch:
     def __init__(
         self,
         runtime: GpuRuntime,
-        chains: Sequence[Chain],
+        chains: Sequence[LaunchChain],
         kinds: Sequence[KernelIdentity],
         source: str,
     ) -> None:
@@ -109,7 +109,7 @@ def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> l
         calls: Launches and other calls, in order.
     """
     merged: list[Callable[[], Any]] = []
-    run: list[tuple[Callable[[], Any], Chain]] = []
+    run: list[tuple[Callable[[], Any], LaunchChain]] = []
 
     def end_run() -> None:
         merged.extend(_merged(runtime, run))
@@ -126,7 +126,7 @@ def merge_launches(runtime: GpuRuntime, calls: Iterable[Callable[[], Any]]) -> l
     return merged
 
 
-def _kernels(call: Callable[[], Any]) -> Chain:
+def _kernels(call: Callable[[], Any]) -> LaunchChain:
     """Return the launches of a call in order; none if it is no launch on a queue."""
     if isinstance(call, ChainedLaunch):
         return (*_kernels(call.before), *_kernels(call.last))
@@ -142,7 +142,7 @@ def _mergeable(runtime: GpuRuntime, launches: Sequence[OpenClLaunch]) -> bool:
     )
 
 
-def _merged(runtime: GpuRuntime, run: Sequence[tuple[Callable[[], Any], Chain]]) -> list[Any]:
+def _merged(runtime: GpuRuntime, run: Sequence[tuple[Callable[[], Any], LaunchChain]]) -> list[Any]:
     calls, chains = [call for call, _ in run], [chain for _, chain in run]
     if len(chains) < 2:
         return calls
@@ -158,9 +158,9 @@ def _merged(runtime: GpuRuntime, run: Sequence[tuple[Callable[[], Any], Chain]])
         return calls
 
 
-def _parts(chains: Sequence[Chain], size: int) -> Iterator[Sequence[Chain]]:
+def _parts(chains: Sequence[LaunchChain], size: int) -> Iterator[Sequence[LaunchChain]]:
     """Yield runs of chains with so many launches each, or a few more; the last one has the rest."""
-    part: list[Chain] = []
+    part: list[LaunchChain] = []
     for chain in chains:
         part.append(chain)
         if sum(map(len, part)) >= size:
