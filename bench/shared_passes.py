@@ -33,6 +33,7 @@ from conditions import append_rows, conditions, origin, script_parser
 from soak import Served
 from speculation_simulated import RUNS, Simulated
 
+from heterollm.benchmarks.plugins import load_plugin
 from heterollm.engine.state import BatchRow
 
 REQUESTS: Final = (1, 2, 4, 8, 16)
@@ -46,7 +47,9 @@ class LlamaServer(Served):
     """llama.cpp's server in a child process, with the weights that heterollm computes with."""
 
     def __init__(self, command: str, model: str, threads: int) -> None:
-        from heterollm_engines.gguf_file import write_gguf  # of bench/engines
+        load_plugin("llama.cpp")  # puts a checkout's engines on the path
+
+        from heterollm_engines.gguf_file import write_gguf
 
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
@@ -56,8 +59,8 @@ class LlamaServer(Served):
         self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # noqa: S603
         ends_s = time.monotonic() + START_S
         while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > ends_s:
-                raise SystemExit(f"{' '.join(words)} does not answer.")
+            if (code := self.process.poll()) is not None or time.monotonic() > ends_s:
+                raise SystemExit(f"{' '.join(words)} does not answer; exit status {code}.")
             time.sleep(0.2)
 
     def _answers(self) -> bool:
@@ -74,8 +77,8 @@ def served(
     # New prompts each time, as both servers know the beginnings of earlier ones.
     ids = np.random.default_rng(0)
     options = ["--device", "host", "--plan", plan, "--precision", precision, "--context", str(CONTEXT)]
-    own = Served(model, [*options, "--no-exact", *(["--gpu-threads", str(threads)] if threads else [])])
-    servers = {"heterollm": own} | ({"llama.cpp": LlamaServer(rival, model, threads or 1)} if rival else {})
+    options += ["--no-exact", *(["--gpu-threads", str(threads)] if threads else [])]
+    servers: dict[str, Served] = {}
 
     def answer(server: Served, prompt: list[int]) -> None:
         body = {"model": "soak", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
@@ -84,6 +87,9 @@ def served(
 
     rates = defaultdict[tuple[str, int], list[float]](list)
     try:
+        if rival:
+            servers["llama.cpp"] = LlamaServer(rival, model, threads or 1)
+        servers["heterollm"] = Served(model, options)
         with ThreadPoolExecutor(max(REQUESTS)) as clients:
             for turn in range(rounds + 1):  # the first one compiles
                 for count, (name, server) in itertools.product(REQUESTS, servers.items()):

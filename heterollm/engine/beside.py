@@ -19,9 +19,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.engine.pass_times import NEWEST
 from heterollm.engine.passes import StalePassError
 from heterollm.engine.step import Call
-from heterollm.engine.windows import NEWEST, PassPiece, Window
+from heterollm.engine.windows import PassPiece, Window
 from heterollm.kernels.gpu import GpuRuntime, MarkerSignal
 
 

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from heterollm.engine.pass_times import NEWEST
 from heterollm.engine.step import Call, Step
 
 NORMS: Final = ("norm", "residual")
 """Operators at the begin of a stage, before which no kernel's scratch memory is in use."""
-
-NEWEST: Final = 0.25
-"""Weight of the latest time in the usual one."""
 
 MOST_LOST: Final = 0.5
 """Part of the time of decode passes by which they may make graphs longer: both use the same memory."""

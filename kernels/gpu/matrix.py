@@ -8,14 +8,12 @@ import numpy as np
 
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory
+from heterollm.kernels.gpu.parameters import MATRIX_TOKENS
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.ops import WeightFormat
 
 SPLITTING: Final = "splitting of inputs"
 """Label of the launches that split."""
-
-TILE_TOKENS: Final = 16
-"""Tokens of a tile."""
 
 ROW_GAP: Final = 32
 """Numbers between two rows of parts, as in matrix_parts.h."""
@@ -47,7 +45,7 @@ def split_inputs(
         half: Whether ``x`` is float16, not float32.
     """
     # Tiles are read whole.
-    rows, blocks = tokens + TILE_TOKENS, columns // weight.block
+    rows, blocks = tokens + MATRIX_TOKENS, columns // weight.block
     parts = runtime.shared_scratch("parts", rows * 2 * ((2 if half else 3) * columns + ROW_GAP))
     sums = runtime.shared_scratch("sums", rows * blocks * 4)
     defines: dict[str, str | int] = {"CODE_BITS": weight.bits, "BLOCK": weight.block}

@@ -23,6 +23,9 @@ KernelStyle = Literal["vector", "matrix", "simt", "half", "coalesced"]
 ``half``: the same with half arithmetic, for linear layers of many tokens with float16 activations;
 ``coalesced``: the same with neighbours that read neighbouring parts of a key, for attention."""
 
+CPU_STYLES: Final[tuple[KernelStyle, ...]] = ("vector", "matrix")
+"""Styles with one work-item a work-group, which computes vectors of columns."""
+
 TokenClass = Literal["one", "few", "many"]
 """Tokens of a launch: one, up to the largest of :data:`FEW_TOKEN_STEPS`, or more."""
 
@@ -235,7 +238,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
     def work_group(self) -> int:
         """Return the work-items of a work-group."""
-        if self.style in ("vector", "matrix"):
+        if self.style in CPU_STYLES:
             return 1
         if self.many:
             return LANES // SIMT_ITEM_COLUMNS * (self.token_step // self._sums(self.token_step))
@@ -247,7 +250,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
     def local_bytes(self) -> int:
         """Return the local memory of a work-group."""
-        if self.style in ("vector", "matrix"):
+        if self.style in CPU_STYLES:
             return 0
         if self.many:
             # Those of the kernel for floats; that for int8 holds a quarter, and two numbers a token.

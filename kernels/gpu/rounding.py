@@ -15,6 +15,7 @@ import numpy as np
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.memory import DeviceMemory
+from heterollm.kernels.gpu.parameters import CPU_STYLES
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.variants import Variant, whole_eights
 from heterollm.kernels.gpu.work import BLOCK_BYTES, rounding_work
@@ -129,7 +130,7 @@ def rounding_launch(
         defines |= {"BLOCK": rounded.block} | whole_eights(variant, has_half=runtime.traits.has_half)
     kernel = runtime.kernel(("common.h", "rounding.h", "quantize.cl"), "quantize_activations", defines)
     blocks = columns // rounded.block
-    span, items = (blocks, 1) if variant.style in ("vector", "matrix") else (1, SIMT_ITEMS)
+    span, items = (blocks, 1) if variant.style in CPU_STYLES else (1, SIMT_ITEMS)
     sizes = map(np.int32, (columns, rounded.block, first_token, span))
     size = (round_up(-(-blocks // span), items), tokens)
     arguments = (x, rounded.codes, rounded.blocks, *sizes)

@@ -23,6 +23,7 @@ from heterollm.kernels.gpu.matrix import split_inputs
 from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.packing import PackedArrays, check_members, codes, pack_members, packed_arrays
 from heterollm.kernels.gpu.parameters import (
+    CPU_STYLES,
     KernelParameters,
     KernelStyle,
     LaunchGrid,
@@ -257,10 +258,10 @@ class TiledWeights:
                 defines["ASYMMETRIC"] = 1
         if self.format.minimum:
             defines["MINIMUMS"] = 1
-        files.append("linear_wide.h" if chosen in ("vector", "matrix") else "linear_tiles.h")
+        files.append("linear_wide.h" if chosen in CPU_STYLES else "linear_tiles.h")
         if chosen == "half":
             defines["HALF_SUMS"] = 1
-        source = chosen if chosen in ("vector", "matrix") else "simt"
+        source = chosen if chosen in CPU_STYLES else "simt"
         name = f"linear_{'int8_' if self.integer_inputs else ''}{source}"
         if chosen == "matrix":
             name = "linear_matrix"
