@@ -8,7 +8,7 @@
 `served` starts a server in a child, and as many clients at once ask for an answer to a short prompt each; the
 numbers of clients take turns. The rate has the time of prompts and of the server in it. `--rival` names
 llama.cpp's `llama-server`, which gets the same 4-bit weights as GGUF, as many slots as there are clients, and
-the same threads; the servers take turns, and one rests while the other answers. `simulated` is the time of
+all cores; the servers take turns, and one rests while the other answers. `simulated` is the time of
 decode passes alone, behind a context, on a simulated SoC under each plan level; nothing is computed.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -46,14 +47,14 @@ START_S: Final = 120
 class LlamaServer(Served):
     """llama.cpp's server in a child process, with the weights that heterollm computes with."""
 
-    def __init__(self, command: str, model: str, threads: int) -> None:
+    def __init__(self, command: str, model: str) -> None:
         load_plugin("llama.cpp")  # puts a checkout's engines on the path
 
         from heterollm_engines.gguf_file import write_gguf
 
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        slots = max(REQUESTS)
+        slots, threads = max(REQUESTS), len(os.sched_getaffinity(0))
         sizes = ["-c", str(CONTEXT * slots), "-np", str(slots), "-t", str(threads), "-tb", str(threads)]
         words = [command, "-m", str(write_gguf(Path(model))), *sizes, "--port", str(self.port), "--no-webui"]
         self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # noqa: S603
@@ -88,7 +89,7 @@ def served(
     rates = defaultdict[tuple[str, int], list[float]](list)
     try:
         if rival:
-            servers["llama.cpp"] = LlamaServer(rival, model, threads or 1)
+            servers["llama.cpp"] = LlamaServer(rival, model)
         servers["heterollm"] = Served(model, options)
         with ThreadPoolExecutor(max(REQUESTS)) as clients:
             for turn in range(rounds + 1):  # the first one compiles
@@ -132,7 +133,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--plan", default="gpu", help="of the server")
     parser.add_argument("--precision", default="w4a16", help="of the server")
-    parser.add_argument("--threads", type=int, default=0, help="of the server's GPU, and of llama.cpp")
+    parser.add_argument("--threads", type=int, default=0, help="of the server's GPU")
     parser.add_argument("--rival", help="llama.cpp's program llama-server, to measure beside")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer of the server")
     parser.add_argument("--rounds", type=int, default=5)

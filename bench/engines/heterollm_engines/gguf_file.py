@@ -101,9 +101,13 @@ def _write_header(writer: Any, config: ModelConfig) -> None:  # noqa: ANN401 - g
     writer.add_value_length(config.attention.head_dim)
     writer.add_rope_freq_base(config.rope.base)
     writer.add_rope_dimension_count(config.attention.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    # Token ids go in and logits come out, so no vocabulary is needed.
-    writer.add_tokenizer_model("none")
+    # Token ids go in and come out; llama.cpp's server alone asks for their texts, which nobody reads.
+    size = config.vocab_size
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*special, *(f"<{token}>" for token in range(len(special), size))][:size])
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * size][:size])
 
 
 def _write_layer(writer: Any, weights: ModelWeights, layer: int) -> None:  # noqa: ANN401
