@@ -6,7 +6,7 @@ written back. So a pass that pauses computes the same values as one that does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,28 +38,34 @@ def find_pauses(steps: Sequence[Step], names: Mapping[DeviceMemory, Buffer]) -> 
         steps: The steps of the pass, of one chunk.
         names: The buffers of all slots.
     """
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for index, step in enumerate(steps):
-        for buffer in step.writes:
-            first.setdefault(buffer.name, index)
-        for buffer in step.reads:
-            last[buffer.name] = index
-    kept = [
-        (first[buffer.name], last[buffer.name], memory)
-        for memory, buffer in names.items()
-        if buffer.name in first and buffer.name in last
-        if not (is_state(buffer) or buffer.name in NOT_SET_ASIDE)
-    ]
-    places = (
-        index
-        for index in range(1, len(steps))
-        if None not in (steps[index - 1].layer, steps[index].layer)
-        and steps[index - 1].layer != steps[index].layer
-    )
-    return tuple(
-        Pause(index, tuple(memory for begin, end, memory in kept if begin < index <= end)) for index in places
-    )
+    memories = {buffer.name: memory for memory, buffer in names.items() if not _is_kept(buffer)}
+    pauses: list[Pause] = []
+    live: set[Buffer] = set()  # what the steps from the index on read before they write it
+    for index in reversed(range(1, len(steps))):
+        step, before = steps[index], steps[index - 1]
+        for written in step.writes:
+            live = {rest for buffer in live for rest in _without(buffer, written)}
+        live.update(buffer for buffer in step.reads if buffer.name in memories)
+        if None not in (before.layer, step.layer) and before.layer != step.layer:
+            read = dict.fromkeys(buffer.name for buffer in live)
+            pauses.append(Pause(index, tuple(memories[name] for name in sorted(read))))
+    return tuple(reversed(pauses))
+
+
+def _without(buffer: Buffer, written: Buffer) -> Iterator[Buffer]:
+    """Yield the parts of a buffer that a write leaves."""
+    if buffer.name != written.name:
+        yield buffer
+        return
+    if buffer.start < written.start:
+        stop = written.start if buffer.stop is None else min(buffer.stop, written.start)
+        yield Buffer(buffer.name, buffer.start, stop)
+    if written.stop is not None and (buffer.stop is None or written.stop < buffer.stop):
+        yield Buffer(buffer.name, max(buffer.start, written.stop), buffer.stop)
+
+
+def _is_kept(buffer: Buffer) -> bool:
+    return is_state(buffer) or buffer.name in NOT_SET_ASIDE
 
 
 def set_aside(gpu: GpuRuntime, memories: Iterable[DeviceMemory]) -> Callable[[], None]:

@@ -29,7 +29,8 @@ from heterollm.serve.options import ServeOptions
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
-MOST_PLACES: Final = 16
+MOST_PLACES: Final = 17
+"""Sessions at once: those of a decode pass, and one for the tier ``priority``."""
 GRACE_S: Final = 15
 """Seconds for running answers after the signal to stop."""
 POLL_S: Final = 0.1

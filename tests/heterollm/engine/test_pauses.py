@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from gates import LOGITS_SQNR_DB
+from hypothesis import given
+from hypothesis import strategies as st
 
 from heterollm.base import GraphError
+from heterollm.engine.pauses import find_pauses
+from heterollm.engine.step import Buffer, Step
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
@@ -19,7 +23,7 @@ PROMPT, OTHER = 100, 64
 """A whole chunk and a shorter one; the other prompt shares the compiled pass of the first chunk."""
 
 
-@pytest.fixture(scope="module", params=["llama", "olmoe", "lfm2"])
+@pytest.fixture(scope="module", params=["llama", "olmoe", "lfm2", "gemma3_text", "nemotron_h", "deepseek_v2"])
 def folder(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Path:
     return checkpoint(request.param)
 
@@ -109,3 +113,50 @@ def test_a_chunk_starts_again_where_the_npu_failed_in_its_pause(
     alone.prefill(make_ids(PROMPT, 1))
     assert sqnr_db(logits, alone.decode(7)) >= LOGITS_SQNR_DB["fp32"]
     assert len(llm.failures) == 1
+
+
+SLOTS, BYTES = ("a", "b", "c"), 8
+BUFFERS = st.builds(
+    lambda name, ends: Buffer(name, *ends),
+    st.sampled_from(SLOTS),
+    st.sampled_from([(0, None), (0, 4), (4, 8), (4, None), (2, 6)]),
+)
+
+
+def make_steps(accesses: list[tuple[list[Buffer], list[Buffer]]]) -> list[Step]:
+    """Return a step in a layer of its own for each list of reads and of writes."""
+    fixed: dict[str, Any] = {"operator": "o", "tokens": 1, "processor": "gpu", "action": "kernel"}
+    return [
+        Step(layer=layer, label="o", reads=tuple(reads), writes=tuple(writes), run=lambda: None, **fixed)
+        for layer, (reads, writes) in enumerate(accesses)
+    ]
+
+
+@given(st.lists(st.tuples(st.lists(BUFFERS, max_size=2), st.lists(BUFFERS, max_size=2)), max_size=12))
+def test_what_later_steps_read_is_set_aside(accesses: list[tuple[list[Buffer], list[Buffer]]]) -> None:
+    steps = make_steps(accesses)
+    names: dict[Any, Buffer] = {slot: Buffer(slot) for slot in SLOTS}
+    pauses = {pause.index: pause.memories for pause in find_pauses(steps, names)}
+    assert list(pauses) == list(range(1, len(steps)))
+
+    def run(paused: bool) -> list[bytes]:
+        """Return what the steps read; they write a number made of that."""
+        slots, seen = {slot: np.zeros(BYTES, np.uint8) for slot in SLOTS}, []
+        for index, step in enumerate(steps):
+            if paused and index:
+                for slot in set(SLOTS).difference(pauses[index]):
+                    slots[slot][:] = 99
+            read = b"".join(slots[buffer.name][buffer.start : buffer.stop].tobytes() for buffer in step.reads)
+            seen.append(read)
+            for buffer in step.writes:
+                slots[buffer.name][buffer.start : buffer.stop] = (index + sum(read)) % 90
+        return seen
+
+    assert run(paused=True) == run(paused=False)
+
+
+def test_a_pause_leaves_out_what_is_written_before_it_is_read() -> None:
+    a, b, c = map(Buffer, SLOTS)
+    steps = make_steps([([], [a]), ([a], [b]), ([b, Buffer("c", 0, 4)], [a, c])])
+    names: dict[Any, Buffer] = {slot: Buffer(slot) for slot in SLOTS}
+    assert [pause.memories for pause in find_pauses(steps, names)] == [("a", "c"), ("b", "c")]
