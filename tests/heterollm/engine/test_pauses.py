@@ -23,7 +23,7 @@ PROMPT, OTHER = 100, 64
 """A whole chunk and a shorter one; the other prompt shares the compiled pass of the first chunk."""
 
 
-@pytest.fixture(scope="module", params=["llama", "olmoe", "lfm2", "gemma3_text", "nemotron_h", "deepseek_v2"])
+@pytest.fixture(scope="module", params=["llama", "olmoe", "lfm2", "gemma4_text", "nemotron_h", "deepseek_v2"])
 def folder(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Path:
     return checkpoint(request.param)
 
