@@ -39,7 +39,8 @@ class Device:
     """An opened device.
 
     Args:
-        name: Its name: ``snapdragon``, ``host`` or ``emulator``, or ``sim:`` and that of a simulated SoC.
+        name: Its name: ``snapdragon``, ``opencl``, ``host`` or ``emulator``, or ``sim:`` and that of a
+            simulated SoC.
         gpu: The GPU.
         npu: The NPU; None if the device was opened without one.
         split: CPU cores of GPU and NPU, if they run on CPU cores.

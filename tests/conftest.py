@@ -48,6 +48,17 @@ os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", str(len(split_threads().gpu_core
 os.environ.setdefault("POCL_CACHE_DIR", POCL_CACHE.name)
 
 
+@pytest.fixture
+def taken_for_gpu(monkeypatch):
+    """Take the machine's OpenCL device for a GPU, which maps memory and runs the kernels of GPUs."""
+    from heterollm.kernels.gpu import list_opencl_devices
+
+    list_opencl_devices()  # loads the module
+    for place in ("heterollm.kernels.gpu.is_cpu", "heterollm.kernels.gpu.runtime.is_cpu"):
+        monkeypatch.setattr(place, lambda _: False)
+    monkeypatch.setenv("HETEROLLM_SHARED_MEMORY", "mapped")
+
+
 @pytest.fixture(scope="module")
 def host():
     """The ``host`` device, opened once for the tests of a file."""

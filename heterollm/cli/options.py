@@ -105,7 +105,8 @@ MaybeModel = Annotated[str | None, ModelArgument]
 DeviceOption = Annotated[
     str,
     typer.Option(
-        help="auto, snapdragon, host, emulator, or sim:SOC (simulated).", autocompletion=cli_complete.devices
+        help="auto, snapdragon, opencl, host, emulator, or sim:SOC (simulated).",
+        autocompletion=cli_complete.devices,
     ),
 ]
 PrecisionOption = Annotated[Precision, typer.Option(help="Bits of weights and activations.")]

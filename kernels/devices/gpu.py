@@ -9,7 +9,7 @@ import numpy as np
 
 from heterollm.base import DeviceError, see
 from heterollm.kernels.devices.kind import Opening
-from heterollm.kernels.devices.opencl import opencl_devices
+from heterollm.kernels.devices.runtimes import opencl_devices
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.sync import stale_memory
 from heterollm.kernels.threads import ThreadSplit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from heterollm.kernels.device import Device
-from heterollm.kernels.devices import gpu, opencl
+from heterollm.kernels.devices import gpu, runtimes
 from heterollm.kernels.devices.kind import DeviceKind, Opening
 from heterollm.kernels.devices.software import require_onnxruntime
 from heterollm.kernels.threads import split_threads
@@ -16,7 +16,7 @@ def open_host(wanted: Opening) -> Device:
     require_onnxruntime()
     threads = wanted.gpu_threads, wanted.npu_threads
     if wanted.choose_threads is not None and threads == (None, None):
-        threads = wanted.choose_threads(opencl.fixed_threads())
+        threads = wanted.choose_threads(runtimes.fixed_threads())
     split = split_threads(*threads)
     runtime = gpu.open_cpu(split, wanted)
     from heterollm.kernels.npu import HostNpu

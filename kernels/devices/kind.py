@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from heterollm.kernels.ops import Power
     from heterollm.kernels.threads import ThreadSplit
 
-DEVICE_NAMES: Final = ("snapdragon", "host", "emulator")
+DEVICE_NAMES: Final = ("snapdragon", "opencl", "host", "emulator")
 """Modules of this folder with a ``KIND``, in the order of ``heterollm devices``."""
 
-AUTO: Final = ("snapdragon", "host")
+AUTO: Final = ("snapdragon", "opencl", "host")
 """Devices that ``auto`` tries in turn; the last one's refusal is the answer."""
 
 ChooseThreads: TypeAlias = "Callable[[int | None], tuple[int | None, int | None]]"
@@ -51,6 +51,7 @@ class DeviceKind:
         shares_cores: Whether its two processors share CPU cores.
         time: Whether its times are real or emulated.
         reason: Why ``auto`` chose it.
+        wins: Returns why ``auto`` should choose it instead, or raises DeviceError; opens nothing.
     """
 
     name: str
@@ -61,6 +62,7 @@ class DeviceKind:
     shares_cores: bool = False
     time: TimeKind = "real"
     reason: str = ""
+    wins: Callable[[], str] | None = None
 
 
 def kind_of(name: str) -> DeviceKind:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from heterollm.base import DeviceError, OptionError
 from heterollm.kernels.device import Device, DeviceStatus
 from heterollm.kernels.devices.kind import AUTO, DEVICE_NAMES, ChooseThreads, DeviceKind, Opening, kind_of
+from heterollm.kernels.devices.race import kept_race
 from heterollm.kernels.ops import POWERS, Power
 from heterollm.kernels.sim import SIMULATED, Simulation, is_simulated
 from heterollm.kernels.threads import split_threads
@@ -33,11 +34,12 @@ def open_device(
     """Open a device on the calling thread.
 
     Args:
-        name: ``snapdragon``, ``host``, ``emulator``, or ``auto``, which is ``snapdragon`` if both of its
-            processors pass a self-test, else ``host``; or ``sim:`` with the name of a SoC or of its YAML
-            file.
+        name: ``snapdragon``, ``opencl``, ``host``, ``emulator``, or ``auto``, which is ``snapdragon`` if both
+            of its processors pass a self-test, else ``opencl`` if its GPU is faster than the cores, else
+            ``host``; or ``sim:`` with the name of a SoC or of its YAML file.
         gpu_threads: Threads of OpenCL on ``host`` and ``emulator``.
-        npu_threads: Threads of the NPU on ``host``; 0 opens any device but the emulator without an NPU.
+        npu_threads: Threads of the NPU on ``host`` and ``opencl``; 0 opens any device but the emulator
+            without an NPU.
         profiling: Whether OpenCL events carry timestamps.
         shared_memory: Kind of the memory that host and GPU share, ``svm``, ``mapped`` or ``host``; None for
             the one that the environment names, or the best one that the GPU has.
@@ -71,16 +73,18 @@ def _open_first(wanted: Opening) -> Device:
     *first, last = map(kind_of, AUTO)
     for kind in first:
         try:
+            reason = kind.reason if kind.wins is None else kind.wins()
             split = split_threads(wanted.gpu_threads, wanted.npu_threads)
-            return _chosen(kind, replace(wanted, split=split))
+            return _chosen(kind, replace(wanted, split=split), reason)
         except DeviceError:
             continue
-    return _chosen(last, wanted)
+    race = kept_race()
+    return _chosen(last, wanted, str(race) if race.is_lost else last.reason)
 
 
-def _chosen(kind: DeviceKind, wanted: Opening) -> Device:
+def _chosen(kind: DeviceKind, wanted: Opening, reason: str) -> Device:
     device = kind.open(wanted)
-    device.reason = kind.reason
+    device.reason = reason
     return device
 
 
@@ -91,12 +95,12 @@ def shares_cores(name: str) -> bool:
 
 
 def opens_host(name: str) -> bool:
-    """Return whether a name opens ``host``: itself, or ``auto`` where no Hexagon can be reached."""
-    if name == "auto":
-        from heterollm.kernels.npu import qnn_available
+    """Return whether a name opens ``host``: itself, or ``auto`` without a Hexagon or a faster GPU."""
+    if name != "auto":
+        return name == "host"
+    from heterollm.kernels.npu import qnn_available
 
-        return not qnn_available(emulator=False)[0]
-    return name == "host"
+    return not qnn_available(emulator=False)[0] and not kept_race().is_won
 
 
 def list_devices() -> list[DeviceStatus]:

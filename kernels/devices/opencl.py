@@ -1,138 +1,73 @@
-"""The OpenCL devices of this machine, and the threads of those that run on CPU cores.
-
-CPU runtimes take their thread count once per process, from the environment, when OpenCL is first asked.
-"""
+"""The device ``opencl``: any GPU through OpenCL, and ONNX Runtime on the CPU's cores as the NPU."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import importlib.util
-import os
-import platform
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from heterollm.base import (
-    CACHE_VARIABLE,
-    CacheError,
-    DeviceError,
-    check_process,
-    make_parent,
-    mark_device_opened,
-    own_folder,
-    scratch_folder,
-    see,
-)
-from heterollm.kernels.gpu import guard_programs, target_for_this_machine
-from heterollm.kernels.threads import ThreadSplit, biggest_cores, on_cores, split_threads
+import numpy as np
 
-QUALCOMM: Final = "qualcomm"
-
-THREADS_VARIABLE: Final = "POCL_MAX_PTHREAD_COUNT"
-"""Environment variable by which PoCL takes its threads."""
-
-_process_split: ThreadSplit | None = None
+from heterollm.base import DeviceError, see
+from heterollm.kernels.device import Device
+from heterollm.kernels.devices import gpu, race
+from heterollm.kernels.devices.choice import choose_gpu, gpu_text, is_translated
+from heterollm.kernels.devices.kind import DeviceKind, Opening
+from heterollm.kernels.devices.runtimes import opencl_devices
+from heterollm.kernels.devices.software import require_onnxruntime
+from heterollm.kernels.threads import ThreadSplit, allowed_cores, split_threads
 
 
-def opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
-    """Return every OpenCL device; the first call of the process fixes the threads of CPU runtimes.
+def open_opencl(wanted: Opening) -> Device:
+    """Open the GPU after a small test, and an NPU on all cores of the CPU.
 
-    Args:
-        split: Required thread split; None for that of the process, or the default.
+    Both processors' activations are float32, as ONNX Runtime computes them; the KV cache is float16.
+    """
+    threads, cores = wanted.npu_threads, allowed_cores()
+    npu_cores = cores if threads is None else split_threads(None, threads).npu_cores
+    if npu_cores:
+        require_onnxruntime()
+    chosen, _ = find_gpus(wanted.split)
+    runtime = gpu.open_gpu(chosen, wanted)
+    gpu.self_test(runtime)
+    from heterollm.kernels.npu import HostNpu
+
+    npu = HostNpu(threads=len(npu_cores)) if npu_cores else None
+    float32, float16 = np.dtype(np.float32), np.dtype(np.float16)
+    return Device("opencl", runtime, npu, ThreadSplit((), npu_cores), float32, float16, "real")
+
+
+def find_gpus(split: ThreadSplit | None = None) -> tuple[Any, str]:
+    """Return the GPU to use, and a text with all of them.
+
+    GPUs with memory of their own come first, then those with most compute units, Microsoft's OpenCL last.
 
     Raises:
-        DeviceError: There is no OpenCL, or it already runs with another split.
-        EngineError: The process was forked from one that had opened a device.
+        DeviceError: There is none, or the environment names none.
     """
-    global _process_split
-    check_process()
-    if importlib.util.find_spec("pyopencl") is None:
-        if (platform.system(), platform.machine()) == ("Windows", "ARM64"):
-            raise DeviceError(
-                "pyopencl is not installed, and has no wheel for Windows on Arm.",
-                fix="Build it from source with Visual Studio's Arm tools: `pip install pyopencl`. "
-                + see("pyopencl-on-windows-on-arm"),
-            )
-        raise DeviceError("pyopencl is not installed.", fix="Run `pip install pyopencl`.")
-    try:
-        from heterollm.kernels.gpu import list_opencl_devices
-    except ImportError as error:
+    devices = opencl_devices(split)
+    from heterollm.kernels.gpu import gpu_features, is_cpu
+
+    found = [(name, device) for name, device in devices if not is_cpu(device)]
+    if not found:
+        seen = ", ".join(device.name.strip() for _, device in devices) or "none"
         raise DeviceError(
-            f"pyopencl cannot be imported: {error}.",
-            fix="Reinstall it: `pip install --force-reinstall pyopencl`.",
-        ) from error
+            f"No GPU among the OpenCL devices ({seen}).",
+            fix="Install the OpenCL driver of the GPU's vendor. " + see("a-gpu-is-not-listed"),
+        )
 
-    if _process_split is not None:
-        if split is not None and split.gpu_cores != _process_split.gpu_cores:
-            raise DeviceError(
-                f"OpenCL is already open in this process with {len(_process_split.gpu_cores)} thread(s), "
-                f"not {len(split.gpu_cores)}.",
-                fix="Start another process for another split. " + see("the-thread-split-cannot-change"),
-            )
-        return list_opencl_devices()
-    split = split or split_threads()
-    make_pocl_cache()
-    mark_device_opened()
-    os.environ.setdefault(THREADS_VARIABLE, str(len(split.gpu_cores)))
-    os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(len(split.gpu_cores)))  # Intel's runtime
-    cores, big = split.gpu_cores, biggest_cores()
+    def rank(entry: tuple[str, Any]) -> tuple[bool, bool, int]:
+        name, device = entry
+        return is_translated(name, device), bool(device.host_unified_memory), -device.max_compute_units
 
-    def asking(platform_name: str) -> AbstractContextManager[None]:
-        # A driver's threads start with the first query and inherit the cores of the thread that makes it:
-        # PoCL's workers belong on the GPU's cores, those of a phone's driver on no little ones.
-        return on_cores(big if QUALCOMM in platform_name.lower() else cores)
-
-    with on_cores(big):
-        found = list_opencl_devices(asking)
-    _process_split = split
-    return found
+    found.sort(key=rank)
+    number, text = choose_gpu([gpu_text(*entry, gpu_features(entry[1])) for entry in found], "GPUs")
+    return found[number][1], text
 
 
-def fixed_threads() -> int | None:
-    """Return the GPU's threads in this process if they cannot change; None before OpenCL is opened."""
-    if _process_split is not None:
-        return len(_process_split.gpu_cores)
-    stated = os.environ.get(THREADS_VARIABLE, "")
-    return int(stated) if stated.isascii() and stated.isdigit() else None
-
-
-def make_pocl_cache() -> None:
-    """Create PoCL's cache folder; PoCL silently offers no device if it cannot write there."""
-    try:
-        default = own_folder("opencl") / f"pocl-{target_for_this_machine() or 'default'}"
-    except CacheError as error:  # no device without it
-        raise DeviceError(error.message, fix=error.fix) from error
-    folder = Path(os.environ.get("POCL_CACHE_DIR", default))
-    if folder.is_dir() and not os.access(folder, os.W_OK):
-        folder = _writable_copy(folder)
-    try:
-        if folder == default:  # heterollm clears no other folder
-            make_parent(folder)
-            folder.mkdir(exist_ok=True)
-            guard_programs(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DeviceError(
-            f"The folder of compiled OpenCL programs, {folder}, cannot be made: {error.strerror}.",
-            fix=f"Point {CACHE_VARIABLE} (or POCL_CACHE_DIR) at another folder. "
-            + see("the-cache-cannot-be-written"),
-        ) from error
-    os.environ["POCL_CACHE_DIR"] = str(folder)
-
-
-def _writable_copy(folder: Path) -> Path:
-    """Return a writable copy of a read-only folder, deleted at exit."""
-    made = contextlib.ExitStack()
-    copy = made.enter_context(scratch_folder("heterollm-opencl-"))
-    atexit.register(made.close)
-    for path in folder.rglob("*"):
-        target = copy / path.relative_to(folder)
-        if path.is_dir():
-            target.mkdir(parents=True, exist_ok=True)
-        elif path.is_file() and not path.name.startswith("."):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-            target.chmod(0o700)
-    return copy
+KIND = DeviceKind(
+    "opencl",
+    lambda: find_gpus()[1],
+    require_onnxruntime,
+    open_opencl,
+    options=frozenset({"npu_threads"}),
+    wins=race.gpu_wins,
+)

@@ -65,6 +65,7 @@ from .rounding import RoundedInputs as RoundedInputs
 from .rounding import code_bytes as code_bytes
 from .rounding import scratch_codes as scratch_codes
 from .runtime import OpenClRuntime as OpenClRuntime
+from .runtime import gpu_features as gpu_features
 from .runtime import is_cpu as is_cpu
 from .runtime import list_opencl_devices as list_opencl_devices
 from .runtime import runtime_advice as runtime_advice

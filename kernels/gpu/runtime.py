@@ -69,6 +69,7 @@ OTHER_BUILTINS: Final = ("-cl-std=", "-DSUBGROUP", "-DWEIGHT_IMAGE")
 
 POCL_NAME: Final = "Portable Computing Language"
 
+INTEGER_DOT: Final = "cl_khr_integer_dot_product"
 MEMORY_VARIABLE: Final = "HETEROLLM_SHARED_MEMORY"
 """Environment variable with the kind of shared memory of devices that are opened without one."""
 
@@ -495,6 +496,14 @@ def is_cpu(device: cl.Device) -> bool:
     return bool(device.type & cl.device_type.CPU)
 
 
+def gpu_features(device: cl.Device) -> str:
+    """Return a GPU's kind of shared memory, compute units and features without opening it."""
+    names = {"cl_khr_fp16": "float16", "cl_khr_subgroups": "subgroups", INTEGER_DOT: "integer dot product"}
+    features = [name for extension, name in names.items() if extension in device.extensions.split()]
+    memory = f"{'svm' if has_fine_grained_atomics(device) else 'mapped'} memory"
+    return ", ".join((memory, f"{device.max_compute_units} compute units", *features))
+
+
 def runtime_advice() -> str:
     """Return the command that installs an OpenCL runtime for the CPU on this platform."""
     system, machine = platform.system(), platform.machine()
@@ -541,7 +550,7 @@ def _traits(device: cl.Device, *, coherent: bool, has_matrix: bool) -> DeviceTra
         has_half="cl_khr_fp16" in extensions,
         has_subgroups="cl_khr_subgroups" in extensions or "cl_intel_subgroups" in extensions,
         has_matrix=has_matrix,
-        has_integer_dot="cl_khr_integer_dot_product" in extensions,
+        has_integer_dot=INTEGER_DOT in extensions,
         compute_units=device.max_compute_units,
         max_work_group=device.max_work_group_size,
         max_buffer_bytes=device.max_mem_alloc_size,

@@ -17,6 +17,8 @@ from .protocol import graph_memory as graph_memory
 from .qnn import BuiltGraph as BuiltGraph
 from .qnn import QnnNpu as QnnNpu
 from .qnn_binaries import GRAPHS_FOLDER as GRAPHS_FOLDER
+from .qnn_child import answer_parent as answer_parent
+from .qnn_child import run_child as run_child
 from .qnn_contexts import chosen_context_layers as chosen_context_layers
 from .qnn_runtime import qnn_available as qnn_available
 from .qnn_socs import SOCS as SOCS

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from heterollm.kernels.devices import list_devices, opencl
+from heterollm.kernels.devices import list_devices, runtimes
 from heterollm.kernels.gpu.binding import cl
 
 SMALL = ("QUALCOMM Adreno(TM) 642L", 3, "OpenCL 3.0 QUALCOMM build: 0636")
@@ -13,15 +13,14 @@ OLDER = ("QUALCOMM Adreno(TM) 750", 6, "OpenCL 3.0 QUALCOMM build: 0762")
 
 
 def adreno(name, units, driver):
-    return SimpleNamespace(
-        name=name, vendor="QUALCOMM", type=4, max_compute_units=units, driver_version=driver
-    )
+    fixed = {"vendor": "QUALCOMM", "type": 4, "host_unified_memory": 1, "extensions": ""}
+    return SimpleNamespace(name=name, max_compute_units=units, driver_version=driver, **fixed)
 
 
 @pytest.fixture
 def found(monkeypatch):
     """Return the status of ``snapdragon`` where some platforms are installed."""
-    monkeypatch.setattr(opencl, "make_pocl_cache", lambda: None)
+    monkeypatch.setattr(runtimes, "make_pocl_cache", lambda: None)
     monkeypatch.setattr("heterollm.kernels.devices.software.require_qnn", lambda *, emulator: "")
 
     def status(*platforms, refuses_all=False):
@@ -36,7 +35,7 @@ def found(monkeypatch):
 
         monkeypatch.setattr(cl, "get_platforms", lambda: [platform(*given) for given in platforms])
         # The process's split of PoCL's threads belongs to other tests.
-        monkeypatch.setattr(opencl, "_process_split", None)
+        monkeypatch.setattr(runtimes, "_process_split", None)
         return next(found for found in list_devices() if found.name == "snapdragon")
 
     return status
@@ -50,14 +49,15 @@ def test_the_largest_adreno_with_the_newest_driver_comes_first(found):
     assert [other.split(":")[0].split()[-1] for other in others] == ["1", "2"]
     assert "0762" in others[0]
     assert "642L" in others[1]
-    assert "HETEROLLM_ADRENO can choose" in status.gpu
+    assert "HETEROLLM_GPU can choose" in status.gpu
 
 
 @pytest.mark.parametrize(
     ("wanted", "driver"), [("2", "0636"), ("642l", "0636"), ("0762", "0762"), ("", "0808")]
 )
-def test_a_number_or_a_part_of_a_name_chooses(found, monkeypatch, wanted, driver):
-    monkeypatch.setenv("HETEROLLM_ADRENO", wanted)
+@pytest.mark.parametrize("variable", ["HETEROLLM_GPU", "HETEROLLM_ADRENO"])
+def test_a_number_or_a_part_of_a_name_chooses(found, monkeypatch, variable, wanted, driver):
+    monkeypatch.setenv(variable, wanted)
     assert driver in found(("QUALCOMM Snapdragon(TM)", [SMALL, OLDER, LARGE])).gpu.split(";")[0]
 
 

@@ -37,6 +37,8 @@ class FakeDevice:
     driver_version: str = "OpenCL 3.0 QUALCOMM build: 0808"
     type: int = 4
     max_compute_units: int = 6
+    host_unified_memory: int = 1
+    extensions: str = "cl_khr_fp16"
 
 
 def status(name):
@@ -101,7 +103,7 @@ def test_opening_leaves_the_callers_cores_alone(host):
 
 @pytest.mark.parametrize("name", ["", "gpu", "Host", None, 3])
 def test_names_that_are_none(name):
-    with pytest.raises(OptionError, match="Choose auto, snapdragon, host, emulator"):
+    with pytest.raises(OptionError, match="Choose auto, snapdragon, opencl, host, emulator"):
         open_device(name)
 
 

@@ -17,7 +17,7 @@ from heterollm.doctor.power import CLOCKS, CORES, power_cases
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels import threads
 from heterollm.kernels.device import Device
-from heterollm.kernels.devices import gpu, list_devices, open_device, opencl, snapdragon
+from heterollm.kernels.devices import gpu, list_devices, open_device, runtimes, snapdragon
 from heterollm.kernels.formats import random_weight
 from heterollm.kernels.gpu import OpenClRuntime, clocks
 from heterollm.kernels.gpu.binding import cl
@@ -127,7 +127,9 @@ def test_a_device_on_cpu_cores_keeps_its_own(cores):
 def fake_adreno(**fields):
     driver = "OpenCL 3.0 QUALCOMM build: 0808"
     device = {"name": "QUALCOMM Adreno(TM) 750", "vendor": "QUALCOMM", "type": 4, "driver_version": driver}
-    return SimpleNamespace(**(device | {"max_compute_units": 6} | fields))
+    return SimpleNamespace(
+        **(device | {"max_compute_units": 6, "host_unified_memory": 1, "extensions": ""} | fields)
+    )
 
 
 def test_no_driver_starts_on_little_cores(cores, monkeypatch):
@@ -145,8 +147,8 @@ def test_no_driver_starts_on_little_cores(cores, monkeypatch):
     monkeypatch.setattr(
         cl, "get_platforms", lambda: asked.append(("all", tuple(os.sched_getaffinity(0)))) or platforms
     )
-    monkeypatch.setattr(opencl, "_process_split", None)
-    monkeypatch.setattr(opencl, "make_pocl_cache", lambda: None)
+    monkeypatch.setattr(runtimes, "_process_split", None)
+    monkeypatch.setattr(runtimes, "make_pocl_cache", lambda: None)
     list_devices()
     big, gpu = (2, 3, 4, 7), (0, 1, 2, 3)
     assert asked[:3] == [("all", big), ("QUALCOMM Snapdragon(TM)", big), ("Portable Computing", gpu)]

@@ -1,0 +1,61 @@
+"""The choice of a GPU where OpenCL offers several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+from heterollm.base import DeviceError
+
+GPU_VARIABLES: Final = ("HETEROLLM_GPU", "HETEROLLM_ADRENO")
+"""Environment variables that choose among several GPUs, by a number of ``heterollm devices`` or a part of a
+name or driver; the second one is the former name."""
+
+OPENCL_ON_12: Final = "openclon12"
+"""Microsoft's OpenCL over Direct3D 12, which offers the same GPU without its driver's compiler."""
+
+
+def is_translated(platform: str, device: Any) -> bool:  # noqa: ANN401
+    """Return whether a GPU is offered by Microsoft's OpenCL instead of its driver."""
+    return OPENCL_ON_12 in f"{platform}{device.name}".lower()
+
+
+def gpu_text(platform: str, device: Any, features: str = "") -> str:  # noqa: ANN401
+    """Return the name of a GPU with its driver, by which it can be chosen."""
+    driver = f"{platform.strip()} {device.driver_version.strip()}"
+    return f"{device.name.strip()} ({driver}{f'; {features}' if features else ''})"
+
+
+def choose_gpu(texts: Sequence[str], kind: str) -> tuple[int, str]:
+    """Return the number of the GPU to use, and a text with all of them.
+
+    Args:
+        texts: The GPUs, the default one first.
+        kind: Their name in the plural.
+
+    Raises:
+        DeviceError: The environment names none or several of them.
+    """
+    variable = next((name for name in GPU_VARIABLES if os.environ.get(name, "").strip()), GPU_VARIABLES[0])
+    number = _number(variable, texts, kind)
+    if len(texts) == 1:
+        return number, texts[0]
+    others = "; ".join(f"{other}: {text}" for other, text in enumerate(texts) if other != number)
+    return number, f"{number}: {texts[number]}; {variable} can choose {others}"
+
+
+def _number(variable: str, texts: Sequence[str], kind: str) -> int:
+    wanted = os.environ.get(variable, "").strip()
+    if not wanted:
+        return 0
+    if wanted.isascii() and wanted.isdigit() and int(wanted) < len(texts):
+        return int(wanted)
+    matches = [number for number, text in enumerate(texts) if wanted.lower() in text.lower()]
+    if len(matches) != 1:
+        every = "; ".join(f"{number}: {text}" for number, text in enumerate(texts))
+        raise DeviceError(
+            f"{variable} is {wanted!r:.80}, which names {len(matches)} of the {kind} here ({every}).",
+            fix="Set it to one of these numbers, or unset it.",
+        )
+    return matches[0]
