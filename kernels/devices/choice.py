@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
-from heterollm.base import DeviceError
+from heterollm.base import DeviceError, see
+from heterollm.kernels.devices.runtimes import opencl_devices
+from heterollm.kernels.threads import ThreadSplit
 
 GPU_VARIABLES: Final = ("HETEROLLM_GPU", "HETEROLLM_ADRENO")
 """Environment variables that choose among several GPUs, by a number of ``heterollm devices`` or a part of a
@@ -59,3 +61,31 @@ def _number(variable: str, texts: Sequence[str], kind: str) -> int:
             fix="Set it to one of these numbers, or unset it.",
         )
     return matches[0]
+
+
+def find_gpus(split: ThreadSplit | None = None) -> tuple[Any, str]:
+    """Return the GPU to use, and a text with all of them.
+
+    GPUs with memory of their own come first, then those with most compute units, Microsoft's OpenCL last.
+
+    Raises:
+        DeviceError: There is none, or the environment names none.
+    """
+    devices = opencl_devices(split)
+    from heterollm.kernels.gpu import gpu_features, is_cpu
+
+    found = [(name, device) for name, device in devices if not is_cpu(device)]
+    if not found:
+        seen = ", ".join(device.name.strip() for _, device in devices) or "none"
+        raise DeviceError(
+            f"No GPU among the OpenCL devices ({seen}).",
+            fix="Install the OpenCL driver of the GPU's vendor. " + see("a-gpu-is-not-listed"),
+        )
+
+    def rank(entry: tuple[str, Any]) -> tuple[bool, bool, int]:
+        name, device = entry
+        return is_translated(name, device), bool(device.host_unified_memory), -device.max_compute_units
+
+    found.sort(key=rank)
+    number, text = choose_gpu([gpu_text(*entry, gpu_features(entry[1])) for entry in found], "GPUs")
+    return found[number][1], text

@@ -31,7 +31,7 @@ from heterollm.base import (
     parse_json,
     scratch_folder,
 )
-from heterollm.kernels.devices.choice import GPU_VARIABLES
+from heterollm.kernels.devices.choice import GPU_VARIABLES, find_gpus
 from heterollm.kernels.devices.kind import Opening
 from heterollm.kernels.threads import allowed_cores, split_threads
 
@@ -152,10 +152,10 @@ def run_race() -> Race:
     Raises:
         DeviceError: There is no GPU, or it computes wrongly.
     """
-    from heterollm.kernels.devices import gpu, opencl
+    from heterollm.kernels.devices import gpu
 
     cores = split_threads(len(allowed_cores()), 0)
-    device, _ = opencl.find_gpus(cores)
+    device, _ = find_gpus(cores)
     runtime = gpu.open_gpu(device, Opening())
     gpu.self_test(runtime)
     ours = linear_times_s(runtime)
@@ -163,7 +163,8 @@ def run_race() -> Race:
         theirs = linear_times_s(gpu.open_cpu(cores, Opening()))
     except DeviceError:
         theirs = (math.inf, math.inf)  # no OpenCL for the CPU
-    return Race(runtime.traits.name, *(cpu / own for cpu, own in zip(theirs, ours, strict=True)))
+    decode, prefill = (cpu / own for cpu, own in zip(theirs, ours, strict=True))
+    return Race(runtime.traits.name, decode, prefill)
 
 
 def linear_times_s(runtime: OpenClRuntime) -> tuple[float, ...]:
@@ -182,7 +183,8 @@ def linear_times_s(runtime: OpenClRuntime) -> tuple[float, ...]:
     linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
     times_s = []
     for tokens in TOKENS:
-        launch, spent_s = linear.launch(x, y, tokens=tokens, label="race"), []
+        launch = linear.launch(x, y, tokens=tokens, label="race")
+        spent_s: list[float] = []
         ends_s = time.perf_counter() + MOST_S
         while len(spent_s) < RUNS and (not spent_s or time.perf_counter() < ends_s):
             begin_s = time.perf_counter()
