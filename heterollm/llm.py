@@ -404,6 +404,15 @@ class LLM:
         for engine in filter(None, (self._engine, self._draft)):
             self._thread.run(partial(engine.limit_sessions, count))
 
+    def sessions_taken(self, answers: Sequence[TokenSequence]) -> float:
+        """Return how many sessions with a full context have room for prepared answers to one prompt.
+
+        The first counts as one; the others share the whole pages of its prompt, except in a draft model.
+        """
+        prompt, tokens = len(answers[0].prompt_ids), max(answer.longest for answer in answers)
+        own = self._engine.sessions_taken(prompt, tokens, len(answers))
+        return own if self._draft is None else max(own, len(answers))
+
     @property
     def state_key(self) -> str:
         """Hash of all that determines the state behind a token: weights, plan, device and program."""

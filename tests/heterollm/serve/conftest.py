@@ -24,15 +24,19 @@ def running(llm: LLM, places: int = 4, **options: Any) -> Iterator[str]:
     """Serve a model on a free port of this machine, and give the address."""
     chosen = ServeOptions(port=0, name="tiny", **options)
     with listen(chosen) as bound:
-        config = ServerConfig(Server(llm, chosen, places).app, connections=chosen.connections)
-        server = uvicorn.Server(config)
+        made = Server(llm, chosen, places)
+        llm.limit_sessions(places + 1, made.drop_session)  # as the command does
+        server = uvicorn.Server(ServerConfig(made.app, connections=chosen.connections))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+            llm.limit_sessions(None)
 
 
 @pytest.fixture(scope="session")
