@@ -59,7 +59,9 @@ class Asked:
         return json.dumps(body).encode()
 
     def long(self) -> bytes:
-        """Return the content of a request whose stream takes long."""
+        """Return the content of a request whose answer takes long, as a stream if the door has them."""
+        if not self.streams:
+            return self.whole()
         body = {**self.body, "stream": True}
         if "options" in body:
             body["options"] = {**body["options"], "num_predict": LONG}
