@@ -596,7 +596,9 @@ def _generation_options(options: AnswerKeywords) -> GenerationOptions:
 
 
 def _schema(options: AnswerKeywords) -> Mapping[str, Any] | None:
-    """Return the schema of an answer, if it has one; one that cannot be read has its error later."""
+    """Return the schema of an answer, if it has one and no grammar; wrong options have their error later."""
+    if options.get("grammar") is not None:
+        return None
     schema = {"type": "object"} if options.get("json_object") else options.get("json_schema")
     if isinstance(schema, str):
         with contextlib.suppress(ValueError, RecursionError):

@@ -39,7 +39,6 @@ class StatePool:
     ) -> None:
         self._gpu, self._block_bytes, self._each, self._moved = gpu, block_bytes, each, moved
         self._most = self._largest = most_bytes // max(block_bytes.values())
-        self._reclaim: Callable[[], bool] = lambda: False
         self.memories = {
             layer: DeviceMemory(gpu.scratch(each * size), each * size) for layer, size in block_bytes.items()
         }
@@ -48,14 +47,8 @@ class StatePool:
         # Any thread may drop a session.
         self._returned: deque[Sequence[int]] = deque()
 
-    def limit(self, sessions: int | None, reclaim: Callable[[], bool]) -> None:
-        """Bound the memory to that of so many sessions, or by the largest buffer alone.
-
-        Args:
-            sessions: Their number.
-            reclaim: Called when all blocks are taken; gives some back and returns True, or returns False.
-        """
-        self._reclaim = reclaim
+    def limit(self, sessions: int | None) -> None:
+        """Bound the memory to that of so many sessions, or by the largest buffer alone."""
         self._most = self._largest if sessions is None else min(self._largest, sessions * self._each)
 
     @property
@@ -71,8 +64,6 @@ class StatePool:
             KernelError: There is none, and no memory for more.
         """
         self._drop_returned()
-        while not self._free and len(self._holders) >= self._most and self._reclaim():
-            self._drop_returned()
         if not self._free:
             self._grow()
         block = self._free.pop()

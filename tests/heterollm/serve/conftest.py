@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from chat_models import CHATS, chat_folder
 
+from heterollm.base import EngineError
 from heterollm.llm import LLM
 from heterollm.serve import ServeOptions, listen
 from heterollm.serve.app import Server
@@ -25,7 +26,7 @@ def running(llm: LLM, places: int = 4, **options: Any) -> Iterator[str]:
     chosen = ServeOptions(port=0, name="tiny", **options)
     with listen(chosen) as bound:
         made = Server(llm, chosen, places)
-        llm.limit_sessions(places + 1, made.drop_session)  # as the command does
+        llm.limit_sessions(places + 1)  # as the command does
         server = uvicorn.Server(ServerConfig(made.app, connections=chosen.connections))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
@@ -36,7 +37,8 @@ def running(llm: LLM, places: int = 4, **options: Any) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
-            llm.limit_sessions(None)
+            with contextlib.suppress(EngineError):  # a test has closed the model
+                llm.limit_sessions(None)
 
 
 @pytest.fixture(scope="session")

@@ -88,11 +88,14 @@ def test_only_inexact_answers_share_passes_of_both_processors(
     assert (passes == rows) is exact
 
 
-def test_many_answers_share_the_memory_of_a_long_prompt(llm: LLM, serving: Serving) -> None:
+def test_many_answers_share_the_memory_of_a_long_prompt(bundled_model: Path, serving: Serving) -> None:
     """They are admitted where as many whole sessions are not, and displace the sessions that nobody uses."""
     body: dict[str, Any] = {"model": "tiny", "temperature": 0.8, "max_tokens": 30, "seed": 7}
     long = "def f(x):\n    return x\n" * 35
-    with serving(llm, places=4) as address:
+    with (
+        LLM.load(bundled_model, device="host", plan="gpu", context=512) as llm,
+        serving(llm, places=4) as address,
+    ):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
         alone = [
             client.completions.create(**{**body, "seed": 7 + number}, prompt=long).choices[0].text
