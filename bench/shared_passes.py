@@ -83,7 +83,7 @@ def served(
 
     def answer(server: Served, prompt: list[int]) -> None:
         body = {"model": "soak", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
-        status, text = server.complete(body)
+        status, text = server.post("/v1/completions", json.dumps(body).encode())
         assert status == 200, text
 
     rates = defaultdict[tuple[str, int], list[float]](list)

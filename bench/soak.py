@@ -1,13 +1,15 @@
 """Does a server survive thousands of requests and attacks, and do they ever change an answer?
 
-A child serves a model. Clients send completions at random: whole and streamed, of each service tier, some
-with long prompts. Some read slowly, some leave before or during the answer, some send bodies that are no
-requests. Others attack: schemas and grammars that are large, deep or chained, prompts of megabytes, options
-beyond all bounds, sockets that stay silent or stop in the middle of a request (`soak_attacks.py`). The health
-is asked for all the time. Each completion has a seed or temperature 0, and must have the text that the server
-gave before the load, alone. With ``--kill-npu`` the NPU part fails in the middle of the run; from then on
-they must be the texts of the GPU alone. The row has requests by kind, wrong answers, unhealthy states, and
-memory and sessions before and after.
+A child serves a model, and lets answers share passes also where these would be faster alone. Clients send
+requests at random to every door, whole and streamed, of each service tier (`soak_doors.py`): several answers
+and prompts, seeds, log-probabilities, schemas, grammars, tools, embeddings, short and long prompts. Some read
+slowly, some leave before or during the answer, some send bodies that are no requests. Others attack: schemas
+and grammars that are large, deep or chained, prompts of megabytes, options beyond all bounds, sockets that
+stay silent or stop in the middle of a request (`soak_attacks.py`). The health is asked for all the time. Each
+request has a seed or temperature 0, and must have the answer that the server gave before the load, alone.
+With ``--kill-npu`` the NPU part fails in the middle of the run; from then on the answers must be those of the
+GPU alone. The row has requests by kind and door, wrong answers, unhealthy states, rows of a pass, and memory
+and sessions before and after.
 Exit code 1 if an answer is wrong, a request is neither answered nor refused, the server was unhealthy, or its
 memory grew.
 
@@ -23,27 +25,27 @@ import http.client
 import json
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 from conditions import append_rows, conditions, script_parser
 from soak_attacks import ATTACKS, BROKEN, REFUSALS, Sockets
-from soak_doors import Doors
+from soak_doors import Asked, answer_of, requests
 
-TEXT: Final = "def scale(values, factor):\n    return [value * factor for value in values]\n\n"
 TIERS: Final = ("default", "default", "flex", "priority")
 KINDS: Final = {
-    "answer": 45,
-    "door": 15,
+    "answer": 60,
     "slow reader": 5,
     "leaves early": 8,
     "leaves late": 8,
@@ -62,6 +64,10 @@ JSON: Final = {"Content-Type": "application/json"}
 PARTS: Final = 8
 """Parts of a run, with the memory after each."""
 
+BUSY: Final = (503, 529)
+RESTS: Final = 10
+"""Pauses of a slow reader."""
+
 TIMEOUT_S: Final = 300
 HEALTH_S: Final = 0.25
 """Time between two looks at the health."""
@@ -70,28 +76,22 @@ REST_S: Final = 3
 """Time after which a server at rest has returned freed memory to the system."""
 
 MOST_GROWTH_MIB: Final = 64
-"""Growth of the memory that is no leak: kernels and sessions of lengths that are new in the second half."""
-
-
-def cases(count: int) -> list[dict[str, Any]]:
-    """Return the bodies of completions, with prompts of a few tokens up to several chunks."""
-    chosen = random.Random(3)  # noqa: S311 - no secrets
-    return [
-        {
-            "model": "soak",
-            "prompt": TEXT * chosen.choice((0, 0, 1, 2, 8, 20)) + f"def name_{number}(",
-            "max_tokens": chosen.choice((4, 16, 48)),
-            **({"temperature": 0} if number % 3 == 0 else {"seed": number, "top_p": 0.9}),
-        }
-        for number in range(count)
-    ]
+"""Growth of the least memory at rest that is no leak: kernels and sessions of new lengths. At rest the heap keeps
+up to 140 MiB more at one moment than at another; a leak raises the least, too."""
 
 
 class Served:
-    """A server in a child process."""
+    """A server in a child process.
 
-    def __init__(self, model: str, options: Sequence[str]) -> None:
-        command = [sys.executable, __file__, "--serve", model, "--port", "0", "--name", "soak", *options]
+    Args:
+        model: The model.
+        options: Options of the command.
+        shares: Whether answers share passes also where these would be faster alone.
+    """
+
+    def __init__(self, model: str, options: Sequence[str], *, shares: bool = False) -> None:
+        mode = "--serve-shared" if shares else "--serve"
+        command = [sys.executable, __file__, mode, model, "--port", "0", "--name", "soak", *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603 - this file
         assert self.process.stderr is not None
         said = ""
@@ -115,33 +115,40 @@ class Served:
             found: dict[str, Any] = json.loads(connection.getresponse().read())
             return found
 
-    def complete(self, body: dict[str, Any], rest_s: float = 0.0) -> tuple[int, str]:
-        """Return status and text of a completion; a slow reader rests between reads of a stream."""
-        with self.connect() as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body), JSON)
-            answer = connection.getresponse()
-            if answer.status != 200 or not body.get("stream"):
-                found = json.loads(answer.read())
-                return answer.status, found["choices"][0]["text"] if answer.status == 200 else str(found)
-            content = b""
-            while part := answer.read(2048 if rest_s else 1 << 16):
-                content += part
-                time.sleep(rest_s)
-        lines = [line[6:] for line in content.decode().split("\n\n") if line.startswith("data: ")]
-        if lines[-1] != "[DONE]":
-            return 500, lines[-1]
-        chunks = [json.loads(line) for line in lines[:-1]]
-        return 200, "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    def post(self, path: str, content: bytes, rest_s: float = 0.0) -> tuple[int, str]:
+        """Return status and body of an answer; 408 if the server has ended the connection.
 
-    def post(self, path: str, content: bytes) -> tuple[int, str]:
-        """Return status and body of an answer; 408 if the server has ended the connection."""
+        A slow reader rests between reads of the body.
+        """
         try:
             with self.connect() as connection:
                 connection.request("POST", path, content, JSON)
                 answer = connection.getresponse()
-                return answer.status, answer.read().decode()
+                body = b""
+                for _ in range(RESTS if rest_s else 0):
+                    body += answer.read(2048)
+                    time.sleep(rest_s)
+                return answer.status, (body + answer.read()).decode()
         except (ConnectionError, http.client.HTTPException) as error:
             return 408, json.dumps({"error": {"message": repr(error)}})
+
+    def ask(self, asked: Asked) -> list[Any]:
+        """Return the answer to a request, which is the only one."""
+        status, content = self.post(asked.path, asked.whole())
+        assert status == 200, (status, asked, content)
+        return answer_of(content, stream=False)
+
+    def rows_of_a_pass(self) -> float:
+        """Return the mean number of answers that shared a decode pass."""
+        with self.connect() as connection:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        passes, rows = (
+            float(found[1])
+            for name in ("passes", "rows")
+            if (found := re.search(rf"^heterollm_decode_{name} (\S+)$", text, re.MULTILINE))
+        )
+        return round(rows / passes, 2)
 
     def counts(self) -> dict[str, Any]:
         """Return memory, sessions and threads, once the server is at rest."""
@@ -165,9 +172,8 @@ class Soak:
 
     Args:
         server: The server.
-        bodies: The completions.
-        texts: Their texts without load.
-        doors: Other doors, which know their answers.
+        asked: The requests.
+        answers: Their answers without load.
         seed: Of the choice of requests.
         left_out: Kinds of requests to leave out.
     """
@@ -175,18 +181,18 @@ class Soak:
     def __init__(
         self,
         server: Served,
-        bodies: Sequence[dict[str, Any]],
-        texts: Sequence[str],
-        doors: Doors,
+        asked: Sequence[Asked],
+        answers: Sequence[list[Any]],
         seed: int,
         left_out: Sequence[str],
     ) -> None:
         self.weights = {kind: weight for kind, weight in KINDS.items() if kind not in left_out}
         self.sockets = Sockets(server.port)
         self.unhealthy: list[str] = []
-        self.server, self.bodies, self.texts, self.doors = server, bodies, list(texts), doors
+        self.server, self.asked, self.answers = server, asked, answers
         self.random = random.Random(seed)  # noqa: S311 - no secrets
         self.kinds: Counter[str] = Counter()
+        self.doors: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.seconds: dict[str, list[float]] = {tier: [] for tier in TIERS}
         self._lock = threading.Lock()
@@ -222,7 +228,7 @@ class Soak:
                     return
                 self._left -= 1
                 kind = self.random.choices(list(self.weights), list(self.weights.values()))[0]
-                case = self.random.randrange(len(self.bodies))
+                case = self.random.randrange(len(self.asked))
                 tier = self.random.choice(TIERS)
                 stream = kind == "slow reader" or self.random.random() < 0.5
                 moment = self.random.random()
@@ -233,15 +239,13 @@ class Soak:
                     self.wrong.append(f"{kind}: {error!r}")
 
     def _one(self, kind: str, case: int, tier: str, stream: bool, moment: float) -> None:
-        body = {**self.bodies[case], "stream": stream, "service_tier": tier}
+        asked = self.asked[case]
         if kind == "malformed":
             with self.server.connect() as connection:
                 connection.request("POST", "/v1/completions", BROKEN[case % len(BROKEN)], JSON)
                 answer = connection.getresponse()
                 found = json.loads(answer.read())
             self._count(kind, 400 <= answer.status < 500 and bool(found["error"]["message"]), str(found))
-        elif kind == "door":
-            self._count(kind, *self.doors.check(case, stream, moment))
         elif kind in ATTACKS:
             attack = ATTACKS[kind][int(moment * len(ATTACKS[kind]))]
             status, text = self.server.post(*attack())
@@ -253,8 +257,7 @@ class Soak:
             self._count(kind, True, "")
         elif kind.startswith("leaves"):
             with self.server.connect() as connection:
-                content = json.dumps({**body, "max_tokens": 400, "ignore_eos": True, "stream": True})
-                connection.request("POST", "/v1/completions", content, JSON)
+                connection.request("POST", asked.path, asked.long(), JSON)
                 if kind == "leaves late":
                     connection.getresponse().read(200)
                 else:
@@ -262,15 +265,19 @@ class Soak:
             self._count(kind, True, "")
         else:
             begin_s = time.monotonic()
-            status, text = self.server.complete(body, 0.2 if kind == "slow reader" else 0.0)
-            if status == 503:
+            stream = stream and asked.streams
+            status, content = self.server.post(
+                asked.path, asked.whole(tier, stream=stream), 0.2 if kind == "slow reader" else 0.0
+            )
+            if status in BUSY:
                 self._count("busy", True, "")
                 return
             if kind == "answer":
                 self.seconds[tier].append(time.monotonic() - begin_s)
-            self._count(
-                kind, status == 200 and text == self.texts[case], f"{status} {text!r} {self.texts[case]!r}"
-            )
+            found = answer_of(content, stream=stream) if status == 200 else content
+            expected = self.answers[case]
+            self.doors[asked.path + (", streamed" if stream else "")] += 1
+            self._count(kind, found == expected, f"{status} stream {stream} {asked} {found} {expected}")
 
     def _count(self, kind: str, right: bool, what: str) -> None:
         with self._lock:
@@ -279,18 +286,38 @@ class Soak:
                 self.wrong.append(f"{kind}: {what}")
 
 
-def alone(server: Served, bodies: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the texts of completions, one after the other."""
-    found = [server.complete(body) for body in bodies]
-    assert all(status == 200 for status, _ in found), found
-    return [text for _, text in found]
+@contextlib.contextmanager
+def with_pooling(model: str) -> Iterator[str]:
+    """Give a copy of a model that declares the pooling of embeddings, as a model without one does not."""
+    from heterollm.model import Checkpoint
+
+    source = Checkpoint(model).folder
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / Path(model).name
+        shutil.copytree(source, folder)
+        if not (folder / "modules.json").exists():
+            kinds = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+            modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds]
+            (folder / "modules.json").write_text(json.dumps(modules))
+            (folder / "1_Pooling").mkdir()
+            (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+        yield str(folder)
 
 
-def serve(words: Sequence[str]) -> int:
-    """Serve as the command does; from a signal on, the graphs of the NPU fail."""
+def serve(words: Sequence[str], *, shares: bool) -> int:
+    """Serve as the command does; from a signal on, the graphs of the NPU fail.
+
+    Args:
+        words: The options of the command.
+        shares: Whether answers share passes also where these would be faster alone.
+    """
     from heterollm.base import GraphError
     from heterollm.cli import main
+    from heterollm.engine.pass_times import PassTimes
     from heterollm.kernels.npu.session import SessionGraph
+
+    if shares:
+        PassTimes.pays = lambda *_: True  # type: ignore[method-assign]
 
     killed, bind = threading.Event(), SessionGraph.bind
     signal.signal(KILL_NPU, lambda *_: killed.set())
@@ -309,35 +336,37 @@ def serve(words: Sequence[str]) -> int:
     return main(["serve", *words])
 
 
-def soak(options: argparse.Namespace) -> dict[str, Any]:
+def soak(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the row of one run."""
     words = ["--device", "host", "--plan", options.plan, "--queue", str(options.queue)]
+    words += ["--sessions-gib", str(options.sessions_gib)] if options.sessions_gib else []
     words += ["--allow-fallback"] if options.kill_npu else []
-    server = Served(options.model, words)
-    bodies = cases(options.cases)
+    server = Served(model, words, shares=True)
+    asked = requests(options.cases)
     try:
-        plain = {"stream": False}
-        texts = alone(server, [body | plain for body in bodies])
-        doors = Doors(server.post, [body["prompt"] for body in bodies])
-        warm = Soak(server, bodies, texts, doors, 1, options.without)
+        first = answers = [server.ask(one) for one in asked]
+        warm = Soak(server, asked, answers, 1, options.without)
         warm.run(options.requests // 10, options.clients)
         before = server.counts()
         begin_s = time.monotonic()
-        run = Soak(server, bodies, texts, doors, 2, options.without)
+        run = Soak(server, asked, answers, 2, options.without)
         run.wrong += warm.wrong
         run.unhealthy += warm.unhealthy
         course = [before["uss_mib"]]
         for part in range(PARTS):
             if options.kill_npu and part == PARTS // 2:
                 server.process.send_signal(KILL_NPU)
-                run.texts = alone(server, [body | plain for body in bodies])
-                doors.learn()
+                run.answers = answers = [server.ask(one) for one in asked]
                 assert server.get("/status")["failures"], "the NPU did not fail"
             run.run(options.requests // PARTS, options.clients)
             course.append(server.counts()["uss_mib"])
         took_s = time.monotonic() - begin_s
         after = server.counts()
-        changed = sum(one != other for one, other in zip(texts, run.texts, strict=True))
+        rows = server.rows_of_a_pass()
+        again = [server.ask(one) for one in asked]
+        pairs = zip(asked, again, answers, strict=True)
+        run.wrong += [f"alone again: {one}" for one, found, own in pairs if found != own]
+        changed = sum(one != other for one, other in zip(first, answers, strict=True))
     finally:
         server.process.terminate()
         code = server.process.wait(60)
@@ -350,10 +379,12 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "requests": sum(run.kinds.values()),
         "clients": options.clients,
         "kinds": dict(run.kinds),
+        "answers_by_door": dict(sorted(run.doors.items())),
+        "rows_of_a_pass": rows,
         "wrong": len(run.wrong),
         "unhealthy": len(run.unhealthy),
         "npu_killed": options.kill_npu,
-        "texts_changed_by_the_failure": changed,
+        "answers_changed_by_the_failure": changed,
         "seconds": round(took_s, 1),
         "before": before,
         "after": after,
@@ -365,26 +396,30 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run the bench."""
-    if sys.argv[1:2] == ["--serve"]:
-        return serve(sys.argv[2:])
+    if sys.argv[1:2] in (["--serve"], ["--serve-shared"]):
+        return serve(sys.argv[2:], shares=sys.argv[1] == "--serve-shared")
     parser = script_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--cases", type=int, default=24, help="different completions")
+    parser.add_argument("--cases", type=int, default=87, help="different requests")
     parser.add_argument("--queue", type=int, default=64)
+    parser.add_argument("--sessions-gib", type=float, help="little memory, for which requests wait")
     parser.add_argument("--plan", default="gpu")
     parser.add_argument("--kill-npu", action="store_true")
     parser.add_argument("--without", action="append", default=[], choices=KINDS, help="leave out a kind")
     options = parser.parse_args()
-    row = soak(options)
+    with with_pooling(options.model) as folder:
+        row = soak(folder, options)
     print(json.dumps(row, indent=1))
     append_rows(options.out, row)
-    growth = row["uss_mib"][-1] - row["uss_mib"][len(row["uss_mib"]) // 2]
+    course = row["uss_mib"]
+    growth = min(course[-PARTS // 4 :]) - min(course[PARTS // 4 : PARTS // 2 + 1])
     sound = not (row["wrong"] or row["unhealthy"] or row["exit_code"]) and growth < MOST_GROWTH_MIB
     print(
         f"{'SOUND' if sound else 'UNSOUND'}: {row['requests']} requests, {row['wrong']} wrong,"
-        f" {row['unhealthy']} unhealthy, {growth:+.1f} MiB in the second half, exit code {row['exit_code']}"
+        f" {row['unhealthy']} unhealthy, {growth:+.1f} MiB from the second to the last quarter, exit code"
+        f" {row['exit_code']}"
     )
     return int(not sound)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,13 @@ from heterollm.base import (
     Progress,
     UnsupportedModelError,
     check_keywords,
+    parse_json,
     silent,
 )
 from heterollm.engine import (
     USUAL_GAPS,
     AnswerKeywords,
+    DividedAnswer,
     EngineThread,
     PooledStates,
     Scheduler,
@@ -65,6 +67,7 @@ from heterollm.text import (
     Tokenizer,
     TokenSequence,
 )
+from heterollm.tools import ChatRequest, ReplyForm, chat_prompt
 from heterollm.trace import take_trace
 
 if TYPE_CHECKING:
@@ -194,6 +197,9 @@ class LLM:
     def stream_chat(self, messages: Sequence[Message], **options: Unpack[AnswerKeywords]) -> Stream:
         """Start the answer to a dialogue, rendered with the model's chat template.
 
+        The text of steps and result is the answer; reasoning before it, if the model reasons, stands apart in
+        ``reasoning``. A result's ``raw_text`` has all of it.
+
         Args:
             messages: Role and content of each message, oldest first: ``{"role": "user", "content": "Hi"}``.
             options: Those of :meth:`stream`. The session reuses the part of the dialogue that it holds.
@@ -213,9 +219,11 @@ class LLM:
                     f"{message!r:.80} is no message.", fix="Give dictionaries of two texts, role and content."
                 )
         check_keywords(options, AnswerKeywords.__annotations__)
-        options["stop"] = (*_stop_strings(options.get("stop", ())), *self.tokenizer.chat_stop_strings)
-        ids = self.tokenizer.apply_chat_template(messages, most_tokens=self.context)
-        return self.stream(ids, **options)
+        request = ChatRequest(dialogue=messages, final=_schema(options))
+        prompt = chat_prompt(self.tokenizer, request, self.context)
+        given, form = prompt.answer_options(options)
+        given["stop"] = (*_stop_strings(options.get("stop", ())), *self.tokenizer.chat_stop_strings)
+        return self._stream(prompt.ids, form, cast("AnswerKeywords", given))
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> Stream:
         """Start an answer and return an iterator of its steps.
@@ -256,6 +264,10 @@ class LLM:
                 schema or grammar is illegal.
             CheckpointError: The call has text, and the checkpoint has no tokenizer.
         """
+        return self._stream(prompt, None, options)
+
+    def _stream(self, prompt: str | Sequence[int], form: ReplyForm | None, options: AnswerKeywords) -> Stream:
+        """Start an answer that is divided in a form, if there is one."""
         answer = self.prepare(prompt, **options)
         target = options.get("session")
         if target is None:
@@ -267,7 +279,8 @@ class LLM:
 
         # Looking at the progress would take simulated time.
         progress = None if self.device.time_kind == "simulated" else options.get("progress")
-        return Stream(self._thread, answer, target, progress)
+        divided = None if form is None else DividedAnswer(form, self.tokenizer, answer)
+        return Stream(self._thread, answer, target, progress, divided)
 
     def prepare(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> TokenSequence:
         """Check a prompt and the options of its answer, for a task of a scheduler.
@@ -390,6 +403,15 @@ class LLM:
         """
         for engine in filter(None, (self._engine, self._draft)):
             self._thread.run(partial(engine.limit_sessions, count))
+
+    def sessions_taken(self, answers: Sequence[TokenSequence]) -> float:
+        """Return how many sessions with a full context have room for prepared answers to one prompt.
+
+        The first counts as one; the others share the whole pages of its prompt, except in a draft model.
+        """
+        prompt, tokens = len(answers[0].prompt_ids), max(answer.longest for answer in answers)
+        own = self._engine.sessions_taken(prompt, tokens, len(answers))
+        return own if self._draft is None else max(own, len(answers))
 
     @property
     def state_key(self) -> str:
@@ -571,6 +593,17 @@ def _generation_options(options: AnswerKeywords) -> GenerationOptions:
     sampling = {name: given.pop(name) for name in SamplingOptions.__annotations__ if name in given}
     stop = _stop_strings(given.pop("stop", ()))
     return GenerationOptions(sampling=SamplingOptions(**sampling), stop=stop, **given)
+
+
+def _schema(options: AnswerKeywords) -> Mapping[str, Any] | None:
+    """Return the schema of an answer, if it has one and no grammar; wrong options have their error later."""
+    if options.get("grammar") is not None:
+        return None
+    schema = {"type": "object"} if options.get("json_object") else options.get("json_schema")
+    if isinstance(schema, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            schema = parse_json(schema)
+    return schema if isinstance(schema, Mapping) else None
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class HeteroLLMError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Default pickling, which worker processes use, loses the keyword argument.
-        return (_rebuild, (type(self), self.message, self.fix))
+        return (_rebuild, (type(self), self.message, self.fix), vars(self))
 
 
 def _rebuild(kind: type[HeteroLLMError], message: str, fix: str) -> HeteroLLMError:

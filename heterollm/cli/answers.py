@@ -21,6 +21,27 @@ if TYPE_CHECKING:
     from heterollm.text import GenerationResult, GenerationStep
 
 
+class AnswerWriter:
+    """Writes an answer as it is made: its text to stdout, and its reasoning to stderr."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """The text so far."""
+        self._reasons = False
+
+    def add(self, step: GenerationStep) -> None:
+        """Write a step."""
+        if step.reasoning:
+            report.show_reasoning(step.reasoning)
+            self._reasons = True
+        if step.text:
+            if self._reasons:
+                report.show_reasoning("\n\n")
+            self._reasons = False
+            write(step.text)
+            self.text += step.text
+
+
 def write_answer(llm: LLM, model: str, prompt: Prompt, options: dict[str, Any], *, as_json: bool) -> None:
     """Write one answer as it is made, or as one JSON value; notes and statistics go to stderr.
 
@@ -41,8 +62,9 @@ def write_answer(llm: LLM, model: str, prompt: Prompt, options: dict[str, Any], 
                     progress("Answering", done, options["max_new_tokens"])
             write_json(_answer_json(model, llm, stream.result))
             return
+        writer = AnswerWriter()
         for step in waiting.until_first(stream):
-            write(step.text)
+            writer.add(step)
             if step.top_log_probabilities is not None:
                 steps.append(step)
         write("\n")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from heterollm.base import HeteroLLMError, InputError, write
+from heterollm.cli.answers import AnswerWriter
 from heterollm.cli.line_input import line_reader
 from heterollm.report import console as report
 from heterollm.text import Conversation, load_dialogue, save_dialogue
-from heterollm.tools import AnswerPart, reader_of, text_form
 
 if TYPE_CHECKING:
     from heterollm.cli.options import TokenOptions
@@ -51,7 +51,6 @@ class ChatLoop:
         self._interactive = sys.stdin.isatty()
         self._failures = 0
         self._again = 0
-        self._reasons = False
         self._last: GenerationResult | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: report.show(report.pairs_table(COMMANDS.items())),
@@ -139,7 +138,7 @@ class ChatLoop:
         """
         context = self._llm.context
         limit = context - min(self._max_new_tokens, context // 4)
-        ids, dropped = self._conversation.fit(limit, limit - context // 4)
+        dropped = self._conversation.fit(limit, limit - context // 4)
         if dropped:
             turns = "its oldest turn" if dropped == 1 else f"its oldest {dropped} turns"
             _note(f"The dialogue lost {turns}: the context of {context} tokens is full.")
@@ -147,39 +146,23 @@ class ChatLoop:
         if choice["seed"] is not None:
             choice["seed"] += self._again
         waiting = report.Waiting("Reading the dialogue")
-        form = text_form(self._llm.tokenizer, ids)
-        reader, self._reasons, content = reader_of(form), False, ""
-        stream = self._llm.stream(
-            ids,
+        writer = AnswerWriter()
+        stream = self._llm.stream_chat(
+            self._conversation.messages,
             session=self._session,
-            stop=self._llm.tokenizer.chat_stop_strings,
             max_new_tokens=self._max_new_tokens,
-            marks=tuple(form.marks.values()),
             progress=waiting.progress,
             **choice,
         )
         try:
             try:
                 for step in waiting.until_first(stream):
-                    content += self._write(reader.push(step.text, step.token_id))
+                    writer.add(step)
             except KeyboardInterrupt:
                 stream.close()
-            content += self._write(reader.finish())
-            return stream.result, content
+            return stream.result, writer.text
         finally:
             stream.close()
-
-    def _write(self, part: AnswerPart) -> str:
-        """Write a part of an answer, its text to stdout and its reasoning to stderr; return the text."""
-        if part.reasoning:
-            report.show_reasoning(part.reasoning)
-            self._reasons = True
-        if part.content:
-            if self._reasons:
-                report.show_reasoning("\n\n")
-            self._reasons = False
-            write(part.content)
-        return part.content
 
     # -- commands ------------------------------------------------------------------------------------
 

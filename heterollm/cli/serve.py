@@ -152,17 +152,24 @@ def serve(
 
 
 def _serve_in_process(
-    model: str, options: ModelOptions, run: RunOptions, served: ServeOptions, pipe: Connection
+    model: str,
+    options: ModelOptions,
+    run: RunOptions,
+    served: ServeOptions,
+    pipe: Connection,
+    sessions_bytes: int,
 ) -> None:
-    """Load a model and serve it on a free port of this machine, which the pipe takes."""
+    """Load a model and serve it on a free port of this machine; see ``Run``."""
+    from heterollm.base import GIB
     from heterollm.report import console as report
-    from heterollm.serve import listen, serve
+    from heterollm.serve import listen, serve, session_places
 
-    own = replace(served, host="127.0.0.1", port=0, cors=())
+    own = replace(served, host="127.0.0.1", port=0, cors=(), sessions_gib=max(1, sessions_bytes) / GIB)
     with listen(own) as bound, load_model(model, options, run, trace=own.live) as llm:
+        taken_bytes = session_places(own, llm.session_bytes) * llm.session_bytes
         serve(
             *(llm, own, bound),
-            say=lambda _text: pipe.send(bound.getsockname()[1]),
+            say=lambda _text: pipe.send((bound.getsockname()[1], taken_bytes)),
             note=lambda text: report.show(report.note(f"{own.name}: {text}")),
         )
 

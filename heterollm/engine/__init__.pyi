@@ -43,6 +43,7 @@ from .step import LinearWork as LinearWork
 from .step import Step as Step
 from .step import operator_name as operator_name
 from .stream import AnswerKeywords as AnswerKeywords
+from .stream import DividedAnswer as DividedAnswer
 from .stream import Stream as Stream
 from .sync import SYNC_OPTIONS as SYNC_OPTIONS
 from .sync import Sync as Sync

@@ -219,6 +219,10 @@ class Engine:
         """Bound the memory of all sessions to that of so many, or by the GPU's largest buffer alone."""
         self._compiler.states.limit(count)
 
+    def sessions_taken(self, prompt: int, tokens: int, count: int) -> float:
+        """Return how many sessions have room for answers to a prompt; see :meth:`StateMemory`."""
+        return self._compiler.states.sessions_taken(prompt, tokens, count)
+
     def prefill(
         self,
         cache: SessionState,

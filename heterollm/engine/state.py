@@ -425,6 +425,20 @@ class StateMemory:
         for pool in self.pools:
             pool.limit(sessions)
 
+    def sessions_taken(self, prompt: int, tokens: int, count: int) -> float:
+        """Return how many sessions have room for all that the answers to one prompt ever hold.
+
+        The answers share the whole pages of their prompt. The states of recurrent layers they do not.
+
+        Args:
+            prompt: Tokens of the prompt.
+            tokens: Tokens of the prompt and of the longest answer.
+            count: Answers.
+        """
+        own = pages_of(tokens) - prompt // PAGE_POSITIONS
+        parts = [min(1.0, own / pages_of(group.places)) for group in self._groups]
+        return 1 + (count - 1) * (1.0 if self._recurrent else max(parts, default=0.0))
+
     def close(self) -> None:
         """Free the memory; no pass may run afterwards."""
         for memory in self.memory.memories:

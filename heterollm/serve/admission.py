@@ -6,11 +6,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from heterollm.base import EngineError, HeteroLLMError
 from heterollm.engine import TIERS, PromptTask, Scheduler, ServiceTier
+from heterollm.text import TokenSequence
 
 RESTART_S: Final = 10
 """Seconds after which a client may look for a server that has stopped."""
@@ -38,10 +39,19 @@ class Admission:
         scheduler: Runs them.
         places: Sessions at once. The last one is for the tier ``priority`` alone, if there are several.
         queue: Tasks of a tier that wait at most.
+        need: Returns how many of the places the answers to a prompt take; answers share parts of a session.
     """
 
-    def __init__(self, scheduler: Scheduler, *, places: int, queue: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        places: int,
+        queue: int,
+        need: Callable[[Sequence[TokenSequence]], float] = len,
+    ) -> None:
         self._scheduler = scheduler
+        self._need = need
         self._places = places
         self._queue = queue
         self._lock = threading.Lock()
@@ -98,8 +108,8 @@ class Admission:
         return self._places
 
     @property
-    def taken(self) -> int:
-        """Sessions of the tasks that run."""
+    def taken(self) -> float:
+        """Places of the tasks that run."""
         with self._lock:
             return self._taken()
 
@@ -125,7 +135,8 @@ class Admission:
         taken = self._taken()
         for tier, waiting in self._waiting.items():
             while waiting:
-                if taken + len(waiting[0].answers) > self.room(tier):
+                needed = self._need(waiting[0].answers)
+                if taken + needed > self.room(tier):
                     return
                 task = waiting.popleft()
                 try:
@@ -133,11 +144,11 @@ class Admission:
                 except EngineError as error:  # the model is closed
                     task.fail(error)
                 else:
-                    taken += len(task.answers)
+                    taken += needed
                     self._running[task] = time.monotonic()
 
-    def _taken(self) -> int:
-        return sum(len(task.answers) for task in self._running)
+    def _taken(self) -> float:
+        return sum(self._need(task.answers) for task in self._running)
 
 
 def stops() -> BusyError:

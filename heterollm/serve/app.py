@@ -133,7 +133,9 @@ class Server:
         self._activity = Activity()
         self._figures = Status(llm, self._activity, live=options.live)
         self._scheduler = llm.scheduler(gaps=options.gaps)
-        self._admission = Admission(self._scheduler, places=places, queue=options.queue)
+        self._admission = Admission(
+            self._scheduler, places=places, queue=options.queue, need=llm.sessions_taken
+        )
         self._about = About(llm, self.defaults, int(time.time()), self._admission)
         self._metrics = Metrics(
             lambda: (
@@ -229,10 +231,13 @@ class Server:
         asked = await self._read(request, functools.partial(read, self._llm, self.defaults))
         if isinstance(asked, dict):
             return json_response(asked)
-        count, room = len(asked.prompts[0]), self._admission.room(asked.tier)
-        if count > room:
+        room, need = self._admission.room(asked.tier), max(map(self._llm.sessions_taken, asked.prompts))
+        if need > room:
             raise RequestError(
-                f"n is {count}, but there is memory for {room} sessions of tier {asked.tier}.", param="n"
+                f"n is {len(asked.prompts[0])}, which takes the memory of {need:.1f} sessions, but there are"
+                f" {room} of tier {asked.tier}.",
+                fix="Give a smaller n or max_tokens.",
+                param="n",
             )
         answer = reply(self._llm, self._options.name, asked)
         channel = Channel(self._scheduler.wake)

@@ -120,15 +120,10 @@ def answers_to(llm: LLM, defaults: RequestDefaults, ask: Ask) -> AnswerRequest:
     if isinstance(prompts, ChatRequest):
         prompt = prompt_of(llm, ask)
         stops += llm.tokenizer.chat_stop_strings
-        # A grammar of the client's own says what an answer is.
-        form = None if "grammar" in options or prompt.form.is_text else prompt.form
-        if prompt.grammar is not None:
-            if "grammar" in options:
-                raise RequestError("grammar and tools are both given.", fix="Leave out one.", param="grammar")
-            options = {name: value for name, value in options.items() if not name.startswith("json_")}
-            options["grammar"] = prompt.grammar
-        if form is not None:
-            options["marks"] = tuple(form.marks.values())
+        try:
+            options, form = prompt.answer_options(options)
+        except OptionError as error:
+            raise RequestError(error.message, fix=error.fix, param="grammar") from error
         prompts = (prompt.ids,)
     if ask.count * len(prompts) > MOST_CHOICES:
         raise RequestError(

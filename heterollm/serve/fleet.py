@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from heterollm.engine import available_bytes
+from heterollm.serve.admission import BusyError
 from heterollm.serve.errors import RequestError
-from heterollm.serve.model_process import ModelProcess, Run
+from heterollm.serve.model_process import ModelProcess, NoSessionError, Run
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ MARGIN: Final = 1.25
 """Memory of a loaded model over the bytes of its files: caches, programs, and the process itself."""
 
 CHECK_S: Final = 1.0
+AGAIN_S: Final = 5
+"""Seconds after which a model may be in use no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,22 @@ class ListedModel:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A model, its process if it is loaded, the requests that use it, and the time of the last one's end."""
+    """A model, and its process if it is loaded.
+
+    Args:
+        model: The model.
+        process: The process.
+        sessions_bytes: Bytes that its sessions may take.
+        refused: Has the bytes of one session, if there was no memory for it.
+        users: Requests that use it.
+        used_s: Time of the last one's end.
+        lock: Held while it is loaded or unloaded.
+    """
 
     model: ListedModel
     process: ModelProcess | None = None
+    sessions_bytes: int = 0
+    refused: NoSessionError | None = None
     users: int = 0
     used_s: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -54,6 +69,7 @@ class Fleet:
     Args:
         models: The models, with different names.
         idle_s: Time without a request after which a model is unloaded; 0 for never.
+        sessions_bytes: Bytes that the sessions of all models may take together.
         start: Starts the process of a model.
         available: Returns the bytes of memory that are available; None if unknown.
     """
@@ -63,11 +79,13 @@ class Fleet:
         models: Sequence[ListedModel],
         *,
         idle_s: float,
-        start: Callable[[str, Run], ModelProcess] = ModelProcess,
+        sessions_bytes: int,
+        start: Callable[[str, Run, int], ModelProcess] = ModelProcess,
         available: Callable[[], int | None] = available_bytes,
     ) -> None:
         self._entries = {model.name: _Entry(model) for model in models}
         self._idle_s = idle_s
+        self._sessions_bytes = sessions_bytes
         self._start = start
         self._available = available
 
@@ -156,29 +174,68 @@ class Fleet:
                 await self._unload(entry)
             if entry.process is None:
                 await self._make_room(entry)
-                process = await asyncio.to_thread(self._start, entry.model.name, entry.model.run)
-                await asyncio.to_thread(process.wait)
-                entry.process = process
+                entry.process = await self._started(entry)
             return entry.process.port
 
+    async def _started(self, entry: _Entry) -> ModelProcess:
+        """Start the process of a model.
+
+        Its sessions get half of the memory that is left, those of the last model all. If that is too little
+        for one session, models that nobody uses give way.
+
+        Raises:
+            NoSessionError: All of the memory is too little for one.
+            BusyError: Models in use have it.
+        """
+        while True:
+            least = 0 if entry.refused is None else entry.refused.needed_bytes
+            while self._left_bytes < least:
+                if not await self._unload_oldest():
+                    raise BusyError("Other models have the memory for sessions.", retry_s=AGAIN_S)
+            waiting = sum(not other.sessions_bytes for other in self._entries.values())
+            entry.sessions_bytes = given = max(least, self._left_bytes // min(2, waiting))
+            try:
+                process = await asyncio.to_thread(self._start, entry.model.name, entry.model.run, given)
+                await asyncio.to_thread(process.wait)
+            except BaseException as error:
+                entry.sessions_bytes = 0
+                if not isinstance(error, NoSessionError) or error.needed_bytes > self._sessions_bytes:
+                    raise
+                entry.refused = error
+            else:
+                entry.sessions_bytes = process.sessions_bytes
+                return process
+
+    @property
+    def _left_bytes(self) -> int:
+        """Bytes for sessions that no model has."""
+        return self._sessions_bytes - sum(entry.sessions_bytes for entry in self._entries.values())
+
     async def _make_room(self, entry: _Entry) -> None:
-        """Unload models that nobody uses, those that rest for longest first, until one more fits."""
+        """Unload models until one more fits; if it never does, its own check of memory says what it lacks."""
         needed = int(MARGIN * entry.model.size_bytes)
         while (available := self._available()) is not None and available < needed:
-            others = [
-                other
-                for other in self._entries.values()
-                if other.process is not None and not other.users and not other.lock.locked()
-            ]
-            if not others:
-                return  # its own check of memory says what it lacks
-            oldest = min(others, key=lambda other: other.used_s)
-            async with oldest.lock:
-                if not oldest.users:
-                    await self._unload(oldest)
+            if not await self._unload_oldest():
+                return
+
+    async def _unload_oldest(self) -> bool:
+        """Unload the model that nobody uses and that rests for longest; return whether there was one."""
+        others = [
+            other
+            for other in self._entries.values()
+            if other.process is not None and not other.users and not other.lock.locked()
+        ]
+        if not others:
+            return False
+        oldest = min(others, key=lambda other: other.used_s)
+        async with oldest.lock:
+            if not oldest.users:
+                await self._unload(oldest)
+        return True
 
     @staticmethod
     async def _unload(entry: _Entry) -> None:
         process, entry.process = entry.process, None
         if process is not None:
             await asyncio.to_thread(process.close)
+            entry.sessions_bytes = 0

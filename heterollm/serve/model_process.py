@@ -8,13 +8,33 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Final, TypeAlias
 
-from heterollm.base import CONTEXT, EngineError, HeteroLLMError, start_process
+from heterollm.base import CONTEXT, DeviceError, EngineError, HeteroLLMError, start_process
 
 END_S: Final = 20.0
 """Time of a process to end its answers."""
 
-Run: TypeAlias = Callable[[Connection], None]
-"""Loads and serves a model in a process: sends its port, or the error of the load."""
+Run: TypeAlias = Callable[[Connection, int], None]
+"""Loads and serves a model in a process: takes the bytes that its sessions may have, and sends its port and
+the bytes that they have at most, or the error of the load."""
+
+
+class NoSessionError(DeviceError):
+    """The memory for sessions holds none.
+
+    Args:
+        message: The bytes.
+        needed_bytes: Bytes of one session.
+        fix: The next step.
+    """
+
+    needed_bytes = 0
+
+    @classmethod
+    def of(cls, message: str, needed_bytes: int, fix: str) -> NoSessionError:
+        """Return the error; it crosses processes, which keeps attributes and not the arguments."""
+        made = cls(message, fix=fix)
+        made.needed_bytes = needed_bytes
+        return made
 
 
 class ModelProcess:
@@ -23,14 +43,17 @@ class ModelProcess:
     Args:
         name: The model's name.
         run: What the process runs; it is sent there.
+        sessions_bytes: Bytes that its sessions may take.
     """
 
-    def __init__(self, name: str, run: Run) -> None:
+    def __init__(self, name: str, run: Run, sessions_bytes: int) -> None:
         self.port = 0
         """The port, once :meth:`wait` has returned."""
+        self.sessions_bytes = sessions_bytes
+        """Bytes of its sessions at most; it may need fewer, once :meth:`wait` has returned."""
         self._name = name
         self._pipe, other = CONTEXT.Pipe(duplex=False)
-        self._process = start_process(_run, run, other)
+        self._process = start_process(_run, run, other, sessions_bytes)
         other.close()
 
     @property
@@ -55,7 +78,7 @@ class ModelProcess:
         if isinstance(found, HeteroLLMError):
             self.close()
             raise found
-        self.port = found
+        self.port, self.sessions_bytes = found
 
     def close(self) -> None:
         """End the process: its answers have some seconds. May be called twice."""
@@ -70,12 +93,14 @@ class ModelProcess:
         self._process.kill()
 
 
-def _run(run: Run, pipe: Connection) -> None:
+def _run(run: Run, pipe: Connection, sessions_bytes: int) -> None:
     if hasattr(os, "setpgrp"):  # Ctrl-C is for the server, which ends its processes
         os.setpgrp()
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        run(pipe)
+        run(pipe, sessions_bytes)
+    except NoSessionError as error:
+        pipe.send(error)
     except HeteroLLMError as error:
         pipe.send(EngineError(error.message, fix=error.fix))

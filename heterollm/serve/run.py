@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
-from heterollm.base import DeviceError, OptionError, format_bytes
+from heterollm.base import GIB, OptionError, format_bytes
 from heterollm.engine import available_bytes
 from heterollm.serve.app import Server
 from heterollm.serve.connections import ServerConfig
 from heterollm.serve.fleet import Fleet, ListedModel
 from heterollm.serve.front import Front
 from heterollm.serve.guard import is_loopback
+from heterollm.serve.model_process import NoSessionError
 from heterollm.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 MOST_PLACES: Final = 17
 """Sessions at once: those of a decode pass, and one for the tier ``priority``."""
+UNKNOWN_BYTES: Final = 4 * GIB
+"""Memory for the sessions of several models where the system does not tell how much is available."""
 GRACE_S: Final = 15
 """Seconds for running answers after the signal to stop."""
 POLL_S: Final = 0.1
@@ -129,10 +132,10 @@ def serve(
         note: Takes remarks.
 
     Raises:
-        DeviceError: There is no memory for one session.
+        NoSessionError: There is no memory for one session.
     """
     each = llm.session_bytes
-    places = _places(options, each)
+    places = session_places(options, each)
     llm.limit_sessions(places + 1)  # the last one computes embeddings
     server = Server(llm, options, places)
     note(
@@ -171,7 +174,8 @@ def serve_several(
     idle = f", and unloaded after {options.idle_s / 60:g} idle minutes" if options.idle_s else ""
     note(f"Models, loaded when asked for{idle}: {', '.join(model.name for model in models)}")
     _say_addresses("The server", options, bound, say, note)
-    _Uvicorn(Front(Fleet(models, idle_s=options.idle_s), options), note).run(sockets=[bound])
+    fleet = Fleet(models, idle_s=options.idle_s, sessions_bytes=_allowed_bytes(options, UNKNOWN_BYTES))
+    _Uvicorn(Front(fleet, options), note).run(sockets=[bound])
 
 
 def _say_addresses(
@@ -191,15 +195,26 @@ def _say_addresses(
         note("Everybody who reaches this address can use the model: set --api-key or HETEROLLM_API_KEY.")
 
 
-def _places(options: ServeOptions, each: int) -> int:
-    if options.sessions_gib is not None:
-        allowed = int(options.sessions_gib * 2**30)
-    else:
-        allowed = (available_bytes() or 4 * each) // 4
-    places = min(MOST_PLACES, allowed // each)
+def session_places(options: ServeOptions, each_bytes: int) -> int:
+    """Return how many sessions a server of one model may have.
+
+    Raises:
+        NoSessionError: There is no memory for one.
+    """
+    allowed = _allowed_bytes(options, each_bytes)
+    places = min(MOST_PLACES, allowed // each_bytes)
     if places < 1:
-        raise DeviceError(
-            f"One session takes {format_bytes(each)}, but {format_bytes(allowed)} are for sessions.",
+        raise NoSessionError.of(
+            f"One session takes {format_bytes(each_bytes)}, but {format_bytes(allowed)} are for sessions.",
+            each_bytes,
             fix="Use a smaller --context, or a larger --sessions-gib.",
         )
     return places
+
+
+def _allowed_bytes(options: ServeOptions, unknown_bytes: int) -> int:
+    """Return the memory for sessions: that of the options, or a quarter of the available memory."""
+    if options.sessions_gib is not None:
+        return int(options.sessions_gib * GIB)
+    available = available_bytes()
+    return unknown_bytes if available is None else available // 4

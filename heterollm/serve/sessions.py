@@ -48,7 +48,7 @@ class SessionCache:
 
     Args:
         new_session: Returns a new session.
-        most: Sessions at most.
+        most: Sessions at most; more only while requests use them all, and share their memory.
         chunk: Tokens of the chunks that run at once.
         failures: Returns the failures of the NPU so far. After one, other processors compute the same tokens.
         files: Keeps beginnings that several requests share; None for none.
@@ -111,8 +111,7 @@ class SessionCache:
 
     def copy(self, held: CachedSession) -> CachedSession:
         """Return a copy of a session, in use."""
-        if len(self._held) >= self._most:
-            self._held.remove(self._oldest())
+        self._keep(self._most - 1)
         other = CachedSession(held.session.fork(), held.owner, exact=held.exact, begin=held.begin)
         self._held.append(other)
         return self._touched(other)
@@ -129,6 +128,7 @@ class SessionCache:
         self._touched(held)
         if whole := min(held.shared, held.exact) // self._chunk * self._chunk:
             self._files.offer(held.session, whole, held.owner)
+        self._keep(self._most)
 
     def _from_file(self, ids: NDArray[np.int32], owner: str, reused: int) -> CachedSession | None:
         """Return a session with a longer beginning of a prompt than those in memory, if one is kept."""
@@ -149,18 +149,17 @@ class SessionCache:
         return held.session.reusable(length)
 
     def _empty(self, owner: str) -> CachedSession:
-        if len(self._held) < self._most:
-            held = CachedSession(self._new_session())
-            self._held.append(held)
-        else:
-            held = self._oldest()
-            held.session.reset()
-        held.owner, held.busy, held.exact, held.begin, held.shared = owner, True, 0, 0, 0
+        self._keep(self._most - 1)
+        held = CachedSession(self._new_session(), owner)
+        self._held.append(held)
         return self._touched(held)
 
-    def _oldest(self) -> CachedSession:
-        """Return the session to evict. There is one: requests take no more sessions than there may be."""
-        return min((held for held in self._held if not held.busy), key=lambda held: held.used)
+    def _keep(self, most: int) -> None:
+        """Drop sessions beyond a number: those that no request uses, the least recently used one first."""
+        idle = sorted((held for held in self._held if not held.busy), key=lambda held: held.used)
+        for held in idle[: max(0, len(self._held) - most)]:
+            self._held.remove(held)
+            held.session.reset()  # its request may still hold it
 
     def _touched(self, held: CachedSession) -> CachedSession:
         self._uses += 1

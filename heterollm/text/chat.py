@@ -62,8 +62,8 @@ class Conversation:
             raise InputError("There is nothing to answer: the last message is not the user's.")
         return self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
 
-    def fit(self, limit: int, target: int) -> tuple[list[int], int]:
-        """Return the ids of :meth:`prompt_ids`, and the number of oldest turns that were forgotten for them.
+    def fit(self, limit: int, target: int) -> int:
+        """Forget the oldest turns of a dialogue that is too long, and return their number.
 
         A turn is a message of the user with its answers. The instructions and the last turn stay.
 
@@ -76,12 +76,10 @@ class Conversation:
             InputError, CheckpointError: As for :meth:`prompt_ids`.
         """
         dropped = 0
-        ids = self.prompt_ids()
-        while len(ids) > (target if dropped else limit):
+        while len(self.prompt_ids()) > (target if dropped else limit):
             starts = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
             if len(starts) < 2:
                 break
             del self._messages[: starts[1]]
             dropped += 1
-            ids = self.prompt_ids()
-        return ids, dropped
+        return dropped

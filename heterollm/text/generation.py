@@ -110,12 +110,14 @@ class GenerationStep:
         log_probability: Natural logarithm of the model's probability of the token, if requested; before a
             constraint and the filters of sampling.
         top_log_probabilities: The likeliest tokens at this place with their log-probabilities, if requested.
+        reasoning: Reasoning before the answer to a dialogue, which is no part of ``text``.
     """
 
     text: str
     token_id: int
     log_probability: float | None = None
     top_log_probabilities: TopTokens | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,9 @@ class GenerationResult:
         speculation: The guesses, if there were any to make.
         prepared_s: Seconds in which passes were compiled.
         decode_s: Seconds of the tokens after the first, without the caller's time between them.
+        reasoning: Reasoning before the answer to a dialogue, which is no part of ``text``.
+        raw_text: The text with the reasoning and all its marks, as the tokens spell it; None where the model
+            does not reason, so that it is ``text``.
     """
 
     text: str
@@ -152,6 +157,8 @@ class GenerationResult:
     speculation: SpeculationResult | None = None
     prepared_s: float = 0.0
     decode_s: float = 0.0
+    reasoning: str = ""
+    raw_text: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -131,6 +131,11 @@ class TokenSequence:
         return self.prompt_ids[self._reused :]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return len(self.prompt_ids) + self._limit
+
+    @property
     def guesses(self) -> bool:
         """Whether passes may check guesses of this answer."""
         return self._speculator is not None

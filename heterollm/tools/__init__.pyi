@@ -6,7 +6,6 @@ from .prompt import can_reason as can_reason
 from .prompt import chat_prompt as chat_prompt
 from .prompt import fault_of as fault_of
 from .prompt import reasoning_variables as reasoning_variables
-from .prompt import text_form as text_form
 from .reading import AnswerPart as AnswerPart
 from .reading import AnswerReader as AnswerReader
 from .reading import ReplyForm as ReplyForm

@@ -10,7 +10,7 @@ from typing import Any, Final
 from heterollm.base import GrammarError, InputError, OptionError
 from heterollm.text import GenerationOptions, Tokenizer, check_structure
 from heterollm.tools.constraint import CallRules, call_grammar
-from heterollm.tools.forms import CHANNELS, GENERIC, HARMONY_MARKS, ReasoningForm, ToolForm, reasoning_form
+from heterollm.tools.forms import CHANNELS, GENERIC, HARMONY_MARKS, ReasoningForm, ToolForm
 from heterollm.tools.harmony import EFFORTS as CHANNEL_EFFORTS
 from heterollm.tools.harmony import channel_grammar, described, with_thinking
 from heterollm.tools.reading import ID_LENGTH, ReplyForm
@@ -19,9 +19,6 @@ from heterollm.tools.support import Dialogue, ToolSupport, render, support_of
 
 EFFORTS: Final = ("reasoning_effort", "enable_thinking", "thinking")
 """Variables of templates that turn reasoning on and off."""
-
-MOST_OPENING: Final = 16
-"""Tokens of the opening of the reasoning at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +56,26 @@ class ChatPrompt:
     form: ReplyForm
     grammar: str | None
 
+    def answer_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], ReplyForm | None]:
+        """Return the options of the answer, and the form to read it in; None where it is text alone.
+
+        Args:
+            options: Those of the caller, by their names in ``AnswerKeywords``; a grammar of the caller's own
+                says what the answer is.
+
+        Raises:
+            OptionError: The caller gives a grammar, and the prompt has one.
+        """
+        made, has_grammar = dict(options), options.get("grammar") is not None
+        if self.grammar is not None:
+            if has_grammar:
+                raise OptionError("grammar and tools are both given.", fix="Leave out one.")
+            made = {name: value for name, value in made.items() if not name.startswith("json_")}
+            made["grammar"] = self.grammar
+        if has_grammar or self.form.is_text:
+            return made, None
+        return {**made, "marks": tuple(self.form.marks.values())}, self.form
+
 
 def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, most_tokens: int) -> ChatPrompt:
     """Return the prompt of a chat.
@@ -72,7 +89,7 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, most_tokens: int) ->
     """
     support = support_of(tokenizer)
     dialogue: Dialogue = ordered(request.dialogue)
-    most_calls = max(len(message.get("tool_calls") or ()) for message in dialogue)
+    most_calls = max((len(message.get("tool_calls") or ()) for message in dialogue), default=0)
     if most_calls:
         dialogue = (support.several if most_calls > 1 else support.single)(dialogue)
     reasoning = support.reasoning
@@ -97,21 +114,6 @@ def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, most_tokens: int) ->
     own = calls if request.rules is not None else None
     form = ReplyForm(request.tools, own, reasoning, opened, marks, _words(tokenizer, marks))
     return ChatPrompt(tokenizer.encode_chat(text, most_tokens=most_tokens), form, grammar)
-
-
-def text_form(tokenizer: Tokenizer, ids: Sequence[int]) -> ReplyForm:
-    """Return the form of an answer without calls.
-
-    Args:
-        tokenizer: Knows the chat template.
-        ids: The prompt, rendered with it.
-    """
-    reasoning = reasoning_form(tokenizer.chat_template(), tokenizer.added_tokens)
-    if reasoning is None:
-        return ReplyForm()
-    opened = _opens(tokenizer.decode(ids[-MOST_OPENING:], controls=True), reasoning)
-    marks = _marks(tokenizer, None, reasoning)
-    return ReplyForm(reasoning=reasoning, opened=opened, marks=marks, words=_words(tokenizer, marks))
 
 
 def can_reason(tokenizer: Tokenizer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -82,12 +83,12 @@ def props(about: About, _request: Request) -> dict[str, Any]:
 
 
 def slots(about: About, request: Request) -> list[dict[str, Any]]:
-    """Return the places for sessions, those in use first: a request takes one for each of its answers.
+    """Return the places for sessions, those in use first: a request takes one or more.
 
     Raises:
         RequestError: All are in use, and the query has ``fail_on_no_slot``.
     """
-    taken, places = about.admission.taken, about.admission.places
+    taken, places = math.ceil(about.admission.taken), about.admission.places
     if taken == places and request.query_params.get("fail_on_no_slot"):
         raise RequestError("All slots are in use.", status=503, code="no_slot")
     return [{"id": i, "n_ctx": about.llm.context, "is_processing": i < taken} for i in range(places)]

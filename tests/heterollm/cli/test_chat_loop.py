@@ -3,10 +3,8 @@ import io
 import os
 import select
 import sys
-from typing import ClassVar
 
 import pytest
-from chat_models import HARMONY_MARKS
 
 from heterollm.base import InputError
 from heterollm.cli.chat_loop import ChatLoop
@@ -17,14 +15,8 @@ from heterollm.text import GenerationResult, GenerationStep
 
 class Tokenizer:
     has_chat_template = True
-    chat_stop_strings = ()
-    added_tokens: ClassVar[dict[str, int]] = {}
-
-    def chat_template(self):
-        return ""
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
-        self.rendered = [(message["role"], message["content"]) for message in messages]
         return [1] * len(messages)
 
 
@@ -72,10 +64,10 @@ class Model:
     def session(self):
         return self.one_session
 
-    def stream(self, ids, *, session, stop, max_new_tokens, temperature, seed, **options):
+    def stream_chat(self, messages, *, session, max_new_tokens, temperature, seed, **options):
         assert session is self.one_session
         assert (max_new_tokens, temperature) == (4, 0.5)
-        self.prompts.append(self.tokenizer.rendered)
+        self.prompts.append([(message["role"], message["content"]) for message in messages])
         self.seeds.append(seed)
         return Stream(["so", " be", " it"], self.errors.get(len(self.prompts)))
 
@@ -196,54 +188,25 @@ def test_a_message_without_an_answer_is_forgotten(talk):
             return GenerationResult("", (), 1, 0, "cancelled", None, None, None)
 
     model = Model()
-    answer = model.stream
-    model.stream = lambda ids, **options: model.__dict__.pop("stream") and Silent([], None)
+    answer = model.stream_chat
+    model.stream_chat = lambda _, **options: model.__dict__.pop("stream_chat") and Silent([], None)
     talk("a\nb\n", model)
-    assert model.stream == answer
+    assert model.stream_chat == answer
     assert model.prompts == [[("user", "b")]]
 
 
 def test_reasoning_goes_to_stderr_and_not_into_the_dialogue(talk):
-    class Speaker(Tokenizer):
-        added_tokens: ClassVar = {name: 10 + place for place, name in enumerate(HARMONY_MARKS)}
-        special_tokens: ClassVar = {index: name for name, index in added_tokens.items()}
-
-        def chat_template(self):
-            return "<|channel|>"
-
-        def decode(self, ids, *, controls=False):
-            return "<|start|>assistant"
-
     class Answer(Stream):
         def __iter__(self):
-            marks = Speaker.added_tokens
-            for text in (
-                "<|channel|>",
-                "analysis",
-                "<|message|>",
-                "So.",
-                "<|end|>",
-                "<|start|>",
-                "assistant",
-            ):
-                yield GenerationStep("" if text in marks else text, marks.get(text, 1))
-            for text in ("<|channel|>", "final", "<|message|>", "Hel", "lo", "<|return|>"):
-                yield GenerationStep("" if text in marks else text, marks.get(text, 1))
+            for reasoning, text in (("So", ""), (".", ""), ("", "Hel"), ("", "lo"), ("", "")):
+                yield GenerationStep(text, 1, reasoning=reasoning)
 
     model = Model()
-    model.tokenizer = Speaker()
-    plain, asked = model.stream, []
-
-    def stream(ids, *, marks, **options):
-        asked.append(marks)
-        plain(ids, **options)
-        return Answer([], None)
-
-    model.stream = stream
+    plain = model.stream_chat
+    model.stream_chat = lambda messages, **options: plain(messages, **options) and Answer([], None)
     _, out, err = talk("a\nb\n", model)
     assert (out, err) == ("Hello\nHello\n", "So.\n\nSo.\n\n")
     assert model.prompts[1] == [("user", "a"), ("assistant", "Hello"), ("user", "b")]
-    assert set(asked[0]) == set(Speaker.added_tokens.values())
 
 
 READY = "\x1b[?2004h"

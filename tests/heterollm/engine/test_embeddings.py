@@ -102,6 +102,31 @@ def test_families_with_windows_recurrent_state_and_other_norms(
         assert summarise_phases(llm.take_trace())["prefill"].passes
 
 
+@pytest.mark.parametrize("form", ["last token, length 1", "mean"])
+def test_texts_have_the_embeddings_of_sentence_transformers(
+    form: str, qwen: Path, checkpoint: Callable[..., Path]
+) -> None:
+    """From text to vector: its own tokens, pooling and length, on the runtime's tensors in float64."""
+    library = pytest.importorskip("sentence_transformers", reason="needs pip install sentence-transformers")
+    folder = (
+        qwen if form != "mean" else declare(checkpoint("llama"), "Pooling", pooling_mode_mean_tokens=True)
+    )
+    texts = ["def add(a, b):", "import os", "é漢 x", "word " * 150]
+    with LLM.load(folder, device="host", plan="gpu") as llm:
+        found, short = llm.embed(texts), llm.embed(texts, dimensions=32)
+        tensors = {name: torch.from_numpy(value.copy()) for name, value in llm.reference_state_dict()}
+    theirs = library.SentenceTransformer(str(folder), device="cpu").double()
+    theirs.tokenizer.pad_token = "<|endoftext|>"  # it asks for one, though a text alone has no padding
+    bare = {name.removeprefix("model."): value for name, value in tensors.items()}
+    missing, _ = theirs[0].auto_model.load_state_dict(bare, strict=False)
+    assert not missing
+    for text, vector, cut in zip(texts, found, short, strict=True):
+        expected = theirs.encode(text)
+        assert np.linalg.norm(vector - expected) < 4e-3 * np.linalg.norm(expected), text
+        expected = theirs.encode(text, truncate_dim=32, normalize_embeddings=True)
+        assert np.linalg.norm(cut - expected) < 4e-3
+
+
 def test_the_gpu_goes_on_with_the_whole_text(
     qwen: Path, half_rows_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,27 @@ def test_a_pool_without_room_is_an_error_and_harms_nobody(llm: LLM) -> None:
         assert np.array_equal(one.decode(4), alone.fork().decode(4))
 
 
+def test_answers_to_a_prompt_take_no_more_than_the_sessions_that_they_count_as(llm: LLM) -> None:
+    random = np.random.default_rng(4)
+    pools = llm._engine._compiler.states.pools
+    for prompt, tokens, count in ((200, 40, 3), (63, 3, 4), (320, 130, 2)):
+        answers = [llm.prepare(list(range(1, prompt + 1)), max_new_tokens=tokens) for _ in range(count)]
+        allowed, before = llm.sessions_taken(answers), held(llm)
+        first = begun(llm, prompt)
+        sessions = [first, *(first.fork() for _ in answers[1:])]
+        turns = random.permutation(np.repeat(np.arange(count), tokens - 1))
+        most = held(llm)
+        for turn in turns:
+            sessions[turn].decode(5)
+            most = [max(pair) for pair in zip(most, held(llm), strict=True)]
+        for pool, own, others in zip(pools, most, before, strict=True):
+            assert own - others <= allowed * pool._each
+        assert allowed < count or llm.config.family.startswith("Qwen3.5")
+        del sessions, first
+        gc.collect()
+    assert llm.sessions_taken(answers[:1]) == 1
+
+
 @pytest.mark.parametrize("llm", ["llama", "phi"], indirect=True)
 def test_requests_share_the_pages_of_their_prompts(llm: LLM) -> None:
     cache = SessionCache(llm.session, most=4, chunk=PAGE, failures=lambda: ())

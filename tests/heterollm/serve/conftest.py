@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from chat_models import CHATS, chat_folder
 
+from heterollm.base import EngineError
 from heterollm.llm import LLM
 from heterollm.serve import ServeOptions, listen
 from heterollm.serve.app import Server
@@ -24,15 +25,20 @@ def running(llm: LLM, places: int = 4, **options: Any) -> Iterator[str]:
     """Serve a model on a free port of this machine, and give the address."""
     chosen = ServeOptions(port=0, name="tiny", **options)
     with listen(chosen) as bound:
-        config = ServerConfig(Server(llm, chosen, places).app, connections=chosen.connections)
-        server = uvicorn.Server(config)
+        made = Server(llm, chosen, places)
+        llm.limit_sessions(places + 1)  # as the command does
+        server = uvicorn.Server(ServerConfig(made.app, connections=chosen.connections))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+            with contextlib.suppress(EngineError):  # a test has closed the model
+                llm.limit_sessions(None)
 
 
 @pytest.fixture(scope="session")

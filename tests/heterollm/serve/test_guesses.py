@@ -10,8 +10,7 @@ import openai
 import pytest
 
 from heterollm.llm import LLM
-from heterollm.serve import ServeOptions
-from heterollm.serve.run import _places
+from heterollm.serve import ServeOptions, session_places
 
 ASK: Any = {"model": "tiny", "prompt": "def add(a, b):\n", "max_tokens": 32, "temperature": 0}
 
@@ -66,4 +65,4 @@ def test_the_sessions_of_the_draft_count_in_the_memory(llm: LLM) -> None:
     own = llm.session().memory_bytes
     assert llm.session_bytes == 2 * own
     options = ServeOptions(sessions_gib=4.5 * own / 2**30)
-    assert (_places(options, own), _places(options, llm.session_bytes)) == (4, 2)
+    assert (session_places(options, own), session_places(options, llm.session_bytes)) == (4, 2)

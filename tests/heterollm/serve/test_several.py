@@ -23,23 +23,24 @@ import openai
 import psutil
 import pytest
 import uvicorn
-from model_processes import die, fail_to_load, serve_bundled
+from model_processes import die, fail_to_load, lack_memory, serve_bundled
 
 from heterollm.base import HeteroLLMError
 from heterollm.cli import main
 from heterollm.serve import ListedModel, ServeOptions, listen
+from heterollm.serve.admission import BusyError
 from heterollm.serve.connections import ServerConfig
 from heterollm.serve.errors import RequestError
 from heterollm.serve.fleet import Fleet
 from heterollm.serve.front import Front
-from heterollm.serve.model_process import ModelProcess
+from heterollm.serve.model_process import ModelProcess, NoSessionError
 
 
 @contextlib.contextmanager
 def front(models: list[ListedModel], **options: Any) -> Iterator[tuple[str, Fleet]]:
     """Serve models on a free port, and give the address."""
     chosen = ServeOptions(port=0, **options)
-    fleet = Fleet(models, idle_s=chosen.idle_s)
+    fleet = Fleet(models, idle_s=chosen.idle_s, sessions_bytes=200 << 20)
     with listen(chosen) as bound:
         server = uvicorn.Server(ServerConfig(Front(fleet, chosen).app, connections=64))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
@@ -148,12 +149,14 @@ class Process:
 
     port, is_alive = 1, True
 
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
+    def __init__(self, log: list[str], name: str, sessions_bytes: int = 0, each: int = 1) -> None:
+        self.log, self.name, self.each = log, name, each
+        self.sessions_bytes = min(3, sessions_bytes // each) * each
         log.append(f"+{name}")
 
     def wait(self) -> None:
-        """Wait for nothing."""
+        if self.each > 1 and not self.sessions_bytes:
+            raise NoSessionError.of("One session takes more.", self.each, fix="Use a smaller --context.")
 
     def close(self) -> None:
         self.log.append(f"-{self.name}")
@@ -168,11 +171,11 @@ def test_models_that_rest_for_longest_make_room() -> None:
     def available() -> int:
         return 1000 - 300 * sum(1 if entry[0] == "+" else -1 for entry in log)
 
-    def start(name: str, _run: Any) -> Any:
+    def start(name: str, _run: Any, _bytes: int) -> Any:
         return Process(log, name)
 
     models = [ListedModel(name, 240, fail_to_load) for name in "abcd"]
-    fleet = Fleet(models, idle_s=0, start=start, available=available)
+    fleet = Fleet(models, idle_s=0, sessions_bytes=0, start=start, available=available)
 
     async def use() -> None:
         for name in "abca":
@@ -191,13 +194,53 @@ def test_models_that_rest_for_longest_make_room() -> None:
     assert sorted(log[-3:]) == ["-b", "-c", "-d"]
 
 
+def test_the_sessions_of_all_models_share_one_memory() -> None:
+    log: list[str] = []
+    each = {"a": 10, "b": 30, "c": 5, "d": 60, "e": 101}
+
+    def start(name: str, _run: Any, sessions_bytes: int) -> Any:
+        return Process(log, name, sessions_bytes, each[name])
+
+    models = [ListedModel(name, 0, fail_to_load) for name in each]
+    fleet = Fleet(models, idle_s=0, sessions_bytes=100, start=start, available=lambda: None)
+
+    def taken() -> dict[str, int]:
+        found = {name: entry.sessions_bytes for name, entry in fleet._entries.items() if entry.process}
+        assert sum(found.values()) <= 100
+        return found
+
+    async def use(name: str) -> dict[str, int]:
+        async with fleet.use(name):
+            return taken()
+
+    async def run() -> None:
+        assert await use("a") == {"a": 30}  # three sessions are all that it wants
+        assert await use("b") == {"a": 30, "b": 30}
+        assert await use("c") == {"a": 30, "b": 30, "c": 15}
+        async with fleet.use("b"):
+            # One session of d fits into what a and c leave, which nobody uses.
+            assert await use("d") == {"b": 30, "d": 60}
+            async with fleet.use("d"), fleet.use("a"):
+                assert taken() == {"a": 10, "b": 30, "d": 60}
+                with pytest.raises(BusyError, match="Other models"):
+                    await use("c")
+            assert await use("c") == {"b": 30, "c": 5, "d": 60}
+        with pytest.raises(NoSessionError, match="takes more"):
+            await use("e")
+        await fleet.close()
+        assert taken() == {}
+
+    asyncio.run(run())
+
+
 def test_a_server_that_hurries_ends_the_answers_of_its_processes() -> None:
     log: list[str] = []
 
-    def start(name: str, _run: Any) -> Any:
+    def start(name: str, _run: Any, _bytes: int) -> Any:
         return Process(log, name)
 
-    fleet = Fleet([ListedModel(name, 0, fail_to_load) for name in "ab"], idle_s=0, start=start)
+    models = [ListedModel(name, 0, fail_to_load) for name in "ab"]
+    fleet = Fleet(models, idle_s=0, sessions_bytes=0, start=start)
 
     async def use() -> None:
         async with fleet.use("b"):
@@ -208,18 +251,23 @@ def test_a_server_that_hurries_ends_the_answers_of_its_processes() -> None:
 
 
 def test_a_request_names_a_model_or_means_the_last_one() -> None:
-    fleet = Fleet([ListedModel(name, 0, fail_to_load) for name in ("a", "b:1")], idle_s=0)
+    models = [ListedModel(name, 0, fail_to_load) for name in ("a", "b:1")]
+    fleet = Fleet(models, idle_s=0, sessions_bytes=0)
     assert [fleet.find(name) for name in (None, "a", "a:latest", "b:1")] == ["a", "a", "a", "b:1"]
     with pytest.raises(RequestError, match="no model 'c'"):
         fleet.find("c")
 
 
 def test_an_error_of_a_load_crosses_the_processes() -> None:
-    process = ModelProcess("x", fail_to_load)
+    process = ModelProcess("x", fail_to_load, 0)
     with pytest.raises(HeteroLLMError, match="damaged") as caught:
         process.wait()
     assert caught.value.fix == "Fetch it again."
     assert not process.is_alive
+    process = ModelProcess("x", lack_memory, 3)
+    with pytest.raises(NoSessionError, match="3 are too few") as lacking:
+        process.wait()
+    assert (lacking.value.needed_bytes, lacking.value.fix) == (7, "Use a smaller --context.")
 
 
 def test_the_command_serves_a_folder_of_models(bundled_model: Path, tmp_path: Path) -> None:

@@ -88,6 +88,30 @@ def test_only_inexact_answers_share_passes_of_both_processors(
     assert (passes == rows) is exact
 
 
+def test_many_answers_share_the_memory_of_a_long_prompt(bundled_model: Path, serving: Serving) -> None:
+    """They are admitted where as many whole sessions are not, and displace the sessions that nobody uses."""
+    body: dict[str, Any] = {"model": "tiny", "temperature": 0.8, "max_tokens": 30, "seed": 7}
+    long = "def f(x):\n    return x\n" * 35
+    with (
+        LLM.load(bundled_model, device="host", plan="gpu", context=512) as llm,
+        serving(llm, places=4) as address,
+    ):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+        alone = [
+            client.completions.create(**{**body, "seed": 7 + number}, prompt=long).choices[0].text
+            for number in range(8)
+        ]
+        for number in range(4):  # sessions that stay behind, of whole contexts
+            client.completions.create(**{**body, "max_tokens": 1}, prompt=f"{number} {long}")
+        for _ in range(2):
+            choices = client.completions.create(**body, prompt=long, n=8).choices
+            assert [choice.text for choice in choices] == alone
+        pools = llm.on_engine_thread(lambda: llm._engine._compiler.states.pools)
+        assert all(len(pool._holders) <= 5 * pool._each for pool in pools)
+        with pytest.raises(openai.BadRequestError, match="memory of"):
+            client.completions.create(**{**body, "max_tokens": 400}, prompt="def ", n=8)
+
+
 def test_clients_that_leave_end_their_answers_alone(llm: LLM, serving: Serving) -> None:
     with serving(llm, places=8) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)

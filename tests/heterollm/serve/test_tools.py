@@ -110,6 +110,38 @@ def test_a_stream_has_the_calls_of_the_whole_answer(client: openai.OpenAI) -> No
             assert "".join(pieces) == call.function.arguments
 
 
+def test_the_python_api_divides_an_answer_as_the_server_does(thinking: openai.OpenAI, thinker: LLM) -> None:
+    ends = thinker.tokenizer.added_tokens["</think>"]
+    reasons = set()
+    for bias in (0, 4, 40):
+        chosen: Any = {"logit_bias": {ends: bias}, "seed": 1, "temperature": 1.0, "top_p": 1.0}
+        asked: Any = {"model": "tiny", "messages": SAY, "max_tokens": 40, **chosen}
+        (choice,) = thinking.chat.completions.create(**asked, extra_body={"top_k": 0, "min_p": 0}).choices
+        answer = thinker.chat(SAY, max_new_tokens=40, **chosen, session=thinker.session())
+        extra: Any = choice.message.model_extra
+        assert answer.text == choice.message.content
+        assert answer.reasoning == (extra.get("reasoning_content") or "")
+        assert answer.raw_text == thinker.tokenizer.decode(answer.token_ids, controls=True)
+        reasons.add((bool(answer.text), bool(answer.reasoning)))
+        stream = thinker.stream_chat(SAY, max_new_tokens=40, **chosen, session=thinker.session())
+        steps = list(stream)
+        assert "".join(step.text for step in steps) == answer.text == stream.result.text
+        assert "".join(step.reasoning for step in steps) == answer.reasoning
+        assert tuple(step.token_id for step in steps) == answer.token_ids
+    assert (False, True) in reasons
+    assert {text for text, _ in reasons} == {True, False}
+
+
+def test_the_python_api_holds_an_answer_behind_its_reasoning_to_a_schema(thinker: LLM) -> None:
+    """The prompt opens the reasoning, so that the schema must not begin with the first token."""
+    bias = {thinker.tokenizer.added_tokens["</think>"]: 40}
+    answer = thinker.chat(SAY, json_schema=WEATHER, max_new_tokens=300, seed=1, logit_bias=bias)
+    assert answer.stop_reason in ("complete", "eos")
+    jsonschema.validate(json.loads(answer.text), WEATHER)
+    plain = thinker.generate("x", max_new_tokens=2)
+    assert (plain.reasoning, plain.raw_text) == ("", None)
+
+
 def test_the_clients_own_reader_of_streams_reads_them(thinking: openai.OpenAI, thinker: LLM) -> None:
     bias = {str(thinker.tokenizer.added_tokens["</think>"]): 40}
     one: Any = {"type": "function", "function": {"name": "weather"}}

@@ -8,7 +8,7 @@ from chat_models import CHATS, HARMONY_MARKS, chat_folder
 
 from heterollm.base import GrammarError
 from heterollm.text import GenerationOptions, GrammarTokens, Tokenizer
-from heterollm.tools import CallRules, ChatRequest, Tool, chat_prompt, joined, reasoning_variables, text_form
+from heterollm.tools import CallRules, ChatRequest, Tool, chat_prompt, joined, reasoning_variables
 
 NAMES = ("gpt-oss", "gpt-oss-gguf")
 CITY = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Köln"]}}, "required": ["city"]}
@@ -296,8 +296,7 @@ def test_a_prompt_may_open_the_reasoning(tmp_path, reading):
     folder = chat_folder(tmp_path / "m", template, HARMONY_MARKS)
     tokenizer = Tokenizer.from_folder(folder, [0])
     prompt = prompt_of(tokenizer)
-    form = text_form(tokenizer, prompt.ids)
-    assert prompt.form.opened
+    form = prompt.form
     assert form.opened
     text = f"A{NEXT}{FINAL}B"
     whole = joined(reading(tokenizer, form, tokenizer.encode(text, add_bos=False)))

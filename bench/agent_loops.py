@@ -1,16 +1,18 @@
 """Do agents run loops of tools against the server, and does every call follow its tool's schema?
 
 A child serves a model. An agent has three tools and one that ends its loop, and must call one of them in each
-turn: OpenAI's client in a loop of its own, and pydantic-ai and smolagents as far as they are installed. The
-calls are counted and checked with jsonschema. A weak model calls at random, and its loops end at a limit.
+turn: OpenAI's client in a loop of its own, OpenAI's Agents SDK at /v1/responses, whole and streamed, and
+pydantic-ai and smolagents, as far as they are installed. The calls are counted and checked with jsonschema. A
+weak model calls at random, and its loops end at a limit.
 Exit code 1 if a call does not follow its schema, or a loop fails in another way.
 
-    pip install pydantic-ai-slim smolagents
-    python bench/agents.py tiny-python-lm --episodes 5
+    pip install openai-agents pydantic-ai-slim smolagents
+    python bench/agent_loops.py tiny-python-lm --episodes 5
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -84,6 +86,57 @@ def by_client(address: str, model: str, seed: int, counts: Counter[str]) -> None
             if not left:
                 return
         raise RuntimeError(f"{left} were not called.")
+
+
+def by_openai_agents(address: str, model: str, seed: int, counts: Counter[str]) -> None:
+    """Run a loop with OpenAI's Agents SDK at /v1/responses, streamed at every other seed."""
+    from agents import (
+        Agent,
+        AgentsException,
+        FunctionTool,
+        MaxTurnsExceeded,
+        ModelSettings,
+        OpenAIResponsesModel,
+        Runner,
+        StopAtTools,
+        set_tracing_disabled,
+    )
+
+    def made(name: str) -> FunctionTool:
+        async def call(_context: object, arguments: str) -> str:
+            return called(counts, name, json.loads(arguments))
+
+        return FunctionTool(
+            name=name, description=name, params_json_schema=parameters(name), on_invoke_tool=call
+        )
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=address, api_key="-", max_retries=0) as client:
+            agent = Agent(
+                name="agent",
+                instructions="You call tools.",
+                tools=list(map(made, SCHEMAS)),
+                model=OpenAIResponsesModel(model, client),
+                model_settings=ModelSettings(
+                    temperature=1.0, max_tokens=400, tool_choice="required", extra_body={"seed": seed}
+                ),
+                tool_use_behavior=StopAtTools(stop_at_tool_names=["finish"]),
+                reset_tool_choice=False,
+            )
+            if seed % 200:
+                streamed = Runner.run_streamed(agent, QUESTION, max_turns=MOST_TURNS)
+                async for _ in streamed.stream_events():
+                    pass
+            else:
+                await Runner.run(agent, QUESTION, max_turns=MOST_TURNS)
+
+    set_tracing_disabled(True)
+    try:
+        asyncio.run(run())
+    except AgentsException as error:
+        if not isinstance(error, MaxTurnsExceeded) and "max_output_tokens" not in str(error):
+            raise
+        counts["cut"] += 1
 
 
 def by_pydantic_ai(address: str, model: str, seed: int, counts: Counter[str]) -> None:
@@ -160,6 +213,7 @@ def by_smolagents(address: str, model: str, seed: int, counts: Counter[str]) -> 
 
 LOOPS: Final[dict[str, Callable[[str, str, int, Counter[str]], None]]] = {
     "openai": by_client,
+    "agents": by_openai_agents,
     "pydantic_ai": by_pydantic_ai,
     "smolagents": by_smolagents,
 }
