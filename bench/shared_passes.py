@@ -3,10 +3,13 @@
     python bench/random_model.py /tmp/tinyllama
     python bench/shared_passes.py served /tmp/tinyllama --plan gpu --out ROWS
     python bench/shared_passes.py served /tmp/tinyllama --plan gpu --threads 2 --rival LLAMA-SERVER
+    python bench/shared_passes.py served tiny-python-lm --repeated 6 --speculative lookup
     python bench/shared_passes.py simulated llama-3-8b --out ROWS
 
 `served` starts a server in a child, and as many clients at once ask for an answer to a short prompt each; the
-numbers of clients take turns. The rate has the time of prompts and of the server in it. `--rival` names
+numbers of clients take turns. The rate has the time of prompts and of the server in it. With `--speculative`
+passes check guesses; `--repeated` repeats the first tokens of each prompt, and the likeliest tokens follow,
+so that guesses are right. A row has the tokens of a pass, without each answer's first one. `--rival` names
 llama.cpp's `llama-server`, which gets the same 4-bit weights as GGUF, as many slots as there are clients, and
 all cores; the servers take turns, and one rests while the other answers. `simulated` is the time of
 decode passes alone, behind a context, on a simulated SoC under each plan level; nothing is computed.
@@ -14,9 +17,11 @@ decode passes alone, behind a context, on a simulated SoC under each plan level;
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -35,7 +40,7 @@ from soak import Served
 from speculation_simulated import RUNS, Simulated
 
 from heterollm.benchmarks.plugins import load_plugin
-from heterollm.engine.state import BatchRow
+from heterollm.engine.state import BatchRun
 
 REQUESTS: Final = (1, 2, 4, 8, 16)
 LEVELS: Final = ("gpu", "tensor", "auto")
@@ -71,44 +76,63 @@ class LlamaServer(Served):
             return False
 
 
-def served(
-    model: str, plan: str, precision: str, tokens: int, rounds: int, threads: int, rival: str | None
-) -> Iterator[dict[str, Any]]:
+def passes_of(server: Served) -> int:
+    """Return the decode passes of heterollm's server so far."""
+    with server.connect() as connection:
+        connection.request("GET", "/metrics")
+        found = re.search(rb"^heterollm_decode_passes (\S+)", connection.getresponse().read(), re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
+
+
+def served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each server and number of requests at once."""
+    model, tokens, threads, rival = options.model, options.tokens, options.threads, options.rival
     # New prompts each time, as both servers know the beginnings of earlier ones.
     ids = np.random.default_rng(0)
-    options = ["--device", "host", "--plan", plan, "--precision", precision, "--context", str(CONTEXT)]
-    options += ["--no-exact", *(["--gpu-threads", str(threads)] if threads else [])]
+    words = ["--device", "host", "--plan", options.plan, "--precision", options.precision]
+    words += ["--context", str(CONTEXT), "--exact" if options.exact else "--no-exact"]
+    words += ["--gpu-threads", str(threads)] if threads else []
+    words += ["--speculative", options.speculative] if options.speculative else []
+    period, chosen = options.repeated or PROMPT_TOKENS, {"temperature": 0} if options.repeated else {}
     servers: dict[str, Served] = {}
 
     def answer(server: Served, prompt: list[int]) -> None:
-        body = {"model": "soak", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        body = {"model": "soak", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **chosen}
         status, text = server.post("/v1/completions", json.dumps(body).encode())
         assert status == 200, text
 
     rates = defaultdict[tuple[str, int], list[float]](list)
+    passes = defaultdict[int, int](int)
     try:
         if rival:
             servers["llama.cpp"] = LlamaServer(rival, model)
-        servers["heterollm"] = Served(model, options)
+        servers["heterollm"] = own = Served(model, words)
         with ThreadPoolExecutor(max(REQUESTS)) as clients:
-            for turn in range(rounds + 1):  # the first one compiles
+            for turn in range(options.rounds + 1):  # the first one compiles
                 for count, (name, server) in itertools.product(REQUESTS, servers.items()):
-                    prompts = ids.integers(3, 2000, (count, PROMPT_TOKENS)).tolist()
-                    begin_s = time.perf_counter()
-                    list(clients.map(partial(answer, server), prompts))
+                    repeats = -(-PROMPT_TOKENS // period)
+                    prompts = np.tile(ids.integers(3, 2000, (count, period)), repeats)[:, :PROMPT_TOKENS]
+                    before, begin_s = passes_of(own), time.perf_counter()
+                    list(clients.map(partial(answer, server), prompts.tolist()))
                     took_s = time.perf_counter() - begin_s
                     if turn:
                         rates[name, count].append(count * tokens / took_s)
+                        passes[count] += passes_of(own) - before
     finally:
         for server in servers.values():
             server.process.terminate()
             server.process.wait(60)
     for (name, count), found in sorted(rates.items()):
-        fixed = {"model": Path(model).name, "plan": Path(plan).name, "tokens": tokens, "rounds": rounds}
-        fixed |= {"precision": precision, "threads": threads, "engine": name}
+        fixed = {"model": Path(model).name, "plan": Path(options.plan).name, "tokens": tokens}
+        fixed |= {"rounds": options.rounds, "precision": options.precision, "threads": threads}
+        fixed |= {"engine": name, "repeated": options.repeated, "requests": count}
         rate = round(statistics.median(found), 2)
-        yield {"bench": "shared_passes", **conditions(), **fixed, "requests": count, "tokens_per_s": rate}
+        row = {"bench": "shared_passes", **conditions(), **fixed, "tokens_per_s": rate}
+        if servers[name] is own:
+            each = round(options.rounds * count * (tokens - 1) / passes[count], 2)
+            row |= {"speculative": options.speculative, "passes": passes[count], "tokens_per_pass": each}
+        yield row
 
 
 def simulated(model: str, soc: str, position: int) -> Iterator[dict[str, Any]]:
@@ -116,7 +140,8 @@ def simulated(model: str, soc: str, position: int) -> Iterator[dict[str, Any]]:
     for level in LEVELS:
         made = Simulated(model, soc, level, position)
         engine, now_s = made.engine, made.device.now_s
-        rows = [BatchRow(engine.new_cache(), position, 0) for _ in range(max(REQUESTS))]
+        token = np.zeros(1, np.int32)
+        rows = [BatchRun(engine.new_cache(), position, token) for _ in range(max(REQUESTS))]
         for count in REQUESTS:
             for _ in range(RUNS):  # the last one counts
                 begin_s = now_s()
@@ -136,13 +161,15 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="of the server's GPU")
     parser.add_argument("--rival", help="llama.cpp's program llama-server, to measure beside")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer of the server")
+    parser.add_argument("--speculative", help="how the server guesses: lookup, or a draft model")
+    parser.add_argument("--repeated", type=int, default=0, help="tokens of a prompt that it repeats")
+    parser.add_argument("--exact", action="store_true", help="share passes only where that changes no answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--soc", default="snapdragon-8gen3")
     parser.add_argument("--position", type=int, default=1000, help="context of a simulated pass")
     options = parser.parse_args()
     if options.where == "served":
-        named = (options.model, options.plan, options.precision, options.tokens, options.rounds)
-        rows = served(*named, options.threads, options.rival)
+        rows = served(options)
     else:
         rows = simulated(options.model, options.soc, options.position)
     first = 0.0

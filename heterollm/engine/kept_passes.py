@@ -77,7 +77,7 @@ class KeptPasses:
         return compiled
 
     def find_batch(self, rows: int) -> CompiledPass:
-        """Return a decode pass of a token of each of several sessions."""
+        """Return a decode pass of several sessions by its rows."""
         with during(self._observer, "bind"):
             compiled = self._batches.get(rows)
             if compiled is None:

@@ -1,14 +1,17 @@
-"""Times of decode passes by their rows, which tell whether answers should share one."""
+"""Times of decode passes by their rows, which tell whether sharing one pays, and how many guesses do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
+
+import numpy as np
 
 NEWEST: Final = 0.25
 """Weight of the latest pass in the usual time."""
 
-TRY_AFTER: Final = 64
-"""Passes that did not pay and were not run, after which one is tried again."""
+TRY_AFTER: Final = 128
+"""Passes after which a time no longer counts against passes of so many rows, so that one is tried again."""
 
 
 class PassTimes:
@@ -20,12 +23,17 @@ class PassTimes:
 
     def __init__(self) -> None:
         self._usual_s: dict[int, float] = {}
-        self._skipped: dict[int, int] = {}
+        self._latest: dict[int, int] = {}
+        self._passes = 0
 
-    def learn(self, rows: int, seconds: float) -> None:
-        """Take the time of a pass."""
-        usual_s = self._usual_s.setdefault(rows, seconds)
+    def learn(self, rows: int, seconds: float | None) -> None:
+        """Take a pass and its time; None if the time is not usual."""
+        self._passes += 1
+        if seconds is None:
+            return
+        usual_s = self._usual_s[rows] if self.is_new(rows) else seconds
         self._usual_s[rows] = usual_s + NEWEST * (seconds - usual_s)
+        self._latest[rows] = self._passes
 
     def usual_s(self, rows: int) -> float | None:
         """Return the usual time of a pass of some rows, or of the most like it; None before the first."""
@@ -33,16 +41,21 @@ class PassTimes:
             return None
         return self._usual_s[min(self._usual_s, key=lambda known: abs(known - rows))]
 
-    def pays(self, rows: int) -> bool:
-        """Return whether a pass of some rows takes no longer than one for each, as far as is known.
+    def expected_s(self, rows: int, like: Callable[[int], float]) -> float:
+        """Return the expected time of a pass of some rows, if any pass ran lately.
 
-        Each refusal counts towards the next trial.
+        Args:
+            rows: The rows.
+            like: Times by rows; their factors to the usual times are interpolated between passes that ran.
         """
-        alone_s, shared_s = self._usual_s.get(1), self._usual_s.get(rows)
-        if alone_s is None or shared_s is None or shared_s <= rows * alone_s:
-            return True
-        self._skipped[rows] = self._skipped.get(rows, 0) + 1
-        if self._skipped[rows] < TRY_AFTER:
-            return False
-        del self._skipped[rows], self._usual_s[rows]
-        return True
+        known = sorted(filter(self.is_new, self._usual_s))
+        return float(np.interp(rows, known, [self._usual_s[own] / like(own) for own in known])) * like(rows)
+
+    def pays(self, rows: int) -> bool:
+        """Return whether a pass of some rows takes no longer than one for each, as far as is known."""
+        alone_s = self._usual_s.get(1)
+        return alone_s is None or not self.is_new(rows) or self._usual_s[rows] <= rows * alone_s
+
+    def is_new(self, rows: int) -> bool:
+        """Return whether a pass of so many rows ran lately."""
+        return rows in self._latest and self._passes - self._latest[rows] <= TRY_AFTER

@@ -1,4 +1,4 @@
-"""The number of sessions that may share a decode pass."""
+"""The rows of decode passes that several sessions share."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from dataclasses import dataclass
 from heterollm.engine.slots import SHORT_PASS
 from heterollm.kernels.gpu import GpuRuntime, rows_alike
 from heterollm.kernels.ops import OpSpec
+from heterollm.model import ModelConfig, RecurrentSpec
 from heterollm.solver import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Sessions that may share a decode pass.
+    """Rows of a decode pass that several sessions share: a token of each, and guesses of some.
 
     Args:
-        most: Sessions at most.
+        most: Rows at most.
         exact: Those of a pass in which each row has the bits of its session alone; 1 if others change them.
+        takes_guesses: Whether a session may have several rows: it has no recurrent state.
     """
 
     most: int
     exact: int
+    takes_guesses: bool = True
 
     @classmethod
-    def of(cls, plan: Plan, specs: Sequence[OpSpec], runtime: GpuRuntime) -> RowLimits:
+    def of(cls, plan: Plan, specs: Sequence[OpSpec], runtime: GpuRuntime, config: ModelConfig) -> RowLimits:
         """Return the limits of a plan.
 
         The CPU's linears of few tokens add in the same order whatever their number, those for a matrix unit
@@ -40,4 +43,5 @@ class RowLimits:
         unit = {"is_cpu": traits.is_cpu, "has_matrix": traits.has_matrix}
         alike = min((rows_alike(spec.weight, **unit) for spec in specs), default=1)
         few = itertools.takewhile(on_gpu, range(1, min(most, alike) + 1))
-        return cls(most, max(1, len(list(few))))
+        recurrent = any(isinstance(spec, RecurrentSpec) for _, spec in config.states)
+        return cls(most, max(1, len(list(few))), takes_guesses=not recurrent)

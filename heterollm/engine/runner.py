@@ -38,7 +38,7 @@ from heterollm.engine.pauses import Pause, set_aside
 from heterollm.engine.row_limits import RowLimits
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.engine.splits import NO_RANGES
-from heterollm.engine.state import BatchRow, SessionState
+from heterollm.engine.state import BatchRun, SessionState
 from heterollm.engine.step import Call, Step
 from heterollm.engine.waits import Fences
 from heterollm.engine.windows import Spare, Window
@@ -102,7 +102,7 @@ class Engine:
 
     Attributes:
         notes: The failure and the position since which the GPU computes alone.
-        rows: Sessions that a decode pass may have.
+        rows: Rows that a decode pass of several sessions may have.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Engine:
         self.observer = observer
         if observer is not None:
             self.fences.watch(observer.watch)
-        self.rows = RowLimits.of(plan, weights.specs, device.gpu)
+        self.rows = RowLimits.of(plan, weights.specs, device.gpu, weights.config)
         self._may_fall_back = allow_fallback and plan.uses_npu
         self._lost = ""
         self._compiler = Compiler(
@@ -334,24 +334,25 @@ class Engine:
             self._several(cache, position, ids)
         return self._logits[: len(ids)]
 
-    def decode_batch(self, rows: Sequence[BatchRow]) -> NDArray[np.float32]:
-        """Run a token of each of several sessions in one pass; errors as for :meth:`prefill`.
+    def decode_batch(self, runs: Sequence[BatchRun]) -> NDArray[np.float32]:
+        """Run tokens of several sessions in one pass, a row for each; errors as for :meth:`prefill`.
 
         The plan's placements are those of as many tokens. Kernels of attention and recurrent state add as in
         a pass of one token, so that these do not depend on the other rows.
 
         Args:
-            rows: At most :data:`HEAD_ROWS`, each of another session.
+            runs: Those of different sessions; a session with recurrent state has one token.
 
         Returns:
-            Their logits ``[n, vocab]``, which the next pass overwrites.
+            The logits ``[n, vocab]`` of all rows, at most :attr:`RowLimits.most`; the next pass overwrites
+            them.
         """
         try:
-            self._batch(rows)
+            self._batch(runs)
         except NPU_FAILURES as error:
-            self._fall_back(error, min(row.position for row in rows))
-            self._batch(rows)
-        return self._logits[: len(rows)]
+            self._fall_back(error, min(run.position for run in runs))
+            self._batch(runs)
+        return self._logits[: _row_count(runs)]
 
     def states_in_turns(
         self, cache: SessionState, ids: NDArray[np.int32], take: Callable[[NDArray[np.float32]], None]
@@ -435,10 +436,10 @@ class Engine:
         compiled = self._pass(phase, self._lengths(phase, tokens), 0, self.new_cache())
         return compiled.steps + self._passes.head(compiled, phase, _head_rows(phase, tokens)).steps
 
-    def batch_steps(self, sessions: int) -> tuple[Step, ...]:
-        """Return the steps of a decode pass of a token of each of several empty sessions."""
-        compiled = self._passes.find_batch(sessions)
-        return compiled.steps + self._passes.head(compiled, "decode", sessions).steps
+    def batch_steps(self, rows: int) -> tuple[Step, ...]:
+        """Return the steps of a decode pass of several sessions by its rows."""
+        compiled = self._passes.find_batch(rows)
+        return compiled.steps + self._passes.head(compiled, "decode", rows).steps
 
     def planned_steps(self, phase: Phase, tokens: int) -> tuple[Step, ...]:
         """Return the steps as :meth:`steps` does, without building graphs; the steps cannot run."""
@@ -576,56 +577,61 @@ class Engine:
             self._head(compiled, "decode", 1)
             cache.commit(position + 1)
 
-    def _batch(self, rows: Sequence[BatchRow]) -> None:
-        with self._observed_pass("decode", len(rows), rows[0].position):
-            compiled = self._find_batch(rows)
-            self._write_batch(rows)
+    def _batch(self, runs: Sequence[BatchRun]) -> None:
+        rows = _row_count(runs)
+        with self._observed_pass("decode", rows, runs[0].position):
+            compiled = self._find_batch(runs, rows)
+            self._write_batch(runs, rows)
             self._call(compiled.calls)
-            self._head(compiled, "decode", len(rows))
-            self._commit_batch(rows)
+            self._head(compiled, "decode", rows)
+            self._commit_batch(runs)
 
-    def begin_beside(self, rows: Sequence[BatchRow]) -> PassBeside | None:
+    def begin_beside(self, runs: Sequence[BatchRun]) -> PassBeside | None:
         """Return the pass of :meth:`decode_batch` to run beside a prompt; None if it needs a turn.
 
         It does where it waits for the NPU or for the host. Where preparing it fails, a turn may fall back.
         """
+        rows = _row_count(runs)
         try:
-            compiled = self._find_batch(rows)
-            pieces = compiled.find_pieces(self._passes.head(compiled, "decode", len(rows)))
+            compiled = self._find_batch(runs, rows)
+            pieces = compiled.find_pieces(self._passes.head(compiled, "decode", rows))
         except NPU_FAILURES:
             return None
         if not pieces:
             return None
-        self._write_batch(rows)
+        self._write_batch(runs, rows)
 
         def run(calls: Sequence[Call]) -> None:
             self._check_alive()
             self._call(calls)
 
         def logits() -> NDArray[np.float32]:
-            self._logits_slot.acquire(len(rows) * self.last_logits.nbytes)
-            self._commit_batch(rows)
-            return self._logits[: len(rows)]
+            self._logits_slot.acquire(rows * self.last_logits.nbytes)
+            self._commit_batch(runs)
+            return self._logits[:rows]
 
         return PassBeside(pieces, run, logits, self._logits_slot.release)
 
-    def _find_batch(self, rows: Sequence[BatchRow]) -> CompiledPass:
+    def _find_batch(self, runs: Sequence[BatchRun], rows: int) -> CompiledPass:
         """Return a pass of several sessions, which have room for it."""
         self._check_alive()
-        for state, position, _ in rows:
-            state.reserve(position, 1)
-        return self._passes.find_batch(len(rows))
+        # Each row reads the recurrent state behind the passes before, not behind the row before.
+        assert rows == len(runs) or self.rows.takes_guesses
+        for state, position, tokens in runs:
+            state.reserve(position, len(tokens))
+        return self._passes.find_batch(rows)
 
-    def _write_batch(self, rows: Sequence[BatchRow]) -> None:
+    def _write_batch(self, runs: Sequence[BatchRun], rows: int) -> None:
         with during(self.observer, "step"):
             lane = self._compiler.batch_lane
-            self._write_tokens(lane, np.array([row.token for row in rows], np.int32))
-            self._write_step(lane, [(state, position) for state, position, _ in rows], len(rows))
+            self._write_tokens(lane, np.concatenate([run.tokens for run in runs]))
+            places = [(state, first + row) for state, first, own in runs for row in range(len(own))]
+            self._write_step(lane, places, rows)
 
     @staticmethod
-    def _commit_batch(rows: Sequence[BatchRow]) -> None:
-        for state, position, _ in rows:
-            state.commit(position + 1)
+    def _commit_batch(runs: Sequence[BatchRun]) -> None:
+        for state, position, tokens in runs:
+            state.commit(position + len(tokens))
 
     def _observed_pass(self, phase: Phase, tokens: int, position: int) -> AbstractContextManager[object]:
         observer = self.observer
@@ -754,6 +760,11 @@ class Engine:
         note = f"The GPU computes alone since token {position}, as the NPU failed: {error.message}"
         self.notes = (*self.notes, note)
         logger.warning("%s", note)
+
+
+def _row_count(runs: Sequence[BatchRun]) -> int:
+    """Return the number of rows of a pass of several sessions."""
+    return sum(len(run.tokens) for run in runs)
 
 
 def _head_rows(phase: Phase, tokens: int) -> int:

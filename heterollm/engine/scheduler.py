@@ -20,6 +20,7 @@ from heterollm.engine.pass_times import NEWEST, PassTimes
 from heterollm.engine.reading import QueuePace
 from heterollm.engine.row_limits import RowLimits
 from heterollm.engine.session import Session
+from heterollm.engine.shared_guesses import choose_guesses
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels.gpu import GpuRuntime
 from heterollm.text import GenerationStep, TokenSequence
@@ -123,13 +124,13 @@ class Scheduler:
     """Runs tasks between the calls of an engine thread.
 
     A task runs while no task of a more urgent tier can. All answers of a tier that are behind their prompts
-    get their tokens in passes of several sessions. Its prompts take turns in between, so long that no answer
-    waits for more than some usual times between two tokens.
+    get their tokens in passes of several sessions, whose other rows check guesses. Its prompts take turns in
+    between, so long that no answer waits for more than some usual times between two passes.
 
     Args:
         thread: The engine thread.
         clock: Returns the seconds of the device.
-        limits: Sessions of a pass. A reproducible answer shares only passes that change no bit of it.
+        limits: Rows of a pass. A reproducible answer shares only passes that change no bit of it.
         gaps: Those usual times, at least 1.
         gpu: The GPU, whose progress with a prompt tells the time; None for a clock that goes on by itself.
         beside: Whether its passes run beside prompts, as far as the NPU reads these; else all have turns.
@@ -150,6 +151,7 @@ class Scheduler:
         self._gaps = gaps
         self.shares_exactly = limits.exact > 1
         """Whether reproducible answers share passes."""
+        self._takes_guesses = limits.takes_guesses
         # All others then share these.
         self._most_rows = limits.exact if self.shares_exactly else limits.most
         self._added: queue.SimpleQueue[PromptTask] = queue.SimpleQueue()
@@ -167,7 +169,7 @@ class Scheduler:
         self.passes = 0
         """Decode passes so far."""
         self.rows = 0
-        """Rows of these passes: as many as passes if no answers shared one."""
+        """Answers of these passes: as many as passes if no answers shared one."""
         self.failure: BaseException | None = None
         """The error of the engine, until it computes a token; errors of one answer alone are its own."""
         thread.background.append(self)
@@ -286,7 +288,7 @@ class Scheduler:
 
     def _passes(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         """Yield the rows of the passes in which each of these answers gets a token."""
-        alone = [row for row in rows if row.answer.guesses or self._may_not_share(row.task)]
+        alone = [row for row in rows if self._runs_alone(row)]
         shared = [row for row in rows if row not in alone]
         yield from ([row] for row in alone)
         for some in _divided(shared, self._most_rows):
@@ -296,34 +298,45 @@ class Scheduler:
         """Let prompts run until the answers, each of which has a new token, are due."""
         self._due_s = self._clock() + max(LEAST_PROMPT_S, (self._gaps - 1) * self._gap_s)
 
-    def _may_not_share(self, task: PromptTask) -> bool:
-        return task.reproducible and not self.shares_exactly
+    def _runs_alone(self, row: Row) -> bool:
+        if row.answer.guesses and not self._takes_guesses:
+            return True
+        return row.task.reproducible and not self.shares_exactly
 
     def _pass(self, rows: Sequence[Row]) -> None:
         """Run a pass of some answers; an error of one of them ends its task alone."""
-        begin_s, ids = self._clock(), self._inputs(rows)
+        begin_s = self._clock()
+        ids = self._inputs(rows, self._guesses(rows) if len(rows) > 1 else [None])
         rows = list(ids)
         if not rows:
             return
-        prepared_s = rows[0].session.prepared_s
+        prepared_s, guessed_s = rows[0].session.prepared_s, self._clock()
         with self._ending([row.task for row in rows]):
-            logits: Iterable[NDArray[np.float32]]
             if len(rows) == 1:
                 logits = [self._engine(rows[0].session.decode_in_place, ids[rows[0]])]
             else:
                 sessions = [row.session for row in rows]
-                logits = self._engine(Session.decode_together, sessions, [ids[row] for row in rows])
-            took_s = self._clock() - begin_s
-            if not any(row.answer.guesses for row in rows) and rows[0].session.prepared_s == prepared_s:
-                self._times.learn(len(rows), took_s)
-            self._accept_rows(rows, logits, took_s)
+                logits = self._engine(Session.decode_together, sessions, list(ids.values()))
+            ended_s, count = self._clock(), sum(map(np.size, ids.values()))
+            # Alone, guesses have other kernels, and recurrent state runs right ones again.
+            alone = len(rows) == 1 and rows[0].answer.guesses and (count > 1 or not self._takes_guesses)
+            is_usual = not alone and rows[0].session.prepared_s == prepared_s
+            self._times.learn(count, ended_s - guessed_s if is_usual else None)
+            self._accept_rows(rows, logits, ended_s - begin_s)
 
-    def _inputs(self, rows: Iterable[Row]) -> dict[Row, Any]:
+    def _guesses(self, rows: Sequence[Row], *, beside: bool = False) -> Sequence[int]:
+        """Return the number of guesses of each answer in a pass that they share, maybe beside a prompt."""
+        offers = [row.answer.offer() for row in rows]
+        if beside:  # where a draft's passes would wait for the chunk
+            offers = [None if offer is None or offer.runs_passes else offer for offer in offers]
+        return choose_guesses(offers, self._most_rows, self._times)
+
+    def _inputs(self, rows: Iterable[Row], guesses: Iterable[int | None]) -> dict[Row, Any]:
         """Return the answers that a pass computes, with their inputs; those that have none end."""
         ids: dict[Row, Any] = {}
-        for row in rows:
+        for row, count in zip(rows, guesses, strict=True):
             with self._ending([row.task]):
-                ids[row] = self._engine(row.answer.next_input)
+                ids[row] = self._engine(row.answer.next_input, count)
         return {row: token for row, token in ids.items() if row.runs}
 
     def _accept_rows(self, rows: Sequence[Row], logits: Iterable[NDArray[np.float32]], took_s: float) -> None:
@@ -348,7 +361,8 @@ class Scheduler:
                 self._end(task)
         rows = self._next_round(others)
         took_s = self._times.usual_s(len(rows))
-        self._beside.attends = took_s is not None and not any(row.answer.guesses for row in rows)
+        is_usual = self._takes_guesses or not any(row.answer.guesses for row in rows)
+        self._beside.attends = took_s is not None and is_usual
         if not rows or took_s is None or not self._beside.attends:
             return None
         prompts_wait = any(not task.running and _is_ready(task) for task in others)
@@ -356,12 +370,12 @@ class Scheduler:
         if not (pays or self.is_due):
             return None
         with self._ending([row.task for row in rows]):
-            ids = self._inputs(rows)
+            ids = self._inputs(rows, self._guesses(rows, beside=True))
             sessions = [row.session for row in ids]
             begun = self._engine(Session.begin_beside, sessions, list(ids.values())) if ids else None
             self._beside.attends = begun is not None or not ids
             if begun is not None:
-                begun.seconds = took_s
+                begun.seconds = self._times.usual_s(sum(map(np.size, ids.values()))) or took_s
                 self._enqueued, self._began_s = ids, self._clock()
             return begun
         return None
@@ -386,8 +400,8 @@ class Scheduler:
     def accept_beside(self, logits: NDArray[np.float32]) -> None:
         """Take the logits of the pass."""
         rows = self._end_beside()
-        Session.append_beside([row.session for row in rows], list(self._enqueued.values()))
-        self._accept_rows(rows, logits, self._clock() - self._began_s)
+        own = Session.append_beside([row.session for row in rows], list(self._enqueued.values()), logits)
+        self._accept_rows(rows, own, self._clock() - self._began_s)
         for task in dict.fromkeys(row.task for row in rows):
             if task.running:
                 self._end_if_done(task)
@@ -470,9 +484,12 @@ class Scheduler:
     def _end(self, task: PromptTask) -> None:
         self._tasks[task.tier].remove(task)
         task.prompt = None
-        for number in task.running:
-            if task.answers[number].result is None:
-                task.answers[number].end("cancelled")
+        for row in [Row(task, number) for number in task.running]:
+            if row.answer.result is None:
+                row.answer.end("cancelled")
+            if row.session.position > row.answer.held:
+                # Guesses of a pass in which another answer of the task failed.
+                row.session.truncate(row.answer.held)
         task.running = []
         try:
             task.close()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from heterollm.base import InputError
 from heterollm.engine.prefix_file import Prefix, fill_state
 from heterollm.engine.slots import HEAD_ROWS, SHORT_PASS
-from heterollm.engine.state import BatchRow
+from heterollm.engine.state import BatchRun
 from heterollm.engine.thread import EngineThread
 from heterollm.kernels.ops import Phase
 
@@ -279,24 +279,24 @@ class Session:
         return self._engine.last_logits
 
     @staticmethod
-    def decode_together(sessions: Sequence[Session], ids: Sequence[int]) -> NDArray[np.float32]:
-        """Decode a token of each of several sessions in one pass, on their engine thread.
+    def decode_together(
+        sessions: Sequence[Session], ids: Sequence[int | NDArray[Any]]
+    ) -> list[NDArray[np.float32]]:
+        """Decode tokens of several sessions in one pass, on their engine thread.
 
         Args:
-            sessions: Different sessions of one engine with room for a token, at most :data:`SHORT_PASS`.
-            ids: Their tokens.
+            sessions: Different sessions of one engine with room for the tokens.
+            ids: A token of each, or several where :attr:`RowLimits.takes_guesses` allows them.
 
         Returns:
-            float32 ``[n, vocab]``; the next call overwrites them.
+            The logits of each session, as :meth:`decode_in_place` returns them.
         """
         first: Session = sessions[0]
-        rows = [Session._row(session, token) for session, token in zip(sessions, ids, strict=True)]
-        logits = first._engine.decode_batch(rows)
-        Session.append_beside(sessions, ids)
-        return logits
+        runs = [Session._run_of(session, own) for session, own in zip(sessions, ids, strict=True)]
+        return Session.append_beside(sessions, ids, first._engine.decode_batch(runs))
 
     @staticmethod
-    def begin_beside(sessions: Sequence[Session], ids: Sequence[int]) -> PassBeside | None:
+    def begin_beside(sessions: Sequence[Session], ids: Sequence[int | NDArray[Any]]) -> PassBeside | None:
         """Return the pass of :meth:`decode_together` to run beside a prompt; None if it cannot.
 
         The tokens belong to the sessions when :meth:`append_beside` has been called.
@@ -304,14 +304,21 @@ class Session:
         first: Session = sessions[0]
         if any(session.reusable(session.position) < session.position for session in sessions):
             return None  # tokens would have to be read again
-        rows = [Session._row(session, token) for session, token in zip(sessions, ids, strict=True)]
-        return first._engine.begin_beside(rows)
+        runs = [Session._run_of(session, own) for session, own in zip(sessions, ids, strict=True)]
+        return first._engine.begin_beside(runs)
 
     @staticmethod
-    def append_beside(sessions: Sequence[Session], ids: Sequence[int]) -> None:
-        """Take the tokens of a pass of :meth:`begin_beside` that has run."""
-        for session, token in zip(sessions, ids, strict=True):
-            Session._append(session, np.array([token], np.int32))
+    def append_beside(
+        sessions: Sequence[Session], ids: Sequence[int | NDArray[Any]], logits: NDArray[np.float32]
+    ) -> list[NDArray[np.float32]]:
+        """Take the tokens of a pass of :meth:`begin_beside` that has run; return each session's logits."""
+        found, row = [], 0
+        for session, own in zip(sessions, ids, strict=True):
+            tokens = np.array(own, np.int32, ndmin=1)
+            Session._append(session, tokens)
+            found.append(logits[row] if isinstance(own, int) else logits[row : row + len(tokens)])
+            row += len(tokens)
+        return found
 
     def append_in_place(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Append tokens on the engine thread, few of them as decode does; return the last one's row."""
@@ -340,9 +347,9 @@ class Session:
         self._append(ids)
         return self._engine.last_logits.copy() if target is None else target
 
-    def _row(self, token: int) -> BatchRow:
+    def _run_of(self, ids: int | NDArray[Any]) -> BatchRun:
         self.restore()
-        return BatchRow(self._state, self._position, token)
+        return BatchRun(self._state, self._position, np.array(ids, np.int32, ndmin=1))
 
     def _append(self, ids: NDArray[np.int32]) -> None:
         self._ids[self._position : self._position + len(ids)] = ids

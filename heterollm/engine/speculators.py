@@ -95,18 +95,21 @@ class DraftProposer:
         drawn = sampling.temperature > 0
         self._probabilities = np.zeros((MOST_GUESSES, vocab_size), np.float64) if drawn else None
 
+    runs_passes = True
+
     @property
     def was_behind(self) -> bool:
         """Whether the draft read more than the tokens since the last pass."""
         return self._read > STEADY
 
-    def propose(self, history: NDArray[np.int64], end: int, most: int, /) -> int:
+    def kind(self, history: NDArray[np.int64], end: int, /) -> int | None:
+        """Return 0; None where the draft does not know a token, or holds fewer than the model."""
+        return 0 if end < self._session.context and int(history[:end].max()) < self._vocab_size else None
+
+    def propose(self, history: NDArray[np.int64], end: int, count: int, /) -> int:
         """Write guesses behind the history; see :class:`heterollm.text.speculation.Proposer`."""
         session, sampler, drawn = self._session, self._sampler, self._probabilities
-        # A draft may hold fewer tokens than the model.
-        count, size = self.pace.guesses(0, min(most, session.context - end)), self._vocab_size
-        if not count or int(history[:end].max()) >= size:
-            return 0
+        count, size = min(count, session.context - end), self._vocab_size
         session.keep_common(history[: end - 1])
         self._read = end - session.position
         logits = session.append_in_place(history[session.position : end].astype(np.int32))

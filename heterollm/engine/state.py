@@ -513,9 +513,9 @@ class SessionState:
         return np.stack([found[layer] for layer in sorted(found)])
 
 
-class BatchRow(NamedTuple):
-    """A session's row in a decode pass of several: its state, and a token with its position."""
+class BatchRun(NamedTuple):
+    """A session's rows in a decode pass of several: its state, and int32 tokens from a position on."""
 
     state: SessionState
     position: int
-    token: int
+    tokens: NDArray[np.int32]

@@ -21,6 +21,7 @@ from .sampling_options import SamplingOptions as SamplingOptions
 from .sequence import TokenSequence as TokenSequence
 from .speculation import CHOSEN_GUESSES as CHOSEN_GUESSES
 from .speculation import MOST_GUESSES as MOST_GUESSES
+from .speculation import GuessOffer as GuessOffer
 from .speculation import GuessPace as GuessPace
 from .speculation import Proposer as Proposer
 from .speculation import SpeculationResult as SpeculationResult

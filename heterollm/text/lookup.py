@@ -30,7 +30,7 @@ class LookupProposer:
         pace: Chooses numbers of guesses.
     """
 
-    was_behind = False
+    was_behind = runs_passes = False
 
     def __init__(self, pace: GuessPace) -> None:
         self.pace = pace
@@ -38,20 +38,22 @@ class LookupProposer:
         self._latest: dict[int, int] = {}
         self._before = [0] * LEAST_MATCH
         """For each place, the place before it that follows the same pair of tokens; 0 for none."""
-        self._kind = 0
+        self._kind, self._place = 0, 0
 
-    def propose(self, history: TokenIds, end: int, most: int, /) -> int:
+    def kind(self, history: TokenIds, end: int, /) -> int | None:
+        """Look for a match; see :class:`heterollm.text.speculation.Proposer`."""
+        if end != len(self._tokens):
+            self._extend(history, end)
+            length, self._place = self._longest_match(end)
+            self._kind = min(length, LEAST_MATCH + len(LOOKUP_PRIORS) - 1) - LEAST_MATCH
+        return self._kind if self._place else None
+
+    def propose(self, history: TokenIds, end: int, count: int, /) -> int:
         """Write guesses behind the history; see :class:`heterollm.text.speculation.Proposer`."""
-        self._extend(history, end)
-        length, place = self._longest_match(end)
-        if not length:
-            return 0
-        self._kind = min(length, LEAST_MATCH + len(LOOKUP_PRIORS) - 1) - LEAST_MATCH
-        count = self.pace.guesses(self._kind, most)
         # A match that reaches the end repeats with its period.
-        period = end - place
+        period = end - self._place
         for index in range(count):
-            history[end + index] = self._tokens[place + index % period]
+            history[end + index] = self._tokens[self._place + index % period]
         return count
 
     def drawn_from(self, _index: int, /) -> None:

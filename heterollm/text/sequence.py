@@ -20,7 +20,7 @@ from heterollm.text.generation import (
 )
 from heterollm.text.grammar import Constraint
 from heterollm.text.sampling import Logits, LogProbabilities, Sampler, TokenIds, TopTokens
-from heterollm.text.speculation import MOST_GUESSES, Proposer, SpeculationResult, Speculator
+from heterollm.text.speculation import MOST_GUESSES, GuessOffer, Proposer, SpeculationResult, Speculator
 from heterollm.text.stop_strings import StopStrings
 from heterollm.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -118,6 +118,7 @@ class TokenSequence:
         self._top_log_probabilities: list[TopTokens] = []
         self._texts: list[str] = []
         self._count = self._guesses = 0
+        self._shares = self._has_shared = False
         self._passes = self._guessed = self._accepted = 0
         self._begin_s = self._proposed_s = self._clock()
         self._prefill_s = self._ttft_s = self._decode_s = self._prepared_s = self._guessing_s = 0.0
@@ -145,19 +146,38 @@ class TokenSequence:
         """Tokens that the session keeps between passes: all but the last one, and no wrong guess."""
         return len(self.prompt_ids) + max(0, self._count - 1)
 
-    def next_input(self) -> int | npt.NDArray[Any]:
+    def offer(self) -> GuessOffer | None:
+        """Return the guesses that the next pass may check; None if there are none."""
+        proposer = self._proposer
+        if proposer is None:
+            return None
+        most = proposer.pace.most(min(self._limit - self._count - 1, MOST_GUESSES))
+        if most <= 0:
+            return None
+        kind = proposer.kind(self._history, len(self.prompt_ids) + self._count)
+        return None if kind is None else GuessOffer(proposer.pace, kind, most, proposer.runs_passes)
+
+    def next_input(self, guesses: int | None = None) -> int | npt.NDArray[Any]:
         """Return the tokens of the next pass: the last one alone, or with guesses behind it.
 
         First comes the rest of the prompt. Guesses of a draft model run passes of their own, on the engine
         thread.
+
+        Args:
+            guesses: Number of guesses of those that are offered in a pass that answers share; None to choose
+                it for a pass of this answer alone.
         """
         self._begin_s = self._clock()
         if not self._count:
             return self.rest
-        end, most = len(self.prompt_ids) + self._count, self._limit - self._count - 1
-        if self._proposer is None:
-            return int(self._history[end - 1])
-        count = self._proposer.propose(self._history, end, min(most, MOST_GUESSES)) if most > 0 else 0
+        end, count = len(self.prompt_ids) + self._count, 0
+        self._shares = guesses is not None
+        if self._proposer is not None and (offer := self.offer()) is not None:
+            count = offer.pace.guesses(offer.kind, offer.most) if guesses is None else guesses
+            if count:
+                count = self._proposer.propose(self._history, end, count)
+            elif self._shares:
+                offer.pace.skip(offer.kind)
         self._guesses, self._proposed_s = count, self._clock()
         return self._history[end - 1 : end + count] if count else int(self._history[end - 1])
 
@@ -220,7 +240,9 @@ class TokenSequence:
     def _learn_pass(self, proposer: Proposer) -> None:
         """Count a pass and its guesses, and learn their times."""
         pace, count, now_s = proposer.pace, self._guesses, self._clock()
-        pace.learn_pass(count + 1, now_s - self._proposed_s)
+        self._has_shared |= self._shares
+        if not self._shares:
+            pace.learn_pass(count + 1, now_s - self._proposed_s)
         if count and not proposer.was_behind:
             pace.learn_guesses(count, self._proposed_s - self._begin_s)
         self._passes += 1
@@ -295,5 +317,7 @@ class TokenSequence:
 
     def _speculation(self, proposer: Proposer) -> SpeculationResult:
         plain_s, seconds, tokens = proposer.pace.plain_pass_s, self._guessing_s, self._passes + self._accepted
-        gain = None if plain_s is None or seconds <= 0 else tokens * plain_s / seconds
+        gain = None
+        if plain_s is not None and seconds > 0 and not self._has_shared:
+            gain = tokens * plain_s / seconds
         return SpeculationResult(self._passes, self._guessed, self._accepted, seconds, gain)

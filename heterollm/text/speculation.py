@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -63,16 +63,23 @@ class Proposer(Protocol):
     def was_behind(self) -> bool:
         """Whether the latest guesses took longer than usual, as the proposer had to read tokens first."""
 
-    def propose(self, history: TokenIds, end: int, most: int, /) -> int:
-        """Write guesses of the tokens after ``history[:end]`` behind them.
+    @property
+    def runs_passes(self) -> bool:
+        """Whether guesses take passes of another model."""
+
+    def kind(self, history: TokenIds, end: int, /) -> int | None:
+        """Return the kind of its guesses of the tokens after ``history[:end]``; None if it has none."""
+
+    def propose(self, history: TokenIds, end: int, count: int, /) -> int:
+        """Write guesses of the tokens after ``history[:end]`` behind them, whose kind was the latest.
 
         Args:
-            history: Prompt and answer, with room for ``most`` tokens from ``end`` on.
+            history: Prompt and answer, with room for ``count`` tokens from ``end`` on.
             end: Number of tokens that are known.
-            most: Largest number of guesses, at most :data:`MOST_GUESSES`.
+            count: Number of guesses, 1 to :data:`MOST_GUESSES`.
 
         Returns:
-            The number of guesses.
+            The number of guesses, which may be fewer.
         """
 
     def drawn_from(self, index: int, /) -> npt.NDArray[np.float64] | None:
@@ -90,7 +97,7 @@ Speculator: TypeAlias = Callable[[Any, SamplingOptions], Proposer]
 
 
 class GuessPace:
-    """Chooses numbers of guesses, by the times of passes and the acceptance so far.
+    """Chooses numbers of guesses for passes of one answer, by their times and the acceptance so far.
 
     Args:
         pass_s: Expected seconds of decode passes of 1, 2, … tokens; passes that run correct them.
@@ -115,15 +122,18 @@ class GuessPace:
         self._tried = [PRIOR_TRIES] * len(priors)
         self._right = [PRIOR_TRIES * prior for prior in priors]
         self._priors = tuple(priors)
-        self._guess_s = guess_s
-        self._fixed = fixed
+        self.guess_s = guess_s
+        """Expected seconds to make one guess, corrected by those that were made."""
+        self.fixed = fixed
+        """Number of guesses wherever there are as many; None to choose."""
         # The first pass has none.
         self._since_plain, self._since_guess = PLAIN_EVERY, 0
         self._try_after = GUESS_EVERY
 
     def pass_s(self, tokens: int) -> float:
         """Return the expected seconds of a pass: by passes of its length, or else by the other ones."""
-        return self._expected_s[tokens - 1] * (self._ratios[tokens - 1] or self._ratio)
+        place = min(tokens, len(self._expected_s)) - 1
+        return self._expected_s[place] * (self._ratios[place] or self._ratio)
 
     @property
     def plain_pass_s(self) -> float | None:
@@ -134,18 +144,23 @@ class GuessPace:
         """Return the fraction of right guesses among those behind right ones."""
         return self._right[kind] / self._tried[kind]
 
+    def most(self, most: int) -> int:
+        """Return the largest number of guesses of those, as passes that no time is known of do not run."""
+        known = len(self._expected_s) - 1
+        return min(most, known if self.fixed is None else min(self.fixed, known))
+
     def guesses(self, kind: int, most: int) -> int:
-        """Return the number of guesses with the most expected tokens a second.
+        """Return the number of guesses with the most expected tokens a second in a pass of one answer.
 
         Args:
             kind: The kind of the guesses.
-            most: Largest number; passes that no time is known of are not run, either.
+            most: Largest number.
         """
-        most = min(most, len(self._expected_s) - 1)
+        most = self.most(most)
         if most <= 0:
             return 0
-        if self._fixed is not None:
-            return min(self._fixed, most)
+        if self.fixed is not None:
+            return most
         if self._since_plain >= PLAIN_EVERY:
             return 0
         acceptance = self.acceptance(kind)
@@ -155,7 +170,7 @@ class GuessPace:
             tokens += reach
             if count not in CHOSEN_GUESSES:
                 continue
-            rate = tokens / (self.pass_s(count + 1) + count * self._guess_s)
+            rate = tokens / (self.pass_s(count + 1) + count * self.guess_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         if best_rate * self.pass_s(1) > 1.0:
@@ -164,8 +179,12 @@ class GuessPace:
         if self._since_guess >= self._try_after and acceptance > LIKELY:
             self._try_after *= 2
             return best
-        self._forget(kind, FORGET_SKIPPED)
+        self.skip(kind)
         return 0
+
+    def skip(self, kind: int) -> None:
+        """Note that guesses of a kind did not pay."""
+        self._forget(kind, FORGET_SKIPPED)
 
     def learn(self, kind: int, tried: int, right: int) -> None:
         """Count guesses that were compared, and that were right."""
@@ -201,14 +220,35 @@ class GuessPace:
     def learn_guesses(self, count: int, seconds: float) -> None:
         """Take the time that a proposer computed for some guesses."""
         each_s = seconds / count
-        each_s = min(each_s, LONGEST_GUESS * self._guess_s) if self._guess_s else each_s
-        self._guess_s += NEWEST * (each_s - self._guess_s)
+        each_s = min(each_s, LONGEST_GUESS * self.guess_s) if self.guess_s else each_s
+        self.guess_s += NEWEST * (each_s - self.guess_s)
 
     def _forget(self, kind: int, factor: float) -> None:
         """Move the acceptance of a kind towards the one that was assumed first."""
         kept, prior = factor, self._priors[kind]
         self._tried[kind] = kept * self._tried[kind] + (1.0 - kept) * PRIOR_TRIES
         self._right[kind] = kept * self._right[kind] + (1.0 - kept) * PRIOR_TRIES * prior
+
+
+class GuessOffer(NamedTuple):
+    """Guesses that the next pass of an answer may check.
+
+    Args:
+        pace: Knows times of passes and guesses.
+        kind: Kind of the guesses.
+        most: Their largest number.
+        runs_passes: Whether they take passes of another model.
+    """
+
+    pace: GuessPace
+    kind: int
+    most: int
+    runs_passes: bool = False
+
+    @property
+    def chance(self) -> float:
+        """Probability that a guess is right if those before it are; 1 for a fixed number of guesses."""
+        return self.pace.acceptance(self.kind) if self.pace.fixed is None else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +261,7 @@ class SpeculationResult:
         accepted: Right guesses.
         seconds: Time of the passes and guesses.
         estimated_gain: Time of as many passes of one token, as long as such passes took lately, over
-            ``seconds``; None if no pass had one token.
+            ``seconds``; None if no pass had one token, or other answers shared passes.
     """
 
     passes: int

@@ -56,7 +56,7 @@ def in_chunks(load: Load, folder: Path, **options: Any) -> LLM:
 
 def together(llm: LLM, sessions: Sequence[Session], ids: Sequence[int]) -> np.ndarray:
     """Return the logits of a pass of several sessions."""
-    return llm.on_engine_thread(lambda: Session.decode_together(sessions, ids).copy())
+    return llm.on_engine_thread(lambda: np.array(Session.decode_together(sessions, ids)))
 
 
 def begun(llm: LLM, lengths: Sequence[int] = LENGTHS) -> list[Session]:
@@ -123,11 +123,18 @@ def test_passes_on_both_processors(
         ids = drawn(count, turn)
         expected = np.array([one.decode(token) for one, token in zip(alone, ids, strict=True)])
         assert sqnr_db(together(llm, shared, ids), expected) > LOGITS_SQNR_DB["fp32"]
+    if count > 2 and llm._engine.rows.takes_guesses:
+        runs = [np.array(drawn(5, 7), np.int32), 8, np.array(drawn(3, 8), np.int32)]
+        found = llm.on_engine_thread(lambda: np.vstack(Session.decode_together(shared[:3], runs)))
+        pairs = [(own, int(token)) for own, run in zip(alone, runs, strict=False) for token in np.ravel(run)]
+        expected = np.array([own.decode(token) for own, token in pairs])
+        assert sqnr_db(found, expected) > LOGITS_SQNR_DB["fp32"]
 
 
 def test_sessions_that_have_gone_back_share_passes(checkpoint: Any, host_llm: Load) -> None:
     """Forks, and sessions whose state is lost, go on as others with their tokens."""
     llm = host_llm(checkpoint("lfm2"), plan="gpu", context=CONTEXT)
+    assert not llm._engine.rows.takes_guesses
     first, second = begun(llm, (40, 90))
     fork = first.fork()
     first.decode(drawn(6, 1))
@@ -189,3 +196,40 @@ def test_the_gpu_goes_on_with_all_rows(
         assert sqnr_db(found, expected) > LOGITS_SQNR_DB["fp32"]
     assert len(llm.failures) == 1
     assert [one.position for one in sessions] == [7, 74, 304]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in ("llama", "gemma2", "phi", "deepseek_v2", "qwen3_moe", "gpt_oss", "gemma3_text")
+    ],
+)
+def test_guesses_have_the_bits_of_tokens_alone(family: str, checkpoint: Any, host_llm: Load) -> None:
+    """Whatever is guessed behind right ones, and wherever wrong ones are forgotten, also across pages."""
+    llm = in_chunks(host_llm, checkpoint(family), **FAMILIES[family])
+    assert llm._engine.rows.takes_guesses
+    lengths = (1, 300, 63, 766, 255, 121)
+    alone, shared = begun(llm, lengths), begun(llm, lengths)
+    generator = np.random.default_rng(7)
+    for turn in range(8):
+        members = generator.permutation(len(lengths))[: generator.integers(1, 5)].tolist()
+        counts = np.ones(len(members), int)
+        counts += generator.multinomial(8 - len(members), np.full(len(members), 1 / len(members)))
+        ids = [generator.integers(1, 2048, count).astype(np.int32) for count in counts]
+        ids[0] = int(ids[0][0]) if turn % 2 else ids[0]  # type: ignore[call-overload]
+        found = llm.on_engine_thread(
+            lambda members=members, ids=ids: [
+                own.copy() for own in Session.decode_together([shared[one] for one in members], ids)
+            ]
+        )
+        for one, own, logits in zip(members, ids, found, strict=True):
+            kept = np.ravel(own)[: generator.integers(1, np.size(own) + 1)]
+            expected = [alone[one].decode(int(token)) for token in kept]
+            assert np.array_equal(logits.reshape(-1, logits.shape[-1])[: len(kept)], expected), (turn, one)
+            shared[one].truncate(alone[one].position)
+            assert shared[one].reusable(shared[one].position) == shared[one].position
+    assert [session.ids.tolist() for session in shared] == [session.ids.tolist() for session in alone]
+    everybody = drawn(len(lengths), 9)
+    expected = [one.decode(token) for one, token in zip(alone, everybody, strict=True)]
+    assert np.array_equal(together(llm, shared, everybody), expected)

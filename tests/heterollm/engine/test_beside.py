@@ -116,7 +116,7 @@ class Answers:
         return found
 
     def accept_beside(self, logits: np.ndarray) -> None:
-        Session.append_beside(self.sessions, self.ids)
+        Session.append_beside(self.sessions, self.ids, logits)
         self.logits.append(logits.copy())
         self.ids = next_ids(logits)
 
@@ -156,7 +156,7 @@ def check_bits(llm: LLM, answers: Answers) -> None:
     """Compare the passes of answers with the same passes without a prompt."""
     ids = drawn(len(answers.forks), 5).tolist()
     for found in answers.logits:
-        expected = llm.on_engine_thread(lambda ids=ids: Session.decode_together(answers.forks, ids).copy())
+        expected = llm.on_engine_thread(lambda ids=ids: np.array(Session.decode_together(answers.forks, ids)))
         assert np.array_equal(found, expected)
         ids = next_ids(expected)
     for one, other in zip(answers.sessions, answers.forks, strict=True):
@@ -400,6 +400,43 @@ def test_answers_do_not_depend_on_prompts_beside_them(
         assert list(result.token_ids) == list(alone.token_ids[: len(result.token_ids)])
         assert result.stop_reason == ("cancelled" if task.cancelled else "length")
     assert tasks[2].cancelled
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_passes_beside_a_prompt_check_guesses(
+    draft: bool, bundled_model: Path, load: Load, beside_passes: list[int]
+) -> None:
+    """Those of a draft have turns; beside a prompt its answers get single tokens."""
+    speculative = bundled_model if draft else "lookup"
+    llm = load(bundled_model, speculative=speculative, guesses=2)
+    texts = ("x = [1, 2, 3, 4]\ny = [1, 2, 3, 4]\n" * 4, "def add(a, b):\n" * 6)
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}
+    plain = [llm.generate(text, session=llm.session(), speculate=False, **options) for text in texts]
+
+    def work() -> list[Task]:
+        scheduler = Scheduler(THREAD, llm.device.now_s, llm._engine.rows, gpu=llm.device.gpu)
+        prompt = llm.prepare(drawn(500, 1).tolist(), temperature=0, max_new_tokens=1)
+        last = Task(prompt, llm.session(), llm.device.now_s)
+
+        def put(count: int) -> None:
+            if count >= 8 and last not in added:
+                added.append(last)
+                scheduler.add(last)
+
+        added: list[Task] = []
+        answers = [llm.prepare(llm.tokenizer.encode(text), **options) for text in texts]
+        tasks = [Task(answer, llm.session(), llm.device.now_s, put) for answer in answers]
+        for task in tasks:
+            scheduler.add(task)
+        while scheduler.step():
+            pass
+        return tasks
+
+    tasks = llm.on_engine_thread(work)
+    assert not any(task.errors for task in tasks)
+    assert [task.answers[0].result.token_ids for task in tasks] == [one.token_ids for one in plain]
+    assert beside_passes
+    assert (max(beside_passes) > len(texts)) is not draft
 
 
 @pytest.mark.parametrize("level", ["layer", "gpu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import pytest
 from heterollm.base import GraphError
 from heterollm.engine import USUAL_GAPS, PromptTask, Scheduler, Session
 from heterollm.engine.row_limits import RowLimits
+from heterollm.text import GuessOffer, GuessPace
 
 PASS_S, LAYER_S = 0.02, 0.004
 """Time of a decode pass, and between two places at which a prompt may pause."""
@@ -31,20 +33,23 @@ class World:
     row_s: float = 0.0
     """Time of each further row of a pass."""
 
-    def decode(self, answers: Sequence[Stub]) -> None:
-        self.now_s += PASS_S + self.row_s * (len(answers) - 1)
-        self.turns.append("".join(answer.name for answer in answers))
+    def decode(self, answers: Sequence[Stub], ids: Sequence[Any]) -> list[np.ndarray]:
+        names = [answer.name * np.size(own) for answer, own in zip(answers, ids, strict=True)]
+        self.turns.append("".join(names))
+        self.now_s += PASS_S + self.row_s * (len(self.turns[-1]) - 1)
         if self.fails:
             raise GraphError("the device is gone")
+        return [np.zeros(len(own)) for own in names]
 
 
 class Stub:
-    """An answer and its session."""
+    """An answer and its session; guesses, if it expects some to be right, are all right."""
 
     prepared_s, position = 0.0, 0
 
-    def __init__(self, world: World, name: str, tokens: int, layers: int, *, guesses: bool = False) -> None:
-        self.world, self.name, self.guesses = world, name, guesses
+    def __init__(self, world: World, name: str, tokens: int, layers: int, *, chance: float = 0.0) -> None:
+        self.world, self.name, self.guesses = world, name, chance > 0
+        self._offer = GuessOffer(GuessPace([1.0] * 16, (chance,)), 0, 15) if chance else None
         self.rest, self.held, self.last_logits = range(64 * layers), 0, np.zeros(1)
         self.result: str | None = None
         self.times_s: list[float] = []
@@ -57,16 +62,19 @@ class Stub:
     def end(self, reason: str) -> None:
         self.result = reason
 
-    def next_input(self) -> int:
-        return 7
+    def offer(self) -> GuessOffer | None:
+        return self._offer
 
-    def accept(self, _logits: object) -> tuple[int]:
+    def next_input(self, guesses: int | None) -> Any:
+        return np.full(1 + guesses, 7) if guesses else 7
+
+    def accept(self, logits: np.ndarray) -> tuple[int, ...]:
         if len(self.times_s) == self.breaks_at:
             raise ValueError("no token is allowed")
         self.times_s.append(self.world.now_s)
-        self._left -= 1
-        self.result = None if self._left else "length"
-        return (1,)
+        self._left -= len(logits)
+        self.result = None if self._left > 0 else "length"
+        return (1,) * len(logits)
 
     def prefill_in_turns(
         self, _ids: object, wanted: Callable[[float], bool], _beside: None
@@ -78,9 +86,8 @@ class Stub:
             if wanted(layer / self._layers):
                 yield
 
-    def decode_in_place(self, _ids: object) -> np.ndarray:
-        self.world.decode([self])
-        return np.zeros(1)
+    def decode_in_place(self, ids: Any) -> np.ndarray:
+        return self.world.decode([self], [ids])[0]
 
 
 class Task(PromptTask):
@@ -113,12 +120,7 @@ class Task(PromptTask):
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
 
-    def together(sessions: Any, ids: Sequence[int]) -> np.ndarray:
-        assert list(ids) == [7] * len(sessions)
-        made.decode(sessions)
-        return np.zeros((len(sessions), 1))
-
-    monkeypatch.setattr(Session, "decode_together", staticmethod(together))
+    monkeypatch.setattr(Session, "decode_together", staticmethod(made.decode))
     return made
 
 
@@ -170,8 +172,27 @@ def test_reproducible_answers_share_exact_passes_alone(
     assert world.turns[-2 * len(turn) :] == turn * 2
 
 
-def test_answers_with_guesses_run_alone(world: World, run: Callable[..., Scheduler]) -> None:
-    run(*(Task(Stub(world, name, 10 - (name != "a"), 1, guesses=name == "b")) for name in "abc"))
+def test_further_rows_check_the_likeliest_guesses(world: World, run: Callable[..., Scheduler]) -> None:
+    """As long as they cost little."""
+    chances = {"a": 0.0, "b": 0.9, "c": 0.7}
+
+    def turns(row_s: float) -> str:
+        """Return the most usual one of all three."""
+        world.turns.clear()
+        world.row_s = row_s
+        run(*(Task(Stub(world, name, 100, 1, chance=chance)) for name, chance in chances.items()))
+        return statistics.mode(turn for turn in world.turns if set(turn) == set("abc"))
+
+    assert turns(0.0) == "abbbbbcc"
+    assert turns(0.5 * PASS_S) == "abbc"
+    assert turns(PASS_S) == "abc"
+
+
+def test_answers_with_guesses_and_recurrent_state_run_alone(
+    world: World, run: Callable[..., Scheduler]
+) -> None:
+    stubs = (Stub(world, name, 10 - (name != "a"), 1, chance=0.9 * (name == "b")) for name in "abc")
+    run(*map(Task, stubs), limits=RowLimits(16, 8, takes_guesses=False))
     assert set(world.turns[-6:]) == {"b", "ac"}
 
 
@@ -192,14 +213,19 @@ def test_answers_share_no_pass_that_takes_longer_than_theirs_alone(
 
 
 @pytest.mark.parametrize("gaps", [USUAL_GAPS, 1.6, 8.0])
-def test_no_answer_waits_long_for_prompts(gaps: float, world: World, run: Callable[..., Scheduler]) -> None:
-    """However long and many they are; and they read on in turns."""
-    answers = [Stub(world, name, 40, 1) for name in "ab"]
+@pytest.mark.parametrize("chance", [0.0, 0.9])
+def test_no_answer_waits_long_for_prompts(
+    gaps: float, chance: float, world: World, run: Callable[..., Scheduler]
+) -> None:
+    """However long and many they are, and their answers' passes; and they read on in turns."""
+    world.row_s = 0.05 * PASS_S
+    pass_s = PASS_S + world.row_s * (7 if chance else 1)
+    answers = [Stub(world, name, 40 if chance == 0.0 else 160, 1, chance=chance) for name in "ab"]
     prompts = [Stub(world, name, 1, 200) for name in "xyz"]
     run(*map(Task, (*answers, *prompts)), gaps=gaps)
     for answer in answers:
         found = np.diff(answer.times_s).max()
-        assert (gaps - 1) * PASS_S <= found <= gaps * PASS_S + LAYER_S
+        assert (gaps - 1) * pass_s <= found <= gaps * pass_s + LAYER_S
     order = [turn for turn in world.turns if turn in ("Px", "Py", "Pz")]
     assert order.index("Pz") < len(order) - 1 - order[::-1].index("Px")
     # Between two passes prompts have the rest of the limit.

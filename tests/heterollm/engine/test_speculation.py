@@ -40,13 +40,15 @@ class Guesser:
     """Guesses what a test says, drawn from one distribution or not at all."""
 
     def __init__(self, guess: Callable[[int], int], count: int, drawn: np.ndarray | None = None) -> None:
-        self._guess, self._count, self._drawn = guess, count, drawn
-        self.pace = GuessPace([1.0] * 16, (0.5,))
+        self._guess, self._drawn = guess, drawn
+        self.pace = GuessPace([1.0] * 16, (0.5,), fixed=count)
 
-    was_behind = False
+    was_behind = runs_passes = False
 
-    def propose(self, history: np.ndarray, end: int, most: int, /) -> int:
-        count = min(self._count, most)
+    def kind(self, _history: np.ndarray, _end: int, /) -> int:
+        return 0
+
+    def propose(self, history: np.ndarray, end: int, count: int, /) -> int:
         history[end : end + count] = [self._guess(end + index) for index in range(count)]
         return count
 

@@ -296,7 +296,7 @@ class Answer:
     def begin(self, _session: object) -> None:
         pass
 
-    def next_input(self) -> int:
+    def next_input(self, _guesses: int | None) -> int:
         return 0
 
     def accept(self, _logits: object) -> tuple[int]:
