@@ -155,6 +155,9 @@ class GraphMemory:
         return self.copies_by_length or self.activation_bytes > 0
 
 
+MOST_STREAMS: Final = 8
+"""Most residual streams of a model; more would not fit the local memory of small GPUs."""
+
 COUNTED_ONCE: Final = GraphMemory()
 """Weights count once for all lengths, inputs and outputs not at all."""
 

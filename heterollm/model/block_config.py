@@ -8,21 +8,24 @@ from dataclasses import replace
 from typing import Final
 
 from heterollm.base import CheckpointError
-from heterollm.kernels.gpu import LARGEST_KEY_DIM, DeltaShape
-from heterollm.kernels.ops import Activation, GateClip, Routing
+from heterollm.kernels.gpu import COLUMNS_MULTIPLE, LARGEST_KEY_DIM, DeltaShape
+from heterollm.kernels.ops import MOST_STREAMS, Activation, GateClip, Routing
 from heterollm.model.blocks import (
     EXPERT_FACTORS,
     LAYER_SCALE,
     ROUTER_NORM,
+    STREAM_ROUTER,
     AttentionBlock,
     Block,
     BlockNorms,
     DeltaNetBlock,
     FfnBlock,
     LatentAttentionBlock,
+    LaurelBlock,
     LayerConfig,
     LayerInputBlock,
     LayerStage,
+    LayerStreams,
     MambaBlock,
     MixtureBlock,
     Norm,
@@ -129,8 +132,19 @@ class BlockFields:
             blocks = tuple(
                 self._adapted(number, block) for name in names if (block := self._block(name, number, names))
             )
-            stages.append(LayerStage(norm, blocks, output_norm, self._own_norms(norm, names)))
-        return LayerConfig(tuple(stages), LAYER_SCALE in self._family.tensors.others)
+            stage = LayerStage(norm, blocks, output_norm, self._own_norms(norm, names))
+            # The sum of both branches is one of equal size.
+            stages.append(replace(stage, gain=0.5**0.5) if "laurel" in names else stage)
+        others = self._family.tensors.others
+        if STREAM_ROUTER not in others:
+            return LayerConfig(tuple(stages), LAYER_SCALE in others)
+        first, *rest, last = stages
+        stages = [replace(first, streams="predicted"), *rest, replace(last, streams="corrected")]
+        return LayerConfig(tuple(stages), streams=self._streams())
+
+    def _streams(self) -> LayerStreams:
+        count = self._fields.count("altup_num_inputs", minimum=2, maximum=MOST_STREAMS)
+        return LayerStreams(count, scaled=self._fields.flag("altup_correct_scale", True))
 
     def _own_norms(self, norm: Norm | None, names: StageNames) -> Mapping[str, BlockNorms]:
         """Return the norms of blocks that have their own, in stages of several."""
@@ -157,6 +171,11 @@ class BlockFields:
             return self._latent_attention()
         if name == "layer_input":
             return LayerInputBlock(fields.count("hidden_size_per_layer_input"), self._activation)
+        if name == "laurel":
+            rank = fields.count("laurel_rank")
+            if rank % COLUMNS_MULTIPLE:
+                raise fields.fail("laurel_rank", f"a multiple of {COLUMNS_MULTIPLE}")
+            return LaurelBlock(self._hidden_size, rank)
         if name == "short_conv":
             return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
         if name == "delta_net":

@@ -133,6 +133,12 @@ class ModelConfig:
         return next(iter(self.blocks(AttentionBlock).values()))
 
     @property
+    def streams(self) -> int:
+        """Number of residual streams."""
+        streams = self.per_layer[0].streams
+        return 1 if streams is None else streams.count
+
+    @property
     def layer_input_width(self) -> int:
         """Elements of a token's embedding for a layer; 0 without."""
         block = self.per_layer[0].find(LayerInputBlock)
@@ -273,10 +279,7 @@ def _layer_vocabulary(fields: JsonFields, layers: Sequence[LayerConfig], vocabul
     """Return the rows of the table with an embedding of each token for each layer; 0 without one."""
     if layers[0].find(LayerInputBlock) is None:
         return 0
-    rows = fields.count("vocab_size_per_layer_input", vocabulary)
-    if rows < vocabulary:
-        raise fields.fail("vocab_size_per_layer_input", f"at least the vocab_size of {vocabulary}")
-    return rows
+    return fields.count("vocab_size_per_layer_input", vocabulary)
 
 
 def check_config(values: Mapping[str, Any]) -> tuple[str, ...]:

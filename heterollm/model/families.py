@@ -34,6 +34,7 @@ from heterollm.model.family import (
     perhaps_parallel,
 )
 from heterollm.model.fields import config_fields
+from heterollm.model.gemma3n import GEMMA3N
 from heterollm.model.gemma4 import GEMMA4
 from heterollm.model.hybrids import HYBRIDS
 from heterollm.model.json_fields import JsonFields
@@ -689,6 +690,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             eos_ids=(2,),
         ),
         **UNGATED,
+        **GEMMA3N,
         **GEMMA4,
         "llama4_text": LLAMA4,
         **HYBRIDS,

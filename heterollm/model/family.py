@@ -14,7 +14,15 @@ from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
 BlockName = Literal[
-    "attention", "latent_attention", "short_conv", "delta_net", "mamba", "ffn", "layer_input", "mixture"
+    "attention",
+    "latent_attention",
+    "short_conv",
+    "delta_net",
+    "mamba",
+    "ffn",
+    "layer_input",
+    "laurel",
+    "mixture",
 ]
 MIXERS: Final = ("attention", "latent_attention", "short_conv", "delta_net", "mamba")
 """Blocks that mix tokens; the others compute each token by itself."""
@@ -41,6 +49,9 @@ class TensorNames:
         layer_inputs: Module of the table with an embedding of each token for each layer; "" without.
         layer_projection: Module of the linear of the embedding whose output is added to that.
         layer_norm: Module of the norm of its output for each layer.
+        stream_openings: Module of the linear that makes a further stream of the embedding, with
+            ``{stream}`` for its number from 0 on; "" with one stream.
+        stream_closings: Module of the linear of its end, likewise.
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
         final_norm: Module of the norm before the head; "" for one without weights.
         head: Module of an untied LM head.
@@ -57,6 +68,8 @@ class TensorNames:
     layer_inputs: str = ""
     layer_projection: str = ""
     layer_norm: str = ""
+    stream_openings: str = ""
+    stream_closings: str = ""
     positions: str = ""
     final_norm: str = "model.norm"
     head: str = "lm_head"

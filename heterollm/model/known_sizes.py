@@ -145,6 +145,10 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      _windows(1024, 34, 6)),
     ("gemma-3-12b", "gemma3_text", "google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8, 262208, True, 256, 131072,
      _windows(1024, 48, 6)),
+    ("gemma-3n-e2b", "gemma3n_text", "google/gemma-3n-E2B", 2048, 8192, 30, 8, 2, 262400, True, 256, 32768,
+     {**_windows(512, 30, 5), "num_kv_shared_layers": 10}),
+    ("gemma-3n-e4b", "gemma3n_text", "google/gemma-3n-E4B", 2048, 16384, 35, 8, 2, 262400, True, 256, 32768,
+     _windows(512, 35, 5)),
     ("gemma-4-e2b", "gemma4_text", "google/gemma-4-E2B", 1536, 6144, 35, 8, 1, 262144, True, 256, 131072,
      {**_windows(512, 35, 5), "num_kv_shared_layers": 20, "use_double_wide_mlp": True}),
     ("gemma-4-e4b", "gemma4_text", "google/gemma-4-E4B", 2560, 10240, 42, 8, 2, 262144, True, 256, 131072,
@@ -243,7 +247,6 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
 
 TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "gemma-3n": "gemma3n_text",
         "nemotron-3": "nemotron_h",
         "nemotron-nano": "nemotron_h",
         "glm-4.7-flash": "glm4_moe_lite",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ from heterollm.model.layout import (
     positions_name,
     row_factors,
     shortened_blocks,
+    stream_names,
 )
 from heterollm.model.stored import STORED_VERSION
 from heterollm.model.stored_notes import stored_notes
@@ -208,6 +210,12 @@ class ModelWeights:
         return self.linears[layer_input_names(self.config)[1]]
 
     @property
+    def streams(self) -> tuple[tuple[LinearWeight, ...], tuple[LinearWeight, ...]]:
+        """The linears ``[hidden, hidden]`` that open all streams but the first, and those that close them."""
+        opens, closes = stream_names(self.config)
+        return tuple(self.linears[name] for name in opens), tuple(self.linears[name] for name in closes)
+
+    @property
     def layer_norm(self) -> NDArray[np.float32]:
         """Weight ``[width]`` of the norm of its output for each layer."""
         return self.floats[layer_input_names(self.config)[2]]
@@ -333,6 +341,7 @@ def _formats(config: ModelConfig, specs: Sequence[OpSpec]) -> dict[str, WeightFo
     formats = {embedding_name(config): specs[-1].weight}
     if config.layer_vocabulary:
         formats[layer_input_names(config)[1]] = specs[-1].weight
+    formats |= dict.fromkeys(itertools.chain(*stream_names(config)), specs[-1].weight)
     for spec in specs:
         formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
     for experts in expert_specs(config, specs):

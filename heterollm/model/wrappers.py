@@ -27,6 +27,7 @@ class Wrapper:
 WRAPPERS: Final[Mapping[str, Wrapper]] = MappingProxyType(
     {
         "gemma3": Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
+        "gemma3n": Wrapper("Gemma3nForConditionalGeneration", {"gemma3n_text": "gemma3n_text"}),
         "gemma4": Wrapper("Gemma4ForConditionalGeneration", {"gemma4_text": "gemma4_text"}),
         "gemma4_unified": Wrapper(
             "Gemma4UnifiedForConditionalGeneration", {"gemma4_unified_text": "gemma4_unified_text"}

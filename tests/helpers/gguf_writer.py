@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import gguf
@@ -32,6 +33,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 56},
     "gemma3_text": {"query_pre_attn_scalar": 48},
     "mistral": {"sliding_window": None},
+    # Its files have rows of zeros behind those of a shorter table.
+    "gemma3n_text": {"vocab_size_per_layer_input": 2048},
     "exaone4": {
         "sliding_window": None,
         "layer_types": ["full_attention"] * 2,
@@ -237,6 +240,30 @@ def two_windows(writer: Any, config: Config) -> None:
     window(writer, config)
     if config["sliding_window"]:
         writer.add_sliding_window_pattern([kind.startswith("s") for kind in config["layer_types"]])
+
+
+def gemma3n(writer: Any, config: Config) -> None:
+    two_windows(writer, config)
+    sliding = config["rope_parameters"]["sliding_attention"]
+    writer.add_float32(f"{writer.arch}.rope.freq_base_swa", sliding["rope_theta"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    deviations = [
+        NormalDist().inv_cdf(one) if one else -math.inf for one in config["activation_sparsity_pattern"]
+    ]
+    writer.add_activation_sparsity_scale(deviations)
+
+
+def stacked_streams(tensors: Tensors, _config: Config) -> Pairs:
+    """Gemma 3n's linears that open and close streams in stacks, and a scale with an ending."""
+    for module in ("altup_projections", "altup_unembed_projections"):
+        names = sorted(name for name in tensors if name.startswith(f"model.{module}."))
+        yield f"model.{module}.weight", np.stack([tensors.pop(name) for name in names])
+    for name, values in tensors.items():
+        yield f"{name}.weight" if name.endswith("_scale") else name, values
 
 
 def gemma4(writer: Any, config: Config) -> None:
@@ -620,6 +647,7 @@ CONVERTERS = {
     "gemma": Converter("gemma", tensors=one_more),
     "gemma2": Converter("gemma2", soft_caps, one_more),
     "gemma3_text": Converter("gemma3", gemma3, one_more),
+    "gemma3n_text": Converter("gemma3n", gemma3n, stacked_streams),
     "gemma4_text": Converter("gemma4", gemma4, scalars),
     "gemma4_unified_text": Converter("gemma4", gemma4, scalars),
     "granite": Converter("granite", multipliers, in_pairs),
@@ -790,7 +818,9 @@ OVERRIDES["phimoe"]["rope_parameters"] = {
 def write_tensor(
     writer: Any, own: str, values: np.ndarray, kind: Types, head: Types, others: Iterable[tuple[str, Types]]
 ) -> None:
-    if values.ndim == 1 or own.endswith("exps.bias") or "gate_inp" in own or "conv" in own.split(".")[-2]:
+    kept = ("gate_inp", "altup_router", "altup_predict", "altup_correct")
+    module = own.split(".")[-2]
+    if values.ndim == 1 or own.endswith("exps.bias") or "conv" in module or any(one in own for one in kept):
         writer.add_tensor(own, values)
         return
     chosen = head if own in ("token_embd.weight", "output.weight") else kind

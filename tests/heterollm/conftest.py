@@ -163,6 +163,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 128,
         "vocab_size_per_layer_input": 2112,
     },
+    # Four streams, sparse gates, networks of two widths, and tokens behind the table of layers' embeddings.
+    "gemma3n_text": {
+        "hidden_size": 128,
+        "intermediate_size": [128, 192, 128, 192],
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "vocab_size": 2048,
+        "vocab_size_per_layer_input": 1024,
+        "hidden_size_per_layer_input": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 20,
+        "final_logit_softcapping": 2.0,
+        "laurel_rank": 32,
+        "activation_sparsity_pattern": [0.7, 0.0, 0.5, 0.8],
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
     # Experts beside a network, each with norms of its own.
     "gemma4_text with experts": {
         **GEMMA4,
@@ -777,6 +800,11 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
             elif name.endswith("router.proj.weight"):
                 # Its input is divided by the root of its width.
                 parameter.normal_()
+            elif name.endswith("modality_router.weight"):
+                # Its input is divided by its width.
+                parameter.normal_(std=10.0)
+            elif name.endswith("_coefs.weight"):
+                parameter.normal_(std=0.3)
             elif "act_fn.alpha" in name:
                 parameter.uniform_(-1.0, 1.5)
             elif name.endswith(("bias", "conv1d.weight", "sinks")):

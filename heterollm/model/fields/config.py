@@ -336,6 +336,10 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "use_double_wide_mlp": "whether their networks are twice as wide",
         "hidden_size_per_layer_input": "elements of a token's embedding for each layer; 0 for none",
         "vocab_size_per_layer_input": "tokens that have one",
+        "altup_num_inputs": "residual streams (AltUp), of which layers compute the first",
+        "altup_correct_scale": "whether what meets the layer's embedding has factors",
+        "laurel_rank": "width between the linears of a branch beside attention (Laurel)",
+        "activation_sparsity_pattern": "share of gates that are zero, by layer; 0 for none",
         "enable_moe_block": "whether experts stand beside the network of each layer",
         "top_k_experts": "experts that compute a token",
         "per_layer_config": "head_dim and num_key_value_heads of layers that differ",
@@ -477,6 +481,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ),
     ):
         yield from _one("refused", name, why, only, neutral=neutral)
+    why = "another stream than the first, which layers compute"
+    yield from _one("refused", "altup_active_idx", why, readers("altup_num_inputs"), neutral=(0,))
     convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
     yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
     for name, why in (

@@ -21,6 +21,7 @@ from heterollm.model.stored.gguf_family_fields import (
     falcon_h1,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
     gemma4_moe,
     glm4_moe,
@@ -65,7 +66,7 @@ class Architecture(NamedTuple):
         biases: Fields of ``config.json`` for biases, each with tensors of files that have them.
         modules: Modules of a layer by the file's names, where they differ from Llama's.
         joined: The file's names of tensors that share the rows of a module's weight.
-        top: Modules outside of layers, likewise.
+        top: Modules outside of layers, likewise; with ``{}`` for the number of each in a stack.
         experts: Modules of an expert's weights by the stacks that hold them.
         experts_field: Field of ``config.json`` with the number of experts.
         epsilon: Field of ``config.json`` for the number added in norms, and the file's.
@@ -150,20 +151,44 @@ XIELU: Final = {
     "xielu.beta": ("mlp.act_fn.beta", ()),
     "xielu.eps": ("mlp.act_fn.eps", ()),
 }
+LAYER_INPUT_MODULES: Final = {
+    **GEMMA_MODULES,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+LAYER_INPUT_TABLES: Final = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+GEMMA3N: Final = Architecture(
+    "gemma3n_text",
+    "Gemma3nForCausalLM",
+    modules={
+        **LAYER_INPUT_MODULES,
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_correct_coef": "altup.correction_coefs",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
+    top={
+        **LAYER_INPUT_TABLES,
+        "altup_proj": "model.altup_projections.{}",
+        "altup_unembd_proj": "model.altup_unembed_projections.{}",
+    },
+    fields=gemma3n,
+    lists="first",
+    others={"altup_correct_scale.weight": Other("altup.correct_output_scale")},
+)
 GEMMA4: Final = Architecture(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    modules={
-        **GEMMA_MODULES,
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
-    },
-    top={
-        "per_layer_token_embd": "model.embed_tokens_per_layer",
-        "per_layer_model_proj": "model.per_layer_model_projection",
-        "per_layer_proj_norm": "model.per_layer_projection_norm",
-    },
+    modules=LAYER_INPUT_MODULES,
+    top=LAYER_INPUT_TABLES,
     fields=gemma4,
     lists="first",
 )
@@ -266,6 +291,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "gemma3": Architecture(
             "gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0, modules=GEMMA_MODULES, fields=gemma3
         ),
+        "gemma3n": GEMMA3N,
         "gemma4": GEMMA4,
         "granite": Architecture(
             "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=granite

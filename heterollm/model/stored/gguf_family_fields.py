@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any, Final
 
 from heterollm.base import CheckpointError
@@ -28,6 +29,8 @@ LARGEST_EXAONE4: Final = 64
 EXAONE4_WINDOW: Final = 4096
 DELTA_PERIOD: Final = 4
 ROPE_BASE: Final = 10000.0
+GEMMA3N_PERIOD, GEMMA3N_SOFT_CAP, GEMMA3N_OWN_KEYS = 5, 30.0, 20
+"""llama.cpp's numbers for Gemma 3n: layers of which one has no window, a cap, and layers with own keys."""
 MAVERICK_EXPERTS: Final = 128
 """Experts of the Llama 4 whose heads have no norms."""
 MOST_LAYERS: Final = 10_000
@@ -87,6 +90,30 @@ def gemma3(file: GgufFile, config: Fields) -> Fields:
         "rope_local_base_freq": file.own("rope.freq_base_swa", ROPE_BASE),
         "sliding_window": window,
         **(layer_types(file) if window else {}),
+    }
+
+
+def gemma3n(file: GgufFile, config: Fields) -> Fields:
+    """Return Gemma 3n's windows, RoPE, streams, sparsity by layer, shared keys and layers' embeddings."""
+    layers, widths = config["num_hidden_layers"], file.own("feed_forward_length")
+    inputs, laurel = (
+        file.entries.get(name) for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight")
+    )
+    scales = file.own("activation_sparsity_scale")
+    if scales is not None and not (isinstance(scales, list) and all(type(one) is float for one in scales)):
+        raise CheckpointError(f"{file.path}: gemma3n.activation_sparsity_scale is no list of numbers.")
+    return {
+        **layer_types(file, GEMMA3N_PERIOD),
+        "intermediate_size": widths if isinstance(widths, list) else config["intermediate_size"],
+        "sliding_window": file.count("attention.sliding_window"),
+        "rope_local_base_freq": file.own("rope.freq_base_swa", ROPE_BASE),
+        "final_logit_softcapping": file.number("final_logit_softcapping", GEMMA3N_SOFT_CAP),
+        "num_kv_shared_layers": file.own("attention.shared_kv_layers", max(0, layers - GEMMA3N_OWN_KEYS)),
+        "altup_num_inputs": file.count("altup.num_inputs", default=4),
+        "hidden_size_per_layer_input": file.count("embedding_length_per_layer_input", default=256),
+        "vocab_size_per_layer_input": inputs.shape[0] if inputs else 0,
+        "laurel_rank": laurel.shape[0] if laurel else 0,
+        "activation_sparsity_pattern": None if scales is None else [NormalDist().cdf(one) for one in scales],
     }
 
 

@@ -53,7 +53,12 @@ def places(file: GgufFile, architecture: Architecture) -> dict[str, GgufPlace]:
     for own in file.entries:
         if not LAYER_TENSOR.fullmatch(own) and own not in ROPE_TENSORS:
             module, _, ending = own.rpartition(".")
-            found[f"{top[module]}.{ending}" if module in top else own] = _whole(file, own)
+            name, shape = f"{top[module]}.{ending}" if module in top else own, file.entries[own].shape
+            if "{}" not in name:
+                found[name] = _whole(file, own)
+            elif len(shape) == STACKED:
+                for at, start in enumerate(range(0, shape[0] * shape[1], shape[1])):
+                    found[name.format(at)] = GgufPlace(shape[1:], (GgufRows(own, start, start + shape[1]),))
     return found
 
 

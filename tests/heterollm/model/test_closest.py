@@ -13,7 +13,6 @@ OTHER_LAYERS = {
     "deepseek_v32": "indexed_attention",
     "diffllama": "lambda_std_dev",
     "falcon_mamba": "conv_kernel",
-    "gemma3n_text": "altup_",
     "granitemoehybrid": "linear_attention",
     "jamba": "attn_layer_",
     "kimi_linear": "linear_attention",

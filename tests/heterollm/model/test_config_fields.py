@@ -57,6 +57,18 @@ GEMMA4_KINDS = ("gemma4_text", "gemma4_unified_text")
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "gemma3n_text": {
+        **{
+            name: value
+            for name, value in GEMMA4.items()
+            if name not in ("global_head_dim", "rope_parameters")
+        },
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 256,
+        "laurel_rank": 16,
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 100.0,
+    },
     "gemma4_text": {
         **GEMMA4,
         "hidden_size_per_layer_input": 16,
@@ -275,6 +287,11 @@ VALUES: dict[str, Any] = {
     "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 320,
+    "altup_active_idx": 1,
+    "altup_num_inputs": 3,
+    "altup_correct_scale": False,
+    "laurel_rank": 32,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.8],
     "enable_moe_block": True,
     "n_routed_experts": 6,
     "num_shared_experts": 2,
@@ -431,6 +448,8 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("granitemoehybrid", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_next", "layer_types"): ["full_attention", "linear_attention"],
     ("gemma3_text", "rope_parameters"): NESTED,
+    ("gemma3n_text", "rope_parameters"): NESTED,
+    ("gemma3n_text", "layer_types"): ["sliding_attention", *["full_attention"] * 3],
     **{(kind, name): value for kind in GEMMA4_KINDS for name, value in OF_GEMMA4.items()},
     ("mellum", "rope_parameters"): NESTED,
     ("phi3", "rope_parameters"): {"rope_type": "longrope", "rope_theta": 1000.0, **LONG},

@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
+    "gemma3n": ("gemma3n_text", {}),
     "gemma4": ("gemma4_text", {}),
     "gemma4 with experts": ("gemma4_text with experts", {}),
     "gemma4 in one stream": ("gemma4_unified_text", {}),
@@ -257,8 +258,8 @@ def each_layer(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]
 def each_stage(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return each_layer(
         config,
-        lambda layer: LayerConfig(
-            tuple(dataclasses.replace(stage, **changes) for stage in layer.stages), layer.is_scaled
+        lambda layer: dataclasses.replace(
+            layer, stages=tuple(dataclasses.replace(stage, **changes) for stage in layer.stages)
         ),
     )
 
@@ -357,6 +358,13 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
         config, FfnBlock, lambda one: dataclasses.replace(one, biased=False)
     ),
     "norm of the output of attention": lambda config: attention(config, inner_norm=False),
+    "sparse gates": lambda config: changed(
+        config, FfnBlock, lambda one: dataclasses.replace(one, sparsity=0.0)
+    ),
+    "half of both branches": lambda config: each_stage(config, gain=1.0),
+    "factors beside embeddings of layers": lambda config: each_layer(
+        config, lambda one: dataclasses.replace(one, streams=dataclasses.replace(one.streams, scaled=False))
+    ),
     "norm inside the network": lambda config: changed(
         config, FfnBlock, lambda one: dataclasses.replace(one, inner_norm=False)
     ),
@@ -408,6 +416,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "phi3": ("window", "scaled positions", "partly turning heads"),
     "gemma2": (*GEMMA, "attention soft cap"),
     "gemma3": (*GEMMA, "norms of heads", "positions of sliding layers", "scaled positions"),
+    "gemma3n": (
+        *("window", "layers without window", "embedding scale", "logit soft cap"),
+        *("activation", "norms of heads", "norms of values", "positions of sliding layers"),
+        *("activation beside embeddings of layers", "attention scale", "sparse gates"),
+        *("half of both branches", "factors beside embeddings of layers"),
+    ),
     "gemma4": (
         *("window", "layers without window", "norms of outputs", "embedding scale", "logit soft cap"),
         *("activation", "norms of heads", "part of the pairs", "norms of values", "factors of layers"),
@@ -575,6 +589,13 @@ def test_a_feature_that_is_taken_away_is_seen(
             for one in (("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0), ("gated_norm", 1.0))
         ),
         *(("granitemoehybrid with state spaces", *one) for one in (("skip", 0.0), ("taps_bias", 0.0))),
+        *(
+            ("gemma3n_text", *one)
+            for one in (
+                *((role, 0.0) for role in ("laurel_left", "stream_prediction", "stream_correction")),
+                *((role, 1.0) for role in ("stream_router_norm", "stream_scale")),
+            )
+        ),
         *(("apertus", *one) for one in (("linear", 0.0), ("rising", -3.0), ("falling", -3.0))),
     ],
 )

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "minicpm": {"attention_multiplier": 32**-0.5},
     "starcoder2": OVERRIDES["starcoder2"],
     "phimoe": OVERRIDES["phimoe"],
+    "gemma3n_text": OVERRIDES["gemma3n_text"],
     # Heads as wide in layers of either kind.
     "gemma4_text": {"global_head_dim": 32},
     **{
@@ -132,6 +134,7 @@ GEMMA3 = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 4.0}
 MELLUM = {"rope_type": "default", "rope_theta": 2000.0}
 GEMMA4 = {"rope_type": "proportional", "rope_theta": 2000.0, "partial_rotary_factor": 0.25}
 FULL, SLIDING = "full_attention", "sliding_attention"
+SPARSITY = "activation_sparsity_pattern"
 
 CASES: dict[str, list[Case]] = {
     "attention.layer_norm_rms_epsilon": [
@@ -175,6 +178,7 @@ CASES: dict[str, list[Case]] = {
         Case("exaone4", 5, {"sliding_window": 5}),
         Case("exaone4", None, {"sliding_window": None, "layer_types": [FULL] * 2}),
         Case("gemma4_text", 5, {"sliding_window": 5}),
+        Case("gemma3n_text", 5, {"sliding_window": 5}),
         Case("exaone_moe", 5, {"sliding_window": 5}),
     ],
     "attention.sliding_window_pattern": [
@@ -187,6 +191,7 @@ CASES: dict[str, list[Case]] = {
         Case("gpt_oss", [False, True], {"layer_types": [FULL, SLIDING]}),
         Case("cohere2", [False, True], {"layer_types": [FULL, SLIDING]}),
         Case("gemma4_text", [False, True, False, False], {"layer_types": [FULL, SLIDING, FULL, FULL]}),
+        Case("gemma3n_text", [False, True, False, False], {"layer_types": [FULL, SLIDING, FULL, FULL]}),
         Case("exaone4", None, {"layer_types": [SLIDING] * 2}),
         Case("exaone_moe", None, {"layer_types": [SLIDING] * 2}),
         Case("olmo3", None, {"layer_types": [SLIDING] * 3}),
@@ -202,6 +207,8 @@ CASES: dict[str, list[Case]] = {
         Case("gemma3_text", None, {"final_logit_softcapping": None}),
         Case("gemma4_text", 0.5, {"final_logit_softcapping": 0.5}),
         Case("gemma4_text", None, {"final_logit_softcapping": None}),
+        Case("gemma3n_text", 0.5, {"final_logit_softcapping": 0.5}),
+        Case("gemma3n_text", None, {"final_logit_softcapping": 30.0}),
     ],
     "rope.dimension_count": [
         Case("phi3", 24, {"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5}})
@@ -219,6 +226,12 @@ CASES: dict[str, list[Case]] = {
         Case("gemma4_text", 300.0, gemma3(GEMMA4, 300.0)),
         Case("gemma4_text", None, gemma3(GEMMA4, 10000.0)),
         Case("olmo3", None, olmo3(2000.0)),
+        Case("gemma3n_text", 300.0, gemma3(MELLUM, 300.0)),
+        Case("gemma3n_text", None, gemma3(MELLUM, 10000.0)),
+    ],
+    "activation_sparsity_scale": [
+        Case("gemma3n_text", [0.0, -math.inf, 1.0, 0.0], {SPARSITY: [0.5, 0.0, NormalDist().cdf(1.0), 0.5]}),
+        Case("gemma3n_text", None, {SPARSITY: [0.0] * 4}),
     ],
     "rope.scaling.type": [
         Case("llama", "none", {}, {"rope.scaling.factor": 4.0}),
@@ -304,6 +317,7 @@ SIZES: dict[str, tuple[str, Any]] = {
     "attention.recurrent_layers": ("qwen3_5_text", [True, False, True, True]),
     "attention.key_length_swa": ("gemma4_text", 16),
     "attention.shared_kv_layers": ("gemma4_text", 1),
+    "altup.num_inputs": ("gemma3n_text", 3),
     "embedding_length_per_layer_input": ("gemma4_text", 64),
     "ssm.conv_kernel": ("qwen3_5_text", 3),
     "ssm.group_count": ("qwen3_5_text", 4),
@@ -563,6 +577,7 @@ FILES = {
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "qwen3moe": "qwen3_moe",
     "granite": "granite",
     "granitemoe": "granitemoe",

@@ -69,7 +69,9 @@ STATED_BILLIONS = {
     "gemma-3-1b": 1.0,
     "gemma-3-4b": 3.88,
     "gemma-3-12b": 11.8,
-    # Without the table of layers' embeddings and the linear beside it.
+    # Without the table of layers' embeddings, the linear beside it, those of streams, and Laurel's.
+    "gemma-3n-e2b": 2.37,
+    "gemma-3n-e4b": 4.43,
     "gemma-4-e2b": 2.27,
     "gemma-4-e4b": 4.62,
     "gemma-4-26b-a4b": 25.2,
