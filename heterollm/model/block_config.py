@@ -56,6 +56,9 @@ OWN_NORMS: Final[Mapping[BlockName, tuple[Norm | None, Norm]]] = {
 }
 """The norms before and behind blocks that have their own beside others."""
 
+GREEDY: Final = "greedy"
+"""The choice of experts without groups, in ``topk_method``."""
+
 MOST_EXPERTS = 10_000
 """A limit that refuses a damaged number before any list over experts is made."""
 
@@ -361,6 +364,7 @@ def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
     chosen, bias = fields.count(mixture.chosen_field), mixture.bias_field
     if chosen > experts:
         raise fields.fail(mixture.chosen_field, f"at most the {experts} of {count}")
+    groups, kept_groups = _groups(fields, mixture, experts, chosen)
     sparsemixer = mixture.scoring == "sparsemixer"
     if sparsemixer and chosen != 2:
         raise fields.fail("num_experts_per_tok", "2, the number that sparsemixer chooses")
@@ -376,4 +380,23 @@ def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
         scale=fields.positive(mixture.scale_field, 1.0) if mixture.scale_field else 1.0,
         jitter=fields.positive("router_jitter_noise") if sparsemixer else 0.0,
         biased=fields.flag(bias, True) if isinstance(bias, str) else bias,
+        groups=groups,
+        kept_groups=kept_groups,
     )
+
+
+def _groups(fields: JsonFields, mixture: Mixture, experts: int, chosen: int) -> tuple[int, int]:
+    """Return the groups of experts, and those from which a token chooses; 1 and 1 without groups."""
+    method = fields.get("topk_method") or GREEDY
+    if mixture.group_method and method not in (GREEDY, mixture.group_method):
+        raise fields.fail("topk_method", f"{GREEDY} or {mixture.group_method}")
+    if not mixture.group_fields or mixture.group_method not in ("", method):
+        return 1, 1
+    name, kept_name = mixture.group_fields
+    groups = fields.count(name, 1)
+    kept = fields.count(kept_name, 1, maximum=groups)
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        raise fields.fail(name, f"a divisor of {experts} experts, with several in each group")
+    if experts // groups * kept < chosen:
+        raise fields.fail(kept_name, f"groups with at least the {chosen} experts that a token chooses")
+    return groups, kept

@@ -106,6 +106,9 @@ class Mixture:
             family without.
         bias_row: Whether that tensor has the shape ``[1, experts]``.
         weighs_inputs: Whether the weight of a token's only expert multiplies its input, not its output.
+        group_fields: Fields with the groups of experts, and those from which a token chooses; empty in a
+            family without.
+        group_method: Value of ``topk_method`` with which groups count; "" for always.
         scale_field: Field with a factor on the weights; "" in a family without.
         dense_field: Field with the width of the network in layers without experts.
         count_fields: Fields with the number of experts. The first that a configuration has counts; families
@@ -128,6 +131,8 @@ class Mixture:
     clip_fields: tuple[str, ...] = ()
     bias_row: bool = False
     weighs_inputs: bool = False
+    group_fields: tuple[str, ...] = ()
+    group_method: str = ""
     scale_field: str = ""
     dense_field: str = "intermediate_size"
     count_fields: tuple[str, ...] = ("num_local_experts", "num_experts")
@@ -137,7 +142,7 @@ class Mixture:
     def fields(self) -> frozenset[str]:
         """The fields of ``config.json`` that it reads."""
         own = (
-            *self.clip_fields,
+            *(*self.clip_fields, *self.group_fields, "topk_method" if self.group_method else ""),
             *(self.width_field, self.shared_field, self.shared_count_field, self.normalized_field),
             *(self.bias_field, self.scale_field, self.dense_field, self.chosen_field),
         )

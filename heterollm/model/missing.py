@@ -9,7 +9,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "layers of a gated delta net": "olmo_hybrid kimi_linear",
     "layers of Mamba-2": "bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
-    "groups of experts beside latent attention (MLA)": "deepseek_v3",
     "latent attention (MLA) of another form": "minicpm3 youtu longcat_flash",
     "bases of rotary embedding by layer, and experts": "granitemoe_swa",
     "routers by sigmoid": "afmoe bailing_moe",

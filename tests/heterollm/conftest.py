@@ -558,7 +558,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.7,
         },
     },
-    # Vectors for queries as well.
+    # Vectors for queries as well, and groups of experts.
+    "deepseek_v3": {
+        **PLAIN,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 48,
+        "qk_nope_head_dim": 40,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 40,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 12,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 96,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.6,
+        },
+    },
     "glm4_moe_lite": {
         **PLAIN,
         "num_key_value_heads": 4,

@@ -134,8 +134,9 @@ OWN: dict[str, dict[str, Any]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "first_k_dense_replace": 1,
+            **({"n_group": 1, "topk_group": 1} if kind == "deepseek_v3" else {}),
         }
-        for kind in ("deepseek_v2", "glm4_moe_lite")
+        for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
     },
     "stablelm": {"num_key_value_heads": 4},
     "gpt_neox": {"rotary_pct": 1.0},
@@ -237,7 +238,11 @@ YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_e
 ALIKE = {name: [1.0 + 0.1 * one for one in range(8)] for name in ("short_factor", "long_factor")}
 """Factors for PhiMoE, whose long ones transformers leaves out, and the model's own code does not."""
 LONG = {"short_factor": [1.0 + 0.1 * one for one in range(8)], "long_factor": [2.0 + one for one in range(8)]}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 1, "n_routed_experts": 8, "num_experts": 8}
+GROUPED: dict[str, Any] = {**GROUPS, "topk_method": "group_limited_greedy"}
 BESIDE: dict[str, dict[str, Any]] = {
+    "n_group": {**GROUPS, "n_group": 1},
+    "topk_group": GROUPS,
     "sliding_window": USED,
     "use_sliding_window": {"sliding_window": 8, "max_window_layers": 0},
     "max_window_layers": WINDOW,
@@ -442,6 +447,7 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],
     ("nemotron_h", "norm_topk_prob"): False,
     ("glm4_moe_lite", "norm_topk_prob"): False,
+    ("deepseek_v3", "norm_topk_prob"): False,
     ("deepseek_v2", "n_shared_experts"): 1,
     ("glm4_moe_lite", "mlp_layer_types"): ["sparse", "dense"],
     ("nemotron_h", "layer_types"): ["full_attention", "linear_attention", "mlp", "moe"],
@@ -482,6 +488,9 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("gemma3_text", "rope_scaling"): LINEAR,
 }
 BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
+    ("deepseek_v2", "n_group"): {**GROUPED, "n_group": 1},
+    ("deepseek_v2", "topk_group"): GROUPED,
+    ("deepseek_v2", "topk_method"): GROUPS,
     ("falcon_h1", "mamba_norm_before_gate"): {"mamba_rms_norm": True},
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},

@@ -88,6 +88,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid with state spaces": ("granitemoehybrid with state spaces", {}),
     "nemotron_h": ("nemotron_h", {}),
     "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 with groups": (
+        "deepseek_v2",
+        {
+            **{"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+            **{"n_routed_experts": 12, "num_experts_per_tok": 4},
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "falcon_h1": ("falcon_h1", {}),
     "falcon_h1 with a norm": ("falcon_h1", {"mamba_rms_norm": True}),
@@ -108,6 +116,7 @@ VARIANTS = (
     "gemma4 in one stream",
     "qwen3_next with a dense layer",
     "granite 4-H with experts",
+    "deepseek_v2 with groups",
     *("falcon_h1 with a norm", "falcon_h1 with a norm behind"),
 )
 
@@ -376,6 +385,7 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "weights as they are": lambda config: other_routing(config, normalized=True),
     "all chosen experts": lambda config: other_routing(config, chosen=1),
     "sigmoid": lambda config: other_routing(config, scoring="softmax"),
+    "groups of experts": lambda config: other_routing(config, groups=1, kept_groups=1),
     "bias of the choice": lambda config: other_routing(config, biased=False),
     "factor of experts": lambda config: other_routing(config, scale=1.0),
     "sparsemixer": lambda config: other_routing(config, scoring="softmax"),
@@ -476,6 +486,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     ),
     "deepseek_v2": ("scaled positions", "factor of experts", "weights as they are"),
+    "deepseek_v2 with groups": ("groups of experts",),
+    "deepseek_v3": (
+        *("scaled positions", "groups of experts", "sigmoid", "bias of the choice", "factor of experts"),
+        "normalised weights",
+    ),
     "glm4_moe_lite": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     "falcon_h1": ("embedding scale", "scale of logits", "blocks side by side"),
     "falcon_h1 with a norm": ("norm of state spaces",),

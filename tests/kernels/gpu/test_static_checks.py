@@ -221,6 +221,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         for own in (
             "-DSCORING=0 -DNORMALIZED -DFACTORS",
             "-DSCORING=1 -DBIASED -DSTEP=1",
+            "-DSCORING=1 -DBIASED -DGROUPS=5 -DKEPT=2",
             "-DSCORING=0 -DBIASED -DSTEP=32 -DTAKEN -DCODES",
             "-DSCORING=2 -DCOMBINES -DDROPS",
             "-DSTEP=8 -DTAKEN -DDROPS -DGATHERS_TAKEN",
