@@ -79,6 +79,7 @@ FILES: Final = {
     "olmo3": "olmo2",
     "qwen3_next": "qwen3next",
     "gemma4_unified_text": "gemma4",
+    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite"), "deepseek2"),
     "internlm2": "internlm2",
     "internlm3": "llama",
     "minicpm": "minicpm",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from heterollm.model.fields.gguf_experts import EXPERTS
+from heterollm.model.fields.gguf_experts import EXPERTS, LATENT
 from heterollm.model.fields.gguf_rows import (
     ARCHITECTURE,
     CONTEXT,
@@ -32,6 +32,7 @@ DELTA: Final = QWEN35 | {"qwen3next"}
 NEMOTRON_H: Final = frozenset({"nemotron_h", "nemotron_h_moe"})
 SPACES: Final = GRANITE_HYBRID | NEMOTRON_H | {"falcon-h1"}
 VISION: Final = QWEN35 | {"qwen3vl"}
+LATENT_SOURCE: Final = "models/deepseek2.cpp"
 MISTRAL3: Final = frozenset({"mistral3"})
 
 SIZES: Final = (
@@ -66,6 +67,10 @@ SIZES: Final = (
         only=CENTERED | {"olmo"},
     ),
     read(".attention.layer_norm_rms_epsilon", "number added in norms; required", ARCHITECTURE),
+    read(".attention.q_lora_rank", "elements of vectors of queries; absent: none", LATENT_SOURCE, LATENT),
+    read(".attention.kv_lora_rank", "elements of latent vectors", LATENT_SOURCE, LATENT),
+    read(".attention.key_length_mla", "width of a head; key_length if absent", LATENT_SOURCE, LATENT),
+    read(".attention.value_length_mla", "width of a value; value_length if absent", LATENT_SOURCE, LATENT),
     *rows("none", "rows of the token embedding, whose shape states it", MODEL, ".vocab_size"),
     read(
         ".attention.key_length_swa",
@@ -313,9 +318,10 @@ ROPE: Final = (
     ),
     read(
         ".rope.scaling.yarn_log_multiplier",
-        "mscale_all_dim of the checkpoint, beside an mscale of 1; absent or 0: neither",
+        "mscale_all_dim of the checkpoint, beside an mscale of 1; absent or 0: neither. "
+        "In deepseek2 a tenth of it, and mscale is as large",
         CONTEXT,
-        MISTRAL3,
+        MISTRAL3 | LATENT,
     ),
     *rows(
         "refused",

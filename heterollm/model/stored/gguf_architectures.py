@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from heterollm.model.stored.gguf_family_fields import (
     Fields,
     cohere2,
+    deepseek2,
     delta_net,
     delta_net_moe,
     dots1,
@@ -74,6 +75,7 @@ class Architecture(NamedTuple):
         lists: Meaning of heads and widths that are lists.
         others: Other tensors of a layer by the file's names, where they differ from those of all.
         numbers: Names and shapes of tensors of each layer whose numbers the metadata has, by field.
+        is_latent: Whether attention is latent.
         heads_in_turns: Whether the value heads of a delta net stand in turns: the first of each key head,
             then the second of each.
     """
@@ -95,6 +97,7 @@ class Architecture(NamedTuple):
     lists: Lists = "alike"
     others: Mapping[str, Other] = MappingProxyType({})
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({})
+    is_latent: bool = False
     heads_in_turns: bool = False
 
     @property
@@ -485,6 +488,25 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             experts_field="n_routed_experts",
             fields=glm4_moe,
             others=CHOICE_BIAS,
+        ),
+        "deepseek2": Architecture(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            modules={
+                **ROUTER,
+                **SHARED_EXPERTS,
+                "attn_q_a": "self_attn.q_a_proj",
+                "attn_q_a_norm": "self_attn.q_a_layernorm",
+                "attn_q_b": "self_attn.q_b_proj",
+                "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+                "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+                "attn_kv_b": "self_attn.kv_b_proj",
+            },
+            experts=NAMED_EXPERTS,
+            experts_field="n_routed_experts",
+            fields=deepseek2,
+            others=CHOICE_BIAS,
+            is_latent=True,
         ),
         "dots1": Architecture(
             "dots1",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any, Final
 
-from heterollm.base import CheckpointError
+from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.model.stored.gguf_delta import read_delta_heads
 from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.model.stored.gguf_rope import turning_part
@@ -28,6 +28,8 @@ PERIOD: Final = 4
 LARGEST_EXAONE4: Final = 64
 EXAONE4_WINDOW: Final = 4096
 DELTA_PERIOD: Final = 4
+SOFTMAX: Final = 1
+"""The function of the scores of experts, by llama.cpp's number."""
 ROPE_BASE: Final = 10000.0
 GEMMA3N_PERIOD, GEMMA3N_SOFT_CAP, GEMMA3N_OWN_KEYS = 5, 30.0, 20
 """llama.cpp's numbers for Gemma 3n: layers of which one has no window, a cap, and layers with own keys."""
@@ -375,6 +377,35 @@ def sigmoid_moe(file: GgufFile) -> Fields:
 def dots1(file: GgufFile, _config: Fields) -> Fields:
     """Return the fields of a mixture by sigmoid, and the number of shared experts."""
     return {**sigmoid_moe(file), "n_shared_experts": file.count("expert_shared_count")}
+
+
+def deepseek2(file: GgufFile, config: Fields) -> Fields:
+    """Return the sizes of latent attention, its RoPE, and a mixture by sigmoid, or by softmax as in V2."""
+    turned, scaling = file.count("rope.dimension_count"), config.get("rope_scaling")
+    if scaling:
+        # llama.cpp takes mscale for equal to mscale_all_dim, of which the file has a tenth.
+        growth = 10 * file.number("rope.scaling.yarn_log_multiplier", 0.0)
+        scaling = {**scaling, "attention_factor": 1.0, **({"mscale_all_dim": growth} if growth else {})}
+    found = {
+        **dots1(file, config),
+        "q_lora_rank": file.count("attention.q_lora_rank") if file.own("attention.q_lora_rank") else None,
+        "kv_lora_rank": file.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": file.count("attention.key_length_mla", "attention.key_length") - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": file.count("attention.value_length_mla", "attention.value_length"),
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": scaling,
+        "n_group": file.count("expert_group_count", default=1),
+        "topk_group": file.count("expert_group_used_count", default=1),
+    }
+    if file.own("expert_gating_func", SOFTMAX) != SOFTMAX:
+        return found
+    if found.pop("norm_topk_prob"):
+        raise UnsupportedModelError(
+            f"{file.path}: deepseek2.expert_weights_norm with scores by softmax is not supported."
+        )
+    grouped = {"topk_method": "group_limited_greedy"} if found["n_group"] > 1 else {}
+    return {**found, **grouped, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
 
 
 def glm4_moe(file: GgufFile, config: Fields) -> Fields:

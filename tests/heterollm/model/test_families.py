@@ -91,8 +91,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2 with groups": (
         "deepseek_v2",
         {
-            **{"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
-            **{"n_routed_experts": 12, "num_experts_per_tok": 4},
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
         },
     ),
     "deepseek_v3": ("deepseek_v3", {}),

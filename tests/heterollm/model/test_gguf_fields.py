@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "starcoder2": OVERRIDES["starcoder2"],
     "phimoe": OVERRIDES["phimoe"],
     "gemma3n_text": OVERRIDES["gemma3n_text"],
+    "deepseek_v3": OVERRIDES["deepseek_v3"],
     # Heads as wide in layers of either kind.
     "gemma4_text": {"global_head_dim": 32},
     **{
@@ -229,6 +230,8 @@ CASES: dict[str, list[Case]] = {
         Case("gemma3n_text", 300.0, gemma3(MELLUM, 300.0)),
         Case("gemma3n_text", None, gemma3(MELLUM, 10000.0)),
     ],
+    "expert_group_count": [Case("deepseek_v3", 6, {"n_group": 6})],
+    "expert_group_used_count": [Case("deepseek_v3", 3, {"topk_group": 3})],
     "activation_sparsity_scale": [
         Case("gemma3n_text", [0.0, -math.inf, 1.0, 0.0], {SPARSITY: [0.5, 0.0, NormalDist().cdf(1.0), 0.5]}),
         Case("gemma3n_text", None, {SPARSITY: [0.0] * 4}),
@@ -272,6 +275,10 @@ CASES: dict[str, list[Case]] = {
     "rope.scaling.yarn_log_multiplier": [
         Case("ministral3", 0.5, ministral3(mscale_all_dim=0.5)),
         Case("ministral3", None, ministral3(mscale=None, mscale_all_dim=None)),
+        Case(
+            *("deepseek_v3", 0.1),
+            yarn(factor=8.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0),
+        ),
     ],
     "use_parallel_residual": [Case("gpt_neox", False, {"use_parallel_residual": False})],
     "attention.clamp_kqv": [
@@ -284,14 +291,14 @@ CASES: dict[str, list[Case]] = {
     ],
     "expert_weights_scale": [
         Case(family, value, {"routed_scaling_factor": value or 1.0})
-        for family in ("glm4_moe", "dots1", "exaone_moe", "nemotron_h")
+        for family in ("glm4_moe", "dots1", "exaone_moe", "nemotron_h", "deepseek_v3")
         for value in (0.5, None)
     ],
     "expert_weights_norm": [
         Case(family, value, {"norm_topk_prob": bool(value)})
         for family, value in (
             *(("glm4_moe", False), ("dots1", True), ("exaone_moe", None)),
-            ("nemotron_h", False),
+            *(("nemotron_h", False), ("deepseek_v3", False)),
         )
     ],
     "expert_used_count": [Case("mixtral", 3, {"num_experts_per_tok": 3})],
@@ -318,6 +325,11 @@ SIZES: dict[str, tuple[str, Any]] = {
     "attention.key_length_swa": ("gemma4_text", 16),
     "attention.shared_kv_layers": ("gemma4_text", 1),
     "altup.num_inputs": ("gemma3n_text", 3),
+    "attention.q_lora_rank": ("deepseek_v3", 48),
+    "attention.kv_lora_rank": ("deepseek_v3", 32),
+    "attention.key_length_mla": ("deepseek_v3", 48),
+    "attention.value_length_mla": ("deepseek_v3", 24),
+    "expert_gating_func": ("deepseek_v2", 2),
     "embedding_length_per_layer_input": ("gemma4_text", 64),
     "ssm.conv_kernel": ("qwen3_5_text", 3),
     "ssm.group_count": ("qwen3_5_text", 4),
