@@ -63,7 +63,7 @@ LISTED: Final = (
     ListedFamily("Hunyuan dense (0.5 to 7B)", "hunyuan_v1_dense"),
     ListedFamily("ERNIE 4.5 0.3B, 21B-A3B", "ernie4_5 ernie4_5_moe"),
     ListedFamily("OLMo 2 and 3; OLMoE", "olmo2 olmo3 olmoe"),
-    ListedFamily("Muse Glimmer 30B", "muse_glimmer"),
+    ListedFamily("Muse Glimmer 30B", "muse_glimmer_text"),
     ListedFamily("GLM-4 9B; GLM-4.5-Air", "glm4 glm4_moe"),
     ListedFamily("Llama 4 Scout", "llama4_text"),
     ListedFamily("Phi-3.5-MoE, Phi-mini-MoE", "phimoe"),

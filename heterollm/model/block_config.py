@@ -96,6 +96,8 @@ class BlockFields:
         if family.norms_last and self.rope.kind in ("yarn", "longrope"):
             raise unsupported(f"A RoPE that scales heads ({self.rope.kind}) before their norms")
         scale: float = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
+        if "qk_scale_factor" in family.follows:
+            scale *= fields.positive("qk_scale_factor", 1.0)
         if "attention_multiplier" in family.follows:
             scale = fields.positive("attention_multiplier", 1.0)
         modules = family.tensors.modules.get("qkv", {})
@@ -116,7 +118,7 @@ class BlockFields:
             query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
             gated="gate" in modules,
-            gates_heads="gate" in modules and modules["gate"] != modules["q"],
+            gates_heads=family.gates_heads,
             sinks="sinks" in family.tensors.others,
             inner_norm="attention_inner" in family.tensors.norms,
         )

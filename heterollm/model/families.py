@@ -41,6 +41,7 @@ from heterollm.model.json_fields import JsonFields
 from heterollm.model.latent import LATENT
 from heterollm.model.llama4 import LLAMA4
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
+from heterollm.model.muse_glimmer import MUSE_GLIMMER
 from heterollm.model.rope import ROPE_KINDS
 from heterollm.model.state_spaces import STATE_SPACES
 from heterollm.model.ungated import UNGATED
@@ -691,6 +692,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         **UNGATED,
         **GEMMA3N,
+        **MUSE_GLIMMER,
         **GEMMA4,
         "llama4_text": LLAMA4,
         **HYBRIDS,

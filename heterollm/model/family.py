@@ -230,6 +230,9 @@ class Family:
             without windows.
         rope_aliases: Other names of RoPE types.
         norm_offset: Added to the stored weight of every norm.
+        plain_final_norm: Whether that before the head has no such offset.
+        norms_embedding: Whether the embedding has a norm without weights.
+        gates_heads: Whether a gate of attention has one row for each head.
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
         first_position: Row of the first position in the table of learned ones.
         without_rope: Whether no layer has positions.
@@ -267,6 +270,9 @@ class Family:
     slides: Callable[[JsonFields, int], bool] | None = None
     rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
     norm_offset: float = 0.0
+    plain_final_norm: bool = False
+    norms_embedding: bool = False
+    gates_heads: bool = False
     scales_embedding: bool = False
     first_position: int = 0
     without_rope: bool = False

@@ -252,7 +252,7 @@ TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "glm-4.7-flash": "glm4_moe_lite",
         "glm-4.5-air": "glm4_moe",
         "falcon-h1": "falcon_h1",
-        "muse-glimmer": "muse_glimmer",
+        "muse-glimmer": "muse_glimmer_text",
         "llama-4": "llama4_text",
         "deepseek-v2": "deepseek_v2",
     }

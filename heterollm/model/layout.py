@@ -125,7 +125,7 @@ def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, Hea
     block = config.per_layer[layer].find(AttentionBlock)
     assert block is not None  # the layer has the group
     dim = block.head_dim
-    if block.gated and not block.gates_heads:
+    if block.gated and names["gate"] == names["q"]:
         return {
             name: HeadOrder(block.heads, 2 * dim, first, 1, dim) for name, first in (("q", 0), ("gate", dim))
         }

@@ -16,7 +16,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "heads and norms by fields of its own": "falcon",
     "linears whose weights are stored transposed": "gpt2",
     "norms of heads that subtract the mean": "cohere persimmon",
-    "norms of heads without weights, and gates of attention": "muse_glimmer",
 }
 MISSING: Final[Mapping[str, str]] = {name: what for what, names in _TYPES.items() for name in names.split()}
 """The first feature that a model type needs and heterollm lacks."""

@@ -171,10 +171,10 @@ class ModelWeights:
     def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
         """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's.
 
-        Ones stand for the weight of a norm without.
+        With the offset of norms, the weight of a norm without is one.
         """
-        name = norm_name(self.config, layer, norm)
-        return self.floats[name] if name else np.ones(layer_norms(self.config, layer)[norm], np.float32)
+        name, one = norm_name(self.config, layer, norm), 1.0 - self.config.norm_offset
+        return self.floats[name] if name else np.full(layer_norms(self.config, layer)[norm], one, np.float32)
 
     def norm_bias(self, layer: int, norm: Norm) -> NDArray[np.float32] | None:
         """Return the bias ``[hidden]`` of one norm of a layer; None in a model without."""

@@ -36,6 +36,9 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = MappingProxyType(
         "mistral3": Wrapper(
             "Mistral3ForConditionalGeneration", {"mistral": "mistral", "ministral3": "ministral3"}
         ),
+        "muse_glimmer": Wrapper(
+            "MuseGlimmerForConditionalGeneration", {"muse_glimmer_text": "muse_glimmer_text"}
+        ),
         "qwen3_5_moe": Wrapper(
             "Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": "qwen3_5_moe_text"}
         ),

@@ -22,6 +22,7 @@ from .logits import join_logits as join_logits
 from .logits import soft_cap as soft_cap
 from .norm import final_norm as final_norm
 from .norm import norm_output as norm_output
+from .norm import norm_residual as norm_residual
 from .norm import rms_norm as rms_norm
 from .npu_codes import read_codes as read_codes
 from .npu_codes import write_codes as write_codes

@@ -186,6 +186,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    # Norms of heads and of the embedding without weights, an own number added in norms of outputs, and gates.
+    "muse_glimmer_text": {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "vocab_size": 2048,
+        "sliding_window": 20,
+        "final_logit_softcapping": 2.0,
+        "output_multiplier": 0.6,
+        "post_norm_eps": 0.25,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
     # Experts beside a network, each with norms of its own.
     "gemma4_text with experts": {
         **GEMMA4,
@@ -562,14 +578,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **PLAIN,
         "num_key_value_heads": 4,
-        "q_lora_rank": 64,
+        "q_lora_rank": 128,
         "kv_lora_rank": 48,
         "qk_nope_head_dim": 40,
         "qk_rope_head_dim": 16,
         "v_head_dim": 40,
         "first_k_dense_replace": 1,
         "n_routed_experts": 12,
-        "n_shared_experts": 1,
+        "n_shared_experts": 2,
         "num_experts_per_tok": 3,
         "n_group": 4,
         "topk_group": 2,
@@ -811,6 +827,10 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         **FAMILIES[family],
         **overrides,
     }
+    if family == "muse_glimmer_text":
+        import muse_model
+
+        muse_model.register()
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.partition(" ")[0], **fields))
     with torch.no_grad():
@@ -931,7 +951,8 @@ def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
         if config.model_type == "llama4_text":
             state = inputs_first(state, config)
         stack_experts(state, llm.config.model_type)
-        model, loading = getattr(transformers, config.architectures[0]).from_pretrained(
+        kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        model, loading = kind.from_pretrained(
             None,
             config=config,
             state_dict=state,

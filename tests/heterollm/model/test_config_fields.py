@@ -26,6 +26,9 @@ from heterollm.model.fields.table import Field, FieldTable
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import muse_model  # noqa: E402
+
+muse_model.register()
 
 LEAST_DB = 90
 IDS = [int(one) for one in np.random.default_rng(3).integers(3, 150, 44)]
@@ -69,6 +72,7 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_theta": 1000.0,
         "rope_local_base_freq": 100.0,
     },
+    "muse_glimmer_text": {"rope_theta": 1000.0},
     "gemma4_text": {
         **GEMMA4,
         "hidden_size_per_layer_input": 16,
@@ -293,6 +297,9 @@ VALUES: dict[str, Any] = {
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 320,
     "altup_active_idx": 1,
+    "qk_scale_factor": 1.5,
+    "post_norm_eps": 0.25,
+    "output_multiplier": 0.7,
     "altup_num_inputs": 3,
     "altup_correct_scale": False,
     "laurel_rank": 32,
@@ -454,6 +461,9 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("granitemoehybrid", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_next", "layer_types"): ["full_attention", "linear_attention"],
     ("gemma3_text", "rope_parameters"): NESTED,
+    ("muse_glimmer_text", "layer_rope_theta"): [0, 1000.0],
+    ("muse_glimmer_text", "hidden_activation"): "gelu_pytorch_tanh",
+    ("muse_glimmer_text", "layer_types"): ["full_attention", "sliding_attention"],
     ("gemma3n_text", "rope_parameters"): NESTED,
     ("gemma3n_text", "layer_types"): ["sliding_attention", *["full_attention"] * 3],
     **{(kind, name): value for kind in GEMMA4_KINDS for name, value in OF_GEMMA4.items()},

@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
     "gemma3n": ("gemma3n_text", {}),
+    "muse_glimmer_text": ("muse_glimmer_text", {}),
     "gemma4": ("gemma4_text", {}),
     "gemma4 with experts": ("gemma4_text with experts", {}),
     "gemma4 in one stream": ("gemma4_unified_text", {}),
@@ -370,6 +371,9 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
         config, FfnBlock, lambda one: dataclasses.replace(one, biased=False)
     ),
     "norm of the output of attention": lambda config: attention(config, inner_norm=False),
+    "norm of the embedding": lambda _config: {"norms_embedding": False},
+    "eps of outputs": lambda config: {"output_norm_eps": config.rms_norm_eps},
+    "offset of the last norm": lambda config: {"final_norm_offset": config.norm_offset},
     "sparse gates": lambda config: changed(
         config, FfnBlock, lambda one: dataclasses.replace(one, sparsity=0.0)
     ),
@@ -434,6 +438,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("activation", "norms of heads", "norms of values", "positions of sliding layers"),
         *("activation beside embeddings of layers", "attention scale", "sparse gates"),
         *("half of both branches", "factors beside embeddings of layers"),
+    ),
+    "muse_glimmer_text": (
+        *("window", "layers without window", "layers without positions", "norms of outputs", "norm offset"),
+        *("attention scale", "logit soft cap", "scale of logits", "norms of heads", "output gate"),
+        *("norm of the embedding", "eps of outputs", "offset of the last norm"),
     ),
     "gemma4": (
         *("window", "layers without window", "norms of outputs", "embedding scale", "logit soft cap"),
