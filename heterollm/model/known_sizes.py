@@ -7,7 +7,6 @@ the published counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 Row = tuple[Any, ...]
@@ -239,22 +238,10 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      2048, 10944, 27, 16, 16, 102400, False, 192, 163840, DEEPSEEK_V2),
     ("glm-4.7-flash", "glm4_moe_lite", "zai-org/GLM-4.7-Flash",
      2048, 10240, 47, 20, 20, 154880, False, 256, 202752, {"qk_nope_head_dim": 192}),
+    ("muse-glimmer-30b", "muse_glimmer_text", "meta-models/Muse-Glimmer-30B",
+     6656, 19968, 52, 32, 2, 202048, False, 128, 131072, {"sliding_window": 2048}),
     ("phi-mini-moe", "phimoe", "microsoft/Phi-mini-MoE-instruct",
      4096, 960, 32, 32, 8, 32064, False, 128, 4096, 16, 2),
 )
 """Models of families that people run on phones and laptops; a row may end in further fields of its type."""
 # fmt: on
-
-TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "nemotron-3": "nemotron_h",
-        "nemotron-nano": "nemotron_h",
-        "glm-4.7-flash": "glm4_moe_lite",
-        "glm-4.5-air": "glm4_moe",
-        "falcon-h1": "falcon_h1",
-        "muse-glimmer": "muse_glimmer_text",
-        "llama-4": "llama4_text",
-        "deepseek-v2": "deepseek_v2",
-    }
-)
-"""Model types of families by the beginning of their models' names."""
