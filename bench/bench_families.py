@@ -30,6 +30,7 @@ NAMES: Final = {
     "qwen2": "qwen2 with window",
     "gemma3_text": "gemma3",
     "granitemoehybrid": "granitemoehybrid with state spaces",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4 in one stream",
 }

@@ -155,6 +155,9 @@ class GraphMemory:
         return self.copies_by_length or self.activation_bytes > 0
 
 
+MOST_STREAMS: Final = 8
+"""Most residual streams of a model; more would not fit the local memory of small GPUs."""
+
 COUNTED_ONCE: Final = GraphMemory()
 """Weights count once for all lengths, inputs and outputs not at all."""
 
@@ -172,6 +175,9 @@ class Routing:
         jitter: With ``sparsemixer``, half the relative distance from the largest logit within which logits
             are near it.
         biased: Whether the choice is by score plus a bias of the expert, which its weight ignores.
+        groups: Equal groups of neighbouring experts.
+        kept_groups: Groups whose experts a token may choose: those with the largest sum of two biased scores,
+            or without bias with the largest score.
 
     Raises:
         OptionError: A token cannot choose so many experts, or a number does not suit the scoring.
@@ -184,10 +190,14 @@ class Routing:
     scale: float = 1.0
     jitter: float = 0.0
     biased: bool = False
+    groups: int = 1
+    kept_groups: int = 1
 
     def __post_init__(self) -> None:
-        mixes = self.scoring == "sparsemixer"
-        if not 1 <= self.chosen <= self.experts or (mixes and (self.normalized or self.biased)):
+        mixes, of_group = self.scoring == "sparsemixer", self.experts // max(1, self.groups)
+        possible = 1 <= self.kept_groups <= self.groups and of_group * self.groups == self.experts
+        possible &= 1 <= self.chosen <= of_group * self.kept_groups
+        if not possible or (mixes and (self.normalized or self.biased or self.groups > 1)):
             raise OptionError(f"No token can choose experts by {self}.")
 
     def touched(self, tokens: int) -> float:

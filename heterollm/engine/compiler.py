@@ -17,9 +17,11 @@ from heterollm.engine.blocks.attention import AttentionEmitter
 from heterollm.engine.blocks.delta_net import DeltaNetEmitter
 from heterollm.engine.blocks.ffn import FfnEmitter
 from heterollm.engine.blocks.latent_attention import LatentAttentionEmitter
+from heterollm.engine.blocks.laurel import LaurelEmitter
 from heterollm.engine.blocks.layer_input import LayerInputEmitter
 from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, MixtureOptions
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
+from heterollm.engine.blocks.streams import StreamEmitter
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.flights import Chunk, interleaved
@@ -48,6 +50,7 @@ from heterollm.model import (
     DeltaNetBlock,
     FfnBlock,
     LatentAttentionBlock,
+    LaurelBlock,
     LayerInputBlock,
     LayerStage,
     MambaBlock,
@@ -103,6 +106,8 @@ class Compiler:
         self._tensors = tensors = GlueTensors(device.gpu, weights, context)
         self._glue = GlueEmitter(device, weights.config, tensors)
         self.layer_inputs = LayerInputEmitter(device, weights, self._linears, tensors)
+        self._streams = StreamEmitter(device, weights, tensors)
+        self._laurel = LaurelEmitter(device, weights, tensors)
         self._emitters: dict[str, Any] = {
             AttentionBlock.NAME: AttentionEmitter(
                 device, weights.config, context, self._linears, tensors, self.techniques
@@ -115,6 +120,7 @@ class Compiler:
             ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
             FfnBlock.NAME: FfnEmitter(device, self._linears, tensors, self._config.rms_norm_eps),
             LayerInputBlock.NAME: self.layer_inputs,
+            LaurelBlock.NAME: self._laurel,
             MixtureBlock.NAME: self._experts,
         }
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
@@ -163,6 +169,8 @@ class Compiler:
         self._experts.clear()
         self.techniques.clear()
         self.layer_inputs.clear()
+        self._streams.clear()
+        self._laurel.clear()
         self._emitters.clear()
         self.states.close()
 
@@ -220,6 +228,7 @@ class Compiler:
         """Append the embedding and all layers, and return the output of the last."""
         self._glue.embedding(builder, self._linears.embedding)
         self.layer_inputs.start(builder)
+        self._streams.start(builder)
         delta: Delta | None = None
         for number, layer in enumerate(self._config.per_layer):
             for stage in layer.stages:
@@ -228,7 +237,7 @@ class Compiler:
             delta = replace(delta, gain=self._tensors.gain(number))
             builder.submit_layer(number)
         assert delta is not None  # a model has layers
-        return delta
+        return self._streams.end(builder, delta)
 
     def _stage(self, builder: PassBuilder, layer: int, stage: LayerStage, added: Delta | None) -> Delta:
         """Append the norms and blocks of a stage, and return the sum of outputs.
@@ -248,7 +257,12 @@ class Compiler:
             if number == 0 or own.norm != norms[number - 1].norm:
                 readers = (other for other, its in zip(begun, norms, strict=True) if its.norm == own.norm)
                 first, written = number, next((one.codes for one in readers if one.codes is not None), None)
-                self._glue.norm(builder, layer, own.norm, None if number else added, written)
+                if number == 0 and stage.streams:
+                    added = self._mix(builder, layer, stage, added)
+                if stage.streams != "corrected":
+                    self._glue.norm(builder, layer, own.norm, None if number else added, written)
+                elif written is not None:
+                    self._glue.codes(builder, layer, written)
             if lent is not None:
                 # The norm does not see the output of a block beside it.
                 before, unread = norms[number - 1].norm, builder.lane.shared["activated"]
@@ -265,7 +279,16 @@ class Compiler:
                 outputs.append(output)
             else:
                 lent = output
-        return self._glue.summed(builder, layer, stage, outputs)
+        return replace(self._glue.summed(builder, layer, stage, outputs), gain=stage.gain)
+
+    def _mix(self, builder: PassBuilder, layer: int, stage: LayerStage, added: Delta | None) -> Delta | None:
+        """Append the prediction or correction of several streams, and return the values left to add."""
+        if stage.streams == "predicted":
+            self._streams.predict(builder, layer, added)
+        else:
+            assert added is not None  # the correction follows a network
+            self._streams.correct(builder, layer, added)
+        return None
 
     def compile_head(
         self, phase: Phase, rows: int, layers: CompiledPass, *, builds_graphs: bool = True

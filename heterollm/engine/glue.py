@@ -25,6 +25,7 @@ from heterollm.kernels.operators import (
     final_norm,
     join_logits,
     norm_output,
+    norm_residual,
     rms_norm,
     soft_cap,
     write_codes,
@@ -53,6 +54,12 @@ class GlueEmitter:
             tokens, residual, count=builder.tokens, scale=self._config.embedding_scale
         )
         builder.kernel("embedding", None, launch, reads=(tokens,), writes=(residual,))
+        if self._config.norms_embedding:
+            hidden, epsilon = self._config.hidden_size, self._config.rms_norm_eps
+            launch = norm_residual(
+                self._layers, residual, hidden=hidden, tokens=builder.tokens, epsilon=epsilon
+            )
+            builder.kernel("norm of the embedding", None, launch, reads=(residual,), writes=(residual,))
         if self._tensors.positions is not None:
             step = builder.lane.step
             launch = add_positions(
@@ -90,7 +97,7 @@ class GlueEmitter:
             epsilon=self._config.rms_norm_eps,
             rounded=codes,
             centered=self._config.centered_norms,
-            **_added(delta),
+            **self._added(delta),
         )
         reads = (residual, *_read(delta))
         updated = () if delta is None else (residual,)
@@ -119,7 +126,7 @@ class GlueEmitter:
             self._tensors.norm(layer, norm),
             out,
             tokens=builder.tokens,
-            epsilon=self._config.rms_norm_eps,
+            epsilon=self._config.output_norm_eps,
             bias=output.bias,
         )
         builder.kernel("norm of an output", layer, launch, reads=segments_of(segments), writes=(out,))
@@ -147,7 +154,7 @@ class GlueEmitter:
             hidden=self._config.hidden_size,
             tokens=builder.tokens,
             epsilon=self._config.rms_norm_eps,
-            **_added(delta),
+            **self._added(delta),
         )
         reads = (residual, *_read(delta))
         builder.kernel("norm", layer, launch, reads=reads, writes=(residual, out))
@@ -174,7 +181,7 @@ class GlueEmitter:
             epsilon=config.rms_norm_eps,
             rounded=codes,
             centered=config.centered_norms,
-            **_added(delta),
+            **self._added(delta),
         )
         reads, writes = (residual, *_read(delta), step), (out, *codes_of(codes))
         builder.kernel("final norm", None, launch, reads=reads, writes=writes)
@@ -196,12 +203,12 @@ class GlueEmitter:
             launch = soft_cap(self._layers, logits, cap, rows=builder.tokens, vocabulary=vocabulary)
             builder.kernel("soft cap", None, launch, reads=(logits,), writes=(logits,), ends=False)
 
-
-def _added(delta: Delta | None) -> dict[str, Any]:
-    """Return the arguments of a norm that adds values first."""
-    if delta is None:
-        return {}
-    return {"delta": delta.segments, "bias": delta.bias, "post": delta.post, "gain": delta.gain}
+    def _added(self, delta: Delta | None) -> dict[str, Any]:
+        """Return the arguments of a norm that adds values first."""
+        if delta is None:
+            return {}
+        own = {"delta": delta.segments, "bias": delta.bias, "post": delta.post, "gain": delta.gain}
+        return {**own, "post_epsilon": self._config.output_norm_eps}
 
 
 def _read(delta: Delta | None) -> tuple[DeviceMemory, ...]:

@@ -20,6 +20,7 @@ from heterollm.model import (
     DeltaNetBlock,
     FfnBlock,
     LatentAttentionBlock,
+    LaurelBlock,
     MixtureBlock,
     ModelConfig,
     expert_specs,
@@ -46,7 +47,7 @@ LAYER_ROWS, LAYER_INPUTS = "layer_rows", "layer_inputs"
 """Slots of layers' embeddings of tokens: rows of their table, which the host writes, and those embeddings."""
 
 GATED_OUTPUT: Final = "gated_output"
-"""Slot of the output of a network behind the gate of whole tokens, or behind a norm of its own."""
+"""Slot of the output of a network behind the gate of whole tokens or a norm of its own, and of Laurel."""
 
 NORMED_OUTPUTS: Final = {FfnBlock.NAME: GATED_OUTPUT, MixtureBlock.NAME: EXPERT_OUTPUT}
 """Slot of the output of a block behind a norm of its own, by name of the block."""
@@ -59,11 +60,17 @@ EXPERT_LISTS: Final[dict[str, str]] = {
 DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT = "delta_mixed", "delta_factors", "delta_output"
 """Slots of a delta net: q, k and v behind the convolution, factors of heads, and output before its norm."""
 
+STREAMS: Final = "streams"
+"""Slot of several residual streams, beside the one that a layer computes."""
+
+GATE_CUTOFFS: Final = "gate_cutoffs"
+"""Slot of the cutoff of each token's gates."""
+
 LATENT_OUTPUT: Final = "latent_output"
 """Slot of the sums of latent vectors, before they are made to values."""
 
 PRIVATE_SLOTS: Final = (
-    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, LAYER_INPUTS),
+    *("residual", "query", "gpu_output", "head_gpu_output", NPU_FACTORS, LAYER_INPUTS, STREAMS, GATE_CUTOFFS),
     *(ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP, EXPERT_ACTIVATED, EXPERT_OUTPUT, GATED_OUTPUT),
     *(DELTA_MIXED, DELTA_FACTORS, DELTA_OUTPUT),
     *EXPERT_LISTS.values(),
@@ -121,7 +128,7 @@ def _lane_sizes(
     widest = max(spec.rows for spec in specs if spec.group != "head")
     heads = max(block.heads * block.head_dim for block in config.blocks(AttentionBlock).values())
     stages = (stage.blocks for layer in config.per_layer for stage in layer.stages)
-    mixers = AttentionBlock, DeltaNetBlock
+    mixers = AttentionBlock, DeltaNetBlock, LaurelBlock
     beside = any(len(blocks) > 1 and isinstance(blocks[0], mixers) for blocks in stages)
     sizes = {
         "residual": tokens * config.hidden_size * 4,
@@ -152,7 +159,12 @@ def _lane_sizes(
         sizes[DELTA_MIXED] = tokens * net.shape.channels * item_bytes
         sizes[DELTA_FACTORS] = tokens * net.shape.factors * 4
         sizes[DELTA_OUTPUT] = tokens * net.shape.value_columns * 4
-    gated = any(block.token_gated for block in config.blocks(FfnBlock).values())
+    networks = config.blocks(FfnBlock).values()
+    if any(block.sparsity for block in networks):
+        sizes[GATE_CUTOFFS] = tokens * 4
+    if config.streams > 1:
+        sizes[STREAMS] = tokens * config.streams * config.hidden_size * 4
+    gated = config.blocks(LaurelBlock) or any(block.token_gated for block in networks)
     if gated or any(FfnBlock.NAME in stage.own_norms for layer in config.per_layer for stage in layer.stages):
         sizes[GATED_OUTPUT] = tokens * config.hidden_size * item_bytes
     experts = next(iter(expert_specs(config, specs)), None)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.kernels.gpu import GpuRuntime
+from heterollm.kernels.operators import Mixing
 from heterollm.kernels.ops import Group, Slopes
 from heterollm.model import (
     INNER_NORMS,
     LAYER_SCALE,
+    STREAM_CORRECTION,
+    STREAM_PREDICTION,
+    STREAM_ROUTER,
+    STREAM_ROUTER_NORM,
+    STREAM_SCALE,
     AttentionBlock,
     DeltaNetBlock,
     FfnBlock,
@@ -24,6 +30,20 @@ from heterollm.model import (
     ShortConvBlock,
     rope_tables,
 )
+
+
+class StreamTensors(NamedTuple):
+    """The weights by which a layer mixes its streams.
+
+    Args:
+        predicts: Weights of the prediction.
+        corrects: Weights of the correction.
+        scale: float32 ``[hidden]``, factors on the stream that meets the layer's own embedding.
+    """
+
+    predicts: Mixing
+    corrects: Mixing
+    scale: Any  # pyopencl is not typed
 
 
 class GlueTensors:
@@ -39,7 +59,9 @@ class GlueTensors:
         offset = np.float32(config.norm_offset)
         self._runtime, self._weights = runtime, weights
         # The head is linear, so that its norm can scale the logits.
-        final_norm = (weights.final_norm + offset) * np.float32(config.logit_scale)
+        final_norm = (weights.final_norm + np.float32(config.final_norm_offset)) * np.float32(
+            config.logit_scale
+        )
         self.final_norm: Any = self._uploaded(final_norm, weights.final_norm_bias)
         learned = weights.positions
         self.positions: Any = None if learned is None else runtime.upload(learned[:context])
@@ -74,6 +96,7 @@ class GlueTensors:
             )
             for number, block in config.blocks(DeltaNetBlock).items()
         }
+        self._streams: dict[int, StreamTensors] = {}
         self._latents: dict[int, tuple[Any, Any, Any, Any]] = {}
         self._sinks: dict[int, Any] = {
             number: runtime.upload(weights.other(number, "sinks"))
@@ -137,6 +160,26 @@ class GlueTensors:
             first, second, norm, *query = (self._runtime.upload(one) for one in made)
             self._latents[layer] = first, second, norm, query[0] if query else None
         return self._latents[layer]
+
+    def streams(self, layer: int) -> StreamTensors:
+        """Return the weights by which a layer mixes its streams, of a model that has several."""
+        if layer not in self._streams:
+            weights, hidden = self._weights, self._weights.config.hidden_size
+            streams = weights.config.per_layer[layer].streams
+            assert streams is not None  # the model has several
+            # The router reads the norm's output over its width.
+            router = weights.other(layer, STREAM_ROUTER) * weights.other(layer, STREAM_ROUTER_NORM) / hidden
+            router, predicts, corrects, scale = (
+                self._runtime.upload(np.ascontiguousarray(values, np.float32))
+                for values in (
+                    router,
+                    weights.other(layer, STREAM_PREDICTION),
+                    weights.other(layer, STREAM_CORRECTION),
+                    weights.other(layer, STREAM_SCALE) if streams.scaled else np.ones(hidden),
+                )
+            )
+            self._streams[layer] = StreamTensors(Mixing(router, predicts), Mixing(router, corrects), scale)
+        return self._streams[layer]
 
     def token_gate(self, layer: int) -> Any:  # noqa: ANN401
         """Return the weights of a gate of whole tokens, float32 ``[hidden]``."""

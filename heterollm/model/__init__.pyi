@@ -5,10 +5,16 @@ from .blocks import LAYER_GROUPS as LAYER_GROUPS
 from .blocks import LAYER_SCALE as LAYER_SCALE
 from .blocks import ROUTER_BIAS as ROUTER_BIAS
 from .blocks import ROUTER_NORM as ROUTER_NORM
+from .blocks import STREAM_CORRECTION as STREAM_CORRECTION
+from .blocks import STREAM_PREDICTION as STREAM_PREDICTION
+from .blocks import STREAM_ROUTER as STREAM_ROUTER
+from .blocks import STREAM_ROUTER_NORM as STREAM_ROUTER_NORM
+from .blocks import STREAM_SCALE as STREAM_SCALE
 from .blocks import AttentionBlock as AttentionBlock
 from .blocks import DeltaNetBlock as DeltaNetBlock
 from .blocks import FfnBlock as FfnBlock
 from .blocks import LatentAttentionBlock as LatentAttentionBlock
+from .blocks import LaurelBlock as LaurelBlock
 from .blocks import LayerInputBlock as LayerInputBlock
 from .blocks import LayerStage as LayerStage
 from .blocks import MambaBlock as MambaBlock

@@ -8,21 +8,24 @@ from dataclasses import replace
 from typing import Final
 
 from heterollm.base import CheckpointError
-from heterollm.kernels.gpu import LARGEST_KEY_DIM, DeltaShape
-from heterollm.kernels.ops import Activation, GateClip, Routing
+from heterollm.kernels.gpu import COLUMNS_MULTIPLE, LARGEST_KEY_DIM, DeltaShape
+from heterollm.kernels.ops import MOST_STREAMS, Activation, GateClip, Routing
 from heterollm.model.blocks import (
     EXPERT_FACTORS,
     LAYER_SCALE,
     ROUTER_NORM,
+    STREAM_ROUTER,
     AttentionBlock,
     Block,
     BlockNorms,
     DeltaNetBlock,
     FfnBlock,
     LatentAttentionBlock,
+    LaurelBlock,
     LayerConfig,
     LayerInputBlock,
     LayerStage,
+    LayerStreams,
     MambaBlock,
     MixtureBlock,
     Norm,
@@ -52,6 +55,9 @@ OWN_NORMS: Final[Mapping[BlockName, tuple[Norm | None, Norm]]] = {
     "mixture": ("experts", "experts_output"),
 }
 """The norms before and behind blocks that have their own beside others."""
+
+GREEDY: Final = "greedy"
+"""The choice of experts without groups, in ``topk_method``."""
 
 MOST_EXPERTS = 10_000
 """A limit that refuses a damaged number before any list over experts is made."""
@@ -90,6 +96,8 @@ class BlockFields:
         if family.norms_last and self.rope.kind in ("yarn", "longrope"):
             raise unsupported(f"A RoPE that scales heads ({self.rope.kind}) before their norms")
         scale: float = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
+        if "qk_scale_factor" in family.follows:
+            scale *= fields.positive("qk_scale_factor", 1.0)
         if "attention_multiplier" in family.follows:
             scale = fields.positive("attention_multiplier", 1.0)
         modules = family.tensors.modules.get("qkv", {})
@@ -110,7 +118,7 @@ class BlockFields:
             query_growth=read_query_growth(fields, family),
             qkv_limit=fields.optional_positive("clip_qkv") or 0.0,
             gated="gate" in modules,
-            gates_heads="gate" in modules and modules["gate"] != modules["q"],
+            gates_heads=family.gates_heads,
             sinks="sinks" in family.tensors.others,
             inner_norm="attention_inner" in family.tensors.norms,
         )
@@ -129,8 +137,19 @@ class BlockFields:
             blocks = tuple(
                 self._adapted(number, block) for name in names if (block := self._block(name, number, names))
             )
-            stages.append(LayerStage(norm, blocks, output_norm, self._own_norms(norm, names)))
-        return LayerConfig(tuple(stages), LAYER_SCALE in self._family.tensors.others)
+            stage = LayerStage(norm, blocks, output_norm, self._own_norms(norm, names))
+            # The sum of both branches is one of equal size.
+            stages.append(replace(stage, gain=0.5**0.5) if "laurel" in names else stage)
+        others = self._family.tensors.others
+        if STREAM_ROUTER not in others:
+            return LayerConfig(tuple(stages), LAYER_SCALE in others)
+        first, *rest, last = stages
+        stages = [replace(first, streams="predicted"), *rest, replace(last, streams="corrected")]
+        return LayerConfig(tuple(stages), streams=self._streams())
+
+    def _streams(self) -> LayerStreams:
+        count = self._fields.count("altup_num_inputs", minimum=2, maximum=MOST_STREAMS)
+        return LayerStreams(count, scaled=self._fields.flag("altup_correct_scale", True))
 
     def _own_norms(self, norm: Norm | None, names: StageNames) -> Mapping[str, BlockNorms]:
         """Return the norms of blocks that have their own, in stages of several."""
@@ -157,6 +176,11 @@ class BlockFields:
             return self._latent_attention()
         if name == "layer_input":
             return LayerInputBlock(fields.count("hidden_size_per_layer_input"), self._activation)
+        if name == "laurel":
+            rank = fields.count("laurel_rank")
+            if rank % COLUMNS_MULTIPLE:
+                raise fields.fail("laurel_rank", f"a multiple of {COLUMNS_MULTIPLE}")
+            return LaurelBlock(self._hidden_size, rank)
         if name == "short_conv":
             return ShortConvBlock(self._hidden_size, fields.count("conv_L_cache", minimum=2))
         if name == "delta_net":
@@ -342,6 +366,7 @@ def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
     chosen, bias = fields.count(mixture.chosen_field), mixture.bias_field
     if chosen > experts:
         raise fields.fail(mixture.chosen_field, f"at most the {experts} of {count}")
+    groups, kept_groups = _groups(fields, mixture, experts, chosen)
     sparsemixer = mixture.scoring == "sparsemixer"
     if sparsemixer and chosen != 2:
         raise fields.fail("num_experts_per_tok", "2, the number that sparsemixer chooses")
@@ -357,4 +382,23 @@ def _routing(fields: JsonFields, mixture: Mixture) -> Routing:
         scale=fields.positive(mixture.scale_field, 1.0) if mixture.scale_field else 1.0,
         jitter=fields.positive("router_jitter_noise") if sparsemixer else 0.0,
         biased=fields.flag(bias, True) if isinstance(bias, str) else bias,
+        groups=groups,
+        kept_groups=kept_groups,
     )
+
+
+def _groups(fields: JsonFields, mixture: Mixture, experts: int, chosen: int) -> tuple[int, int]:
+    """Return the groups of experts, and those from which a token chooses; 1 and 1 without groups."""
+    method = fields.get("topk_method") or GREEDY
+    if mixture.group_method and method not in (GREEDY, mixture.group_method):
+        raise fields.fail("topk_method", f"{GREEDY} or {mixture.group_method}")
+    if not mixture.group_fields or mixture.group_method not in ("", method):
+        return 1, 1
+    name, kept_name = mixture.group_fields
+    groups = fields.count(name, 1)
+    kept = fields.count(kept_name, 1, maximum=groups)
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        raise fields.fail(name, f"a divisor of {experts} experts, with several in each group")
+    if experts // groups * kept < chosen:
+        raise fields.fail(kept_name, f"groups with at least the {chosen} experts that a token chooses")
+    return groups, kept

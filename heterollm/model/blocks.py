@@ -20,6 +20,7 @@ Norm = Literal[
     "attention_output",
     "feed_forward_output",
     "layer_input_output",
+    "laurel_output",
     "attention_inner",
     "network_inner",
     "network",
@@ -38,8 +39,11 @@ INNER_NORM: Final = "inner_norm"
 """The norm of what the last linears of a block read, likewise."""
 
 
-INNER_NORMS: Final[tuple[Norm, ...]] = ("attention_inner", "network_inner")
-"""Norms of what the last linears of a block read."""
+INNER_NORMS: Final[tuple[Norm, ...]] = ("attention_inner", "network_inner", "laurel_output")
+"""Norms of what the last linears of a block read, or of their output alone."""
+
+STREAM_MIXING: Final = "stream_mixing"
+"""The prediction or correction of several streams, by its name in profiles."""
 
 LAYER_SCALE: Final = "scale"
 """Role of the factor of a layer."""
@@ -48,6 +52,11 @@ ROUTER_BIAS, ROUTER_NORM, EXPERT_FACTORS = "router_bias", "router_norm", "expert
 """Roles of a mixture's tensors: the bias of the choice, the weights of the router's norm, times the root of
 their number, and a factor of each expert."""
 
+
+STREAM_ROUTER, STREAM_ROUTER_NORM, STREAM_SCALE = "stream_router", "stream_router_norm", "stream_scale"
+STREAM_PREDICTION, STREAM_CORRECTION = "stream_prediction", "stream_correction"
+"""Roles of the tensors that mix several streams: the router and the norm before it, a factor on what the
+layer's own embedding meets, and the coefficients of prediction and correction."""
 
 SLOPE_SHAPES: Final[Mapping[str, tuple[int, ...]]] = {
     "rising": (1,),
@@ -398,6 +407,7 @@ class FfnBlock(Block):
         gated: Whether there is a gate beside up.
         token_gated: Whether the output of each token is multiplied by the sigmoid of a linear of its input.
         inner_norm: Whether what down reads has a norm.
+        sparsity: Share of normal numbers below the cutoff that gates must exceed; 0 for none.
     """
 
     NAME: ClassVar[str] = "ffn"
@@ -409,19 +419,21 @@ class FfnBlock(Block):
     gated: bool = True
     token_gated: bool = False
     inner_norm: bool = False
+    sparsity: float = 0.0
 
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears that a plan places."""
         names = ("gate", "up") if self.gated else ("up",)
         members, down = tuple(Member(name, self.width) for name in names), (Member("down", hidden),)
         activation = "gated_activation"
+        before = (*(("gate_cutoff",) if self.sparsity else ()), activation)
         return (
             GroupShape(
-                "gate_up", members, hidden, "linear_input", "gate_up", (NORM,), activation, self.biased
+                "gate_up", members, hidden, "linear_input", "gate_up", (NORM,), before[0], self.biased
             ),
             GroupShape(
                 *("down", down, self.width, "activated", "feed_forward_delta"),
-                *((activation, *((INNER_NORM,) if self.inner_norm else ())), NORM, self.biased),
+                *((*before, *((INNER_NORM,) if self.inner_norm else ())), NORM, self.biased),
             ),
         )
 
@@ -512,9 +524,39 @@ class LayerInputBlock(Block):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LaurelBlock(Block):
+    """Two linears of low rank with a norm behind, added to their input (Laurel).
+
+    Only the GPU computes them, since they are too small to hand over.
+
+    Args:
+        width: Width of the residual stream.
+        rank: Width between the linears.
+    """
+
+    NAME: ClassVar[str] = "laurel"
+    GROUPS: ClassVar[tuple[Group, ...]] = ()
+
+    width: int
+    rank: int
+
+    def groups(self, _hidden: int) -> tuple[GroupShape, ...]:
+        """Return no groups."""
+        return ()
+
+    def norms(self) -> Mapping[Norm, int]:
+        """Return the width of the norm of the output."""
+        return {"laurel_output": self.width}
+
+    def tensors(self, _hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the weights of both linears."""
+        return {"laurel_left": (self.rank, self.width), "laurel_right": (self.width, self.rank)}
+
+
 BLOCKS: Final = (
     *(AttentionBlock, LatentAttentionBlock, ShortConvBlock, DeltaNetBlock, MambaBlock),
-    *(FfnBlock, LayerInputBlock, MixtureBlock),
+    *(FfnBlock, LayerInputBlock, LaurelBlock, MixtureBlock),
 )
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
@@ -546,12 +588,24 @@ class LayerStage:
         blocks: The blocks: one, or a mixture and the network beside it.
         output_norm: The norm of the sum of outputs; None without.
         own_norms: Norms of blocks that have their own, by name of the block.
+        gain: Factor on the residual stream behind the stage.
+        streams: What happens to several streams before; empty for nothing.
     """
 
     norm: Norm | None
     blocks: tuple[Block, ...]
     output_norm: Norm | None = None
     own_norms: Mapping[str, BlockNorms] = field(default_factory=dict)
+    gain: float = 1.0
+    streams: Literal["", "predicted", "corrected"] = ""
+
+    def groups(self, hidden: int) -> tuple[GroupShape, ...]:
+        """Return the groups of linears of its blocks."""
+        found = tuple(shape for block in self.blocks for shape in block.groups(hidden))
+        if not self.streams or not found:
+            return found
+        first, *rest = found
+        return replace(first, before=(STREAM_MIXING, *first.before)), *rest
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -567,16 +621,41 @@ class LayerStage:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerStreams:
+    """Several residual streams (AltUp): a layer computes the first, and predicts and corrects the others.
+
+    Args:
+        count: Number of streams.
+        scaled: Whether what meets the layer's own embedding has factors.
+    """
+
+    count: int
+    scaled: bool = True
+
+    def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that mix them, by role."""
+        return {
+            STREAM_ROUTER: (self.count, hidden),
+            STREAM_ROUTER_NORM: (hidden,),
+            STREAM_PREDICTION: (self.count**2, self.count),
+            STREAM_CORRECTION: (self.count, self.count),
+            STREAM_SCALE: (hidden,),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One decoder layer.
 
     Args:
         stages: Its parts in order.
         is_scaled: Whether the residual stream is multiplied by a number of the layer at its end.
+        streams: The streams, if there are several; None for one.
     """
 
     stages: tuple[LayerStage, ...]
     is_scaled: bool = False
+    streams: LayerStreams | None = None
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -586,6 +665,7 @@ class LayerConfig:
     def tensors(self, hidden: int) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of tensors beside linears and norms, by role."""
         own: dict[str, tuple[int, ...]] = {LAYER_SCALE: (1,)} if self.is_scaled else {}
+        own |= self.streams.tensors(hidden) if self.streams else {}
         for block in self.blocks:
             own |= block.tensors(hidden)
         return own

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from heterollm.model.stored_formats import StoredFormats, read_stored_formats
 from heterollm.model.token_ids import token_ids
 from heterollm.model.wrappers import text_config
 
+POST_NORM_EPS: Final = "post_norm_eps"
+"""Field with the number added in norms of outputs, in families whose other norms add another."""
+
 MOST_LAYERS = 10_000
 """A limit that refuses a damaged number before any list over layers is made."""
 
@@ -63,7 +66,10 @@ class ModelConfig:
         pad_id: Padding token, if there is one.
         centered_norms: Whether norms subtract the mean.
         norm_biases: Whether norms have a bias.
-        norm_offset: Added to the stored weight of every norm.
+        norm_offset: Added to the stored weight of every norm of a layer.
+        final_norm_offset: Added to that of the norm before the head.
+        output_norm_eps: Added to the mean square in norms of outputs.
+        norms_embedding: Whether the embedding has a norm without weights.
         embedding_scale: Factor on the embedding.
         learned_positions: Whether a table of learned positions is added to the embedding.
         layer_vocabulary: Tokens that have an embedding for each layer; 0 without such embeddings.
@@ -91,6 +97,9 @@ class ModelConfig:
     centered_norms: bool
     norm_biases: bool
     norm_offset: float
+    final_norm_offset: float
+    output_norm_eps: float
+    norms_embedding: bool
     embedding_scale: float
     learned_positions: bool
     layer_vocabulary: int
@@ -131,6 +140,12 @@ class ModelConfig:
     def attention(self) -> AttentionBlock:
         """The attention of the first layer that has one."""
         return next(iter(self.blocks(AttentionBlock).values()))
+
+    @property
+    def streams(self) -> int:
+        """Number of residual streams."""
+        streams = self.per_layer[0].streams
+        return 1 if streams is None else streams.count
 
     @property
     def layer_input_width(self) -> int:
@@ -217,6 +232,7 @@ class ModelConfig:
 
         # A stream that is divided by the multiplier of what is added to it gives the same norms.
         added = _multiplier(fields, family, "residual_multiplier")
+        epsilon = fields.positive("rms_norm_eps", 1e-6) / added**2
         # In float32, as transformers computes it for float32 weights.
         embedding_scale = float(np.sqrt(np.float32(hidden_size))) if family.scales_embedding else 1.0
         return cls(
@@ -225,7 +241,7 @@ class ModelConfig:
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             max_positions=max_positions,
-            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6) / added**2,
+            rms_norm_eps=epsilon,
             inner_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             rope=blocks.rope,
             per_layer=per_layer,
@@ -237,6 +253,11 @@ class ModelConfig:
             centered_norms=family.centered_norms,
             norm_biases=family.centered_norms and family.norm_biases,
             norm_offset=family.norm_offset,
+            final_norm_offset=0.0 if family.plain_final_norm else family.norm_offset,
+            output_norm_eps=fields.positive(POST_NORM_EPS, epsilon)
+            if POST_NORM_EPS in family.follows
+            else epsilon,
+            norms_embedding=family.norms_embedding,
             embedding_scale=embedding_scale * _multiplier(fields, family, "embedding_multiplier") / added,
             learned_positions=bool(family.tensors.positions),
             layer_vocabulary=_layer_vocabulary(fields, per_layer, vocab_size),
@@ -273,10 +294,7 @@ def _layer_vocabulary(fields: JsonFields, layers: Sequence[LayerConfig], vocabul
     """Return the rows of the table with an embedding of each token for each layer; 0 without one."""
     if layers[0].find(LayerInputBlock) is None:
         return 0
-    rows = fields.count("vocab_size_per_layer_input", vocabulary)
-    if rows < vocabulary:
-        raise fields.fail("vocab_size_per_layer_input", f"at least the vocab_size of {vocabulary}")
-    return rows
+    return fields.count("vocab_size_per_layer_input", vocabulary)
 
 
 def check_config(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -34,12 +34,14 @@ from heterollm.model.family import (
     perhaps_parallel,
 )
 from heterollm.model.fields import config_fields
+from heterollm.model.gemma3n import GEMMA3N
 from heterollm.model.gemma4 import GEMMA4
 from heterollm.model.hybrids import HYBRIDS
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.latent import LATENT
 from heterollm.model.llama4 import LLAMA4
 from heterollm.model.mixtures import GRANITE_FIELDS, MIXTURES
+from heterollm.model.muse_glimmer import MUSE_GLIMMER
 from heterollm.model.rope import ROPE_KINDS
 from heterollm.model.state_spaces import STATE_SPACES
 from heterollm.model.ungated import UNGATED
@@ -689,6 +691,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             eos_ids=(2,),
         ),
         **UNGATED,
+        **GEMMA3N,
+        **MUSE_GLIMMER,
         **GEMMA4,
         "llama4_text": LLAMA4,
         **HYBRIDS,

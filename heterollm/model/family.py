@@ -14,7 +14,15 @@ from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind
 
 BlockName = Literal[
-    "attention", "latent_attention", "short_conv", "delta_net", "mamba", "ffn", "layer_input", "mixture"
+    "attention",
+    "latent_attention",
+    "short_conv",
+    "delta_net",
+    "mamba",
+    "ffn",
+    "layer_input",
+    "laurel",
+    "mixture",
 ]
 MIXERS: Final = ("attention", "latent_attention", "short_conv", "delta_net", "mamba")
 """Blocks that mix tokens; the others compute each token by itself."""
@@ -41,6 +49,9 @@ class TensorNames:
         layer_inputs: Module of the table with an embedding of each token for each layer; "" without.
         layer_projection: Module of the linear of the embedding whose output is added to that.
         layer_norm: Module of the norm of its output for each layer.
+        stream_openings: Module of the linear that makes a further stream of the embedding, with
+            ``{stream}`` for its number from 0 on; "" with one stream.
+        stream_closings: Module of the linear of its end, likewise.
         positions: Module of a table of learned positions, which layers have instead of RoPE; "" without.
         final_norm: Module of the norm before the head; "" for one without weights.
         head: Module of an untied LM head.
@@ -57,6 +68,8 @@ class TensorNames:
     layer_inputs: str = ""
     layer_projection: str = ""
     layer_norm: str = ""
+    stream_openings: str = ""
+    stream_closings: str = ""
     positions: str = ""
     final_norm: str = "model.norm"
     head: str = "lm_head"
@@ -93,6 +106,9 @@ class Mixture:
             family without.
         bias_row: Whether that tensor has the shape ``[1, experts]``.
         weighs_inputs: Whether the weight of a token's only expert multiplies its input, not its output.
+        group_fields: Fields with the groups of experts, and those from which a token chooses; empty in a
+            family without.
+        group_method: Value of ``topk_method`` with which groups count; "" for always.
         scale_field: Field with a factor on the weights; "" in a family without.
         dense_field: Field with the width of the network in layers without experts.
         count_fields: Fields with the number of experts. The first that a configuration has counts; families
@@ -115,6 +131,8 @@ class Mixture:
     clip_fields: tuple[str, ...] = ()
     bias_row: bool = False
     weighs_inputs: bool = False
+    group_fields: tuple[str, ...] = ()
+    group_method: str = ""
     scale_field: str = ""
     dense_field: str = "intermediate_size"
     count_fields: tuple[str, ...] = ("num_local_experts", "num_experts")
@@ -124,7 +142,7 @@ class Mixture:
     def fields(self) -> frozenset[str]:
         """The fields of ``config.json`` that it reads."""
         own = (
-            *self.clip_fields,
+            *(*self.clip_fields, *self.group_fields, "topk_method" if self.group_method else ""),
             *(self.width_field, self.shared_field, self.shared_count_field, self.normalized_field),
             *(self.bias_field, self.scale_field, self.dense_field, self.chosen_field),
         )
@@ -212,6 +230,9 @@ class Family:
             without windows.
         rope_aliases: Other names of RoPE types.
         norm_offset: Added to the stored weight of every norm.
+        plain_final_norm: Whether that before the head has no such offset.
+        norms_embedding: Whether the embedding has a norm without weights.
+        gates_heads: Whether a gate of attention has one row for each head.
         scales_embedding: Whether the embedding is multiplied by the square root of its width.
         first_position: Row of the first position in the table of learned ones.
         without_rope: Whether no layer has positions.
@@ -249,6 +270,9 @@ class Family:
     slides: Callable[[JsonFields, int], bool] | None = None
     rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
     norm_offset: float = 0.0
+    plain_final_norm: bool = False
+    norms_embedding: bool = False
+    gates_heads: bool = False
     scales_embedding: bool = False
     first_position: int = 0
     without_rope: bool = False

@@ -13,6 +13,7 @@ from heterollm.model.blocks import (
     AttentionBlock,
     Block,
     FfnBlock,
+    LayerInputBlock,
     Norm,
 )
 from heterollm.model.family import (
@@ -42,6 +43,19 @@ NORMS: Final[Mapping[Norm, str]] = {
     "feed_forward_output": "post_feedforward_layernorm",
     **HEAD_NORMS,
 }
+LAYERED_NAMES: Final = TensorNames(
+    {
+        **SEPARATE,
+        "layer_gate": {"gate": "per_layer_input_gate"},
+        "layer_out": {"out": "per_layer_projection"},
+    },
+    {**NORMS, "layer_input_output": "post_per_layer_input_norm"},
+    layer_inputs="model.embed_tokens_per_layer",
+    layer_projection="model.per_layer_model_projection",
+    layer_norm="model.per_layer_projection_norm",
+)
+"""The tensors of models whose layers have own embeddings of tokens."""
+
 ROPES: Final[dict[str, object]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -55,15 +69,6 @@ def _stages(fields: JsonFields, _layer: int) -> tuple[StageNames, ...]:
     return (("attention",), networks, *((("layer_input",),) if has_inputs else ()))
 
 
-def _kinds(fields: JsonFields) -> list[object]:
-    """Return the kind of each layer, of which the last has full attention."""
-    kinds = fields.get("layer_types")
-    layers = fields.count("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != layers or kinds[-1] != FULL:
-        raise fields.fail("layer_types", f"a kind for each of {layers} layers, of the last {FULL}")
-    return kinds
-
-
 def _default_kinds(fields: JsonFields) -> dict[str, object]:
     """Return the kinds of layers of a file without them: every sixth and the last one see everything."""
     layers = fields.count("num_hidden_layers")
@@ -71,9 +76,11 @@ def _default_kinds(fields: JsonFields) -> dict[str, object]:
     return {} if fields.get("layer_types") is not None else {"layer_types": [*kinds[:-1], FULL]}
 
 
-def _source(fields: JsonFields, layer: int) -> int | None:
-    """Return the layer whose keys and values a layer reads; None for its own."""
-    kinds = _kinds(fields)
+def source_layer(fields: JsonFields, layer: int) -> int | None:
+    """Return the layer whose keys and values a layer reads, the last that has own ones; None for itself."""
+    kinds, layers = fields.get("layer_types"), fields.count("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise fields.fail("layer_types", f"a kind for each of {layers} layers")
     own = len(kinds) - fields.count("num_kv_shared_layers", 0, minimum=0)
     if own < 1 or {*map(str, kinds[:own])} != {*map(str, kinds)}:
         raise fields.fail("num_kv_shared_layers", "few enough that a layer of each kind keeps its own keys")
@@ -97,7 +104,14 @@ def _heads(fields: JsonFields, layer: int, block: AttentionBlock) -> tuple[int, 
 
 def own_sizes(fields: JsonFields, layer: int, block: Block) -> Block:
     """Return a block of a layer with the sizes of that layer (configuration_gemma4.py)."""
-    source = _source(fields, layer)
+    source = source_layer(fields, layer)
+    if fields.values["layer_types"][-1] != FULL:
+        raise fields.fail("layer_types", f"a kind for each layer, of the last {FULL}")
+    if isinstance(block, LayerInputBlock):
+        vocabulary = fields.count("vocab_size")
+        if fields.count("vocab_size_per_layer_input", vocabulary) < vocabulary:
+            raise fields.fail("vocab_size_per_layer_input", f"at least the vocab_size of {vocabulary}")
+        return block
     if isinstance(block, FfnBlock):
         wide = source is not None and fields.flag("use_double_wide_mlp", False)
         return replace(block, width=block.width * (2 if wide else 1))
@@ -159,15 +173,10 @@ GEMMA4: Final[Mapping[str, Family]] = {
         _PLAIN,
         covers="Gemma 4 E2B, E4B, 26B-A4B and 31B",
         architecture="Gemma4ForCausalLM",
-        tensors=TensorNames(
-            {
-                **SEPARATE,
-                "layer_gate": {"gate": "per_layer_input_gate"},
-                "layer_out": {"out": "per_layer_projection"},
-            },
-            {
-                **NORMS,
-                "layer_input_output": "post_per_layer_input_norm",
+        tensors=replace(
+            LAYERED_NAMES,
+            norms={
+                **LAYERED_NAMES.norms,
                 "network_output": "post_feedforward_layernorm_1",
                 "experts": "pre_feedforward_layernorm_2",
                 "experts_output": "post_feedforward_layernorm_2",
@@ -177,9 +186,6 @@ GEMMA4: Final[Mapping[str, Family]] = {
                 ROUTER_NORM: "router.scale",
                 EXPERT_FACTORS: "router.per_expert_scale",
             },
-            layer_inputs="model.embed_tokens_per_layer",
-            layer_projection="model.per_layer_model_projection",
-            layer_norm="model.per_layer_projection_norm",
         ),
         layers=_stages,
         mixture=Mixture(

@@ -222,6 +222,7 @@ LFM3: Final = replace(
         **dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters counts"),
     },
     layered_rope=True,
+    gates_heads=True,
     slides=every_layer,
     bos_ids=(124_894,),
     eos_ids=(124_900,),

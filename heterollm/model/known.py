@@ -17,11 +17,9 @@ from heterollm.kernels.ops import Precision, Scales
 from heterollm.model.checkpoint import checkpoint_folder
 from heterollm.model.closest import closest_config
 from heterollm.model.config import ModelConfig
-from heterollm.model.families import unsupported
 from heterollm.model.hub_names import is_hub_name
 from heterollm.model.json_fields import read_json_object
-from heterollm.model.known_sizes import DEVICE_ROWS, ROWS, TYPES_OF_NAMES
-from heterollm.model.missing import MISSING
+from heterollm.model.known_sizes import DEVICE_ROWS, ROWS
 from heterollm.model.shape import ModelShape, model_shape, read_config
 from heterollm.model.stored import foreign_format, gguf_folder, is_gguf
 
@@ -224,7 +222,6 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
         elif path.is_file():
             name, file = path.resolve().parent.name or path.stem, path
         else:
-            _refuse_unsupported(text)
             raise CheckpointError(
                 f"There is no folder {str(name_or_path)!r:.200}.",
                 fix=f"Name the folder that holds config.json, or a known model: {', '.join(KNOWN_MODELS)}.",
@@ -238,11 +235,3 @@ def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"Cannot read {str(name_or_path)!r:.200}: {error}.") from error
     return FoundModel(name, config, "")
-
-
-def _refuse_unsupported(name: str) -> None:
-    """Refuse the name of a well-known model whose type is not supported."""
-    kinds = (kind for start, kind in TYPES_OF_NAMES.items() if name.lower().startswith(start))
-    kind = next(kinds, "")
-    if kind in MISSING:
-        raise unsupported(f"{name:.80} ({MISSING[kind]})")

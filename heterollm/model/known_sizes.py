@@ -7,7 +7,6 @@ the published counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 Row = tuple[Any, ...]
@@ -145,6 +144,10 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      _windows(1024, 34, 6)),
     ("gemma-3-12b", "gemma3_text", "google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8, 262208, True, 256, 131072,
      _windows(1024, 48, 6)),
+    ("gemma-3n-e2b", "gemma3n_text", "google/gemma-3n-E2B", 2048, 8192, 30, 8, 2, 262400, True, 256, 32768,
+     {**_windows(512, 30, 5), "num_kv_shared_layers": 10}),
+    ("gemma-3n-e4b", "gemma3n_text", "google/gemma-3n-E4B", 2048, 16384, 35, 8, 2, 262400, True, 256, 32768,
+     _windows(512, 35, 5)),
     ("gemma-4-e2b", "gemma4_text", "google/gemma-4-E2B", 1536, 6144, 35, 8, 1, 262144, True, 256, 131072,
      {**_windows(512, 35, 5), "num_kv_shared_layers": 20, "use_double_wide_mlp": True}),
     ("gemma-4-e4b", "gemma4_text", "google/gemma-4-E4B", 2560, 10240, 42, 8, 2, 262144, True, 256, 131072,
@@ -235,23 +238,10 @@ DEVICE_ROWS: Final[tuple[Row, ...]] = (
      2048, 10944, 27, 16, 16, 102400, False, 192, 163840, DEEPSEEK_V2),
     ("glm-4.7-flash", "glm4_moe_lite", "zai-org/GLM-4.7-Flash",
      2048, 10240, 47, 20, 20, 154880, False, 256, 202752, {"qk_nope_head_dim": 192}),
+    ("muse-glimmer-30b", "muse_glimmer_text", "meta-models/Muse-Glimmer-30B",
+     6656, 19968, 52, 32, 2, 202048, False, 128, 131072, {"sliding_window": 2048}),
     ("phi-mini-moe", "phimoe", "microsoft/Phi-mini-MoE-instruct",
      4096, 960, 32, 32, 8, 32064, False, 128, 4096, 16, 2),
 )
 """Models of families that people run on phones and laptops; a row may end in further fields of its type."""
 # fmt: on
-
-TYPES_OF_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "gemma-3n": "gemma3n_text",
-        "nemotron-3": "nemotron_h",
-        "nemotron-nano": "nemotron_h",
-        "glm-4.7-flash": "glm4_moe_lite",
-        "glm-4.5-air": "glm4_moe",
-        "falcon-h1": "falcon_h1",
-        "muse-glimmer": "muse_glimmer",
-        "llama-4": "llama4_text",
-        "deepseek-v2": "deepseek_v2",
-    }
-)
-"""Model types of families by the beginning of their models' names."""

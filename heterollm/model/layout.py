@@ -44,7 +44,7 @@ def group_shapes(config: ModelConfig, layer: int) -> tuple[GroupShape, ...]:
         members = (Member("head", config.vocab_size),)
         ends = ("final_norm",), "join_logits"
         return (GroupShape("head", members, hidden, "head_input", "logits", *ends, config.head_bias),)
-    return tuple(shape for block in config.per_layer[layer].blocks for shape in block.groups(hidden))
+    return tuple(shape for stage in config.per_layer[layer].stages for shape in stage.groups(hidden))
 
 
 def linear_names(config: ModelConfig, layer: int) -> dict[Group, dict[str, str]]:
@@ -125,7 +125,7 @@ def _head_orders(config: ModelConfig, layer: int, group: Group) -> dict[str, Hea
     block = config.per_layer[layer].find(AttentionBlock)
     assert block is not None  # the layer has the group
     dim = block.head_dim
-    if block.gated and not block.gates_heads:
+    if block.gated and names["gate"] == names["q"]:
         return {
             name: HeadOrder(block.heads, 2 * dim, first, 1, dim) for name, first in (("q", 0), ("gate", dim))
         }
@@ -243,6 +243,19 @@ def layer_input_names(config: ModelConfig) -> tuple[str, str, str]:
     return f"{modules[0]}.weight", f"{modules[1]}.weight", f"{modules[2]}.weight"
 
 
+def stream_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the tensor names of the linears that open streams, and of those that close them.
+
+    There is one of each for every stream but the first.
+    """
+    names, streams = _tensors(config), range(config.streams - 1)
+    opens, closes = (
+        tuple(f"{module.format(stream=stream)}.weight" for stream in streams)
+        for module in (names.stream_openings, names.stream_closings)
+    )
+    return opens, closes
+
+
 def mapped_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of tensors of which a pass reads some rows from the checkpoint's file."""
     return layer_input_names(config)[:1] if config.layer_vocabulary else ()
@@ -309,6 +322,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[table] = config.layer_vocabulary, columns
         shapes[projection] = columns, config.hidden_size
         shapes[norm] = (config.layer_input_width,)
+    for names_of in stream_names(config):
+        shapes |= dict.fromkeys(names_of, (config.hidden_size, config.hidden_size))
     for layer in (*range(config.layers), HEAD_LAYER):
         biases, names = bias_names(config, layer), linear_rows(config, layer)
         for group in group_shapes(config, layer):

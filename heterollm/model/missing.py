@@ -9,8 +9,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "layers of a gated delta net": "olmo_hybrid kimi_linear",
     "layers of Mamba-2": "bamba mamba2 zamba2",
     "layers of Mamba": "mamba jamba falcon_mamba",
-    "keys and values that layers share, and embeddings of each layer": "gemma3n gemma3n_text",
-    "groups of experts beside latent attention (MLA)": "deepseek_v3",
     "latent attention (MLA) of another form": "minicpm3 youtu longcat_flash",
     "bases of rotary embedding by layer, and experts": "granitemoe_swa",
     "routers by sigmoid": "afmoe bailing_moe",
@@ -18,7 +16,6 @@ _TYPES: Final[Mapping[str, str]] = {
     "heads and norms by fields of its own": "falcon",
     "linears whose weights are stored transposed": "gpt2",
     "norms of heads that subtract the mean": "cohere persimmon",
-    "norms of heads without weights, and gates of attention": "muse_glimmer",
 }
 MISSING: Final[Mapping[str, str]] = {name: what for what, names in _TYPES.items() for name in names.split()}
 """The first feature that a model type needs and heterollm lacks."""

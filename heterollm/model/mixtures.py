@@ -135,6 +135,7 @@ SIGMOID_EXPERTS: Final = Mixture(
     scoring="sigmoid",
     normalized_field="norm_topk_prob",
     bias_field=True,
+    group_fields=("n_group", "topk_group"),
     scale_field="routed_scaling_factor",
     count_fields=("n_routed_experts",),
 )

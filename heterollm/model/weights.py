@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ from heterollm.model.layout import (
     positions_name,
     row_factors,
     shortened_blocks,
+    stream_names,
 )
 from heterollm.model.stored import STORED_VERSION
 from heterollm.model.stored_notes import stored_notes
@@ -169,10 +171,10 @@ class ModelWeights:
     def norm(self, layer: int, norm: Norm) -> NDArray[np.float32]:
         """Return the stored weight of one norm of a layer: ``[hidden]``, or ``[head_dim]`` of a head's.
 
-        Ones stand for the weight of a norm without.
+        With the offset of norms, the weight of a norm without is one.
         """
-        name = norm_name(self.config, layer, norm)
-        return self.floats[name] if name else np.ones(layer_norms(self.config, layer)[norm], np.float32)
+        name, one = norm_name(self.config, layer, norm), 1.0 - self.config.norm_offset
+        return self.floats[name] if name else np.full(layer_norms(self.config, layer)[norm], one, np.float32)
 
     def norm_bias(self, layer: int, norm: Norm) -> NDArray[np.float32] | None:
         """Return the bias ``[hidden]`` of one norm of a layer; None in a model without."""
@@ -206,6 +208,12 @@ class ModelWeights:
     def layer_projection(self) -> LinearWeight:
         """The linear ``[layers * width, hidden]`` of the embedding that adds to layers' embeddings."""
         return self.linears[layer_input_names(self.config)[1]]
+
+    @property
+    def streams(self) -> tuple[tuple[LinearWeight, ...], tuple[LinearWeight, ...]]:
+        """The linears ``[hidden, hidden]`` that open all streams but the first, and those that close them."""
+        opens, closes = stream_names(self.config)
+        return tuple(self.linears[name] for name in opens), tuple(self.linears[name] for name in closes)
 
     @property
     def layer_norm(self) -> NDArray[np.float32]:
@@ -333,6 +341,7 @@ def _formats(config: ModelConfig, specs: Sequence[OpSpec]) -> dict[str, WeightFo
     formats = {embedding_name(config): specs[-1].weight}
     if config.layer_vocabulary:
         formats[layer_input_names(config)[1]] = specs[-1].weight
+    formats |= dict.fromkeys(itertools.chain(*stream_names(config)), specs[-1].weight)
     for spec in specs:
         formats.update(dict.fromkeys(linear_names(config, spec.layer)[spec.group].values(), spec.weight))
     for experts in expert_specs(config, specs):

@@ -27,6 +27,7 @@ class Wrapper:
 WRAPPERS: Final[Mapping[str, Wrapper]] = MappingProxyType(
     {
         "gemma3": Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
+        "gemma3n": Wrapper("Gemma3nForConditionalGeneration", {"gemma3n_text": "gemma3n_text"}),
         "gemma4": Wrapper("Gemma4ForConditionalGeneration", {"gemma4_text": "gemma4_text"}),
         "gemma4_unified": Wrapper(
             "Gemma4UnifiedForConditionalGeneration", {"gemma4_unified_text": "gemma4_unified_text"}
@@ -34,6 +35,9 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = MappingProxyType(
         "llama4": Wrapper("Llama4ForConditionalGeneration", {"llama4_text": "llama4_text"}),
         "mistral3": Wrapper(
             "Mistral3ForConditionalGeneration", {"mistral": "mistral", "ministral3": "ministral3"}
+        ),
+        "muse_glimmer": Wrapper(
+            "MuseGlimmerForConditionalGeneration", {"muse_glimmer_text": "muse_glimmer_text"}
         ),
         "qwen3_5_moe": Wrapper(
             "Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": "qwen3_5_moe_text"}

@@ -39,6 +39,7 @@ from .memory import MemoryKind as MemoryKind
 from .memory import SharedArray as SharedArray
 from .memory import aligned_empty as aligned_empty
 from .memory import aligned_zeros as aligned_zeros
+from .packing import COLUMNS_MULTIPLE as COLUMNS_MULTIPLE
 from .packing import packed_bytes as packed_bytes
 from .parameters import LEGAL as LEGAL
 from .parameters import KernelParameters as KernelParameters

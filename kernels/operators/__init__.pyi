@@ -7,6 +7,7 @@ from .delta_net import apply_delta_rule as apply_delta_rule
 from .delta_net import convolve_inputs as convolve_inputs
 from .embedding import add_positions as add_positions
 from .experts import GpuExperts as GpuExperts
+from .gate_cutoff import find_cutoffs as find_cutoffs
 from .gated_activation import ExpertBiases as ExpertBiases
 from .gated_activation import TokenFactors as TokenFactors
 from .gated_activation import activate as activate
@@ -21,6 +22,7 @@ from .logits import join_logits as join_logits
 from .logits import soft_cap as soft_cap
 from .norm import final_norm as final_norm
 from .norm import norm_output as norm_output
+from .norm import norm_residual as norm_residual
 from .norm import rms_norm as rms_norm
 from .npu_codes import read_codes as read_codes
 from .npu_codes import write_codes as write_codes
@@ -54,4 +56,11 @@ from .short_conv import convolve as convolve
 from .sparse_attention import SparseCase as SparseCase
 from .sparse_attention import SparsePass as SparsePass
 from .sparse_attention import attend_selected as attend_selected
+from .streams import Mixing as Mixing
+from .streams import Normed as Normed
+from .streams import Streams as Streams
+from .streams import correct_streams as correct_streams
+from .streams import fit_stream as fit_stream
+from .streams import predict_streams as predict_streams
+from .streams import read_stream as read_stream
 from .token_gate import gate_tokens as gate_tokens

@@ -90,6 +90,8 @@ class GpuExperts(GlueKernels):
             "FACTORS": factors is not None,
         }
         own |= {name: 1 for name, holds in flags.items() if holds}
+        if routing.groups > 1:
+            own |= {"GROUPS": routing.groups, "KEPT": routing.kept_groups}
         kernel, _, items = self.kernel(FILES, "route", lambda _: own)
         arguments = (
             *(logits, bias if shift is None else shift, lists.chosen, lists.weights),

@@ -87,6 +87,7 @@ def activate(
     factors: TokenFactors | None = None,
     clip: GateClip | None = None,
     slopes: Slopes = SLOPES,
+    cutoffs: Argument = None,
     label: str = "activation",
 ) -> Launch:
     """Return the launch of ``out = activation(gate) * up``, or ``activation(up)`` of a group without a gate.
@@ -103,6 +104,7 @@ def activate(
         factors: Values that the output is multiplied by; None for none.
         clip: Bounds of gate and up, which the activation must be silu for; None for none.
         slopes: Numbers of xIELU.
+        cutoffs: float32 ``[tokens]``, which is taken off gates that exceed it, others become zero; or None.
         label: Name for traces and errors.
     """
     members = len(gate_up.rows)
@@ -117,6 +119,7 @@ def activate(
     bounds = tuple(map(np.float32, clip or (slopes if has_slopes else ())))
     own = () if factors is None else (factors.memory, *map(np.int32, (factors.columns, factors.first)))
     memory = (gate_up.a, gate_up.b, out, gate_up.b if values is None else values, *own, *order, *bounds)
+    memory += () if cutoffs is None else (cutoffs,)
     flags = ACTIVATIONS.index(activation), values is not None, members
     sizes = (*flags, *(*gate_up.splits, 0)[:2], intermediate)
     item, block = on.item_bytes, rounded.block if rounded else 0
@@ -134,6 +137,7 @@ def activate(
                 ("BY_EXPERT", by_expert),
                 ("CLIPPED", clip),
                 ("SLOPES", has_slopes),
+                ("CUTOFFS", cutoffs is not None),
             )
             if holds
         },
@@ -180,6 +184,7 @@ class GatedCase:
 
     ``splits`` are the columns of each that lie in the first segment, ``rounds`` is the format of a linear
     that reads int8 codes. The output may be multiplied by columns of another array, from ``factors`` on.
+    Gates may have a cutoff of each token.
     """
 
     tokens: int
@@ -193,6 +198,7 @@ class GatedCase:
     factors: int | None = None
     clip: GateClip | None = None
     slopes: Slopes = SLOPES
+    has_cutoffs: bool = False
 
     def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
         tokens, width = self.tokens, self.width
@@ -208,6 +214,7 @@ class GatedCase:
             factors=self._factors(data),
             clip=self.clip,
             slopes=self.slopes,
+            cutoffs=data.floats("cutoffs", tokens) if self.has_cutoffs else None,
         )
         return (launch,)
 
@@ -219,6 +226,8 @@ class GatedCase:
 
     def exact(self, data: Values) -> Exact:
         gate, *up = np.split(data["linear"] + data.get("bias", 0.0), len(self.splits), axis=1)
+        if self.has_cutoffs:
+            gate = np.maximum(gate - data["cutoffs"][:, None], 0.0)
         found = exact_gated_activation(gate, up[0] if up else None, self.activation, self.clip, self.slopes)
         if self.factors is not None:
             found = found * data["factors"][:, self.factors : self.factors + self.width]
@@ -237,6 +246,7 @@ CHECKS: Final = tuple(
         ("5 tokens, xIELU", replace(_SPLIT, splits=(64,), activation="xielu", slopes=Slopes(0.5, 1.1, 0.4))),
         ("5 tokens, sum", replace(_SPLIT, join="sum")),
         ("5 tokens, clipped", replace(_SPLIT, biased=True, scale=4.0, clip=GateClip(7.0, 1.702))),
+        ("5 tokens, cutoffs", replace(_SPLIT, activation="gelu_tanh", has_cutoffs=True)),
         ("5 tokens, factors", replace(_SPLIT, splits=(64,), factors=11)),
     )
 )

@@ -42,14 +42,14 @@ from heterollm.kernels.operators.operator import (
 )
 from heterollm.kernels.ops import Group, Join, WeightFormat
 
-EPSILON: Final = 1e-5
+EPSILON, POST_EPSILON = 1e-5, 0.25
 """Of checks."""
 
 STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
-    ("norm", "norm of an output", "inner norm", "residual", "final norm"), "norm"
+    ("norm", "norm of an output", "inner norm", "norm of the embedding", "residual", "final norm"), "norm"
 )
 
-NORM_ONLY, NORM_ADD, NORM_ADD_HEAD, NORM_ALONE = range(4)
+NORM_ONLY, NORM_ADD, NORM_ADD_HEAD, NORM_ALONE, NORM_IN_PLACE = range(5)
 """Modes of rms_norm.cl."""
 
 
@@ -65,6 +65,7 @@ def rms_norm(
     delta: Segments | None = None,
     bias: Argument = None,
     post: Argument = None,
+    post_epsilon: float | None = None,
     rounded: RoundedInputs | NpuCodes | None = None,
     centered: bool = False,
     gain: float = 1.0,
@@ -85,6 +86,7 @@ def rms_norm(
         delta: Output of the preceding linear, one member; None at the start of the model.
         bias: float32 ``[hidden]`` of that linear, or None.
         post: float32 ``[hidden]``, weight of the delta's norm, or None.
+        post_epsilon: Added to its mean square; None for ``epsilon``.
         rounded: Target of the codes of ``out``, int8 for a GPU, or those of an NPU; None for no codes.
         centered: Whether it is a LayerNorm: the mean is subtracted first, the second row of ``weight``,
             then ``[2, hidden]``, added at the end.
@@ -94,9 +96,27 @@ def rms_norm(
     memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
     return _norm_launch(
         *(on, mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded),
+        post_epsilon=post_epsilon,
         centered=centered,
         gain=gain,
     )
+
+
+def norm_residual(
+    on: GlueKernels, residual: DeviceMemory, *, hidden: int, tokens: int, epsilon: float
+) -> Launch:
+    """Return the launch of ``residual /= rms(residual)``.
+
+    Args:
+        on: The device's kernels.
+        residual: float32 ``[tokens, hidden]``.
+        hidden: Width of the model.
+        tokens: Rows.
+        epsilon: Added to the mean square.
+    """
+    residual.require(tokens * hidden * 4, "norm residual")
+    memory, shape = (residual, residual, residual, residual), (tokens, hidden)
+    return _norm_launch(on, NORM_IN_PLACE, memory, shape, None, (None, None), epsilon, None)
 
 
 def norm_output(
@@ -124,9 +144,7 @@ def norm_output(
     """
     memory, shape = (out, None, out, out), (tokens, values.rows[0])
     extras = bias, post
-    return _norm_launch(
-        on, NORM_ALONE, memory, shape, values, extras, epsilon, rounded, centered=False, gain=1.0
-    )
+    return _norm_launch(on, NORM_ALONE, memory, shape, values, extras, epsilon, rounded)
 
 
 def final_norm(
@@ -141,6 +159,7 @@ def final_norm(
     delta: Segments,
     bias: Argument = None,
     post: Argument = None,
+    post_epsilon: float | None = None,
     rounded: RoundedInputs | NpuCodes | None = None,
     centered: bool = False,
     gain: float = 1.0,
@@ -153,6 +172,7 @@ def final_norm(
     memory, shape = (residual, weight, out, step), (rows, delta.rows[0])
     return _norm_launch(
         *(on, NORM_ADD_HEAD, memory, shape, delta, (bias, post), epsilon, rounded),
+        post_epsilon=post_epsilon,
         centered=centered,
         gain=gain,
     )
@@ -168,8 +188,9 @@ def _norm_launch(
     epsilon: float,
     rounded: RoundedInputs | NpuCodes | None,
     *,
-    centered: bool,
-    gain: float,
+    post_epsilon: float | None = None,
+    centered: bool = False,
+    gain: float = 1.0,
 ) -> Launch:
     (residual, weight, out, step), (rows, hidden) = memory, shape
     label = "final norm" if mode == NORM_ADD_HEAD else "norm"
@@ -179,14 +200,16 @@ def _norm_launch(
         raise KernelError(f"A norm over {hidden} columns cannot add members of {delta.rows} rows.")
     if centered and hidden % 8:
         raise KernelError(f"{label}: a mean over {hidden} columns, no multiple of 8, cannot be subtracted.")
-    out.require(rows * hidden * on.item_bytes, f"{label} output")
+    if mode != NORM_IN_PLACE:
+        out.require(rows * hidden * on.item_bytes, f"{label} output")
     files = ("codes.h", "rms_norm.cl") if isinstance(rounded, NpuCodes) else ("rms_norm.cl",)
     widths = (hidden, delta.splits[0])
     defines: Defines = {"UNNORMED": 1} if weight is None else {"CENTERED": 1} if centered else {}
     if gain != 1:
         defines = {**defines, "GAIN": 1}
-    if mode == NORM_ALONE:
-        defines = {**defines, "ALONE": 1}
+    if mode in (NORM_ALONE, NORM_IN_PLACE):
+        # The residual is no norm's input and output at once but in place.
+        defines = {**defines, "ALONE" if mode == NORM_ALONE else "IN_PLACE": 1}
     kernel, _, items = on.kernel(
         files, "rms_norm", lambda _: defines, rounded=rounded, widths=widths, segments=delta
     )
@@ -196,14 +219,16 @@ def _norm_launch(
     arguments = (
         *(residual, present[0], out, delta.a, delta.b, *present[1:], step),
         *map(np.int32, (delta.splits[0], hidden)),
-        np.float32(epsilon),
-        *map(np.int32, (mode, *given)),
+        *map(np.float32, (epsilon, epsilon if post_epsilon is None else post_epsilon)),
+        *map(np.int32, (NORM_ONLY if mode == NORM_IN_PLACE else mode, *given)),
         *((np.float32(gain),) if gain != 1 else ()),
         *(rounded.arguments(rows, hidden, label) if rounded else ()),
     )
     item, block = on.item_bytes, rounded.block if isinstance(rounded, RoundedInputs) else 0
-    read = (0 if mode == NORM_ALONE else 4) + (0 if mode == NORM_ONLY else item * delta.reads)
-    stored = item + 4 if mode == NORM_ADD else item
+    read = (0 if mode == NORM_ALONE else 4) + (
+        0 if mode in (NORM_ONLY, NORM_IN_PLACE) else item * delta.reads
+    )
+    stored = {NORM_ADD: item + 4, NORM_IN_PLACE: 4}.get(mode, item)
     stored += rounded.code_bytes if isinstance(rounded, NpuCodes) else 0
     work = functools.partial(pointwise_work, rows * hidden, 6, read, stored, block)
     return on.runtime.launch(kernel, arguments, (rows * items,), (items,), label, work=work)
@@ -233,8 +258,8 @@ class NormCase:
 
     The delta, in two segments at ``split``, may have a bias and be normed first (``post``). The sum may be
     multiplied by a ``gain``. With a ``head_row`` it is the norm before the head, of the rows from there on;
-    ``unnormed`` writes the stream itself. Codes that are written beside floats (``rounds``) are those of a
-    grid, or int8 for a linear of that format.
+    ``unnormed`` writes the stream itself, ``in_place`` norms it alone. Codes that are written beside floats
+    (``rounds``) are those of a grid, or int8 for a linear of that format.
     """
 
     tokens: int
@@ -248,6 +273,7 @@ class NormCase:
     gain: float = 1.0
     unnormed: bool = False
     alone: bool = False
+    in_place: bool = False
     head_row: int | None = None
     rounds: CodeGrid | WeightFormat | None = None
 
@@ -266,11 +292,14 @@ class NormCase:
             "post": data.weights("post", hidden) if self.post else None,
             "rounded": self._rounded(data, rows),
             "epsilon": EPSILON,
+            "post_epsilon": POST_EPSILON,
             "centered": self.centered,
             "gain": self.gain,
         }
+        if self.in_place:
+            return (norm_residual(on, memory[0], hidden=hidden, tokens=tokens, epsilon=EPSILON),)
         if self.alone:
-            own = {name: options[name] for name in ("bias", "epsilon", "rounded")}
+            own = {name: options[name] for name in ("bias", "rounded")} | {"epsilon": POST_EPSILON}
             return (norm_output(on, options["delta"], options["post"], memory[2], tokens=tokens, **own),)
         if self.head_row is None:
             return (rms_norm(on, *memory, hidden=hidden, tokens=tokens, **options),)
@@ -283,9 +312,11 @@ class NormCase:
         return data.int8(self.rounds, rows, self.hidden)
 
     def exact(self, data: Values) -> Exact:
+        if self.in_place:
+            return {"residual": exact_rms_norm(data["residual"], np.ones(self.hidden), EPSILON)}
         added = data["linear"] + data.get("bias", 0.0)
         if self.post:
-            added = exact_rms_norm(added, data["post"], EPSILON)
+            added = exact_rms_norm(added, data["post"], POST_EPSILON)
         if self.alone:
             return {"normed": added}
         residual = data["residual"].astype(np.float64)
@@ -302,6 +333,7 @@ CHECKS: Final = (
     OperatorCheck("norm with residual", "5 tokens, split", NormCase(5, 192, 64), "normed"),
     OperatorCheck("norm with residual", "normed delta", NormCase(5, 192, 64, post=True), "normed"),
     OperatorCheck("norm with residual", "scaled sum", NormCase(5, 192, 64, gain=0.3), "residual"),
+    OperatorCheck("norm with residual", "in place", NormCase(5, 192, 64, in_place=True), "residual"),
     OperatorCheck("norm with residual", "5 tokens, sum", NormCase(5, 192, 64, "sum"), "normed"),
     OperatorCheck(
         "norm of an output", "5 tokens, split", NormCase(5, 192, 64, post=True, alone=True), "normed"

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import gguf
@@ -25,6 +26,7 @@ MIXTURES = (
     *("mixtral", "qwen3_moe", "olmoe", "mellum", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss"),
     *("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "ernie4_5_moe"),
     *("glm4_moe", "dots1", "exaone_moe", "llama4_text"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 )
 STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -32,6 +34,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 56},
     "gemma3_text": {"query_pre_attn_scalar": 48},
     "mistral": {"sliding_window": None},
+    # Its files have rows of zeros behind those of a shorter table.
+    "gemma3n_text": {"vocab_size_per_layer_input": 2048},
     "exaone4": {
         "sliding_window": None,
         "layer_types": ["full_attention"] * 2,
@@ -45,6 +49,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "mixtral": {"sliding_window": None},
+    # llama.cpp takes mscale for as large as mscale_all_dim.
+    "deepseek_v3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 0.6,
+            "mscale_all_dim": 0.6,
+        },
+    },
     # llama.cpp assumes these numbers.
     "llama4_text": {
         "attention_chunk_size": 8192,
@@ -94,7 +109,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def multipliers(writer: Any, config: Config) -> None:
-    writer.add_attention_scale(config["attention_multiplier"])
+    if writer.arch != "minicpm":  # llama.cpp has no such field there
+        writer.add_attention_scale(config["attention_multiplier"])
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
     writer.add_logit_scale(config["logits_scaling"])
@@ -237,6 +253,74 @@ def two_windows(writer: Any, config: Config) -> None:
     window(writer, config)
     if config["sliding_window"]:
         writer.add_sliding_window_pattern([kind.startswith("s") for kind in config["layer_types"]])
+
+
+def gemma3n(writer: Any, config: Config) -> None:
+    two_windows(writer, config)
+    sliding = config["rope_parameters"]["sliding_attention"]
+    writer.add_float32(f"{writer.arch}.rope.freq_base_swa", sliding["rope_theta"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    deviations = [
+        NormalDist().inv_cdf(one) if one else -math.inf for one in config["activation_sparsity_pattern"]
+    ]
+    writer.add_activation_sparsity_scale(deviations)
+
+
+def deepseek2(writer: Any, config: Config) -> None:
+    """Heads as those of one latent key, in place of those of `write_sizes`."""
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    changed = {"attention.head_count_kv": 1, "attention.key_length": rank + turned}
+    changed |= {"attention.value_length": rank, "rope.dimension_count": turned}
+    for name, value in changed.items():
+        writer.kv_data[0][f"{writer.arch}.{name}"].value = value
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    first = config.get("mlp_layer_types", ["dense"] * config.get("first_k_dense_replace", 0)).count("dense")
+    writer.add_leading_dense_block_count(first)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    softmax = config["model_type"] == "deepseek_v2"
+    writer.add_expert_gating_func(
+        gguf.ExpertGatingFuncType.SOFTMAX if softmax else gguf.ExpertGatingFuncType.SIGMOID
+    )
+    if not softmax:
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config.get("n_group"):
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        yarn(writer, rope)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def latent_tensors(tensors: Tensors, config: Config) -> Pairs:
+    """Keys and values of latent vectors apart and by heads, keys transposed; biases that help to choose."""
+    heads, rows = config["num_attention_heads"], config["qk_nope_head_dim"]
+    for name, values in expert_biases(tensors, config):
+        if name.endswith("kv_b_proj.weight"):
+            keys, others = np.split(values.reshape(heads, -1, values.shape[-1]), [rows], axis=1)
+            yield name.replace("kv_b_proj", "k_b_proj"), np.ascontiguousarray(keys.swapaxes(1, 2))
+            yield name.replace("kv_b_proj", "v_b_proj"), np.ascontiguousarray(others)
+        else:
+            yield name, values
+
+
+def stacked_streams(tensors: Tensors, _config: Config) -> Pairs:
+    """Gemma 3n's linears that open and close streams in stacks, and a scale with an ending."""
+    for module in ("altup_projections", "altup_unembed_projections"):
+        names = sorted(name for name in tensors if name.startswith(f"model.{module}."))
+        yield f"model.{module}.weight", np.stack([tensors.pop(name) for name in names])
+    for name, values in tensors.items():
+        yield f"{name}.weight" if name.endswith("_scale") else name, values
 
 
 def gemma4(writer: Any, config: Config) -> None:
@@ -620,6 +704,7 @@ CONVERTERS = {
     "gemma": Converter("gemma", tensors=one_more),
     "gemma2": Converter("gemma2", soft_caps, one_more),
     "gemma3_text": Converter("gemma3", gemma3, one_more),
+    "gemma3n_text": Converter("gemma3n", gemma3n, stacked_streams),
     "gemma4_text": Converter("gemma4", gemma4, scalars),
     "gemma4_unified_text": Converter("gemma4", gemma4, scalars),
     "granite": Converter("granite", multipliers, in_pairs),
@@ -649,6 +734,10 @@ CONVERTERS = {
     "qwen3_next": Converter("qwen3next", delta_net, qwen3_next),
     "lfm2_moe": Converter("lfm2moe", lfm2_moe, expert_biases, "norm_eps"),
     "glm4_moe": Converter("glm4moe", sigmoid_moe, expert_biases),
+    **{
+        kind: Converter("deepseek2", deepseek2, latent_tensors)
+        for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+    },
     "dots1": Converter("dots1", sigmoid_moe, expert_biases),
     "exaone_moe": Converter("exaone-moe", sigmoid_moe, expert_biases),
     "llama4_text": Converter("llama4", llama4, outputs_first),
@@ -790,7 +879,9 @@ OVERRIDES["phimoe"]["rope_parameters"] = {
 def write_tensor(
     writer: Any, own: str, values: np.ndarray, kind: Types, head: Types, others: Iterable[tuple[str, Types]]
 ) -> None:
-    if values.ndim == 1 or own.endswith("exps.bias") or "gate_inp" in own or "conv" in own.split(".")[-2]:
+    kept = ("gate_inp", "altup_router", "altup_predict", "altup_correct")
+    module = own.split(".")[-2]
+    if values.ndim == 1 or own.endswith("exps.bias") or "conv" in module or any(one in own for one in kept):
         writer.add_tensor(own, values)
         return
     chosen = head if own in ("token_embd.weight", "output.weight") else kind

@@ -163,6 +163,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 128,
         "vocab_size_per_layer_input": 2112,
     },
+    # Four streams, sparse gates, networks of two widths, and tokens behind the table of layers' embeddings.
+    "gemma3n_text": {
+        "hidden_size": 128,
+        "intermediate_size": [128, 192, 128, 192],
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "vocab_size": 2048,
+        "vocab_size_per_layer_input": 1024,
+        "hidden_size_per_layer_input": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 20,
+        "final_logit_softcapping": 2.0,
+        "laurel_rank": 32,
+        "activation_sparsity_pattern": [0.7, 0.0, 0.5, 0.8],
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    # Norms of heads and of the embedding without weights, an own number added in norms of outputs, and gates.
+    "muse_glimmer_text": {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "vocab_size": 2048,
+        "sliding_window": 20,
+        "final_logit_softcapping": 2.0,
+        "output_multiplier": 0.6,
+        "post_norm_eps": 0.25,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
     # Experts beside a network, each with norms of its own.
     "gemma4_text with experts": {
         **GEMMA4,
@@ -535,7 +574,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.7,
         },
     },
-    # Vectors for queries as well.
+    # Vectors for queries as well, and groups of experts.
+    "deepseek_v3": {
+        **PLAIN,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 48,
+        "qk_nope_head_dim": 40,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 40,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 12,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 96,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.6,
+        },
+    },
     "glm4_moe_lite": {
         **PLAIN,
         "num_key_value_heads": 4,
@@ -764,6 +827,10 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         **FAMILIES[family],
         **overrides,
     }
+    if family == "muse_glimmer_text":
+        import muse_model
+
+        muse_model.register()
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.partition(" ")[0], **fields))
     with torch.no_grad():
@@ -777,6 +844,11 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
             elif name.endswith("router.proj.weight"):
                 # Its input is divided by the root of its width.
                 parameter.normal_()
+            elif name.endswith("modality_router.weight"):
+                # Its input is divided by its width.
+                parameter.normal_(std=10.0)
+            elif name.endswith("_coefs.weight"):
+                parameter.normal_(std=0.3)
             elif "act_fn.alpha" in name:
                 parameter.uniform_(-1.0, 1.5)
             elif name.endswith(("bias", "conv1d.weight", "sinks")):
@@ -879,7 +951,8 @@ def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
         if config.model_type == "llama4_text":
             state = inputs_first(state, config)
         stack_experts(state, llm.config.model_type)
-        model, loading = getattr(transformers, config.architectures[0]).from_pretrained(
+        kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        model, loading = kind.from_pretrained(
             None,
             config=config,
             state_dict=state,

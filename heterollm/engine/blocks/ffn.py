@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 from heterollm.engine.blocks.gate import append_norm
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.linears import LinearEmitter
 from heterollm.engine.placed import Begun, Delta, PlacedOp, codes_of, segments_of
-from heterollm.engine.slots import GATED_OUTPUT
+from heterollm.engine.slots import GATE_CUTOFFS, GATED_OUTPUT
 from heterollm.engine.step import LinearWork, Step, shard_name
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
-from heterollm.kernels.gpu import GlueKernels, Launch, RoundedInputs, Segments
-from heterollm.kernels.operators import activate, gate_tokens
+from heterollm.kernels.gpu import DeviceMemory, GlueKernels, Launch, RoundedInputs, Segments
+from heterollm.kernels.operators import activate, find_cutoffs, gate_tokens
 from heterollm.model import FfnBlock
 
 
@@ -46,13 +48,26 @@ class FfnEmitter:
         gate_up = self._linears.linear(builder, op)
         down = self._linears.placed(builder, layer, "down")
         rounded = None if block.inner_norm else down.rounded
-        launch = self._activation(builder, layer, block, gate_up, rounded)
+        cutoffs = self._cutoffs(builder, layer, block, gate_up)
+        launch = self._activation(builder, layer, block, gate_up, rounded, *cutoffs)
+        reads = (*segments_of(gate_up), *cutoffs)
         writes = (builder.lane.shared["activated"], *codes_of(rounded))
-        builder.kernel("activation", layer, launch, reads=segments_of(gate_up), writes=writes)
+        builder.kernel("activation", layer, launch, reads=reads, writes=writes)
         if block.inner_norm:
             norm = self._tensors.norm(layer, "network_inner")
             append_norm(builder, self._kernels, norm, down, self._epsilon)
         return self._linears.linear(builder, down)
+
+    def _cutoffs(
+        self, builder: PassBuilder, layer: int, block: FfnBlock, gate_up: Segments
+    ) -> tuple[DeviceMemory, ...]:
+        """Append the cutoffs of gates and return their slot, if the network has some."""
+        if not block.sparsity:
+            return ()
+        out, deviations = builder.lane.private[GATE_CUTOFFS], NormalDist().inv_cdf(block.sparsity)
+        launch = find_cutoffs(self._kernels, gate_up, out, tokens=builder.tokens, deviations=deviations)
+        builder.kernel("gate cutoff", layer, launch, reads=segments_of(gate_up), writes=(out,))
+        return (out,)
 
     def _activation(
         self,
@@ -61,6 +76,7 @@ class FfnEmitter:
         block: FfnBlock,
         gate_up: Segments,
         rounded: RoundedInputs | None,
+        cutoffs: DeviceMemory | None = None,
         *,
         start: int = 0,
     ) -> Launch:
@@ -75,6 +91,7 @@ class FfnEmitter:
             bias=self._tensors.bias(layer, "gate_up", start),
             rounded=rounded,
             slopes=self._tensors.slopes(layer),
+            cutoffs=cutoffs,
         )
 
     def _ffn(self, builder: PassBuilder, block: FfnBlock, op: PlacedOp) -> Segments:

@@ -55,7 +55,9 @@ class LayerInputEmitter:
         slot.acquire()
         try:
             rows = slot.view(np.float32, (count, self._config.layer_input_columns))
-            self._rows.read(lane.tokens.array[:count], rows)
+            ids = lane.tokens.array[:count]
+            # Tokens behind the table read its first row, as in transformers.
+            self._rows.read(np.where(ids < self._config.layer_vocabulary, ids, 0), rows)
             rows *= np.float32((self._config.layer_input_width / 2) ** 0.5)
         finally:
             slot.release()

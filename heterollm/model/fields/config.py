@@ -319,6 +319,9 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "swiglu_limit": "upper bound of an expert's gate, and magnitude that bounds up",
         "swiglu_alpha": "factor of the gate in the sigmoid of that network",
         "logit_scale": "a factor on the logits",
+        "n_group": "equal groups of experts",
+        "topk_group": "groups from which a token chooses experts",
+        "topk_method": "greedy, or group_limited_greedy with those groups",
         "moe_k": "experts that compute a token",
         "moe_layer_start_index": "first layer with experts",
         "moe_layer_end_index": "last layer with experts; -1 for that of the model",
@@ -336,6 +339,13 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
         "use_double_wide_mlp": "whether their networks are twice as wide",
         "hidden_size_per_layer_input": "elements of a token's embedding for each layer; 0 for none",
         "vocab_size_per_layer_input": "tokens that have one",
+        "altup_num_inputs": "residual streams (AltUp), of which layers compute the first",
+        "altup_correct_scale": "whether what meets the layer's embedding has factors",
+        "laurel_rank": "width between the linears of a branch beside attention (Laurel)",
+        "activation_sparsity_pattern": "share of gates that are zero, by layer; 0 for none",
+        "qk_scale_factor": "a factor on queries behind their norms",
+        "post_norm_eps": "number added in norms of outputs",
+        "output_multiplier": "a factor on the logits, before their soft cap",
         "enable_moe_block": "whether experts stand beside the network of each layer",
         "top_k_experts": "experts that compute a token",
         "per_layer_config": "head_dim and num_key_value_heads of layers that differ",
@@ -466,7 +476,7 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
     for name in ("n_group", "topk_group"):
         why = "a choice of experts from groups of them"
         sparse_kinds = readers("first_k_dense_replace", "moe_shared_expert_intermediate_size", "kv_lora_rank")
-        yield from _one("refused", name, why, sparse_kinds, neutral=(1,))
+        yield from _one("refused", name, why, sparse_kinds - readers(name), neutral=(1,))
     plain = readers("global_head_dim") - readers("enable_moe_block")
     for name, why, neutral, only in (
         ("enable_moe_block", "experts beside a network", (False,), plain),
@@ -477,6 +487,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ),
     ):
         yield from _one("refused", name, why, only, neutral=neutral)
+    why = "another stream than the first, which layers compute"
+    yield from _one("refused", "altup_active_idx", why, readers("altup_num_inputs"), neutral=(0,))
     convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
     yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
     for name, why in (
@@ -493,7 +505,8 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         yield from _one("refused", name, why, nets, PUBLISHED, (usual,))
     spaces, named = readers("mamba_d_state"), readers("hybrid_override_pattern")
     why = "a choice of experts from groups of them"
-    yield from _one("refused", "topk_method", why, readers("kv_lora_rank"), neutral=("greedy", "noaux_tc"))
+    kinds = readers("kv_lora_rank") - readers("topk_method")
+    yield from _one("refused", "topk_method", why, kinds, neutral=("greedy", "noaux_tc"))
     beside = readers("mamba_d_ssm")
     for name, kinds in (("mamba_proj_bias", spaces), ("use_bias", named), ("projectors_bias", beside)):
         yield from _one("refused", name, "biases of linears of a state space", kinds, neutral=(False,))

@@ -10,7 +10,8 @@ DELTA: Final = frozenset({"qwen35moe", "qwen3next"})
 SHARED: Final = DELTA | {"qwen2moe"}
 ERNIE: Final = frozenset({"ernie4_5-moe"})
 LLAMA4: Final = frozenset({"llama4"})
-LEADING_SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"})
+LATENT: Final = frozenset({"deepseek2"})
+LEADING_SIGMOID: Final = frozenset({"glm4moe", "dots1", "exaone-moe"}) | LATENT
 SIGMOID: Final = LEADING_SIGMOID | {"nemotron_h_moe"}
 LEADING: Final = LEADING_SIGMOID | ERNIE | {"lfm2moe"}
 SIZED: Final = SHARED | SIGMOID | LEADING | LLAMA4 | {"qwen3moe", "mellum", "gemma4"}
@@ -95,6 +96,14 @@ EXPERTS: Final = (
         ".expert_weights_norm",
         neutral=(False,),
     ),
+    read(
+        ".expert_gating_func",
+        "function of the scores of experts: softmax (1, or absent), else a sigmoid (2)",
+        "models/deepseek2.cpp",
+        LATENT,
+    ),
+    read(".expert_group_count", "groups of experts; absent: 1", MODEL, LATENT),
+    read(".expert_group_used_count", "groups from which a token chooses; absent: 1", MODEL, LATENT),
     *rows(
         "refused",
         "scores of experts by another function than a sigmoid",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from heterollm.model.fields.gguf_experts import EXPERTS
+from heterollm.model.fields.gguf_experts import EXPERTS, LATENT
 from heterollm.model.fields.gguf_rows import (
     ARCHITECTURE,
     CONTEXT,
@@ -18,7 +18,9 @@ from heterollm.model.fields.gguf_rows import (
 )
 
 GEMMA4: Final = frozenset({"gemma4"})
-GEMMAS: Final = GEMMA4 | {"gemma2", "gemma3"}
+GEMMA3N: Final = frozenset({"gemma3n"})
+LAYERED: Final = GEMMA4 | GEMMA3N
+GEMMAS: Final = LAYERED | {"gemma2", "gemma3"}
 PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum", "cohere2", "olmo2", "exaone4", "exaone-moe"}
 WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
 CENTERED: Final = frozenset({"gptneox", "phi2", "stablelm", "starcoder2", "nemotron", "cohere2"})
@@ -30,6 +32,7 @@ DELTA: Final = QWEN35 | {"qwen3next"}
 NEMOTRON_H: Final = frozenset({"nemotron_h", "nemotron_h_moe"})
 SPACES: Final = GRANITE_HYBRID | NEMOTRON_H | {"falcon-h1"}
 VISION: Final = QWEN35 | {"qwen3vl"}
+LATENT_SOURCE: Final = "models/deepseek2.cpp"
 MISTRAL3: Final = frozenset({"mistral3"})
 
 SIZES: Final = (
@@ -38,7 +41,8 @@ SIZES: Final = (
     read(".block_count", "layers"),
     read(
         ".feed_forward_length",
-        "width of the feed-forward network; a list must repeat one number, or in Gemma 4 its double",
+        "width of the feed-forward network; a list must repeat one number, or in Gemma 4 its double; "
+        "in Gemma 3n it may have any",
     ),
     read(".attention.head_count", "query heads; a list must repeat one number"),
     read(
@@ -63,6 +67,10 @@ SIZES: Final = (
         only=CENTERED | {"olmo"},
     ),
     read(".attention.layer_norm_rms_epsilon", "number added in norms; required", ARCHITECTURE),
+    read(".attention.q_lora_rank", "elements of vectors of queries; absent: none", LATENT_SOURCE, LATENT),
+    read(".attention.kv_lora_rank", "elements of latent vectors", LATENT_SOURCE, LATENT),
+    read(".attention.key_length_mla", "width of a head; key_length if absent", LATENT_SOURCE, LATENT),
+    read(".attention.value_length_mla", "width of a value; value_length if absent", LATENT_SOURCE, LATENT),
     *rows("none", "rows of the token embedding, whose shape states it", MODEL, ".vocab_size"),
     read(
         ".attention.key_length_swa",
@@ -72,15 +80,30 @@ SIZES: Final = (
     ),
     read(
         ".attention.shared_kv_layers",
-        "last layers, which read the keys of others; absent: none",
-        "models/gemma4.cpp",
-        GEMMA4,
+        "last layers, which read the keys of others; absent: none, in Gemma 3n all but 20",
+        "models/gemma4.cpp, gemma3n.cpp",
+        LAYERED,
     ),
     read(
         ".embedding_length_per_layer_input",
-        "width of a token's embedding for each layer; absent or 0: none",
-        "models/gemma4.cpp",
-        GEMMA4,
+        "width of a token's embedding for each layer; absent or 0: none, in Gemma 3n 256",
+        "models/gemma4.cpp, gemma3n.cpp",
+        LAYERED,
+    ),
+    read(".altup.num_inputs", "residual streams, 4 if absent", "models/gemma3n.cpp", GEMMA3N),
+    *rows(
+        "refused",
+        "another stream than the first, which layers compute",
+        "models/gemma3n.cpp",
+        ".altup.active_idx",
+        neutral=(0,),
+        only=GEMMA3N,
+    ),
+    read(
+        ".activation_sparsity_scale",
+        "deviations above the mean of a cutoff of gates, by layer; absent: 5 % of the gates of 10 layers",
+        "conversion/gemma.py",
+        GEMMA3N,
     ),
     *rows(
         "refused",
@@ -105,7 +128,7 @@ ATTENTION: Final = (
     read(
         ".attention.sliding_window_pattern",
         "every n-th layer sees all positions, or a flag for each layer; "
-        "2 in Gemma 2 and gpt-oss, 6 in Gemma 3, 4 in others if absent",
+        "2 in Gemma 2 and gpt-oss, 6 in Gemma 3, 5 in Gemma 3n, 4 in others if absent",
         ARCHITECTURE,
         PATTERNED,
     ),
@@ -138,8 +161,8 @@ ATTENTION: Final = (
     ),
     read(
         ".final_logit_softcapping",
-        "soft cap of the logits; absent: 30 in Gemma 2, none in Gemma 3 and 4",
-        "models/gemma2.cpp, gemma3.cpp, gemma4.cpp",
+        "soft cap of the logits; absent: 30 in Gemma 2 and 3n, none in Gemma 3 and 4",
+        "models/gemma2.cpp, gemma3.cpp, gemma3n.cpp, gemma4.cpp",
         GEMMAS,
     ),
     *rows(
@@ -261,9 +284,9 @@ ROPE: Final = (
     read(".rope.freq_base", "base of the frequencies, 10000 if absent"),
     read(
         ".rope.freq_base_swa",
-        "base in layers with a window; absent: 10000 in Gemma 3 and 4, that of all layers in others",
-        "models/gemma3.cpp, gemma4.cpp, mellum.cpp, olmo2.cpp",
-        GEMMA4 | {"gemma3", "mellum", "olmo2"},
+        "base in layers with a window; absent: 10000 in Gemma 3, 3n and 4, that of all layers in others",
+        "models/gemma3.cpp, gemma3n.cpp, gemma4.cpp, mellum.cpp, olmo2.cpp",
+        LAYERED | {"gemma3", "mellum", "olmo2"},
     ),
     read(".rope.scaling.type", "none, linear, yarn or longrope; linear if absent"),
     read(".rope.scaling.factor", "factor of linear and yarn; absent or 0: 1"),
@@ -295,9 +318,10 @@ ROPE: Final = (
     ),
     read(
         ".rope.scaling.yarn_log_multiplier",
-        "mscale_all_dim of the checkpoint, beside an mscale of 1; absent or 0: neither",
+        "mscale_all_dim of the checkpoint, beside an mscale of 1; absent or 0: neither. "
+        "In deepseek2 a tenth of it, and mscale is as large",
         CONTEXT,
-        MISTRAL3,
+        MISTRAL3 | LATENT,
     ),
     *rows(
         "refused",

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from heterollm.model.stored.gguf_family_fields import (
     Fields,
     cohere2,
+    deepseek2,
     delta_net,
     delta_net_moe,
     dots1,
@@ -21,6 +22,7 @@ from heterollm.model.stored.gguf_family_fields import (
     falcon_h1,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
     gemma4_moe,
     glm4_moe,
@@ -65,7 +67,7 @@ class Architecture(NamedTuple):
         biases: Fields of ``config.json`` for biases, each with tensors of files that have them.
         modules: Modules of a layer by the file's names, where they differ from Llama's.
         joined: The file's names of tensors that share the rows of a module's weight.
-        top: Modules outside of layers, likewise.
+        top: Modules outside of layers, likewise; with ``{}`` for the number of each in a stack.
         experts: Modules of an expert's weights by the stacks that hold them.
         experts_field: Field of ``config.json`` with the number of experts.
         epsilon: Field of ``config.json`` for the number added in norms, and the file's.
@@ -73,6 +75,7 @@ class Architecture(NamedTuple):
         lists: Meaning of heads and widths that are lists.
         others: Other tensors of a layer by the file's names, where they differ from those of all.
         numbers: Names and shapes of tensors of each layer whose numbers the metadata has, by field.
+        is_latent: Whether attention is latent.
         heads_in_turns: Whether the value heads of a delta net stand in turns: the first of each key head,
             then the second of each.
     """
@@ -94,6 +97,7 @@ class Architecture(NamedTuple):
     lists: Lists = "alike"
     others: Mapping[str, Other] = MappingProxyType({})
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({})
+    is_latent: bool = False
     heads_in_turns: bool = False
 
     @property
@@ -150,20 +154,44 @@ XIELU: Final = {
     "xielu.beta": ("mlp.act_fn.beta", ()),
     "xielu.eps": ("mlp.act_fn.eps", ()),
 }
+LAYER_INPUT_MODULES: Final = {
+    **GEMMA_MODULES,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+LAYER_INPUT_TABLES: Final = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+GEMMA3N: Final = Architecture(
+    "gemma3n_text",
+    "Gemma3nForCausalLM",
+    modules={
+        **LAYER_INPUT_MODULES,
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_correct_coef": "altup.correction_coefs",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
+    top={
+        **LAYER_INPUT_TABLES,
+        "altup_proj": "model.altup_projections.{}",
+        "altup_unembd_proj": "model.altup_unembed_projections.{}",
+    },
+    fields=gemma3n,
+    lists="first",
+    others={"altup_correct_scale.weight": Other("altup.correct_output_scale")},
+)
 GEMMA4: Final = Architecture(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    modules={
-        **GEMMA_MODULES,
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
-    },
-    top={
-        "per_layer_token_embd": "model.embed_tokens_per_layer",
-        "per_layer_model_proj": "model.per_layer_model_projection",
-        "per_layer_proj_norm": "model.per_layer_projection_norm",
-    },
+    modules=LAYER_INPUT_MODULES,
+    top=LAYER_INPUT_TABLES,
     fields=gemma4,
     lists="first",
 )
@@ -266,6 +294,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "gemma3": Architecture(
             "gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0, modules=GEMMA_MODULES, fields=gemma3
         ),
+        "gemma3n": GEMMA3N,
         "gemma4": GEMMA4,
         "granite": Architecture(
             "granite", "GraniteForCausalLM", permuted=True, biases=BIASES, fields=granite
@@ -459,6 +488,25 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             experts_field="n_routed_experts",
             fields=glm4_moe,
             others=CHOICE_BIAS,
+        ),
+        "deepseek2": Architecture(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            modules={
+                **ROUTER,
+                **SHARED_EXPERTS,
+                "attn_q_a": "self_attn.q_a_proj",
+                "attn_q_a_norm": "self_attn.q_a_layernorm",
+                "attn_q_b": "self_attn.q_b_proj",
+                "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+                "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+                "attn_kv_b": "self_attn.kv_b_proj",
+            },
+            experts=NAMED_EXPERTS,
+            experts_field="n_routed_experts",
+            fields=deepseek2,
+            others=CHOICE_BIAS,
+            is_latent=True,
         ),
         "dots1": Architecture(
             "dots1",

@@ -24,7 +24,7 @@ from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_delta import DECAY
 from heterollm.model.stored.gguf_family_fields import ROPE_BASE
 from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_names import GROUPS, LONE_EXPERT, SPACE_GROUPS
+from heterollm.model.stored.gguf_names import GROUPS, LATENT_GROUPS, LONE_EXPERT, SPACE_GROUPS
 from heterollm.model.stored.gguf_rope import rope_scaling
 
 LARGEST_BLOCK: Final = 128
@@ -121,7 +121,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     architecture = architecture_of(file)
     hidden, heads = file.count("embedding_length"), file.count("attention.head_count")
     head_dim = file.count("attention.key_length", default=hidden // heads)
-    if file.count("attention.value_length", default=hidden // heads) != head_dim:
+    widths_differ = file.count("attention.value_length", default=hidden // heads) != head_dim
+    if widths_differ and not architecture.is_latent:
         raise UnsupportedModelError(
             f"{file.path}: values of another width (attention.value_length) than keys are not supported."
         )
@@ -185,6 +186,7 @@ def _vocabulary(file: GgufFile) -> int:
 def _formats(file: GgufFile, architecture: Architecture) -> dict[str, Any] | None:
     """Return the number formats of the layers' groups and of the head; None if no layer is quantised."""
     names = {**GROUPS, **(SPACE_GROUPS if architecture.has_spaces else {})}
+    names |= LATENT_GROUPS if architecture.is_latent else {}
     groups: dict[str, list[BlockType]] = {group: [] for group in dict.fromkeys(names.values())}
     for own, layer, below in file.layer_tensors():
         module, kind = below.removesuffix(".weight"), block_type(file.entries[own].kind)

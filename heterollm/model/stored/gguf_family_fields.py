@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any, Final
 
-from heterollm.base import CheckpointError
+from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.model.stored.gguf_delta import read_delta_heads
 from heterollm.model.stored.gguf_file import GgufFile
 from heterollm.model.stored.gguf_rope import turning_part
@@ -27,7 +28,11 @@ PERIOD: Final = 4
 LARGEST_EXAONE4: Final = 64
 EXAONE4_WINDOW: Final = 4096
 DELTA_PERIOD: Final = 4
+SOFTMAX: Final = 1
+"""The function of the scores of experts, by llama.cpp's number."""
 ROPE_BASE: Final = 10000.0
+GEMMA3N_PERIOD, GEMMA3N_SOFT_CAP, GEMMA3N_OWN_KEYS = 5, 30.0, 20
+"""llama.cpp's numbers for Gemma 3n: layers of which one has no window, a cap, and layers with own keys."""
 MAVERICK_EXPERTS: Final = 128
 """Experts of the Llama 4 whose heads have no norms."""
 MOST_LAYERS: Final = 10_000
@@ -87,6 +92,30 @@ def gemma3(file: GgufFile, config: Fields) -> Fields:
         "rope_local_base_freq": file.own("rope.freq_base_swa", ROPE_BASE),
         "sliding_window": window,
         **(layer_types(file) if window else {}),
+    }
+
+
+def gemma3n(file: GgufFile, config: Fields) -> Fields:
+    """Return Gemma 3n's windows, RoPE, streams, sparsity by layer, shared keys and layers' embeddings."""
+    layers, widths = config["num_hidden_layers"], file.own("feed_forward_length")
+    inputs, laurel = (
+        file.entries.get(name) for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight")
+    )
+    scales = file.own("activation_sparsity_scale")
+    if scales is not None and not (isinstance(scales, list) and all(type(one) is float for one in scales)):
+        raise CheckpointError(f"{file.path}: gemma3n.activation_sparsity_scale is no list of numbers.")
+    return {
+        **layer_types(file, GEMMA3N_PERIOD),
+        "intermediate_size": widths if isinstance(widths, list) else config["intermediate_size"],
+        "sliding_window": file.count("attention.sliding_window"),
+        "rope_local_base_freq": file.own("rope.freq_base_swa", ROPE_BASE),
+        "final_logit_softcapping": file.number("final_logit_softcapping", GEMMA3N_SOFT_CAP),
+        "num_kv_shared_layers": file.own("attention.shared_kv_layers", max(0, layers - GEMMA3N_OWN_KEYS)),
+        "altup_num_inputs": file.count("altup.num_inputs", default=4),
+        "hidden_size_per_layer_input": file.count("embedding_length_per_layer_input", default=256),
+        "vocab_size_per_layer_input": inputs.shape[0] if inputs else 0,
+        "laurel_rank": laurel.shape[0] if laurel else 0,
+        "activation_sparsity_pattern": None if scales is None else [NormalDist().cdf(one) for one in scales],
     }
 
 
@@ -348,6 +377,35 @@ def sigmoid_moe(file: GgufFile) -> Fields:
 def dots1(file: GgufFile, _config: Fields) -> Fields:
     """Return the fields of a mixture by sigmoid, and the number of shared experts."""
     return {**sigmoid_moe(file), "n_shared_experts": file.count("expert_shared_count")}
+
+
+def deepseek2(file: GgufFile, config: Fields) -> Fields:
+    """Return the sizes of latent attention, its RoPE, and a mixture by sigmoid, or by softmax as in V2."""
+    turned, scaling = file.count("rope.dimension_count"), config.get("rope_scaling")
+    if scaling:
+        # llama.cpp takes mscale for equal to mscale_all_dim, of which the file has a tenth.
+        growth = 10 * file.number("rope.scaling.yarn_log_multiplier", 0.0)
+        scaling = {**scaling, "attention_factor": 1.0, **({"mscale_all_dim": growth} if growth else {})}
+    found = {
+        **dots1(file, config),
+        "q_lora_rank": file.count("attention.q_lora_rank") if file.own("attention.q_lora_rank") else None,
+        "kv_lora_rank": file.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": file.count("attention.key_length_mla", "attention.key_length") - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": file.count("attention.value_length_mla", "attention.value_length"),
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": scaling,
+        "n_group": file.count("expert_group_count", default=1),
+        "topk_group": file.count("expert_group_used_count", default=1),
+    }
+    if file.own("expert_gating_func", SOFTMAX) != SOFTMAX:
+        return found
+    if found.pop("norm_topk_prob"):
+        raise UnsupportedModelError(
+            f"{file.path}: deepseek2.expert_weights_norm with scores by softmax is not supported."
+        )
+    grouped = {"topk_method": "group_limited_greedy"} if found["n_group"] > 1 else {}
+    return {**found, **grouped, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
 
 
 def glm4_moe(file: GgufFile, config: Fields) -> Fields:

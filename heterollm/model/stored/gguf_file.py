@@ -43,11 +43,13 @@ class GgufPlace(NamedTuple):
         shape: Its shape.
         parts: Its rows.
         columns: For each head, whose inputs are columns, where those stand; empty for columns in order.
+        heads: Heads that have rows of the first part, transposed, and then of the second; 0 for others.
     """
 
     shape: tuple[int, ...]
     parts: tuple[GgufRows, ...]
     columns: tuple[int, ...] = ()
+    heads: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -66,6 +66,10 @@ class GgufTensors:
         """Return a tensor, or rows ``[start, stop)`` of its matrix, as float32."""
         if name in self._numbers:
             return self._numbers[name]
+        if heads := self._places[name].heads:
+            keys, latent_values = (self._stack(part, heads) for part in self._places[name].parts)
+            values = np.concatenate([keys.swapaxes(1, 2), latent_values], axis=1)
+            return values.reshape(self.shape(name))[slice(*(rows or (None,)))]
         kind, every = self._type(name), sum(part.stop - part.start for part in self._places[name].parts)
         values = _values(kind, self._rows(name, *(rows or (0, every))))
         if columns := self._places[name].columns:
@@ -76,6 +80,11 @@ class GgufTensors:
             with np.errstate(invalid="ignore", divide="ignore"):  # the caller checks the values
                 values = np.log(-values)
         return values if rows is not None else values.reshape(self.shape(name))
+
+    def _stack(self, part: GgufRows, heads: int) -> NDArray[np.float32]:
+        """Return a stack of matrices, ``[heads, rows, columns]``."""
+        values = _values(block_type(self._file.entries[part.own].kind), self._part(part))
+        return values.reshape(heads, -1, values.shape[-1])
 
     def gather(self, name: str, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return some rows of a matrix that one tensor holds, as float32."""

@@ -75,6 +75,13 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The group of linears of each matrix of a layer; in a delta net ``attn_qkv`` is one of ``delta_in``."""
 
+LATENT_GROUPS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("attn_q", "attn_q_a", "attn_kv_a_mqa"), "latent_in"),
+    "attn_q_b": "latent_query",
+    "attn_output": "latent_out",
+}
+"""The groups of linears of latent attention."""
+
 SPACE_GROUPS: Final[Mapping[str, str]] = {"ssm_in": "mamba_in", "ssm_out": "mamba_out"}
 """The groups of linears of a state space."""
 

@@ -28,6 +28,8 @@ from heterollm.model.stored.gguf_rope import ROPE_TENSORS
 FUSED: Final = "attn_qkv"
 MEMBERS: Final = ("attn_q", "attn_k", "attn_v")
 PERMUTED: Final = ("attn_q", "attn_k")
+KEYS_AND_VALUES: Final = ("attn_k_b", "attn_v_b")
+"""The weights that make keys and values of latent vectors, the first of which is transposed."""
 FUSED_EXPERTS: Final = ("ffn_gate_exps", "ffn_up_exps")
 """Members of a stack that has the rows of both for each expert."""
 STACKED: Final = len(("expert", "row", "column"))
@@ -53,7 +55,12 @@ def places(file: GgufFile, architecture: Architecture) -> dict[str, GgufPlace]:
     for own in file.entries:
         if not LAYER_TENSOR.fullmatch(own) and own not in ROPE_TENSORS:
             module, _, ending = own.rpartition(".")
-            found[f"{top[module]}.{ending}" if module in top else own] = _whole(file, own)
+            name, shape = f"{top[module]}.{ending}" if module in top else own, file.entries[own].shape
+            if "{}" not in name:
+                found[name] = _whole(file, own)
+            elif len(shape) == STACKED:
+                for at, start in enumerate(range(0, shape[0] * shape[1], shape[1])):
+                    found[name.format(at)] = GgufPlace(shape[1:], (GgufRows(own, start, start + shape[1]),))
     return found
 
 
@@ -96,6 +103,10 @@ def _of_layer(
             f"{architecture.layer}.{layer}.linear_attn.{name}": _with_axis(place, axis)
             for name, place in delta.items()
         }
+    if module in KEYS_AND_VALUES:
+        # Files that have both of these forms repeat the weight.
+        is_first = module == KEYS_AND_VALUES[0] and f"blk.{layer}.attn_kv_b.weight" not in file.entries
+        return {named(modules["attn_kv_b"]): _by_heads(file, layer)} if is_first else {}
     if other is not None:
         place = _with_axis(_whole(file, own), other.axis)
         if other.flat:
@@ -123,6 +134,17 @@ def _of_layer(
         heads = file.count("attention.head_count") if module == "attn_q" else key_heads(file, architecture)
         place = _whole(file, own, heads)
     return {named(modules[module]) if module in modules else own: place}
+
+
+def _by_heads(file: GgufFile, layer: str) -> GgufPlace:
+    """Return the place of the weight of keys and values of latent vectors, from two tensors."""
+    owns = [f"blk.{layer}.{module}.weight" for module in KEYS_AND_VALUES]
+    shapes = [file.entries[own].shape if own in file.entries else () for own in owns]
+    if [len(shape) for shape in shapes] != [3, 3] or shapes[0][:2] != (shapes[1][0], shapes[1][2]):
+        raise CheckpointError(f"{file.path} lacks {' or '.join(owns)}, or their shapes do not fit.")
+    (heads, latent, key_rows), (_, value_rows, _) = shapes
+    parts = tuple(GgufRows(own, 0, math.prod(shape[:-1])) for own, shape in zip(owns, shapes, strict=True))
+    return GgufPlace((heads * (key_rows + value_rows), latent), parts, heads=heads)
 
 
 def _with_axis(place: GgufPlace, axis: int | None) -> GgufPlace:

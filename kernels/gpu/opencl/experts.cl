@@ -5,6 +5,8 @@
 //   SCORING           rule of the weights
 //   NORMALIZED        the weights of a token are divided by their sum
 //   BIASED            the choice is by score plus the expert's bias
+//   GROUPS, KEPT      equal groups of experts, and how many of them a token chooses from: those with the largest sum of
+//                     two biased scores, or without BIASED with the largest logit
 //   SHIFTED           the logits have that bias, for choice and weights
 //   OUTPUT_BIASED     the rows of an expert have a bias, which combine_rows adds
 //   WEIGHS_INPUTS     the weight of an expert multiplies its input in place of its output; a token chooses one
@@ -72,6 +74,12 @@ static inline ulong group_best(ulong rank, __local ulong *ranks) {
 #define SCORE(logit) 1.0f / (1.0f + exp(-(logit)))
 #endif
 
+#ifdef BIASED
+#define CHOICE(e) (SCORE(logits[e]) + bias[e])
+#else
+#define CHOICE(e) LOGIT(e)
+#endif
+
 #ifdef FACTORS
 #define FACTORS_ARGUMENT , __global const float *restrict factors
 #define FACTOR_OF(expert) *factors[expert]
@@ -103,11 +111,37 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
     total += exp(LOGIT(e) - top);
   total = group_sum(total, sums);
 #endif
-  for (uint e = lane; e < EXPERTS; e += WG)
+#ifdef GROUPS
+  __local ulong groups[GROUPS];
+  for (uint g = lane; g < GROUPS; g += WG) {
+    float first = -INFINITY, second = -INFINITY;
+    for (uint e = g * (EXPERTS / GROUPS); e < (g + 1) * (EXPERTS / GROUPS); e++) {
+      const float value = CHOICE(e);
+      second = max(second, min(first, value));
+      first = max(first, value);
+    }
 #ifdef BIASED
-    left[e] = ranked(SCORE(logits[e]) + bias[e], e);
+    first += second;
+#endif
+    groups[g] = ranked(first, g);
+  }
+  for (uint slot = 0; slot < KEPT; slot++) {
+    ulong best = 0;
+    for (uint g = lane; g < GROUPS; g += WG)
+      best = max(best, groups[g]);
+    best = group_best(best, ranks);
+    if (EXPERT_OF(best) % WG == lane)
+      groups[EXPERT_OF(best)] = 0;
+  }
+#if WG > 1
+  barrier(CLK_LOCAL_MEM_FENCE);
+#endif
+  // Experts of a group that is not chosen, whose rank is left, have the rank of one that is.
+  for (uint e = lane; e < EXPERTS; e += WG)
+    left[e] = groups[e / (EXPERTS / GROUPS)] ? 0 : ranked(CHOICE(e), e);
 #else
-    left[e] = ranked(LOGIT(e), e);
+  for (uint e = lane; e < EXPERTS; e += WG)
+    left[e] = ranked(CHOICE(e), e);
 #endif
 #ifdef NORMALIZED
   float sum = 0.0f;

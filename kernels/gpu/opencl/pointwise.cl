@@ -19,7 +19,8 @@
 // where erf(x) = 1 - exp(-x^2) series(1 / (1 + shift x)). With CODE_BITS the kernel also
 // rounds its output to int8. With FACTORS the output is multiplied by columns of another array.
 // With BY_EXPERT rows are those of pairs of a token and an expert, and each expert has a bias (experts.cl); no other processor
-// takes any. With SLOPES the activation is xIELU (kernels/ops.py). With CLIPPED gate is bounded from above and up on both sides, and the output is
+// takes any. With SLOPES the activation is xIELU (kernels/ops.py). With CUTOFFS gate exceeds a number of its token, which
+// is taken off it, or is zero. With CLIPPED gate is bounded from above and up on both sides, and the output is
 // (up + 1) * gate * sigmoid(slope * gate).
 #ifdef FACTORS
 #define FACTOR_ARGUMENTS __global const act_t *factors, int factor_columns, int first_factor,
@@ -41,10 +42,15 @@
 #else
 #define SLOPE_ARGUMENTS
 #endif
+#ifdef CUTOFFS
+#define CUTOFF_ARGUMENTS __global const float *cutoffs,
+#else
+#define CUTOFF_ARGUMENTS
+#endif
 GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global const act_t *b,
                                           __global act_t *out, __global const float *bias,
-                                          FACTOR_ARGUMENTS EXPERT_ARGUMENTS CLIP_ARGUMENTS SLOPE_ARGUMENTS int activation,
-                                          int has_bias, int members, int gate_split, int up_split, int columns, int span
+                                          FACTOR_ARGUMENTS EXPERT_ARGUMENTS CLIP_ARGUMENTS SLOPE_ARGUMENTS CUTOFF_ARGUMENTS
+                                          int activation, int has_bias, int members, int gate_split, int up_split, int columns, int span
                                           CODE_ARGUMENTS) {
   size_t token = get_global_id(1);
 #ifdef BY_EXPERT
@@ -72,6 +78,10 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
         up += up_bias;
       }
     }
+#ifdef CUTOFFS
+    gate -= cutoffs[token];
+    gate = gate < 0.0f ? (float8)0.0f : gate;
+#endif
 #ifdef CLIPPED
     gate = gate > limit ? limit : gate;
     up = (up > limit ? limit : up < -limit ? -limit : up) + 1.0f;

@@ -1,6 +1,7 @@
 // residual += delta, then out = residual / rms(residual) * weight, one work-group per row.
 // The delta may have a bias and a norm of its own: delta / rms(delta) * post. With GAIN the sum is multiplied by `gain`.
-// With UNNORMED the output is the sum itself, with ALONE the delta itself behind its own norm.
+// With UNNORMED the output is the sum itself, with ALONE the delta itself behind its own norm; with IN_PLACE the norm, without
+// weights, becomes the residual.
 // With CENTERED it is a LayerNorm: the mean is subtracted first, and the last `hidden` of 2 * hidden weights are
 // added at the end. With CODE_BITS the work-group also rounds its row to int8, with NPU_CODES to codes of an NPU. Follows common.h,
 // rounding.h and glue.h, and with NPU_CODES codes.h.
@@ -46,8 +47,8 @@ static inline float8 load_normed(norm_delta delta, __global const float *post, f
 GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float *weight,
                                   __global act_t *out, __global const act_t *a, __global const act_t *b,
                                   __global const float *bias, __global const float *post,
-                                  __global const int *step, int split, int hidden, float epsilon, int mode,
-                                  int has_bias, int has_post GAIN_ARGUMENT CODE_ARGUMENTS) {
+                                  __global const int *step, int split, int hidden, float epsilon,
+                                  float post_epsilon, int mode, int has_bias, int has_post GAIN_ARGUMENT CODE_ARGUMENTS) {
   __local float sums[WG];
   size_t out_row = get_group_id(0);
   size_t row = mode == NORM_ADD_HEAD ? out_row + step[STEP_HEAD_ROW] : out_row;
@@ -62,7 +63,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
       float8 value = load_delta(delta, i, min(8, hidden - i));
       squares = FMA(value, value, squares);
     }
-    delta_factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + epsilon);
+    delta_factor = 1.0f / sqrt(group_sum(sum8(squares), sums) / hidden + post_epsilon);
   }
 #ifdef CENTERED
   float8 total = 0.0f;
@@ -105,6 +106,10 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     LOAD_PART(load_float8, load_float, values, i, count, value)
     if (mode == NORM_ADD_HEAD)
       value = SUMMED(value, load_normed(delta, post, delta_factor, has_post, i, count));
+#ifdef IN_PLACE
+    value *= factor;
+    STORE_PART(store_float8, store_float, value, values, i, count)
+#else
     LOAD_PART(load_float8, load_float, weight, i, count, scale)
 #ifdef CENTERED
     LOAD_PART(load_float8, load_float, weight, hidden + i, count, shift)
@@ -113,6 +118,7 @@ GROUP_SIZE __kernel void rms_norm(__global float *residual, __global const float
     value = value * factor * scale;
 #endif
     STORE_PART(store_act8, store_act, value, out + out_row * hidden, i, count)
+#endif
   }
 #endif
 #ifdef CODE_BITS

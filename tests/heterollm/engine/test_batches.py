@@ -25,6 +25,7 @@ leaves a window's first pages behind."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {},
+    "gemma3n_text": {"precision": "w4a8"},
     "gemma4_text": {},
     "gpt_oss": {},
     "lfm2": {},
@@ -43,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "lfm3": {},
 }
-SLOW = ("lfm3", "bitnet", "gpt_neox", "gemma4_text", "gpt_oss", "gemma3_text", "lfm2_moe")
+SLOW = ("lfm3", "bitnet", "gpt_neox", "gemma3n_text", "gemma4_text", "gpt_oss", "gemma3_text", "lfm2_moe")
 
 Load = Callable[..., LLM]
 

@@ -82,14 +82,14 @@ def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts
         ("decode", (1, 32), (32,)),
     ):
         ffns = ffn_specs(specs) if level == "block" else ()
-        parts, sizes = {part for ffn in ffns for part in ffn.parts}, defaultdict(set)
+        parts, sizes = {(ffn.layer, part) for ffn in ffns for part in ffn.parts}, defaultdict(set)
         for spec in specs:
             sizes[spec.group].add(spec.member_rows)
         # Kinds of layers whose groups differ in size have entries of their own.
         named = {
             (spec.group, spec.kind if len(sizes[(*spec.parts, spec.group)[0]]) > 1 else ""): spec
             for spec in (*specs, *ffns)
-            if spec.group not in parts
+            if (spec.layer, spec.group) not in parts
         }
         for (group, kind), spec in named.items():
             layers = (-1, -1) if group == "head" else (0, last)

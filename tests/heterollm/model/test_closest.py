@@ -9,11 +9,9 @@ from heterollm.model import AttentionBlock, find_model
 OTHER_LAYERS = {
     "bamba": "mamba_",
     "bert": "type_vocab_size",
-    "deepseek_v3": "kv_lora_rank|n_routed_experts|moe_",
     "deepseek_v32": "indexed_attention",
     "diffllama": "lambda_std_dev",
     "falcon_mamba": "conv_kernel",
-    "gemma3n_text": "altup_",
     "granitemoehybrid": "linear_attention",
     "jamba": "attn_layer_",
     "kimi_linear": "linear_attention",

@@ -26,6 +26,9 @@ from heterollm.model.fields.table import Field, FieldTable
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import muse_model  # noqa: E402
+
+muse_model.register()
 
 LEAST_DB = 90
 IDS = [int(one) for one in np.random.default_rng(3).integers(3, 150, 44)]
@@ -57,6 +60,19 @@ GEMMA4_KINDS = ("gemma4_text", "gemma4_unified_text")
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "gemma3n_text": {
+        **{
+            name: value
+            for name, value in GEMMA4.items()
+            if name not in ("global_head_dim", "rope_parameters")
+        },
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 256,
+        "laurel_rank": 16,
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 100.0,
+    },
+    "muse_glimmer_text": {"rope_theta": 1000.0},
     "gemma4_text": {
         **GEMMA4,
         "hidden_size_per_layer_input": 16,
@@ -122,8 +138,9 @@ OWN: dict[str, dict[str, Any]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "first_k_dense_replace": 1,
+            **({"n_group": 1, "topk_group": 1} if kind == "deepseek_v3" else {}),
         }
-        for kind in ("deepseek_v2", "glm4_moe_lite")
+        for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
     },
     "stablelm": {"num_key_value_heads": 4},
     "gpt_neox": {"rotary_pct": 1.0},
@@ -225,7 +242,11 @@ YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_e
 ALIKE = {name: [1.0 + 0.1 * one for one in range(8)] for name in ("short_factor", "long_factor")}
 """Factors for PhiMoE, whose long ones transformers leaves out, and the model's own code does not."""
 LONG = {"short_factor": [1.0 + 0.1 * one for one in range(8)], "long_factor": [2.0 + one for one in range(8)]}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 1, "n_routed_experts": 8, "num_experts": 8}
+GROUPED: dict[str, Any] = {**GROUPS, "topk_method": "group_limited_greedy"}
 BESIDE: dict[str, dict[str, Any]] = {
+    "n_group": {**GROUPS, "n_group": 1},
+    "topk_group": GROUPS,
     "sliding_window": USED,
     "use_sliding_window": {"sliding_window": 8, "max_window_layers": 0},
     "max_window_layers": WINDOW,
@@ -275,6 +296,14 @@ VALUES: dict[str, Any] = {
     "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 320,
+    "altup_active_idx": 1,
+    "qk_scale_factor": 1.5,
+    "post_norm_eps": 0.25,
+    "output_multiplier": 0.7,
+    "altup_num_inputs": 3,
+    "altup_correct_scale": False,
+    "laurel_rank": 32,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.8],
     "enable_moe_block": True,
     "n_routed_experts": 6,
     "num_shared_experts": 2,
@@ -425,12 +454,18 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("qwen3_5_moe_text", "layer_types"): ["full_attention", "linear_attention"],
     ("nemotron_h", "norm_topk_prob"): False,
     ("glm4_moe_lite", "norm_topk_prob"): False,
+    ("deepseek_v3", "norm_topk_prob"): False,
     ("deepseek_v2", "n_shared_experts"): 1,
     ("glm4_moe_lite", "mlp_layer_types"): ["sparse", "dense"],
     ("nemotron_h", "layer_types"): ["full_attention", "linear_attention", "mlp", "moe"],
     ("granitemoehybrid", "layer_types"): ["full_attention", "linear_attention"],
     ("qwen3_next", "layer_types"): ["full_attention", "linear_attention"],
     ("gemma3_text", "rope_parameters"): NESTED,
+    ("muse_glimmer_text", "layer_rope_theta"): [0, 1000.0],
+    ("muse_glimmer_text", "hidden_activation"): "gelu_pytorch_tanh",
+    ("muse_glimmer_text", "layer_types"): ["full_attention", "sliding_attention"],
+    ("gemma3n_text", "rope_parameters"): NESTED,
+    ("gemma3n_text", "layer_types"): ["sliding_attention", *["full_attention"] * 3],
     **{(kind, name): value for kind in GEMMA4_KINDS for name, value in OF_GEMMA4.items()},
     ("mellum", "rope_parameters"): NESTED,
     ("phi3", "rope_parameters"): {"rope_type": "longrope", "rope_theta": 1000.0, **LONG},
@@ -463,6 +498,9 @@ OF_KIND: dict[tuple[str, str], Any] = {
     ("gemma3_text", "rope_scaling"): LINEAR,
 }
 BESIDE_OF_KIND: dict[tuple[str, str], dict[str, Any]] = {
+    ("deepseek_v2", "n_group"): {**GROUPED, "n_group": 1},
+    ("deepseek_v2", "topk_group"): GROUPED,
+    ("deepseek_v2", "topk_method"): GROUPS,
     ("falcon_h1", "mamba_norm_before_gate"): {"mamba_rms_norm": True},
     ("phi3", "original_max_position_embeddings"): {"rope_scaling": {"type": "longrope", **LONG}},
     ("phi3", "rope_scaling"): {"original_max_position_embeddings": 32},

@@ -58,6 +58,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
+    "gemma3n": ("gemma3n_text", {}),
+    "muse_glimmer_text": ("muse_glimmer_text", {}),
     "gemma4": ("gemma4_text", {}),
     "gemma4 with experts": ("gemma4_text with experts", {}),
     "gemma4 in one stream": ("gemma4_unified_text", {}),
@@ -87,6 +89,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid with state spaces": ("granitemoehybrid with state spaces", {}),
     "nemotron_h": ("nemotron_h", {}),
     "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 with groups": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "falcon_h1": ("falcon_h1", {}),
     "falcon_h1 with a norm": ("falcon_h1", {"mamba_rms_norm": True}),
@@ -107,6 +120,7 @@ VARIANTS = (
     "gemma4 in one stream",
     "qwen3_next with a dense layer",
     "granite 4-H with experts",
+    "deepseek_v2 with groups",
     *("falcon_h1 with a norm", "falcon_h1 with a norm behind"),
 )
 
@@ -257,8 +271,8 @@ def each_layer(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]
 def each_stage(config: ModelConfig, **changes: Any) -> dict[str, Any]:
     return each_layer(
         config,
-        lambda layer: LayerConfig(
-            tuple(dataclasses.replace(stage, **changes) for stage in layer.stages), layer.is_scaled
+        lambda layer: dataclasses.replace(
+            layer, stages=tuple(dataclasses.replace(stage, **changes) for stage in layer.stages)
         ),
     )
 
@@ -357,6 +371,16 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
         config, FfnBlock, lambda one: dataclasses.replace(one, biased=False)
     ),
     "norm of the output of attention": lambda config: attention(config, inner_norm=False),
+    "norm of the embedding": lambda _config: {"norms_embedding": False},
+    "eps of outputs": lambda config: {"output_norm_eps": config.rms_norm_eps},
+    "offset of the last norm": lambda config: {"final_norm_offset": config.norm_offset},
+    "sparse gates": lambda config: changed(
+        config, FfnBlock, lambda one: dataclasses.replace(one, sparsity=0.0)
+    ),
+    "half of both branches": lambda config: each_stage(config, gain=1.0),
+    "factors beside embeddings of layers": lambda config: each_layer(
+        config, lambda one: dataclasses.replace(one, streams=dataclasses.replace(one.streams, scaled=False))
+    ),
     "norm inside the network": lambda config: changed(
         config, FfnBlock, lambda one: dataclasses.replace(one, inner_norm=False)
     ),
@@ -368,6 +392,7 @@ REMOVALS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "weights as they are": lambda config: other_routing(config, normalized=True),
     "all chosen experts": lambda config: other_routing(config, chosen=1),
     "sigmoid": lambda config: other_routing(config, scoring="softmax"),
+    "groups of experts": lambda config: other_routing(config, groups=1, kept_groups=1),
     "bias of the choice": lambda config: other_routing(config, biased=False),
     "factor of experts": lambda config: other_routing(config, scale=1.0),
     "sparsemixer": lambda config: other_routing(config, scoring="softmax"),
@@ -408,6 +433,17 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "phi3": ("window", "scaled positions", "partly turning heads"),
     "gemma2": (*GEMMA, "attention soft cap"),
     "gemma3": (*GEMMA, "norms of heads", "positions of sliding layers", "scaled positions"),
+    "gemma3n": (
+        *("window", "layers without window", "embedding scale", "logit soft cap"),
+        *("activation", "norms of heads", "norms of values", "positions of sliding layers"),
+        *("activation beside embeddings of layers", "attention scale", "sparse gates"),
+        *("half of both branches", "factors beside embeddings of layers"),
+    ),
+    "muse_glimmer_text": (
+        *("window", "layers without window", "layers without positions", "norms of outputs", "norm offset"),
+        *("attention scale", "logit soft cap", "scale of logits", "norms of heads", "output gate"),
+        *("norm of the embedding", "eps of outputs", "offset of the last norm"),
+    ),
     "gemma4": (
         *("window", "layers without window", "norms of outputs", "embedding scale", "logit soft cap"),
         *("activation", "norms of heads", "part of the pairs", "norms of values", "factors of layers"),
@@ -462,6 +498,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     ),
     "deepseek_v2": ("scaled positions", "factor of experts", "weights as they are"),
+    "deepseek_v2 with groups": ("groups of experts",),
+    "deepseek_v3": (
+        *("scaled positions", "groups of experts", "sigmoid", "bias of the choice", "factor of experts"),
+        "normalised weights",
+    ),
     "glm4_moe_lite": ("sigmoid", "bias of the choice", "factor of experts", "normalised weights"),
     "falcon_h1": ("embedding scale", "scale of logits", "blocks side by side"),
     "falcon_h1 with a norm": ("norm of state spaces",),
@@ -575,6 +616,13 @@ def test_a_feature_that_is_taken_away_is_seen(
             for one in (("taps", 0.5), ("decay", -np.inf), ("decay_shift", 0.0), ("gated_norm", 1.0))
         ),
         *(("granitemoehybrid with state spaces", *one) for one in (("skip", 0.0), ("taps_bias", 0.0))),
+        *(
+            ("gemma3n_text", *one)
+            for one in (
+                *((role, 0.0) for role in ("laurel_left", "stream_prediction", "stream_correction")),
+                *((role, 1.0) for role in ("stream_router_norm", "stream_scale")),
+            )
+        ),
         *(("apertus", *one) for one in (("linear", 0.0), ("rising", -3.0), ("falling", -3.0))),
     ],
 )

@@ -52,7 +52,7 @@ VISION = {"qwen3vl"}
 """The text part of a model with vision."""
 QUICK = (
     *("gemma", "granitemoeshared", "internlm2", "minicpm", "phi", "lfm2", "glm4"),
-    *("gemma4_text", "qwen3_5_text", "qwen3_next", "ernie4_5_moe"),
+    *("gemma3n_text", "gemma4_text", "qwen3_5_text", "qwen3_next", "ernie4_5_moe"),
 )
 
 

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "minicpm": {"attention_multiplier": 32**-0.5},
     "starcoder2": OVERRIDES["starcoder2"],
     "phimoe": OVERRIDES["phimoe"],
+    "gemma3n_text": OVERRIDES["gemma3n_text"],
+    "deepseek_v3": OVERRIDES["deepseek_v3"],
     # Heads as wide in layers of either kind.
     "gemma4_text": {"global_head_dim": 32},
     **{
@@ -132,6 +135,7 @@ GEMMA3 = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 4.0}
 MELLUM = {"rope_type": "default", "rope_theta": 2000.0}
 GEMMA4 = {"rope_type": "proportional", "rope_theta": 2000.0, "partial_rotary_factor": 0.25}
 FULL, SLIDING = "full_attention", "sliding_attention"
+SPARSITY = "activation_sparsity_pattern"
 
 CASES: dict[str, list[Case]] = {
     "attention.layer_norm_rms_epsilon": [
@@ -175,6 +179,7 @@ CASES: dict[str, list[Case]] = {
         Case("exaone4", 5, {"sliding_window": 5}),
         Case("exaone4", None, {"sliding_window": None, "layer_types": [FULL] * 2}),
         Case("gemma4_text", 5, {"sliding_window": 5}),
+        Case("gemma3n_text", 5, {"sliding_window": 5}),
         Case("exaone_moe", 5, {"sliding_window": 5}),
     ],
     "attention.sliding_window_pattern": [
@@ -187,6 +192,7 @@ CASES: dict[str, list[Case]] = {
         Case("gpt_oss", [False, True], {"layer_types": [FULL, SLIDING]}),
         Case("cohere2", [False, True], {"layer_types": [FULL, SLIDING]}),
         Case("gemma4_text", [False, True, False, False], {"layer_types": [FULL, SLIDING, FULL, FULL]}),
+        Case("gemma3n_text", [False, True, False, False], {"layer_types": [FULL, SLIDING, FULL, FULL]}),
         Case("exaone4", None, {"layer_types": [SLIDING] * 2}),
         Case("exaone_moe", None, {"layer_types": [SLIDING] * 2}),
         Case("olmo3", None, {"layer_types": [SLIDING] * 3}),
@@ -202,6 +208,8 @@ CASES: dict[str, list[Case]] = {
         Case("gemma3_text", None, {"final_logit_softcapping": None}),
         Case("gemma4_text", 0.5, {"final_logit_softcapping": 0.5}),
         Case("gemma4_text", None, {"final_logit_softcapping": None}),
+        Case("gemma3n_text", 0.5, {"final_logit_softcapping": 0.5}),
+        Case("gemma3n_text", None, {"final_logit_softcapping": 30.0}),
     ],
     "rope.dimension_count": [
         Case("phi3", 24, {"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5}})
@@ -219,6 +227,14 @@ CASES: dict[str, list[Case]] = {
         Case("gemma4_text", 300.0, gemma3(GEMMA4, 300.0)),
         Case("gemma4_text", None, gemma3(GEMMA4, 10000.0)),
         Case("olmo3", None, olmo3(2000.0)),
+        Case("gemma3n_text", 300.0, gemma3(MELLUM, 300.0)),
+        Case("gemma3n_text", None, gemma3(MELLUM, 10000.0)),
+    ],
+    "expert_group_count": [Case("deepseek_v3", 6, {"n_group": 6})],
+    "expert_group_used_count": [Case("deepseek_v3", 3, {"topk_group": 3})],
+    "activation_sparsity_scale": [
+        Case("gemma3n_text", [0.0, -math.inf, 1.0, 0.0], {SPARSITY: [0.5, 0.0, NormalDist().cdf(1.0), 0.5]}),
+        Case("gemma3n_text", None, {SPARSITY: [0.0] * 4}),
     ],
     "rope.scaling.type": [
         Case("llama", "none", {}, {"rope.scaling.factor": 4.0}),
@@ -259,6 +275,10 @@ CASES: dict[str, list[Case]] = {
     "rope.scaling.yarn_log_multiplier": [
         Case("ministral3", 0.5, ministral3(mscale_all_dim=0.5)),
         Case("ministral3", None, ministral3(mscale=None, mscale_all_dim=None)),
+        Case(
+            *("deepseek_v3", 0.1),
+            yarn(factor=8.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0),
+        ),
     ],
     "use_parallel_residual": [Case("gpt_neox", False, {"use_parallel_residual": False})],
     "attention.clamp_kqv": [
@@ -271,14 +291,14 @@ CASES: dict[str, list[Case]] = {
     ],
     "expert_weights_scale": [
         Case(family, value, {"routed_scaling_factor": value or 1.0})
-        for family in ("glm4_moe", "dots1", "exaone_moe", "nemotron_h")
+        for family in ("glm4_moe", "dots1", "exaone_moe", "nemotron_h", "deepseek_v3")
         for value in (0.5, None)
     ],
     "expert_weights_norm": [
         Case(family, value, {"norm_topk_prob": bool(value)})
         for family, value in (
             *(("glm4_moe", False), ("dots1", True), ("exaone_moe", None)),
-            ("nemotron_h", False),
+            *(("nemotron_h", False), ("deepseek_v3", False)),
         )
     ],
     "expert_used_count": [Case("mixtral", 3, {"num_experts_per_tok": 3})],
@@ -304,6 +324,12 @@ SIZES: dict[str, tuple[str, Any]] = {
     "attention.recurrent_layers": ("qwen3_5_text", [True, False, True, True]),
     "attention.key_length_swa": ("gemma4_text", 16),
     "attention.shared_kv_layers": ("gemma4_text", 1),
+    "altup.num_inputs": ("gemma3n_text", 3),
+    "attention.q_lora_rank": ("deepseek_v3", 48),
+    "attention.kv_lora_rank": ("deepseek_v3", 32),
+    "attention.key_length_mla": ("deepseek_v3", 48),
+    "attention.value_length_mla": ("deepseek_v3", 24),
+    "expert_gating_func": ("deepseek_v2", 2),
     "embedding_length_per_layer_input": ("gemma4_text", 64),
     "ssm.conv_kernel": ("qwen3_5_text", 3),
     "ssm.group_count": ("qwen3_5_text", 4),
@@ -563,6 +589,7 @@ FILES = {
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "qwen3moe": "qwen3_moe",
     "granite": "granite",
     "granitemoe": "granitemoe",

@@ -18,6 +18,9 @@ from heterollm.model.wrappers import WRAPPERS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import muse_model  # noqa: E402
+
+muse_model.register()
 
 Make = Callable[[str], tuple[Path, Any]]
 TEXT = {
@@ -72,6 +75,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**EYE, "model_type": "pixtral", "intermediate_size": 32},
         "image_token_index": 7,
+    },
+    "muse_glimmer": {
+        "text_config": {**TEXT, "sliding_window": 20, "bos_token_id": 1, "eos_token_id": 2},
+        "vision_config": {**EYE, "intermediate_size": 32, "pos_emb_height": 4, "pos_emb_width": 4},
+        "image_token_id": 7,
+        "video_token_id": 8,
     },
     "qwen3_5": {
         "text_config": {

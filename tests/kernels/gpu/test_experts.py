@@ -57,6 +57,8 @@ ROUTINGS = (
     Routing(16, 2, "sparsemixer", normalized=False, jitter=0.01),
     Routing(7, 3, "sparsemixer", normalized=False, jitter=0.3),
     Routing(1, 1),
+    Routing(64, 6, "sigmoid", biased=True, scale=2.5, groups=8, kept_groups=3),
+    Routing(60, 4, normalized=False, groups=5, kept_groups=2),
 )
 
 
@@ -191,8 +193,22 @@ def routed(runtime, experts, logits, routing, bias=None, shift=None, factors=Non
     return chosen.read(), weights.read()
 
 
+def of_kept_groups(choice, routing):
+    """What experts are chosen by, in groups with the best two, or without a bias the best one."""
+    groups = choice.reshape(len(choice), routing.groups, -1)
+    if routing.groups == 1:
+        return choice
+    best = np.sort(groups, axis=2)[:, :, -2 if routing.biased else -1 :].sum(axis=2)
+    kept = np.argsort(-best, axis=1, kind="stable")[:, : routing.kept_groups]
+    found = np.full_like(groups, -np.inf)
+    rows = np.arange(len(choice))[:, None]
+    found[rows, kept] = groups[rows, kept]
+    return found.reshape(choice.shape)
+
+
 def check_choice(logits, routing, bias, chosen, weights):
     choice = logits if bias is None else scores_of(logits, routing) + bias
+    choice = of_kept_groups(choice, routing)
     right = np.argsort(-choice, axis=1, kind="stable")[:, : routing.chosen]
     if bias is None:  # the choice is by the logits as they are
         np.testing.assert_array_equal(chosen, right)

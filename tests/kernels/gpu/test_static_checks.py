@@ -62,6 +62,7 @@ from heterollm.kernels.operators.data import Data, fill_slot
 from heterollm.kernels.operators.delta_net import DeltaCase
 from heterollm.kernels.operators.embedding import PositionsCase
 from heterollm.kernels.operators.experts import GpuExperts
+from heterollm.kernels.operators.gate_cutoff import CutoffCase
 from heterollm.kernels.operators.gated_activation import GatedCase, activate
 from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.operators.logits import AddBiasCase, JoinCase, SoftCapCase
@@ -73,6 +74,7 @@ from heterollm.kernels.operators.output_gate import OutputGateCase
 from heterollm.kernels.operators.rope import RopeCase
 from heterollm.kernels.operators.short_conv import ShortConvCase
 from heterollm.kernels.operators.sparse_attention import SparseCase, SparsePass
+from heterollm.kernels.operators.streams import StreamsCase
 from heterollm.kernels.operators.token_gate import TokenGateCase
 from heterollm.kernels.ops import Routing, WeightFormat
 
@@ -186,6 +188,12 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         "-DWG=64 -DSILU -DNORMED -DGATE_FIRST -DWHOLE_EIGHTS",
         "-DWG=64 -DSUM -DWHOLE_EIGHTS",
     ],
+    (*LAYERS, "gate_cutoff.cl"): ["-DWG=1", "-DWG=64 -DWHOLE_EIGHTS", "-DWG=64 -DSUM"],
+    (*LAYERS, "streams.cl"): [
+        "-DWG=1 -DSTREAMS=2",
+        "-DWG=64 -DSTREAMS=4 -DWHOLE_EIGHTS",
+        "-DWG=64 -DSTREAMS=4 -DOPENS -DSUM",
+    ],
     (*LAYERS, "token_gate.cl"): ["-DWG=1", "-DWG=64 -DWHOLE_EIGHTS", "-DWG=64 -DSUM"],
     (*LAYERS, "rope.cl"): [
         "-DWG=1",
@@ -213,6 +221,7 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
         for own in (
             "-DSCORING=0 -DNORMALIZED -DFACTORS",
             "-DSCORING=1 -DBIASED -DSTEP=1",
+            "-DSCORING=1 -DBIASED -DGROUPS=5 -DKEPT=2",
             "-DSCORING=0 -DBIASED -DSTEP=32 -DTAKEN -DCODES",
             "-DSCORING=2 -DCOMBINES -DDROPS",
             "-DSTEP=8 -DTAKEN -DDROPS -DGATHERS_TAKEN",
@@ -498,6 +507,17 @@ OPERATORS = (
     JoinCase(3, 21, 9, "sum"),
     AddBiasCase(3, 21),
     SoftCapCase(3, 21, 0.7),
+    CutoffCase(3, 44, (13, 20)),
+    CutoffCase(3, 44, (44, 44), "sum"),
+    GatedCase(3, 44, (13, 20), has_cutoffs=True),
+    StreamsCase("predict", 3, 44, split=13),
+    StreamsCase("predict", 3, 44, has_delta=False, count=2),
+    StreamsCase("correct", 3, 44, split=44, join="sum"),
+    StreamsCase("read", 3, 44, split=13, stream=2),
+    StreamsCase("opens", 3, 44),
+    StreamsCase("opens", 3, 44, stream=2),
+    StreamsCase("closes", 3, 44),
+    StreamsCase("closes", 3, 44, stream=3),
     TokenGateCase(3, 44, 13),
     TokenGateCase(3, 44, 44, "sum"),
     TURNED,
