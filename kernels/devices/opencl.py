@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from heterollm.kernels.device import Device
-
 from heterollm.kernels.devices import gpu, race
 from heterollm.kernels.devices.choice import find_gpus
 from heterollm.kernels.devices.kind import DeviceKind, Opening
