@@ -76,8 +76,8 @@ REST_S: Final = 3
 """Time after which a server at rest has returned freed memory to the system."""
 
 MOST_GROWTH_MIB: Final = 64
-"""Growth of the least memory at rest that is no leak: kernels and sessions of new lengths. At rest the heap keeps
-up to 140 MiB more at one moment than at another; a leak raises the least, too."""
+"""Growth of the least memory at rest that is no leak: kernels and sessions of new lengths. At rest the heap
+keeps up to 140 MiB more at one moment than at another; a leak raises the least, too."""
 
 
 class Served:
