@@ -91,7 +91,8 @@ def run_case(case: DoctorCase, compute: ComputeType) -> Check:
             if not found.passed:
                 return check("fail", None, found.message, found.fix)
             return check("pass" if found.verified else "unverified", None, found.message)
-        errors = linear_errors(*found)
+        # Streams have an axis more, factors of tokens one fewer.
+        errors = linear_errors(*(values.reshape(len(values), -1) for values in found))
     except HeteroLLMError as error:
         return check("fail", None, error.message, error.fix or advice)
     except OpenClError as error:

@@ -85,6 +85,8 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "attention, prefill",
         "attention, decode",
         "gated activation",
+        "gate cutoff",
+        "streams",
         "short convolution",
         "gated delta net",
         "state space",
