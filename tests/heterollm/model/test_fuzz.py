@@ -587,6 +587,7 @@ def test_a_damaged_file_is_read_rightly_or_refused(files, target):
 
 OF_FAMILY = {
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "granitemoehybrid": {"mamba_n_heads": 2, "layer_types": ["attention"] * 2},

@@ -34,8 +34,10 @@ from own_code import OWN_CODE  # noqa: E402
 Types = gguf.GGMLQuantizationType
 BLOCKS = [kind for kind in BLOCK_TYPES.values() if kind.dtype is None]
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
-OTHER_TYPES = ("mistral", "granitemoehybrid", "gemma4_unified_text", "qwen3_next", "exaone")
+OTHER_TYPES = ("mistral", "granitemoehybrid", "gemma4_unified_text", "qwen3_next", "exaone", "glm4_moe_lite")
 """Families whose files are read as another one that computes the same."""
+ROUNDED = ("falcon_h1", "nemotron_h", "deepseek_v2", "gemma3n_text")
+"""Families whose files have weights times factors of the configuration, or factors of blocks in float32."""
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64, **PLAIN}
 
 
@@ -137,8 +139,7 @@ def test_formats_that_cannot_hold_the_integers_are_refused():
 
 @pytest.mark.parametrize(
     "family",
-    # Falcon-H1's files have weights times factors of its configuration, and Nemotron-H's a factor in float32.
-    [one for one in CONVERTERS if one not in (*OWN_CODE, *OTHER_TYPES, "falcon_h1", "nemotron_h")],
+    [one for one in CONVERTERS if one not in (*OWN_CODE, *OTHER_TYPES, *ROUNDED)],
 )
 def test_a_file_has_the_tensors_and_settings_of_its_checkpoint(family, checkpoint, tmp_path):
     folder = checkpoint(family, **OVERRIDES.get(family, {}))
